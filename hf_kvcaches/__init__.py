@@ -1,0 +1,75 @@
+"""KV-cache methods as drop-in caches for transformers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_kvcaches.core.attention import disable, enable
+    from hf_kvcaches.core.cache import CacheReport, KVCache, KVLayer
+    from hf_kvcaches.core.fingerprint import ModelFingerprint
+    from hf_kvcaches.core.growing import GrowingCache
+    from hf_kvcaches.core.rope import RotaryGeometry
+    from hf_kvcaches.core.verify import VerifyReport, verify
+    from hf_kvcaches.errors import (
+        ArtifactError,
+        ConfigError,
+        FingerprintMismatch,
+        KVCacheError,
+        MissingDependencyError,
+        UnsupportedError,
+    )
+
+__version__ = "0.1.0"
+
+# Public name -> the module that has it. Nothing is imported before it is asked for.
+_HOMES = {
+    "enable": "core.attention",
+    "disable": "core.attention",
+    "KVCache": "core.cache",
+    "KVLayer": "core.cache",
+    "CacheReport": "core.cache",
+    "GrowingCache": "core.growing",
+    "ModelFingerprint": "core.fingerprint",
+    "RotaryGeometry": "core.rope",
+    "verify": "core.verify",
+    "VerifyReport": "core.verify",
+    "KVCacheError": "errors",
+    "ConfigError": "errors",
+    "UnsupportedError": "errors",
+    "FingerprintMismatch": "errors",
+    "ArtifactError": "errors",
+    "MissingDependencyError": "errors",
+}
+
+__all__ = [
+    "ArtifactError",
+    "CacheReport",
+    "ConfigError",
+    "FingerprintMismatch",
+    "GrowingCache",
+    "KVCache",
+    "KVCacheError",
+    "KVLayer",
+    "MissingDependencyError",
+    "ModelFingerprint",
+    "RotaryGeometry",
+    "UnsupportedError",
+    "VerifyReport",
+    "disable",
+    "enable",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

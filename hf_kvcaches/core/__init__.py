@@ -1,0 +1,1 @@
+"""What every cache shares: positions, masks, attention, fingerprints, artifacts."""

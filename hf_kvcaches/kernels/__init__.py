@@ -1,0 +1,1 @@
+"""Pure functions on tensors, each with a plain PyTorch reference beside it."""

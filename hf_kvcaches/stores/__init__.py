@@ -1,0 +1,1 @@
+"""Bytes, vectors and signatures; nothing here knows of models."""
