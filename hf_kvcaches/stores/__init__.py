@@ -1,1 +1,0 @@
-"""Bytes, vectors and signatures; nothing here knows of models."""
