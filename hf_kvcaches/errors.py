@@ -1,11 +1,11 @@
 """The errors that a user can meet. Each is also the builtin that one would expect, and says what to do.
 
-    KVCacheError
-    ├── ConfigError             (ValueError)           an argument is wrong
-    ├── UnsupportedError        (NotImplementedError)  this cache or model can't do that
-    ├── FingerprintMismatch     (ValueError)           made for a model with other weights, adapters or tokenizer
-    ├── ArtifactError           (ValueError)           a file is damaged, foreign or of a newer format
-    └── MissingDependencyError  (ImportError)          an extra is not installed
+KVCacheError
+├── ConfigError             (ValueError)           an argument is wrong
+├── UnsupportedError        (NotImplementedError)  this cache or model can't do that
+├── FingerprintMismatch     (ValueError)           made for a model with other weights, adapters or tokenizer
+├── ArtifactError           (ValueError)           a file is damaged, foreign or of a newer format
+└── MissingDependencyError  (ImportError)          an extra is not installed
 """
 
 from __future__ import annotations

@@ -1,0 +1,111 @@
+"""What differs between transformers versions and model families, and the only module that may know of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+__all__ = [
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "attention_function",
+    "base_model",
+    "can_switch_attention",
+    "decoder_config",
+    "decoder_layers",
+    "layer_plan",
+    "mask_function",
+    "models_inside",
+    "split_model",
+    "transformers_layer",
+]
+
+
+def split_model(model_or_config: object) -> tuple[PreTrainedModel | None, PreTrainedConfig]:
+    """The model (without a PEFT wrapper) if one was given, and the config of its decoder."""
+    if isinstance(model_or_config, PreTrainedConfig):
+        return None, decoder_config(model_or_config)
+    model = base_model(model_or_config)
+    return model, decoder_config(model.config)
+
+
+def base_model(model: object) -> PreTrainedModel:
+    """The transformers model behind a PEFT, compiled or data-parallel wrapper."""
+    seen: Any = model
+    while not isinstance(seen, PreTrainedModel):
+        inner = seen.get_base_model() if hasattr(seen, "get_base_model") else getattr(seen, "_orig_mod", getattr(seen, "module", None))
+        if inner is None or inner is seen:
+            raise ConfigError.of("model", "a transformers model or its config", type(model).__name__, "Pass model or model.config.")
+        seen = inner
+    return seen
+
+
+def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of the part that has the KV cache (the text model of a multimodal one)."""
+    return config.get_text_config(decoder=True)
+
+
+def layer_plan(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
+    """For every cache layer its type, and the arguments of transformers' own layer of that type."""
+    types, arguments = get_layer_types_and_kwargs(config)
+    # Up to some version there is one dict for all layers.
+    each = [arguments] * len(types) if isinstance(arguments, dict) else arguments
+    return list(zip(types, each, strict=True))
+
+
+def transformers_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
+    """Transformers' own growing layer of a type that a method leaves alone (sliding, linear, shared)."""
+    if layer_type not in DYNAMIC_LAYER_TYPE_MAPPING:
+        raise UnsupportedError(f"The model has a layer of the type {layer_type!r}, for which transformers names no cache layer.")
+    return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+
+
+def models_inside(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """The model and the models that it is made of."""
+    return (module for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
+def can_switch_attention(model: PreTrainedModel) -> bool:
+    """Whether the model looks its attention function up by name (BLOOM, MPT, Falcon and other older ones don't)."""
+    return bool(model._can_set_attn_implementation())
+
+
+def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
+    """The attention function of that name; `eager` is the one in the module's own modeling file."""
+    if name != "eager":
+        return ALL_ATTENTION_FUNCTIONS[name]
+    for cls in type(module).__mro__:
+        own = getattr(sys.modules.get(cls.__module__), "eager_attention_forward", None)
+        if own is not None:
+            return own
+    raise UnsupportedError(
+        f"{type(module).__name__} has no eager attention function to fall back on; load the model with another attn_implementation."
+    )
+
+
+def mask_function(name: str) -> Callable[..., Any] | None:
+    """The function that makes masks for that attention, or None where it wants none."""
+    return AttentionMaskInterface._global_mapping.get(name)
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleList]:
+    """The module that runs the decoder layers, the name of its list of layers, and the list.
+
+    Args:
+        model: A causal language model; its decoder is the first module that holds a list as long as the config says.
+    """
+    count = decoder_config(model.config).num_hidden_layers
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count:
+                return module, name, child
+    raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}.")

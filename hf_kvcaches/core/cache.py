@@ -1,0 +1,261 @@
+"""`KVCache`: the thin list of layers that all caches of this package are."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from transformers import Cache, PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core import attention, prefill
+from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+__all__ = ["CacheReport", "KVCache", "KVLayer"]
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What a cache holds. Methods add fields of their own in a subclass.
+
+    Args:
+        cache: The class of the cache.
+        seen: Tokens that the model has fed in.
+        kept: Slots that hold a token, for each layer.
+        bytes: Memory of every tensor that the cache owns, reserves included.
+    """
+
+    cache: str
+    seen: int
+    kept: tuple[int, ...]
+    bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as a plain dict."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rows = {"tokens seen": f"{self.seen:,}", "slots kept": _summarise(self.kept), "memory": f"{self.bytes / 2**20:,.2f} MiB"}
+        rows |= {
+            f.name.replace("_", " "): str(getattr(self, f.name)) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__
+        }
+        width = max(len(name) for name in rows)
+        return "\n".join([self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+
+
+class KVCache(Cache, ABC):
+    """The base of every cache here: one layer object per model layer, and what all caches can do.
+
+    A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again. The method applies to
+    full-attention layers; sliding, linear and shared layers of hybrid models are transformers' own.
+
+    Args:
+        model: A transformers model (then its attention is switched to this package's, so that the cache can answer queries) or a
+            config (then it is not, and whatever needs it says so).
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+    """
+
+    needs_attention: ClassVar[bool] = False
+    """Whether the layers answer queries themselves, and are of no use with a model that computes attention its own way."""
+    takes_over_prefill: ClassVar[bool] = False
+    """Whether `take_prefill` is to be called with every prompt that `generate` feeds in."""
+
+    def __init__(self, model: Any, *, offloading: bool = False) -> None:
+        base, self.config = compat.split_model(model)
+        self._model = None if base is None else weakref.ref(base)
+        self._starts_at = 0
+        if offloading and not torch.cuda.is_available():
+            raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
+        if base is not None and (self.needs_attention or compat.can_switch_attention(base)):
+            attention.enable(base)
+        layers = [
+            self.make_layer(index) if layer_type == "full_attention" else compat.transformers_layer(layer_type, arguments)
+            for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config))
+        ]
+        super().__init__(layers=layers, **({"offloading": True} if offloading else {}))
+        if base is not None and self.takes_over_prefill:
+            prefill.install(base, self)
+
+    @abstractmethod
+    def make_layer(self, layer_idx: int) -> KVLayer:
+        """The layer object for a full-attention layer.
+
+        Args:
+            layer_idx: Its index in the model.
+        """
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments, besides the model, that build this cache again; saved with it as JSON."""
+        return {}
+
+    def take_prefill(self, call: prefill.PrefillCall) -> int:
+        """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
+
+        Only asked of caches with `takes_over_prefill`.
+
+        Args:
+            call: The model, the prompt and its mask.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes over the prefill but does not write take_prefill")
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that the cache was built with."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise ConfigError(
+                f"{type(self).__name__} has no model: it was built with a config, unpickled, or outlived its model. Build it with the model."
+            )
+        return model
+
+    @property
+    def attention_enabled(self) -> bool:
+        """Whether the model asks this package's attention, so that layers can answer queries themselves."""
+        return attention.is_enabled(self.config)
+
+    def require_attention(self, purpose: str) -> None:
+        """Raises when the model would not ask the cache's layers.
+
+        Args:
+            purpose: What needs it, as the subject of the message.
+        """
+        if not self.attention_enabled:
+            raise UnsupportedError(
+                f"{purpose} needs the model to ask the cache's attention, and it does not. Build the cache with the model instead of its "
+                "config, or call hf_kvcaches.enable(model) first."
+            )
+
+    @property
+    def seen(self) -> int:
+        """The number of tokens that the model has fed in."""
+        return int(self.get_seq_length())
+
+    def report(self) -> CacheReport:
+        """What the cache holds, measured."""
+        return CacheReport(**self._report_fields())
+
+    def _report_fields(self) -> dict[str, Any]:
+        kept = tuple(layer.kept if isinstance(layer, KVLayer) else _foreign_kept(layer) for layer in self.layers)
+        return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": measured_bytes(self.owned_tensors())}
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the cache keeps alive, by name."""
+        return {
+            f"layers.{index}.{name}": tensor
+            for index, layer in enumerate(self.layers)
+            for name, tensor in (layer.owned_tensors() if isinstance(layer, KVLayer) else _foreign_tensors(layer)).items()
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes the cache to one safetensors file, with the fingerprint of the model that filled it.
+
+        Args:
+            path: The file; replaced in one step.
+        """
+        from hf_kvcaches.core import saving
+
+        saving.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any) -> Self:
+        """Reads a cache that `save` wrote.
+
+        Args:
+            path: The file.
+            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
+        """
+        from hf_kvcaches.core import saving
+
+        return saving.load(cls, Path(path), model)
+
+    @contextmanager
+    def seen_from(self, layer_idx: int) -> Iterator[None]:
+        """While open, lengths are those of this layer and the ones above, as for a pass that runs only them.
+
+        Args:
+            layer_idx: The lowest layer that runs.
+        """
+        before, self._starts_at = self._starts_at, layer_idx
+        try:
+            yield
+        finally:
+            self._starts_at = before
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if layer_idx >= len(self.layers):
+            raise ConfigError(
+                f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. Build it with this model or its config."
+            )
+        result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return result
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(super().get_seq_length(self._running(layer_idx)))
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._running(layer_idx))
+        return sizes
+
+    def _running(self, layer_idx: int) -> int:
+        """The lowest running layer of the kind that `layer_idx` has."""
+        if layer_idx >= self._starts_at:
+            return layer_idx
+        kinds = self.is_sliding
+        return next((index for index in range(self._starts_at, len(kinds)) if kinds[index] == kinds[layer_idx]), layer_idx)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        memo[id(self.config)] = self.config
+        for name, value in vars(self).items():
+            setattr(copied, name, copy.deepcopy(value, memo))
+        if self.takes_over_prefill and self._model is not None and (model := self._model()) is not None:
+            prefill.install(model, copied)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A weak reference can't be pickled, and the model must not travel with each cache.
+        return {**vars(self), "_model": None}
+
+    def __repr__(self) -> str:
+        report = self.report()
+        attends = "" if not self.needs_attention or self.attention_enabled else ", attention not enabled"
+        return f"{report.cache}({len(self.layers)} layers, seen={report.seen}, kept={_summarise(report.kept)}, {report.bytes / 2**20:.2f} MiB{attends})"
+
+
+def measured_bytes(tensors: dict[str, torch.Tensor]) -> int:
+    """Bytes of the memory behind tensors, each block counted once.
+
+    Args:
+        tensors: Any tensors; views of one block share it.
+    """
+    blocks = {(tensor.device, tensor.untyped_storage().data_ptr()): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    return sum(blocks.values())
+
+
+def _foreign_tensors(layer: Any) -> dict[str, torch.Tensor]:
+    """The tensors in a layer of transformers, also those in dicts (the states of linear attention)."""
+    found: dict[str, torch.Tensor] = {}
+    for name, value in vars(layer).items():
+        inside = value.items() if isinstance(value, dict) else [("", value)]
+        found |= {f"{name}{key}": tensor for key, tensor in inside if isinstance(tensor, torch.Tensor)}
+    return found
+
+
+def _foreign_kept(layer: Any) -> int:
+    keys = getattr(layer, "keys", None)
+    return int(keys.shape[-2]) if isinstance(keys, torch.Tensor) and keys.ndim == 4 else 0
+
+
+def _summarise(kept: tuple[int, ...]) -> str:
+    return str(kept[0]) if len(set(kept)) == 1 else f"{min(kept, default=0)} to {max(kept, default=0)}"

@@ -1,0 +1,196 @@
+"""The contract of a cache layer, and the layer whose tensors are declared.
+
+`KVLayer` says what every layer of this package owes transformers and refuses the rest. `TensorLayer` adds state that can't be
+forgotten: a tensor lives in an attribute that the class has declared, so whatever moves rows moves all of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+
+
+class KVLayer(CacheLayerMixin):
+    """One layer of a `KVCache`.
+
+    Tokens *seen* and slots *kept* are two numbers: `seen` is what the model has fed in and decides positions and masks; `kept` is
+    what the layer still holds. Every mutator that transformers may call is refused here, so that a layer with state of its own
+    can't inherit one that forgets it.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    @property
+    @abstractmethod
+    def kept(self) -> int:
+        """The number of slots that hold a token."""
+
+    @abstractmethod
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor that the layer keeps alive, by name: what its memory is measured on."""
+
+    def get_seq_length(self) -> int:
+        """The number of tokens seen, as `generate` and the position ids need it."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Masks cover all tokens seen, whatever is kept: a layer that keeps fewer answers its queries itself."""
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: the number of tokens that can be seen has no end."""
+        return -1
+
+    def reset(self) -> None:
+        self._refuse("reset")
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._refuse("reorder_cache", "Decode without beam search.")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._refuse("crop", "Decode without an assistant, or rebuild the cache from the shorter text.")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._refuse("batch_repeat_interleave", "Repeat the prompt instead of the cache.")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._refuse("batch_select_indices")
+
+    def offload(self) -> None:
+        self._refuse("offload")
+
+    def prefetch(self) -> None:
+        self._refuse("prefetch")
+
+    def activate_past_recording(self) -> None:
+        self._refuse("activate_past_recording", "Decode without an assistant.")
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """What is needed to build the layer again: tensors, and plain values for JSON."""
+        self._refuse("save")
+
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        """Takes over what `export_state` gave.
+
+        Args:
+            tensors: By name, already on the layer's device.
+            values: The plain values.
+        """
+        self._refuse("load")
+
+    def _refuse(self, operation: str, hint: str = "") -> NoReturn:
+        raise UnsupportedError(f"{type(self).__name__} does not support {operation}." + (f" {hint}" if hint else ""))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(seen={self.seen}, kept={self.kept})"
+
+
+class TensorLayer(KVLayer):
+    """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together.
+
+    A subclass names its tensors in `row_tensors` (dimension 0 is the batch) or `shared_tensors`, and its numbers that belong to the
+    state in `counters`. Putting a tensor into any other attribute is a `TypeError` at once.
+    """
+
+    row_tensors: ClassVar[tuple[str, ...]] = ("keys", "values")
+    shared_tensors: ClassVar[tuple[str, ...]] = ()
+    counters: ClassVar[tuple[str, ...]] = ("seen",)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and name not in self.row_tensors and name not in self.shared_tensors:
+            raise TypeError(f"{type(self).__name__}.{name} is a tensor that row_tensors and shared_tensors don't name")
+        super().__setattr__(name, value)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        found = {name: getattr(self, name, None) for name in (*self.row_tensors, *self.shared_tensors)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def reset(self) -> None:
+        for name in self.row_tensors:
+            setattr(self, name, None)
+        for name in self.counters:
+            setattr(self, name, 0)
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def offload(self) -> None:
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._move(self.device)
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors = {name: getattr(self, name) for name in self.row_tensors if getattr(self, name, None) is not None}
+        return tensors, {name: getattr(self, name) for name in self.counters}
+
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        foreign = (set(tensors) - set(self.row_tensors)) | (set(self.counters) ^ set(values))
+        if foreign:
+            raise ArtifactError(
+                f"The stored state doesn't fit {type(self).__name__}: {sorted(foreign)}. Load it with the version that wrote it."
+            )
+        self.reset()
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        for name, value in values.items():
+            setattr(self, name, value)
+        if tensors:
+            self.lazy_initialization(self.keys, self.values)
+
+    def check_new_tokens(self, key_states: torch.Tensor) -> None:
+        """Refuses keys that can't follow those in the cache.
+
+        Args:
+            key_states: (batch, kv_heads, tokens, head_dim).
+        """
+        held = self.keys
+        if held is not None and (held.shape[0] != key_states.shape[0] or held.dtype != key_states.dtype):
+            raise ConfigError(
+                f"The cache holds {held.shape[0]} rows of {held.dtype}, and the model came with {key_states.shape[0]} rows of {key_states.dtype}. "
+                "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
+            )
+
+    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for name in self.row_tensors:
+            tensor = getattr(self, name, None)
+            if tensor is not None:
+                setattr(self, name, function(tensor))
+
+    def _move(self, device: torch.device | str) -> None:
+        for name, tensor in self.owned_tensors().items():
+            setattr(self, name, tensor.to(device, non_blocking=True))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorLayer:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        tensors = self.owned_tensors()
+        for name, value in vars(self).items():
+            # Cloned, because deepcopy refuses tensors that are part of an autograd graph.
+            setattr(copied, name, tensors[name].clone() if name in tensors else copy.deepcopy(value, memo))
+        return copied

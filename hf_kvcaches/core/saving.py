@@ -1,0 +1,110 @@
+"""Whole caches as safetensors files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from safetensors.torch import save as to_bytes
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.artifact import read_safetensors, write_atomically
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.errors import ArtifactError, UnsupportedError
+
+if TYPE_CHECKING:
+    from hf_kvcaches.core.cache import KVCache
+
+    SomeCache = TypeVar("SomeCache", bound=KVCache)
+
+FORMAT = "hf_kvcaches.cache"
+VERSION = 1
+
+
+def save(cache: KVCache, path: Path) -> None:
+    """Writes a cache and the fingerprint of its model.
+
+    Args:
+        cache: A cache that was built with its model.
+        path: The file.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        own, values = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
+        tensors |= {f"{index}.{name}": tensor.detach().contiguous().clone() for name, tensor in own.items()}
+        layers.append({"class": type(layer).__name__, "values": values})
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "class": type(cache).__name__,
+        "settings": cache.settings(),
+        "layers": layers,
+        "fingerprint": ModelFingerprint.of(cache.model).to_dict(),
+    }
+    write_atomically(path, to_bytes(tensors, metadata={FORMAT: json.dumps(header)}))
+
+
+def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
+    """Builds a cache from a file.
+
+    Args:
+        cls: The class that must have written it.
+        path: The file.
+        model: Must be the model that filled the cache.
+    """
+    tensors, metadata = read_safetensors(path)
+    header = _header(path, metadata)
+    if header["class"] != cls.__name__:
+        raise ArtifactError(f"{path} holds a {header['class']}, not a {cls.__name__}. Load it with {header['class']}.load.")
+    ModelFingerprint.from_dict(header["fingerprint"]).require_same(ModelFingerprint.of(model), f"The cache in {path}")
+    cache = cls(model, **header["settings"])
+    _, _, decoder_layers = compat.decoder_layers(cache.model)
+    kinds = [type(layer).__name__ for layer in cache.layers]
+    if kinds != [layer["class"] for layer in header["layers"]]:
+        raise ArtifactError(f"{path} has the layers {[layer['class'] for layer in header['layers']]}, and this model's cache has {kinds}.")
+    for index, (layer, stored) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+        device = next(decoder_layers[index].parameters()).device
+        own = {name.split(".", 1)[1]: tensor.to(device) for name, tensor in tensors.items() if name.split(".", 1)[0] == str(index)}
+        if isinstance(layer, KVLayer):
+            layer.import_state(own, stored["values"])
+        else:
+            _import(layer, own, stored["values"])
+    return cache
+
+
+def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
+    if FORMAT not in metadata:
+        raise ArtifactError(f"{path} is a safetensors file, but not a saved cache. Write one with cache.save(path).")
+    try:
+        header = json.loads(metadata[FORMAT])
+        version = int(header["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{path} has a damaged header. Save the cache again.") from error
+    if version > VERSION:
+        raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads up to {VERSION}. Upgrade hf-kvcaches.")
+    missing = {"class", "settings", "layers", "fingerprint"} - set(header)
+    if missing:
+        raise ArtifactError(f"{path} has a header without {sorted(missing)}. Save the cache again.")
+    return dict(header)
+
+
+def _export(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The state of those of transformers' own layers that have nothing but keys, values and a counter."""
+    if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise UnsupportedError(f"Saving is not supported for caches with a {type(layer).__name__}. Keep the cache in memory.")
+    if not layer.is_initialized:
+        return {}, {"seen": 0}
+    return {"keys": layer.keys, "values": layer.values}, {"seen": layer.get_seq_length()}
+
+
+def _import(layer: Any, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    if tensors:
+        layer.lazy_initialization(tensors["keys"], tensors["values"])
+        layer.keys, layer.values = tensors["keys"], tensors["values"]
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = values["seen"]
