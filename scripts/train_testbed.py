@@ -107,7 +107,8 @@ def fresh_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausal
     )
     set_seed(seed)
     model = LlamaForCausalLM(config)
-    plant_recall_heads(model, seed=seed)
+    token = lambda word: tokenizer.encode(f" {word}", add_special_tokens=False)[0]  # noqa: E731
+    plant_recall_heads(model, seed=seed, names=[token(n) for n in docs.NAMES], values=[token(v) for v in (*docs.VALUES, *docs.DIGITS)])
     return model
 
 

@@ -130,8 +130,10 @@ def previous_implementation(config: PreTrainedConfig) -> str:
     name = config._attn_implementation
     if isinstance(name, _Enabled):
         return name.previous
-    # Set by its bare name, as with attn_implementation="hf_kvcaches": nothing stood there before.
-    return "sdpa" if name == NAME else name or "eager"
+    if name != NAME:
+        return name or "eager"
+    # Set by its bare name, as with attn_implementation="hf_kvcaches": nothing stood there before. Softcapping is beyond sdpa.
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
 
 
 def is_enabled(config: PreTrainedConfig) -> bool:

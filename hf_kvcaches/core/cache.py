@@ -112,7 +112,8 @@ class KVCache(Cache, ABC):
         model = None if self._model is None else self._model()
         if model is None:
             raise ConfigError(
-                f"{type(self).__name__} has no model: it was built with a config, unpickled, or outlived its model. Build it with the model."
+                f"{type(self).__name__} has no model: it was built with a config, unpickled, or outlived its model. "
+                "Build it with the model."
             )
         return model
 
@@ -194,7 +195,8 @@ class KVCache(Cache, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer_idx >= len(self.layers):
             raise ConfigError(
-                f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. Build it with this model or its config."
+                f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. "
+                "Build it with this model or its config."
             )
         result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return result
@@ -230,7 +232,8 @@ class KVCache(Cache, ABC):
     def __repr__(self) -> str:
         report = self.report()
         attends = "" if not self.needs_attention or self.attention_enabled else ", attention not enabled"
-        return f"{report.cache}({len(self.layers)} layers, seen={report.seen}, kept={_summarise(report.kept)}, {report.bytes / 2**20:.2f} MiB{attends})"
+        held = f"seen={report.seen}, kept={_summarise(report.kept)}, {report.bytes / 2**20:.2f} MiB"
+        return f"{report.cache}({len(self.layers)} layers, {held}{attends})"
 
 
 def measured_bytes(tensors: dict[str, torch.Tensor]) -> int:

@@ -33,11 +33,11 @@ class GrowingLayer(TensorLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self.seen = self.seen, self.seen + key_states.shape[-2]
-        self.keys = append(self.keys, key_states, start)
-        self.values = append(self.values, value_states, start)
+        keys, values = append(self.keys, key_states, start), append(self.values, value_states, start)
+        self.keys, self.values = keys, values
         if start == 0:
             return key_states, value_states
-        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
+        return keys[:, :, : self.seen], values[:, :, : self.seen]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; the buffers stay.

@@ -105,6 +105,9 @@ class TensorLayer(KVLayer):
     state in `counters`. Putting a tensor into any other attribute is a `TypeError` at once.
     """
 
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
     row_tensors: ClassVar[tuple[str, ...]] = ("keys", "values")
     shared_tensors: ClassVar[tuple[str, ...]] = ()
     counters: ClassVar[tuple[str, ...]] = ("seen",)
@@ -160,7 +163,7 @@ class TensorLayer(KVLayer):
             setattr(self, name, tensor)
         for name, value in values.items():
             setattr(self, name, value)
-        if tensors:
+        if self.keys is not None and self.values is not None:
             self.lazy_initialization(self.keys, self.values)
 
     def check_new_tokens(self, key_states: torch.Tensor) -> None:
@@ -172,7 +175,8 @@ class TensorLayer(KVLayer):
         held = self.keys
         if held is not None and (held.shape[0] != key_states.shape[0] or held.dtype != key_states.dtype):
             raise ConfigError(
-                f"The cache holds {held.shape[0]} rows of {held.dtype}, and the model came with {key_states.shape[0]} rows of {key_states.dtype}. "
+                f"The cache holds {held.shape[0]} rows of {held.dtype}, and the model came with {key_states.shape[0]} rows of "
+                f"{key_states.dtype}. "
                 "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
             )
 

@@ -1,0 +1,237 @@
+"""The layer contract: nothing is inherited silently, and no tensor is forgotten."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_kvcaches.core.growing import GrowingLayer, append
+from hf_kvcaches.core.layers import KVLayer, TensorLayer
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+
+
+class BareLayer(KVLayer):
+    """As little as a layer can be."""
+
+    @property
+    def kept(self):
+        return 0
+
+    def owned_tensors(self):
+        return {}
+
+    def lazy_initialization(self, key_states, value_states):
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.seen += key_states.shape[-2]
+        return key_states, value_states
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda layer: layer.reset(),
+        lambda layer: layer.reorder_cache(torch.tensor([0])),
+        lambda layer: layer.crop(-1),
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.batch_select_indices(torch.tensor([0])),
+        lambda layer: layer.offload(),
+        lambda layer: layer.prefetch(),
+        lambda layer: layer.activate_past_recording(),
+        lambda layer: layer.export_state(),
+        lambda layer: layer.import_state({}, {}),
+    ],
+)
+def test_every_mutator_of_the_bare_contract_is_refused(call):
+    layer = BareLayer()
+    layer.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
+    with pytest.raises(UnsupportedError, match="BareLayer"):
+        call(layer)
+    assert layer.seen == 3
+
+
+def test_no_public_method_of_transformers_layers_is_left_to_inheritance():
+    from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+    methods = {
+        name
+        for cls in (CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer)
+        for name, value in vars(cls).items()
+        if callable(value) and not name.startswith("_")
+    }
+    ours = {name for cls in (KVLayer, GrowingLayer, TensorLayer) for name in vars(cls)}
+    renamed = {"get_max_cache_shape"}  # the older name of get_max_length, which calls it
+    assert methods - ours - renamed == set()
+
+
+class PositionLayer(TensorLayer):
+    row_tensors = ("keys", "values", "positions")
+    shared_tensors = ("basis",)
+    counters = ("seen", "oldest")
+
+    def __init__(self):
+        super().__init__()
+        self.oldest = 0
+        self.basis = torch.eye(2)
+
+    @property
+    def kept(self):
+        return 0 if self.positions is None else self.positions.shape[1]
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = key_states, value_states
+        self.positions = torch.arange(key_states.shape[-2]).expand(key_states.shape[0], -1).contiguous()
+        self.seen += key_states.shape[-2]
+        return key_states, value_states
+
+
+@pytest.fixture
+def filled() -> PositionLayer:
+    layer = PositionLayer()
+    rows = torch.arange(3.0).view(3, 1, 1, 1).expand(3, 1, 4, 2).contiguous()
+    layer.update(rows, -rows)
+    layer.positions += 10 * torch.arange(3).view(3, 1)
+    return layer
+
+
+def test_an_undeclared_tensor_is_refused_at_once():
+    with pytest.raises(TypeError, match="scores"):
+        PositionLayer().scores = torch.zeros(2)
+
+
+def test_row_operations_move_every_row_tensor_and_no_shared_one(filled):
+    filled.reorder_cache(torch.tensor([2, 0, 0]))
+    assert filled.keys[:, 0, 0, 0].tolist() == [2, 0, 0]
+    assert filled.positions[:, 0].tolist() == [20, 0, 0]
+    filled.batch_repeat_interleave(2)
+    assert filled.values[:, 0, 0, 0].tolist() == [-2, -2, 0, 0, 0, 0]
+    filled.batch_select_indices(torch.tensor([1, 5]))
+    assert filled.positions[:, 0].tolist() == [20, 0]
+    filled.batch_select_indices(torch.tensor([False, True]))
+    assert filled.keys[:, 0, 0, 0].tolist() == [0]
+    assert torch.equal(filled.basis, torch.eye(2))
+
+
+def test_a_copy_shares_no_tensor(filled):
+    twin = copy.deepcopy(filled)
+    for name, tensor in filled.owned_tensors().items():
+        other = twin.owned_tensors()[name]
+        assert torch.equal(tensor, other)
+        assert tensor.data_ptr() != other.data_ptr()
+    filled.positions.zero_()
+    assert twin.positions.any()
+
+
+def test_reset_forgets_rows_and_counters_and_keeps_what_is_shared(filled):
+    filled.oldest = 7
+    filled.reset()
+    assert (filled.seen, filled.oldest, filled.kept, filled.is_initialized) == (0, 0, 0, False)
+    assert set(filled.owned_tensors()) == {"basis"}
+
+
+def test_state_travels_through_export_and_import(filled):
+    filled.oldest = 5
+    twin = PositionLayer()
+    twin.import_state(*filled.export_state())
+    assert (twin.seen, twin.oldest, twin.is_initialized) == (4, 5, True)
+    assert torch.equal(twin.positions, filled.positions)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "values"), [({"scores": torch.ones(1)}, {"seen": 1, "oldest": 0}), ({}, {"seen": 1}), ({}, {"seen": 1, "oldest": 0, "more": 1})]
+)
+def test_foreign_state_is_refused(tensors, values):
+    with pytest.raises(ArtifactError, match="PositionLayer"):
+        PositionLayer().import_state(tensors, values)
+
+
+def test_offload_and_prefetch_move_everything_and_lose_nothing(filled):
+    before = {name: tensor.clone() for name, tensor in filled.owned_tensors().items()}
+    filled.offload()
+    filled.prefetch()
+    for name, tensor in filled.owned_tensors().items():
+        assert torch.equal(tensor, before[name])
+    PositionLayer().prefetch()
+
+
+def test_growing_appends_like_concatenation_and_never_shows_the_reserve():
+    layer, reference = GrowingLayer(), None
+    generator = torch.Generator().manual_seed(0)
+    for tokens in (5, 1, 1, 200, 1, 63, 1, 1):
+        keys = torch.randn(2, 3, tokens, 4, generator=generator)
+        reference = keys if reference is None else torch.cat([reference, keys], dim=2)
+        got, _ = layer.update(keys, keys + 1)
+        assert torch.equal(got, reference)
+        # What lies behind the counted slots must never be read.
+        layer.keys[:, :, layer.seen :] = float("nan")
+        layer.values[:, :, layer.seen :] = float("nan")
+        assert torch.equal(layer.values[:, :, : layer.seen], reference + 1)
+
+
+def test_growing_allocates_seldom():
+    layer, blocks = GrowingLayer(), set()
+    for _ in range(4000):
+        layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
+        blocks.add((layer.keys.shape[2]))
+    assert len(blocks) < 45
+    assert layer.keys.shape[2] <= 4000 * 1.25
+
+
+def test_crop_forgets_exactly_the_last_tokens():
+    layer = GrowingLayer()
+    keys = torch.randn(1, 2, 9, 4)
+    layer.update(keys, keys)
+    layer.crop(torch.tensor(-3))
+    assert layer.seen == 6
+    new = torch.randn(1, 2, 2, 4)
+    got, _ = layer.update(new, new)
+    assert torch.equal(got, torch.cat([keys[:, :, :6], new], dim=2))
+
+
+@pytest.mark.parametrize("amount", [1, -10])
+def test_cropping_more_than_there_is_is_refused_and_loses_nothing(amount):
+    layer = GrowingLayer()
+    layer.update(torch.zeros(1, 1, 9, 1), torch.zeros(1, 1, 9, 1))
+    with pytest.raises(ConfigError, match="tokens_to_remove"):
+        layer.crop(amount)
+    assert layer.seen == 9
+
+
+@pytest.mark.parametrize("new", [torch.zeros(2, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)])
+def test_other_rows_or_another_dtype_are_refused_and_lose_nothing(new):
+    layer = GrowingLayer()
+    layer.update(torch.ones(1, 1, 9, 1), torch.ones(1, 1, 9, 1))
+    with pytest.raises(ConfigError, match="rows"):
+        layer.update(new, new)
+    assert layer.seen == 9
+    assert layer.keys[:, :, :9].all()
+
+
+def test_gradients_flow_through_everything_that_was_appended():
+    first, second = (torch.randn(1, 1, 3, 2, requires_grad=True) for _ in range(2))
+    layer = GrowingLayer()
+    layer.update(first * 2, first)
+    keys, values = layer.update(second * 3, second)
+    (keys.sum() + values.sum()).backward()
+    assert torch.equal(first.grad, torch.full_like(first, 3.0))
+    assert torch.equal(second.grad, torch.full_like(second, 4.0))
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside_it():
+    layer = GrowingLayer()
+    with torch.inference_mode():
+        layer.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2))
+    with torch.no_grad():
+        keys, _ = layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+    assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 0]
+
+
+def test_append_does_not_touch_what_it_is_given():
+    buffer = append(None, torch.ones(1, 1, 4, 2), 0)
+    new = torch.zeros(1, 1, 2, 2)
+    again = append(buffer, new, 4)
+    assert again is buffer
+    new += 5
+    assert buffer[0, 0, :6, 0].tolist() == [1, 1, 1, 1, 0, 0]

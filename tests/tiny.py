@@ -1,0 +1,58 @@
+"""Tiny models from configs, for tests that need a real model and no particular one."""
+
+from __future__ import annotations
+
+import torch
+from transformers import Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers.models.auto import AutoModelForCausalLM
+
+VOCABULARY = 96
+
+
+def build(config, seed: int = 0) -> PreTrainedModel:
+    """A model with random weights, spread wide enough that its logits differ."""
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def llama(seed: int = 0, **changes) -> PreTrainedModel:
+    """Grouped heads and four layers, unless told otherwise."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+    }
+    return build(LlamaConfig(**{**shape, **changes}), seed)
+
+
+def gemma2(seed: int = 0, **changes) -> PreTrainedModel:
+    """Alternating sliding and full layers, soft-capped logits and attention, scaled embeddings."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "attn_logit_softcapping": 5.0,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+    }
+    return build(Gemma2Config(**{**shape, **changes}), seed)
+
+
+def gpt2(seed: int = 0) -> PreTrainedModel:
+    """Learned positions, no grouped heads."""
+    return build(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=256, initializer_range=0.3), seed)
+
+
+def ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids."""
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
