@@ -201,6 +201,15 @@ class KVCache(Cache, ABC):
         result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return result
 
+    def reset(self) -> None:
+        """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
+        for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
+            if isinstance(self.layers[index], KVLayer):
+                self.layers[index].reset()
+            else:
+                # Transformers' own layers may keep their length when they are reset in older versions.
+                self.layers[index] = compat.transformers_layer(layer_type, arguments)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(super().get_seq_length(self._running(layer_idx)))
 

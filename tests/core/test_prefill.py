@@ -190,7 +190,7 @@ def test_upper_layers_catch_up_with_filled_lower_ones(model):
     cache = GrowingCache(model)
     with prefill.capture_hidden(model, start) as captured:
         expected = model(text, past_key_values=cache).logits
-    cache.layers[start].reset()
+    cache.layers[start] = GrowingCache(model).layers[start]
     parts = [
         prefill.run_from_layer(model, start, captured[0][:, a:b], cache, torch.arange(a, b), logits_to_keep=0) for a, b in ((0, 9), (9, 14))
     ]
