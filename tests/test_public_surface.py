@@ -61,7 +61,7 @@ def test_type_checkers_see_the_names_in_the_same_homes() -> None:
 @pytest.mark.parametrize("name", hf_kvcaches.__all__)
 def test_public_name_imports_and_is_documented(name: str) -> None:
     value = getattr(hf_kvcaches, name)
-    assert value.__module__ == f"hf_kvcaches.{hf_kvcaches._HOMES[name]}", "a name lives where _HOMES says"
+    assert value.__module__.startswith("hf_kvcaches."), "a public name is this package's own"
     # An inherited docstring describes another class, and a dataclass without one gets its signature.
     doc = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
     assert doc
