@@ -1,0 +1,123 @@
+# `make demo` and `make test` are all that a fresh machine needs; `make help` lists the rest.
+#
+#   PYTHON       the interpreter that environments are made with
+#   TORCH_INDEX  where torch comes from:
+#                  auto   PyTorch's CPU index where there is no NVIDIA GPU (Linux) and the index answers, else pip's own sources
+#                  none   pip's own sources
+#                  a URL  that index, beside pip's own sources
+#   PYTEST_ARGS  more arguments for pytest
+#   DEMO_ARGS    arguments for scripts/demo.py
+
+PYTHON ?= python3
+VENV ?= .venv
+VENV_FLOOR ?= .venv-floor
+VENV_WHEEL ?= .venv-wheel
+TORCH_INDEX ?= auto
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+FLOOR_TRANSFORMERS := 5.17.0
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+
+# Twice quiet: errors are shown, pip's warnings about its own sources are not.
+PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format test-floor wheel-check clean
+# Two environments that build the same tree at once would write the same egg-info.
+.NOTPARALLEL:
+
+help:
+	@echo 'make demo         install into $(VENV) and run the demo on the embedded model'
+	@echo 'make test         install into $(VENV) and run the whole test suite'
+	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
+	@echo 'make format       let ruff rewrite what it can'
+	@echo 'make test-floor   the conformance suite against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
+	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it'
+	@echo 'make clean        remove the environments and what tools left behind'
+
+demo: $(VENV)/.installed
+	$(VENV)/bin/python scripts/demo.py $(DEMO_ARGS)
+
+test: $(VENV)/.installed
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(VENV)/.installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+test-floor: $(VENV_FLOOR)/.installed
+	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
+	$(VENV_FLOOR)/bin/python -m pytest tests/conformance $(PYTEST_ARGS)
+
+# What a user gets from `pip install`: no extras, no source tree on the path.
+define IMPORT_CHECK
+import sys
+import hf_kvcaches
+optional = {"triton", "faiss", "datasketch", "sentence_transformers", "peft", "redis", "accelerate", "matplotlib"}
+found = sorted(optional & set(sys.modules))
+assert not found, f"importing hf_kvcaches imported {found}"
+assert "site-packages" in hf_kvcaches.__file__, hf_kvcaches.__file__
+for name in hf_kvcaches.__all__:
+    getattr(hf_kvcaches, name)
+print(f"hf_kvcaches {hf_kvcaches.__version__} from its wheel: {len(hf_kvcaches.__all__)} public names import")
+endef
+export IMPORT_CHECK
+
+wheel-check: $(VENV)/.installed
+	@rm -rf build $(VENV_WHEEL)
+	$(VENV)/bin/python -m build --wheel --outdir $(VENV_WHEEL)/dist . >/dev/null
+	$(call make_venv,$(VENV_WHEEL))
+	$(call install_torch,$(VENV_WHEEL),constraints.txt)
+	$(VENV_WHEEL)/bin/python $(PIP_INSTALL) -c constraints.txt $(VENV_WHEEL)/dist/*.whl
+	cd $(VENV_WHEEL) && bin/python -I -c "$$IMPORT_CHECK"
+	@rm -rf build $(VENV_WHEEL)
+
+clean:
+	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call make_venv,$(VENV))
+	$(call install_torch,$(VENV),constraints.txt)
+	@echo 'Installing hf-kvcaches and its tools into $(VENV) ...'
+	@$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The floor takes the oldest transformers that is supported and lets it choose the hub client that it was made for.
+$(VENV_FLOOR)/.installed: pyproject.toml constraints.txt
+	$(call make_venv,$(VENV_FLOOR))
+	@grep -vE '^(transformers|huggingface_hub)==' constraints.txt >$(VENV_FLOOR)/constraints.txt
+	@echo 'transformers==$(FLOOR_TRANSFORMERS)' >>$(VENV_FLOOR)/constraints.txt
+	$(call install_torch,$(VENV_FLOOR),$(VENV_FLOOR)/constraints.txt)
+	@echo 'Installing hf-kvcaches with transformers $(FLOOR_TRANSFORMERS) into $(VENV_FLOOR) ...'
+	@$(VENV_FLOOR)/bin/python $(PIP_INSTALL) -c $(VENV_FLOOR)/constraints.txt -e . pytest pytest-timeout hypothesis peft accelerate
+	@touch $@
+
+# $(call make_venv,FOLDER)
+define make_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo 'hf-kvcaches needs Python 3.11 or newer, and "$(PYTHON)" is not one. Choose another: make PYTHON=python3.12 ...' >&2; exit 1; }
+@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+endef
+
+# $(call install_torch,FOLDER,CONSTRAINTS)
+# On Linux the torch of PyPI brings gigabytes of CUDA. Without a GPU the CPU index is offered as one more source, after a short
+# probe: pip itself would try an index that does not answer for minutes.
+define install_torch
+@index=''; \
+case '$(TORCH_INDEX)' in \
+	none) ;; \
+	auto) if [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L >/dev/null 2>&1; then \
+			if timeout 8 $(1)/bin/python -c 'import urllib.request as r; r.urlopen("$(TORCH_CPU_INDEX)/torch/", timeout=4).read(1)' 2>/dev/null; \
+			then index='--extra-index-url $(TORCH_CPU_INDEX)'; \
+			else echo 'No NVIDIA GPU here, but $(TORCH_CPU_INDEX) does not answer: torch comes from pip'"'"'s own sources.'; fi; \
+		fi ;; \
+	*) index='--extra-index-url $(TORCH_INDEX)' ;; \
+esac; \
+echo 'Installing torch into $(1) (a large download the first time) ...'; \
+$(1)/bin/python $(PIP_INSTALL) -c $(2) $$index torch
+endef

@@ -1,0 +1,135 @@
+"""What `import hf_kvcaches` gives: the promised names, documented, and nothing imported before it is asked for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import hf_kvcaches
+from hf_kvcaches.errors import MissingDependencyError, require
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAVY = {
+    "torch",
+    "transformers",
+    "triton",
+    "faiss",
+    "datasketch",
+    "sentence_transformers",
+    "peft",
+    "redis",
+    "accelerate",
+    "matplotlib",
+}
+
+
+def modules_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after a statement."""
+    program = f"import sys, json\n{statement}\nprint(json.dumps(sorted({{n.partition('.')[0] for n in sys.modules}})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def extras_asked_for(package: Path) -> set[str]:
+    """The extras that calls of `require` in the package name."""
+    extras = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) == "require":
+                given = [*node.args[1:2], *(k.value for k in node.keywords if k.arg == "extra")]
+                extras |= {ast.literal_eval(value) for value in given}
+    return extras
+
+
+def test_all_lists_every_name_that_has_a_home_once() -> None:
+    assert sorted(hf_kvcaches.__all__) == sorted(hf_kvcaches._HOMES)
+
+
+def test_type_checkers_see_the_names_in_the_same_homes() -> None:
+    tree = ast.parse(Path(hf_kvcaches.__file__).read_text())
+    [block] = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == {name: f"hf_kvcaches.{home}" for name, home in hf_kvcaches._HOMES.items()}
+
+
+@pytest.mark.parametrize("name", hf_kvcaches.__all__)
+def test_public_name_imports_and_is_documented(name: str) -> None:
+    value = getattr(hf_kvcaches, name)
+    assert value.__module__.startswith("hf_kvcaches."), "a public name is this package's own"
+    # An inherited docstring describes another class, and a dataclass without one gets its signature.
+    doc = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
+    assert doc
+    assert not doc.startswith(f"{name}(")
+
+
+def test_star_import_gives_exactly_the_public_names() -> None:
+    namespace: dict[str, object] = {}
+    exec("from hf_kvcaches import *", namespace)
+    assert set(namespace) - {"__builtins__"} == set(hf_kvcaches.__all__)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    modules = modules_after("import hf_kvcaches")
+    assert "hf_kvcaches" in modules
+    assert modules & HEAVY == set()
+
+
+def test_errors_can_be_caught_without_importing_torch() -> None:
+    assert modules_after("from hf_kvcaches import ConfigError, KVCacheError, MissingDependencyError") & HEAVY == set()
+
+
+def test_using_every_public_name_imports_no_optional_dependency() -> None:
+    # transformers and torch look for accelerate, peft and triton by themselves; what they hold without us is theirs.
+    theirs = modules_after("import torch, transformers; from transformers import Cache, PreTrainedModel, GenerationMixin")
+    ours = modules_after("from hf_kvcaches import *")
+    assert "transformers" in ours
+    assert (ours - theirs) & HEAVY == set()
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="no_such_cache"):
+        hf_kvcaches.no_such_cache  # noqa: B018
+    with pytest.raises(ImportError, match="no_such_cache"):
+        exec("from hf_kvcaches import no_such_cache")
+
+
+def test_a_name_shows_before_its_import_and_is_kept_after_it() -> None:
+    program = """
+import hf_kvcaches
+assert set(hf_kvcaches.__all__) <= set(dir(hf_kvcaches))
+assert "ConfigError" not in vars(hf_kvcaches)
+assert hf_kvcaches.ConfigError is vars(hf_kvcaches)["ConfigError"]
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_a_missing_extra_names_itself_and_the_command() -> None:
+    with pytest.raises(MissingDependencyError) as caught:
+        require("no_such_module_anywhere", "retrieval", "Looking up paraphrases")
+    message = str(caught.value)
+    assert message.startswith("Looking up paraphrases needs the module 'no_such_module_anywhere'")
+    assert "pip install 'hf-kvcaches[retrieval]'" in message
+    assert isinstance(caught.value, ImportError)
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_present_module_is_handed_over() -> None:
+    assert require("json", "retrieval", "Nothing") is json
+
+
+def test_extras_named_in_errors_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras_asked_for(ROOT / "hf_kvcaches") <= set(extras)
+
+
+def test_the_extras_of_errors_are_read_from_either_kind_of_argument(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "require('faiss', 'retrieval', 'x')\nerrors.require('peft', extra='pefft', purpose='y')\nother('a', 'b')"
+    )
+    assert extras_asked_for(tmp_path) == {"retrieval", "pefft"}
