@@ -1,0 +1,134 @@
+"""Files that are either whole or not there, and reading them without trusting them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_kvcaches.errors import ArtifactError, ConfigError
+
+_CHUNK = 8 << 20
+# What marks a temporary file as ours, so that one left by a killed process can be swept.
+TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"
+
+
+def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Path], None]) -> None:
+    """Writes a file so that a crash at any moment leaves either the old or the new one, complete.
+
+    Args:
+        path: The file. Its folder must exist.
+        content: The bytes, or a function that writes them to the temporary path that it is given.
+    """
+    target = Path(path)
+    temporary = temporary_beside(target)
+    try:
+        if callable(content):
+            content(temporary)
+        else:
+            temporary.write_bytes(content)
+        move_into_place(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def temporary_beside(target: Path) -> Path:
+    """An unused path in the same folder, so that a rename suffices to put it in the target's place."""
+    return target.parent / f".{target.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
+
+
+def move_into_place(temporary: Path, target: Path) -> None:
+    """Renames a finished file over another. Without the syncs a power cut can leave the new name on data that never reached the disk."""
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, target)
+    sync_folder(target.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes renames in a folder last through a power cut, where the system offers it."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[bool]:
+    """Holds off other writers of a folder; yields whether that worked, which some network file systems and Windows don't offer."""
+    try:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            locked = True
+        except OSError:
+            locked = False
+        yield locked
+    finally:
+        # Closing also unlocks, as does the end of a killed process.
+        os.close(handle)
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """The SHA-256 of a file's bytes, in hex."""
+    hasher = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(_CHUNK):
+            hasher.update(chunk)
+    return hasher.hexdigest()
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Writes tensors of any dtype that safetensors knows; views and tied tensors are written as copies."""
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
+            got = type(tensor).__name__ if not isinstance(tensor, Tensor) else f"{tensor.layout} of {tensor.dtype}"
+            raise ConfigError.of(f"tensors[{name!r}]", "a dense tensor under a string name", got, "Store its parts as dense tensors.")
+        if tensor.is_meta:
+            raise ConfigError.of(f"tensors[{name!r}]", "a tensor with data", "one on the meta device", "Load its data before saving.")
+    try:
+        save_file(_unshared(tensors), path, dict(metadata or {}))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ConfigError(f"tensors: safetensors can't store them: {error}. Convert them to a dtype that it knows.") from error
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, copied where two of them, or one and something outside, lie in one storage."""
+    storages: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        storage = value.untyped_storage()
+        if storage.nbytes() != value.nbytes or storage.data_ptr() in storages:
+            value = value.clone()
+        storages.add(value.untyped_storage().data_ptr())
+        plain[name] = value
+    return plain
+
+
+def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, on the CPU, and its metadata. Any damage is an `ArtifactError`."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118 - not a dict
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path}: expected a safetensors file, there is none. Copy or download it again.") from error
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError, OverflowError, MemoryError) as error:
+        raise ArtifactError(f"{path}: expected a complete safetensors file, got {error}. Copy or download it again.") from error

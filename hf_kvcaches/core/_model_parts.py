@@ -1,0 +1,239 @@
+"""The named parts of a model's identity, each a flat dict of readable fields from which its digest follows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_kvcaches.core._model_state import AdapterLayer, ModelState
+from hf_kvcaches.core._tensor_digest import Deferred, DigestCache, digest_of
+from hf_kvcaches.errors import ConfigError
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Configuration keys by the part they belong to. A key that is in none of them belongs to the architecture, so an unknown one counts.
+_ROPE = _words("""
+    rope_parameters rope_theta rope_scaling rope_local_base_freq partial_rotary_factor rotary_pct rotary_dim rotary_emb_base rotary
+    rope_interleave no_rope_layers no_rope_layer_interval max_position_embeddings n_positions original_max_position_embeddings
+    position_embedding_type alibi
+""")
+_ATTENTION = _words("""
+    sliding_window use_sliding_window max_window_layers sliding_window_pattern layer_types attn_logit_softcapping is_causal is_decoder
+    query_pre_attn_scalar attention_bias attention_chunk_size scale_attn_weights scale_attn_by_inverse_layer_idx attention_multiplier
+    use_bidirectional_attention attention_types window_size num_kv_shared_layers use_qk_norm clip_qkv attn_config
+""")
+_GEOMETRY = _words("""
+    model_type hidden_size n_embd d_model num_hidden_layers n_layer n_layers num_attention_heads n_head n_heads num_key_value_heads
+    head_dim multi_query
+""")
+# Bookkeeping, generation defaults, training, and what a program switches while it runs (which attention implementation above all).
+_WITHOUT_EFFECT = _words("""
+    transformers_version architectures output_hidden_states output_attentions return_dict id2label label2id problem_type use_cache
+    initializer_range bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tie_word_embeddings dtype torch_dtype
+    attn_implementation experts_implementation quantization_config gradient_checkpointing pretraining_tp chunk_size_feed_forward
+    task_specific_params name_or_path auto_map embd_pdrop attn_pdrop resid_pdrop layerdrop
+""")
+# RoPE types whose run-time frequencies follow the length of what was read last; their starting frequencies are compared instead.
+_CHANGING_ROPE = ("dynamic", "longrope")
+
+# Field -> JSON value.
+Part = dict[str, Any]
+
+
+def digest_of_part(part: Mapping[str, Any]) -> str:
+    """The digest of a part, the same in every process and after a round trip through JSON."""
+    return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON, without what has no effect on what the model computes."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items() if _counts(key)}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item) for item in value), key=str)
+    if isinstance(value, Tensor):
+        return digest_of(value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if hasattr(value, "to_dict"):
+        return plain(value.to_dict())
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _counts(key: Any) -> bool:
+    # Dropout, under whichever of its many names, is for training.
+    return not (str(key).startswith("_") or key in _WITHOUT_EFFECT or "dropout" in str(key))
+
+
+def config_parts(config: Any) -> dict[str, Part]:
+    """The configuration, sorted into `rope`, `attention`, `geometry` and `architecture`."""
+    text = config.get_text_config(decoder=True)
+    parts: dict[str, Part] = {"rope": {}, "attention": {}, "geometry": {}, "architecture": {}}
+    for key, value in plain(text.to_dict()).items():
+        home = "rope" if key in _ROPE else "attention" if key in _ATTENTION else "geometry" if key in _GEOMETRY else "architecture"
+        parts[home][key] = value
+    if text is not config:
+        whole = plain(config.to_dict())
+        inner = {name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text}
+        parts["architecture"]["around the text model"] = {key: value for key, value in whole.items() if key not in inner}
+    return parts
+
+
+def attention_modules(state: ModelState) -> Part:
+    """What the attention modules really hold, which may have been changed after the configuration was read."""
+    part: Part = {}
+    for path, module in state.modules.items():
+        if hasattr(module, "is_causal") and hasattr(module, "layer_idx"):
+            names = ("is_causal", "sliding_window", "scaling", "attn_logit_softcapping", "head_dim")
+            part[path] = " ".join(f"{name}={plain(getattr(module, name))}" for name in names if hasattr(module, name))
+    return part
+
+
+def rotary_modules(state: ModelState) -> Part:
+    """What the rotary modules really hold: "as configured", or a digest of the frequencies where they are others."""
+    part: Part = {}
+    for path, module in state.modules.items():
+        buffers = {name: value for name, value in module._buffers.items() if name.endswith("inv_freq") and value is not None}
+        if not buffers:
+            continue
+        fresh = _fresh_rotary(module)
+        for name, value in buffers.items():
+            kind = _rope_type(module, name)
+            if kind in _CHANGING_ROPE and not name.endswith("original_inv_freq"):
+                continue
+            part[f"{path}.{name}"] = "as configured" if _same_frequencies(value, fresh.get(name)) else digest_of(value)
+        for name, factor in vars(module).items():
+            if name.endswith("attention_scaling"):
+                part[f"{path}.{name}"] = plain(factor)
+    return part
+
+
+def _rope_type(module: nn.Module, buffer: str) -> str:
+    kind = getattr(module, "rope_type", "default")
+    if isinstance(kind, Mapping):
+        layer_type = buffer.removesuffix("inv_freq").rstrip("_").removesuffix("original").rstrip("_")
+        kind = kind.get(layer_type, "default")
+    return str(kind)
+
+
+def _fresh_rotary(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that the configuration asks for, computed on the CPU."""
+    try:
+        with torch.device("cpu"):
+            again = type(module)(config=getattr(module, "config"))  # noqa: B009 - nn.Module types it as a tensor
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
+    return {name: value for name, value in again._buffers.items() if value is not None}
+
+
+def _same_frequencies(here: Tensor, configured: Tensor | None) -> bool:
+    """Accelerators round powers otherwise than CPUs in the last place, and that must not make another model of the same one."""
+    if configured is None or here.is_meta or here.dtype != configured.dtype or here.shape != configured.shape:
+        return False
+    return torch.allclose(here.detach().cpu(), configured, rtol=1e-6, atol=0.0)
+
+
+def precision_part(state: ModelState, config: Any) -> Part:
+    """The dtypes that the base weights have now, and how they were quantised."""
+    counts: dict[str, int] = {}
+
+    def count(value: Any) -> None:
+        if isinstance(value, Deferred):
+            count(value.placeholder)
+        elif isinstance(value, Tensor):
+            kind = str(value.dtype) if type(value).__module__.startswith("torch") else f"{type(value).__name__} of {value.dtype}"
+            counts[kind] = counts.get(kind, 0) + 1
+        elif isinstance(value, tuple | list):
+            for item in value:
+                count(item)
+
+    for entry in state.base.values():
+        count(entry)
+    quantization = getattr(config, "quantization_config", None)
+    return {"tensors by dtype": dict(sorted(counts.items())), "quantization_config": plain(quantization)}
+
+
+def adapters_part(state: ModelState, cache: DigestCache, refresh: bool) -> Part:
+    """The adapters that take part in the forward, in order, with their weights and scaling; merged ones by name."""
+    active = list(dict.fromkeys(name for layer in state.layers for name in layer.active))
+    part: Part = {"active": active, "merged": list(dict.fromkeys(name for layer in state.layers for name in layer.merged))}
+    for name in active:
+        layers = [layer for layer in state.layers if name in layer.active]
+        entries = {entry: value for layer in layers for entry, value in layer.state[name].items()}
+        digests = cache.digests(state.root, f"adapter {name}", entries, refresh)
+        part[f"weights of {name!r}"] = digest_of_part(digests)
+        part[f"scaling of {name!r}"] = _one_or_each({layer.path: layer.settings[name].get("scaling") for layer in layers})
+        part[f"kind of {name!r}"] = digest_of_part({layer.path: [layer.kind, layer.settings[name]] for layer in layers})
+    part |= _irregular(state.layers, active, part["merged"])
+    return part
+
+
+def _one_or_each(values: dict[str, Any]) -> Any:
+    distinct = set(values.values())
+    return distinct.pop() if len(distinct) == 1 else values
+
+
+def _irregular(layers: list[AdapterLayer], active: list[str], merged: list[str]) -> Part:
+    """Says which layers are exceptions to the order, or have merged what others have not."""
+    part: Part = {}
+    ordered = {layer.path: layer.active for layer in layers if layer.active != [name for name in active if name in layer.active]}
+    if ordered:
+        part["layers in another order"] = ordered
+    partly = {layer.path: layer.merged for layer in layers if layer.merged != [name for name in merged if name in layer.state]}
+    if partly:
+        part["layers merged otherwise"] = partly
+    return part
+
+
+def tokenizer_part(tokenizer: Any) -> Part:
+    """What decides which tokens a text becomes; padding, truncation and what concerns decoding alone are left out."""
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if not hasattr(tokenizer, "get_vocab"):
+        raise ConfigError.of(
+            "tokenizer", "a transformers tokenizer or processor", tokenizer, "Pass what AutoTokenizer.from_pretrained returned."
+        )
+    vocabulary = tokenizer.get_vocab()
+    added = {str(index): [str(token), *_flags(token)] for index, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    part: Part = {
+        "vocabulary size": len(vocabulary),
+        "vocabulary": digest_of(vocabulary),
+        "added tokens": digest_of(added),
+        "special tokens": {key: _text(value) for key, value in tokenizer.special_tokens_map.items()},
+        "chat template": None if tokenizer.chat_template is None else digest_of(tokenizer.chat_template),
+    }
+    for switch in ("add_bos_token", "add_eos_token", "split_special_tokens", "do_lower_case"):
+        if isinstance(value := getattr(tokenizer, switch, None), bool):
+            part[switch] = value
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        for stage, content in json.loads(backend.to_str()).items():
+            if stage not in ("version", "truncation", "padding", "added_tokens"):
+                part[stage] = digest_of(json.dumps(content, sort_keys=True))
+    elif hasattr(tokenizer, "sp_model"):
+        part["model"] = digest_of(tokenizer.sp_model.serialized_model_proto())
+    elif hasattr(tokenizer, "bpe_ranks"):
+        part["model"] = digest_of([repr(pair) for pair in sorted(tokenizer.bpe_ranks.items(), key=lambda item: item[1])])
+    return part
+
+
+def _text(value: Any) -> Any:
+    return [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
+
+
+def _flags(token: Any) -> list[bool]:
+    return [bool(getattr(token, flag, False)) for flag in ("special", "single_word", "lstrip", "rstrip", "normalized")]

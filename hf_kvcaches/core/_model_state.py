@@ -1,0 +1,165 @@
+"""Takes a model apart into the weights of its base and its adapters, whichever way the adapters were put in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_kvcaches.core._tensor_digest import Deferred
+
+# What PEFT's wrappers call the module that they wrap.
+_WRAPPED = ("base_layer", "original_module", "token_adapter")
+
+
+@dataclass
+class AdapterLayer:
+    """One module that an adapter works on.
+
+    Args:
+        path: The wrapped module's name in the base model.
+        kind: The wrapper's class.
+        active: The adapters that take part in the forward, in order.
+        merged: The adapters that are added into the base weights.
+        state: Adapter name -> entry name -> tensor.
+        settings: Adapter name -> scaling and what else is a plain number.
+    """
+
+    path: str
+    kind: str
+    active: list[str]
+    merged: list[str]
+    state: dict[str, dict[str, Any]]
+    settings: dict[str, dict[str, Any]]
+
+
+@dataclass
+class ModelState:
+    """The parts of a model.
+
+    Args:
+        root: The transformers model itself, without its wrappers.
+        base: Entry name -> tensor, named as in the model before any adapter was added.
+        layers: Where adapters sit.
+        modules: Name in the base -> module.
+    """
+
+    root: nn.Module
+    base: dict[str, Any] = field(default_factory=dict)
+    layers: list[AdapterLayer] = field(default_factory=list)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+
+
+def take_apart(model: nn.Module) -> ModelState:
+    """Reads names and tensors of the base and of every adapter; copies nothing, except what is offloaded."""
+    root, prompts = _unwrap(model)
+    state = ModelState(root)
+    _walk(root, "", state)
+    state.layers += prompts
+    return state
+
+
+def _is_peft(value: Any, *names: str) -> bool:
+    """Whether it is of one of PEFT's classes. Where the program has not imported PEFT, no model can have its adapters."""
+    homes = ("peft", "peft.tuners.tuners_utils", "peft.utils.other")
+    found = (getattr(sys.modules.get(home), name, None) for home in homes for name in names)
+    return isinstance(value, tuple(kind for kind in found if isinstance(kind, type)))
+
+
+def _unwrap(model: Any) -> tuple[nn.Module, list[AdapterLayer]]:
+    prompts: list[AdapterLayer] = []
+    while True:
+        if _is_peft(model, "PeftModel", "PeftMixedModel"):
+            prompts += _prompt_layers(model)
+            model = model.base_model
+        elif _is_peft(model, "BaseTuner"):
+            model = model.model
+        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model._orig_mod
+        else:
+            return model, prompts
+
+
+def _prompt_layers(model: Any) -> list[AdapterLayer]:
+    """Learned prompts and prefixes, which PEFT keeps beside the model rather than in it."""
+    encoders = model._modules.get("prompt_encoder") or {}
+    name = model.active_adapter if isinstance(model.active_adapter, str) else None
+    if name is None or name not in encoders:
+        return []
+    active = [] if getattr(model, "_adapters_disabled", False) else [name]
+    encoder = encoders[name]
+    entries = {entry: value for path, module in encoder.named_modules() for entry, value in _own_entries(module, path)}
+    return [AdapterLayer("prompt", type(encoder).__name__, active, [], {name: entries}, {name: {}})]
+
+
+def _walk(module: nn.Module, path: str, state: ModelState) -> None:
+    if _is_peft(module, "BaseTunerLayer", "AuxiliaryTrainingWrapper"):
+        _walk_wrapper(module, path, state)
+        return
+    state.modules[path] = module
+    state.base.update(_own_entries(module, path))
+    for name, child in module._modules.items():
+        if child is not None:
+            _walk(child, path if name == "_orig_mod" else f"{path}.{name}".lstrip("."), state)
+
+
+def _walk_wrapper(module: Any, path: str, state: ModelState) -> None:
+    containers: dict[str, nn.Module] = {}
+    for name, child in module._modules.items():
+        if name in _WRAPPED:
+            _walk(child, path, state)
+        elif child is not None:
+            containers[name] = child
+    entries: dict[str, dict[str, Any]] = {}
+    for kind, container in containers.items():
+        for inner_path, inner in container.named_modules():
+            for entry, value in _own_entries(inner, inner_path, persistent_only=False):
+                adapter, _, rest = entry.partition(".")
+                entries.setdefault(adapter, {})[f"{path}.{kind}.{rest}".rstrip(".")] = value
+    settings = {adapter: _settings(module, adapter) for adapter in entries}
+    merged = [name for name in getattr(module, "merged_adapters", []) if name in entries]
+    # Once something is merged the layer computes with its base weights alone.
+    idle = bool(module.disable_adapters) or bool(merged)
+    active = [] if idle else [name for name in module.active_adapters if name in entries]
+    state.layers.append(AdapterLayer(path, type(module).__name__, active, merged, entries, settings))
+
+
+def _settings(module: Any, adapter: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("scaling", *getattr(module, "other_param_names", ())):
+        values = getattr(module, name, None)
+        value = values.get(adapter) if isinstance(values, Mapping) else None
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool | int | float | str):
+            found[name] = value
+    # Where there is a scaling, the rank and alpha that it came from say nothing more.
+    return {"scaling": found["scaling"]} if "scaling" in found else found
+
+
+def _own_entries(module: nn.Module, path: str, persistent_only: bool = True) -> Iterator[tuple[str, Any]]:
+    """What a module itself contributes to the state dict, which for quantised modules is more than its parameters."""
+    prefix = f"{path}." if path else ""
+    entries: dict[str, Any] = {}
+    module._save_to_state_dict(entries, prefix, True)
+    if not persistent_only:
+        # PEFT keeps shared projections in buffers that it doesn't save; the forward reads them all the same.
+        entries.update((f"{prefix}{name}", value) for name, value in module._buffers.items() if value is not None)
+    for name, value in entries.items():
+        deferred = _offloaded(module, name.removeprefix(prefix), value) if isinstance(value, Tensor) and value.is_meta else None
+        yield name, value if deferred is None else deferred
+
+
+def _offloaded(module: nn.Module, name: str, placeholder: Tensor) -> Deferred | None:
+    """The way to the data of a tensor that accelerate keeps on the CPU or on disk, or `None`."""
+    hook = getattr(module, "_hf_hook", None)
+    for candidate in getattr(hook, "hooks", (hook,)):
+        weights = getattr(candidate, "weights_map", None)
+        if weights is not None:
+            return Deferred(weights, name, placeholder)
+    return None
