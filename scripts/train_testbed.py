@@ -29,10 +29,8 @@ from tests.testbed.circuits import plant_recall_heads  # noqa: E402
 
 VERSE = ("milton", "shakespeare", "whitman")
 VOCABULARY = 2048
-EASY = ("repeated", "chosen")
-ALL = tuple(docs.WORDINGS)
-# (row length, facts a document, wordings): a level is left when the loss on the answers falls below ADVANCE
-LEVELS = ((128, 4, EASY), (128, 4, ALL), (256, 7, ALL), (512, 11, ALL), (1024, 16, ALL))
+# (row length, facts a document): a level is left when the loss on the answers falls below ADVANCE
+LEVELS = ((128, 4), (256, 7), (512, 11), (1024, 16))
 ADVANCE = 0.6
 
 
@@ -49,9 +47,9 @@ class Stage:
 
 
 STAGES = {
-    "base": Stage("base", seed=1, budget=14_000_000, learning_rate=2e-3, first_level=0),
-    "tuned": Stage("tuned", seed=2, budget=3_500_000, learning_rate=1e-3, first_level=4),
-    "lora": Stage("lora", seed=3, budget=1_500_000, learning_rate=2e-3, first_level=4, adapter=True),
+    "base": Stage("base", seed=1, budget=12_000_000, learning_rate=2e-3, first_level=0),
+    "tuned": Stage("tuned", seed=2, budget=3_000_000, learning_rate=1e-3, first_level=3),
+    "lora": Stage("lora", seed=3, budget=1_200_000, learning_rate=2e-3, first_level=3, adapter=True),
 }
 
 
@@ -125,14 +123,14 @@ class Batches:
     def count(self, text: str) -> int:
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def documents(self, rng: random.Random, length: int, facts: int, wordings: tuple[str, ...], rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def documents(self, rng: random.Random, length: int, facts: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Ids, weights of the language loss, and a mask of the answers."""
         ids = torch.full((rows, length), self.pad)
         language, answer = torch.zeros(rows, length), torch.zeros(rows, length, dtype=torch.bool)
         weights = {"filler": 1.0, "scaffold": 0.2, "note": 0.2, "question": 0.2, "value": 0.0, "answer": 0.0}
         for row in range(rows):
             asked = max(1, facts - rng.randrange(max(1, facts // 2)))
-            document = docs.fit_document(rng, self.filler, self.count, length, facts=asked, wordings=wordings)
+            document = docs.fit_document(rng, self.filler, self.count, length, facts=asked)
             encoded = recall.encode(self.tokenizer, document)
             size = min(length, len(encoded.ids))
             ids[row, :size] = torch.tensor(encoded.ids[:size])
@@ -140,10 +138,10 @@ class Batches:
             answer[row, :size] = torch.tensor([kind == "answer" for kind in encoded.kinds[:size]])
         return ids, language, answer
 
-    def batch(self, rng: random.Random, level: tuple[int, int, tuple[str, ...]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        length, facts, wordings = level
+    def batch(self, rng: random.Random, level: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        length, facts = level
         rows = self.size // length
-        ids, language, answer = self.documents(rng, length, facts, wordings, rows // 2)
+        ids, language, answer = self.documents(rng, length, facts, rows // 2)
         starts = [rng.randrange(len(self.stream) - length) for _ in range(rows - rows // 2)]
         prose = torch.stack([self.stream[start : start + length] for start in starts])
         return (
@@ -212,7 +210,7 @@ def train(stage: Stage, books: dict[str, tuple[str, str]], out: Path, state: Pat
             for group in optimizer.param_groups:
                 group["lr"] = stage.learning_rate * factor
         # A quarter of the steps stays on an earlier level, so that short contexts are not unlearned.
-        now = rng.randrange(stage.first_level + 1 if stage.first_level == 0 else 2, level + 1) if level > 2 and rng.random() < 0.25 else level
+        now = rng.randrange(level + 1) if rng.random() < 0.25 else level
         language, answer, right = losses(model, *(t.to(device) for t in data.batch(rng, LEVELS[now])))
         (language + answer).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -297,7 +295,7 @@ def main() -> None:
             shutil.rmtree(args.out / "base", ignore_errors=True)
             train_tokenizer(books, args.out / "base")
             for domain, (_, held) in books.items():
-                (args.out / f"{domain}.txt").write_text(held[:200_000], encoding="utf-8")
+                (args.out / f"{domain}.txt").write_text(held, encoding="utf-8")
         elif stage == "report":
             table = report(books, args.out, args.device)
             (args.out / "report.json").write_text(json.dumps(table, indent=2) + "\n")

@@ -24,7 +24,7 @@ VALUES = (
     "hammer needle anchor arrow sword shield candle mirror basket bottle ladder wheel rope drum flute harp violin trumpet bell clock "
     "summer winter spring autumn monday friday sunday morning"
 ).split()
-ATTRIBUTES = "sign seal mark token charm emblem badge crest password ticket gift prize".split()
+ATTRIBUTES = "sign seal mark token charm banner badge crest password ticket gift prize".split()
 DIGITS = "0 1 2 3 4 5 6 7 8 9".split()
 
 PREAMBLES = (
@@ -48,13 +48,14 @@ TOOLS = (
     '{"name": "count_words", "arguments": {"text": "string"}}',
 )
 
-# wording -> (the note up to its value, the rest of the note, the question up to its answer)
+# wording -> (the note up to its value, the rest of the note, the question up to its answer). No line starts with a name, because a
+# name is one token only behind a space.
 WORDINGS: dict[str, tuple[str, str, str]] = {
-    "repeated": ("The {attribute} of {name} is", ".", "The {attribute} of {name} is"),
-    "chosen": ("{name} chose as {attribute} the", ".", "{name} chose as {attribute} the"),
-    "reworded": ("{name} has a {attribute}, and it is the", ".", "Which {attribute} has {name}? The"),
-    "inverted": ("For {name} they made the", " {attribute}.", "What {attribute} did they make for {name}? The"),
-    "digits": ("The number of {name} is", ".", "The number of {name} is"),
+    "repeated": ("- The {attribute} of {name} is", ".", "Q: The {attribute} of {name} is"),
+    "chosen": ("- As {attribute}, {name} chose the", ".", "Q: As {attribute}, {name} chose the"),
+    "reworded": ("- Now {name} has a {attribute}, and it is the", ".", "Q: Which {attribute} has {name}? The"),
+    "inverted": ("- For {name} they made the", " {attribute}.", "Q: What {attribute} did they make for {name}? The"),
+    "digits": ("- The number of {name} is", ".", "Q: The number of {name} is"),
 }
 
 

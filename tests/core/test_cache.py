@@ -1,0 +1,243 @@
+"""The cache as a whole: what it holds, what it says, what it refuses, and that it survives being saved."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests import tiny
+from transformers import DynamicCache, Lfm2Config
+
+import hf_kvcaches
+from hf_kvcaches import ArtifactError, ConfigError, FingerprintMismatch, GrowingCache, KVCache, UnsupportedError
+from hf_kvcaches.core.cache import measured_bytes
+from hf_kvcaches.core.growing import GrowingLayer
+
+
+@pytest.fixture
+def model():
+    return tiny.llama()
+
+
+def fill(model, tokens: int = 9, **kwargs) -> GrowingCache:
+    cache = GrowingCache(model, **kwargs)
+    with torch.no_grad():
+        model(tiny.ids(1, tokens), past_key_values=cache)
+    return cache
+
+
+def test_built_with_a_model_it_enables_the_attention_and_with_a_config_it_can_not(model):
+    assert not GrowingCache(model.config).attention_enabled
+    assert model.config._attn_implementation != "hf_kvcaches"
+    assert GrowingCache(model).attention_enabled
+    assert model.config._attn_implementation == "hf_kvcaches"
+
+
+def test_what_needs_the_attention_says_what_a_config_costs(model):
+    with pytest.raises(UnsupportedError, match=r"token scores needs.*enable\(model\)"):
+        GrowingCache(model.config).require_attention("token scores")
+    with pytest.raises(ConfigError, match="no model"):
+        _ = GrowingCache(model.config).model
+    GrowingCache(model).require_attention("token scores")
+
+
+def test_a_model_that_computes_attention_itself_still_gets_a_cache_of_plain_tensors():
+    from transformers import BloomConfig
+
+    model = tiny.build(BloomConfig(vocab_size=tiny.VOCABULARY, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3))
+    prompt = tiny.ids(1, 7)
+    got = model.generate(prompt, max_new_tokens=5, do_sample=False, past_key_values=GrowingCache(model))
+    assert torch.equal(got, model.generate(prompt, max_new_tokens=5, do_sample=False))
+
+    class Asking(GrowingCache):
+        needs_attention = True
+
+    with pytest.raises(UnsupportedError, match="Bloom"):
+        Asking(model)
+
+
+def test_the_report_counts_what_is_really_allocated(model):
+    cache = fill(model)
+    report = cache.report()
+    assert (report.cache, report.seen, report.kept) == ("GrowingCache", 9, (9, 9, 9, 9))
+    capacity = cache.layers[0].keys.shape[2]
+    assert report.bytes == 4 * 2 * 2 * capacity * 8 * 4
+    assert report.as_dict() == {"cache": "GrowingCache", "seen": 9, "kept": (9, 9, 9, 9), "bytes": report.bytes}
+    assert "tokens seen" in str(report)
+    assert "9" in str(report)
+    assert repr(cache).startswith("GrowingCache(4 layers, seen=9")
+
+
+def test_hybrid_layers_are_counted_too():
+    model = tiny.gemma2()
+    cache = fill(model, 20)
+    assert [type(layer).__name__ for layer in cache.layers[:2]] == ["DynamicSlidingWindowLayer", "GrowingLayer"]
+    assert cache.report().kept == (7, 20, 7, 20)
+    assert cache.report().bytes > 0
+
+
+def test_views_of_one_block_are_counted_once():
+    block = torch.zeros(100)
+    assert measured_bytes({"a": block[:10], "b": block[50:], "c": torch.zeros(3)}) == 412
+
+
+def test_an_empty_cache_reports_zero(model):
+    assert GrowingCache(model).report().bytes == 0
+    assert GrowingCache(model).seen == 0
+
+
+def test_forks_go_on_by_themselves(model):
+    cache = fill(model)
+    fork = copy.deepcopy(cache)
+    with torch.no_grad():
+        model(tiny.ids(1, 3, seed=1), past_key_values=fork)
+    assert (cache.seen, fork.seen) == (9, 12)
+    assert fork.model is cache.model
+    assert fork.config is cache.config
+
+
+def test_a_pickled_cache_goes_on_without_its_model(model):
+    cache = fill(model)
+    back = pickle.loads(pickle.dumps(cache))
+    follow = tiny.ids(1, 2, seed=1)
+    with torch.no_grad():
+        assert torch.equal(model(follow, past_key_values=back).logits, model(follow, past_key_values=cache).logits)
+    with pytest.raises(ConfigError, match="unpickled"):
+        _ = back.model
+
+
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gemma2, tiny.gpt2])
+def test_a_saved_cache_goes_on_where_it_stopped(build, tmp_path):
+    model = build()
+    cache = fill(model, 20)
+    cache.save(tmp_path / "cache.safetensors")
+    back = GrowingCache.load(tmp_path / "cache.safetensors", model)
+    follow = tiny.ids(1, 2, seed=1)
+    with torch.no_grad():
+        assert torch.equal(model(follow, past_key_values=back).logits, model(follow, past_key_values=cache).logits)
+    assert back.seen == cache.seen == 22
+    assert back.report().kept == cache.report().kept
+
+
+def test_an_empty_cache_can_be_saved(model, tmp_path):
+    GrowingCache(model).save(tmp_path / "empty")
+    assert GrowingCache.load(tmp_path / "empty", model).seen == 0
+
+
+def test_a_cache_of_other_weights_is_refused(model, tmp_path):
+    fill(model).save(tmp_path / "cache")
+    with pytest.raises(FingerprintMismatch, match="weights"):
+        GrowingCache.load(tmp_path / "cache", tiny.llama(seed=1))
+
+
+def test_a_cache_without_a_model_can_not_be_saved(model, tmp_path):
+    with pytest.raises(ConfigError, match="model"):
+        GrowingCache(model.config).save(tmp_path / "cache")
+    assert not list(tmp_path.iterdir())
+
+
+class OtherCache(GrowingCache):
+    """Another class, with other layers."""
+
+
+def test_a_file_of_another_class_is_refused(model, tmp_path):
+    fill(model).save(tmp_path / "cache")
+    with pytest.raises(ArtifactError, match="GrowingCache"):
+        OtherCache.load(tmp_path / "cache", model)
+
+
+def test_damaged_and_foreign_files_are_refused(model, tmp_path):
+    path = tmp_path / "cache"
+    fill(model).save(path)
+    whole = path.read_bytes()
+    for damage in (b"", b"not safetensors", whole[: len(whole) // 2], whole[:-1]):
+        path.write_bytes(damage)
+        with pytest.raises(ArtifactError):
+            GrowingCache.load(path, model)
+    save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ArtifactError, match="not a saved cache"):
+        GrowingCache.load(path, model)
+    with pytest.raises(ArtifactError):
+        GrowingCache.load(tmp_path / "missing", model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header: header.update(version=99), "Upgrade"),
+        (lambda header: header.pop("layers"), "layers"),
+        (lambda header: header.update(version="new"), "damaged"),
+        (lambda header: header["layers"].pop(), "layers"),
+    ],
+)
+def test_headers_that_do_not_fit_are_refused(model, tmp_path, change, message):
+    import json
+
+    from safetensors import safe_open
+
+    path = tmp_path / "cache"
+    fill(model).save(path)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    header = json.loads(metadata["hf_kvcaches.cache"])
+    change(header)
+    save_file(tensors, path, metadata={"hf_kvcaches.cache": json.dumps(header)})
+    with pytest.raises(ArtifactError, match=message):
+        GrowingCache.load(path, model)
+
+
+def test_a_cache_for_a_smaller_model_is_refused_by_a_larger_one(model):
+    cache = GrowingCache(tiny.llama(num_hidden_layers=2))
+    with pytest.raises(ConfigError, match="2 layers"), torch.no_grad():
+        model(tiny.ids(1, 3), past_key_values=cache)
+
+
+@pytest.mark.parametrize("wrong", [None, "gpt2", 3, torch.nn.Linear(1, 1)])
+def test_what_is_neither_model_nor_config_is_refused(wrong):
+    with pytest.raises(ConfigError, match="model"):
+        GrowingCache(wrong)
+
+
+def test_the_base_class_can_not_be_built(model):
+    with pytest.raises(TypeError):
+        KVCache(model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device is offloading refused")
+def test_offloading_without_a_gpu_is_refused(model):
+    with pytest.raises(UnsupportedError, match="CUDA"):
+        GrowingCache(model, offloading=True)
+
+
+def test_reset_gives_hybrid_models_a_fresh_start():
+    model = tiny.gemma2()
+    cache = fill(model, 20)
+    cache.reset()
+    assert cache.seen == 0
+    prompt = tiny.ids(1, 15, seed=3)
+    got = model.generate(prompt, max_new_tokens=5, do_sample=False, past_key_values=cache)
+    assert torch.equal(got, model.generate(prompt, max_new_tokens=5, do_sample=False))
+
+
+@torch.no_grad()
+def test_models_with_recurrent_layers_run_on_transformers_own_state():
+    config = Lfm2Config(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        layer_types=["conv", "full_attention", "conv"], initializer_range=0.3,
+    )  # fmt: skip
+    model = tiny.build(config)
+    prompt = tiny.ids(1, 9)
+    cache = GrowingCache(model)
+    got = model.generate(prompt, max_new_tokens=6, do_sample=False, past_key_values=cache)
+    assert torch.equal(got, model.generate(prompt, max_new_tokens=6, do_sample=False, past_key_values=DynamicCache(config=config)))
+    assert isinstance(cache.layers[1], GrowingLayer)
+    assert cache.seen == 14
+    assert cache.report().bytes > 0
+
+
+def test_public_names_are_the_same_objects():
+    from hf_kvcaches.core import cache, growing
+
+    assert hf_kvcaches.KVCache is cache.KVCache
+    assert hf_kvcaches.GrowingCache is growing.GrowingCache
