@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache
 
+from hf_kvcaches import compat
+from hf_kvcaches.core.attention import disable
+from hf_kvcaches.core.cache import KVCache, measured_bytes
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
@@ -152,14 +155,9 @@ def cache_bytes(cache: Cache) -> int:
     Args:
         cache: Any transformers cache. Spare room in a buffer counts, because it is allocated.
     """
-    report = getattr(cache, "report", None)
-    if callable(report):
-        return int(report().bytes)
-    storages: dict[tuple[torch.device, int], int] = {}
-    for tensor in _tensors([vars(cache), *(vars(layer) for layer in cache.layers)]):
-        storage = tensor.untyped_storage()
-        storages[tensor.device, storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    if isinstance(cache, KVCache):
+        return cache.report().bytes
+    return measured_bytes({str(index): tensor for index, tensor in enumerate(_tensors(cache))})
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -190,8 +188,6 @@ def attention_kept(model: Any) -> Iterator[None]:
         yield
     finally:
         if model.config._attn_implementation != before:
-            from hf_kvcaches.core.attention import disable
-
             disable(model)
 
 
@@ -223,7 +219,7 @@ class _Runner:
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         device = ids.device if self.model.device.type == "meta" else self.model.device
         self.ids = ids.to(device)
-        accepted = inspect.signature(self.model.forward).parameters
+        accepted = inspect.signature(compat.base_model(self.model).forward).parameters
         self.takes_positions = "position_ids" in accepted
         self.always: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in accepted:
@@ -358,9 +354,7 @@ def _checked(
     model: Any, make_cache: object, inputs: object, max_new_tokens: object, prefill_chunk_size: object
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The ids and the mask, once every argument is known to be usable."""
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ConfigError.of("model", "a transformers model", type(model).__name__)
-    if getattr(model.config, "is_encoder_decoder", False):
+    if compat.base_model(model).config.is_encoder_decoder:
         raise UnsupportedError(f"verify compares decoder-only models; {type(model).__name__} is an encoder-decoder.")
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedError("verify can't run a model whose PEFT adapter is a learned prompt: that fills the cache by itself.")

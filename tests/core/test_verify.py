@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -56,14 +57,18 @@ CONFIGS = {
 
 
 def make_model(kind: str):
+    """A new model, for tests that change it."""
     config, attention = CONFIGS[kind]
     torch.manual_seed(3)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
 
-@pytest.fixture(scope="module")
+shared_model = functools.cache(make_model)
+
+
+@pytest.fixture
 def model():
-    return make_model("llama-gqa")
+    return shared_model("llama-gqa")
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -125,7 +130,7 @@ def slow_kl(full: torch.Tensor, other: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
 def test_the_full_cache_against_itself_is_exact(kind, padded):
-    model = make_model(kind)
+    model = shared_model(kind)
     inputs = left_padded(random_ids(1, 12), random_ids(1, 5, seed=1)) if padded else {"input_ids": random_ids(2, 12)}
     report = verify(model, lambda: DynamicCache(config=model.config), inputs, max_new_tokens=8)
     assert report.steps == len(report.kl) == 8
@@ -138,7 +143,7 @@ def test_the_full_cache_against_itself_is_exact(kind, padded):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_its_tokens_are_those_of_greedy_generate(kind):
-    model = make_model(kind)
+    model = shared_model(kind)
     inputs = left_padded(random_ids(1, 11), random_ids(1, 4, seed=1), random_ids(1, 7, seed=2))
     report = verify(model, lambda: DynamicCache(config=model.config), inputs, max_new_tokens=10)
     expected = model.generate(**inputs, max_new_tokens=10, do_sample=False)[:, 11:]
@@ -252,7 +257,7 @@ def test_the_model_is_called_as_generate_calls_it(model):
 @settings(max_examples=15, deadline=None)
 @given(chunk=st.integers(1, 16), length=st.integers(1, 13), padding=st.integers(0, 4))
 def test_the_prompt_in_pieces_of_any_size_changes_nothing(chunk, length, padding):
-    model = make_model("mistral-window")
+    model = shared_model("mistral-window")
     inputs = left_padded(random_ids(1, length), random_ids(1, max(1, length - padding), seed=1))
     report = verify(model, lambda: DynamicCache(config=model.config), inputs, max_new_tokens=3, prefill_chunk_size=chunk)
     assert report.max_logit_error < 1e-5
@@ -272,6 +277,14 @@ def test_a_half_precision_model_is_compared_in_full_precision():
     model = make_model("llama-gqa").to(torch.bfloat16)
     assert verify(model, DynamicCache, random_ids(2, 9), max_new_tokens=3).max_kl == 0.0
     assert 0 < verify(model, FadingCache, random_ids(2, 9), max_new_tokens=3).max_kl < math.inf
+
+
+def test_a_compiled_model_is_run_like_the_plain_one(model):
+    ids = random_ids(1, 9)
+    compiled = torch.compile(model, backend="eager")
+    report = verify(compiled, FadingCache, ids, max_new_tokens=3)
+    assert report.tokens == verify(model, FadingCache, ids, max_new_tokens=3).tokens
+    assert 0 < report.max_kl < math.inf
 
 
 def test_a_peft_model_is_run_with_its_adapter():
