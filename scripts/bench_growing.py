@@ -284,6 +284,7 @@ def write_plot(path: Path, results: list[Result], device: torch.device) -> None:
         axis.axvline(1.0, color="tab:red", linewidth=1)
         axis.set(title=title, xlabel="times as fast as DynamicCache (bars: quartiles)")
     axes[0].invert_yaxis()
+    axes[1].set_xscale("log")
     where = environment(device)
     figure.suptitle(
         f"{where['hardware']}, {where['threads']} threads, torch {where['torch']}, transformers {where['transformers']}", fontsize=9

@@ -1,0 +1,204 @@
+"""Shows what each cache does: text, divergence from the full cache, memory and time, on one prompt.
+
+    python scripts/demo.py [--model FOLDER_OR_HUB_ID] [--prompt TEXT] [--max-new-tokens N] [--device auto] [--plot demo.png]
+
+Without a prompt the model reads a generated document that hides facts between paragraphs of a book, and is asked for some
+of them. Times are those of one run each, to see the order of things; benchmarks are scripts of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import ROOT, pick_device, table
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Cache, DynamicCache
+from transformers.utils import logging
+
+from hf_kvcaches import ConfigError, GrowingCache, KVCacheError, MissingDependencyError, UnsupportedError, VerifyReport, verify
+from hf_kvcaches.core.verify import attention_kept
+from hf_kvcaches.errors import require
+from tests.testbed.documents import Document, Filler, fit_document
+
+TESTBED = ROOT / "tests" / "testbed"
+FULL_CACHE = "DynamicCache"
+
+# Every cache of the package in the setting to show, beside the full cache.
+CACHES: dict[str, Callable[[Any], Cache]] = {
+    "GrowingCache": GrowingCache,
+}
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What the model is fed: one row for each text, and what should come out where that is known."""
+
+    texts: list[str]
+    questions: list[str]
+    answers: list[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One cache on the prompts. `report` is None for the full cache itself."""
+
+    name: str
+    texts: list[str]
+    same: bool
+    report: VerifyReport | None
+
+
+def load(name: str, device: torch.device) -> tuple[Any, Any]:
+    folder = Path(name)
+    if folder == TESTBED / "base" and not any(folder.glob("*.safetensors")):
+        raise ConfigError.of(
+            "--model", "a model with weights", name, "Train the small model with scripts/train_testbed.py, or name another."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+    return model, tokenizer
+
+
+def make_prompts(tokenizer: Any, room: int, questions: int, seed: int) -> Prompts:
+    """A document of at most `room` tokens and its first questions, each in a row of its own."""
+    filler = Filler((TESTBED / "prose.txt").read_text(encoding="utf-8"))
+    tokens = min(900, room)
+    count = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
+    document: Document = fit_document(random.Random(seed), filler, count, tokens, facts=max(questions, tokens // 80))
+    facts = [document.facts[index] for index in document.asked[:questions]]
+    context = document.context()
+    return Prompts([context + fact.question for fact in facts], [fact.question for fact in facts], [fact.value for fact in facts])
+
+
+def write(model: Any, tokenizer: Any, inputs: BatchEncoding, cache: Cache, new_tokens: int) -> list[str]:
+    ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def run(model: Any, tokenizer: Any, inputs: BatchEncoding, new_tokens: int) -> tuple[list[Outcome], list[str]]:
+    """The full cache and all others, and what had to be said about those that refused."""
+    refused: list[str] = []
+    outcomes: list[Outcome] = []
+    with tqdm(total=1 + 2 * len(CACHES), unit="run") as progress:
+        progress.set_description(FULL_CACHE)
+        full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new_tokens)
+        outcomes.append(Outcome(FULL_CACHE, full, True, None))
+        progress.update()
+        for name, factory in CACHES.items():
+            progress.set_description(name)
+            try:
+                with attention_kept(model):
+                    texts = write(model, tokenizer, inputs, factory(model), new_tokens)
+                progress.update()
+                report = verify(model, lambda factory=factory: factory(model), inputs, max_new_tokens=new_tokens)
+                outcomes.append(Outcome(name, texts, texts == full, report))
+            except UnsupportedError as error:
+                refused.append(f"{name} refuses this model: {error}")
+            progress.update()
+    return outcomes, refused
+
+
+def show(outcomes: list[Outcome]) -> str:
+    header = ["cache", "same text", "mean KL to full", "KV bytes", "prefill s", "decode s"]
+    rows = []
+    measured = [outcome.report for outcome in outcomes if outcome.report]
+    for outcome in outcomes:
+        if outcome.report:
+            held, seconds = outcome.report.bytes, outcome.report.seconds
+        elif measured:
+            held, seconds = measured[0].reference_bytes, measured[0].reference_seconds
+        else:
+            continue
+        divergence = f"{outcome.report.mean_kl:.2e}" if outcome.report else "-"
+        rows.append(
+            [outcome.name, "yes" if outcome.same else "no", divergence, f"{held:,}", f"{seconds.prefill:.3f}", f"{seconds.decode:.3f}"]
+        )
+    return table(header, rows)
+
+
+def show_texts(outcomes: list[Outcome], prompts: Prompts) -> str:
+    lines = []
+    for outcome in outcomes:
+        lines.append(f"\n{outcome.name}")
+        if prompts.answers:
+            for question, text, answer in zip(prompts.questions, outcome.texts, prompts.answers, strict=True):
+                said = text.split(".")[0].strip()
+                lines.append(f"  {question} ... {said!r}, {'right' if said == answer else f'the notes say {answer!r}'}")
+        else:
+            lines += [f"  {text!r}" for text in outcome.texts]
+    return "\n".join(lines)
+
+
+def save_plot(path: Path, outcomes: list[Outcome]) -> None:
+    require("matplotlib", "plots", "The plot").use("Agg")
+    plots = require("matplotlib.pyplot", "plots", "The plot")
+    reports = {outcome.name: outcome.report for outcome in outcomes if outcome.report}
+    first = next(iter(reports.values()))
+    names = [FULL_CACHE, *reports]
+    figure, (memory, times, divergence) = plots.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    memory.bar(names, [size / 2**20 for size in (first.reference_bytes, *(report.bytes for report in reports.values()))])
+    memory.set(title="KV cache", ylabel="MiB allocated")
+    seconds = [first.reference_seconds, *(report.seconds for report in reports.values())]
+    times.bar(names, [each.prefill for each in seconds], label="prefill")
+    times.bar(names, [each.decode for each in seconds], bottom=[each.prefill for each in seconds], label="decode")
+    times.set(title=f"time of one run, {first.steps} new tokens", ylabel="s")
+    times.legend()
+    for name, report in reports.items():
+        divergence.plot(report.kl, label=name, clip_on=False)  # a lossless cache runs along the edge
+    divergence.set_yscale("symlog", linthresh=1e-6)
+    divergence.set(title="KL(full || cache)", xlabel="step", ylabel="nats", ylim=(0, None))
+    divergence.legend()
+    for axis in (memory, times):
+        axis.tick_params(axis="x", rotation=30)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plots.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    parser.add_argument("--prompt", help="a text to go on from, instead of the document")
+    parser.add_argument("--max-new-tokens", type=int, default=24)
+    parser.add_argument("--questions", type=int, default=3, help="how many of the document's questions to ask")
+    parser.add_argument("--seed", type=int, default=0, help="which document")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--plot", type=Path, default=ROOT / "demo.png")
+    args = parser.parse_args()
+    for name, value in (("--max-new-tokens", args.max_new_tokens), ("--questions", args.questions)):
+        if value < 1:
+            raise ConfigError.of(name, "at least 1", value)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model, tokenizer = load(args.model, pick_device(args.device))
+    if args.prompt is None:
+        room = (getattr(model.config, "max_position_embeddings", None) or 1024) - args.max_new_tokens
+        prompts = make_prompts(tokenizer, room, args.questions, args.seed)
+    else:
+        prompts = Prompts([args.prompt], [], [])
+    inputs = tokenizer(prompts.texts, return_tensors="pt", padding=len(prompts.texts) > 1, return_token_type_ids=False).to(model.device)
+    rows, tokens = inputs["input_ids"].shape
+    print(f"{args.model}: {rows} rows of up to {tokens} tokens, {args.max_new_tokens} new tokens each, on {model.device}")
+    outcomes, refused = run(model, tokenizer, inputs, args.max_new_tokens)
+    print("\n".join([show(outcomes), *refused, show_texts(outcomes, prompts)]))
+    try:
+        if len(outcomes) > 1:
+            save_plot(args.plot, outcomes)
+            print(f"\nThe plot is in {args.plot}")
+    except MissingDependencyError as error:
+        print(f"\nNo plot: {error}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (KVCacheError, OSError) as error:  # transformers says with an OSError that there is no such model
+        raise SystemExit(f"error: {error}") from error

@@ -1,0 +1,60 @@
+"""The benchmark runs as a user runs it, in its smallest grid."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "bench_growing.py"), "--device", "cpu", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "new"
+    return folder, bench("--quick", "--csv", folder / "growing.csv", "--plot", folder / "growing.png")
+
+
+def test_it_prints_a_row_for_each_cell_and_a_line_for_each_promise(quick):
+    _, done = quick
+    assert done.returncode == 0, done.stderr
+    assert "float32 gqa 1 x 32" in done.stdout
+    assert "float32 gqa 2 x 32" in done.stdout
+    assert "at least as fast at 512 tokens: not measured" in done.stdout
+    assert "at least 2x at batch 8 x 2048 tokens: not measured" in done.stdout
+
+
+def test_its_numbers_stand_in_a_file_with_what_they_depend_on(quick):
+    folder, _ = quick
+    with (folder / "growing.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["batch"], row["tokens"]) for row in rows] == [("1", "32"), ("2", "32")]
+    for row in rows:
+        assert all(row[name] for name in ("hardware", "device", "threads", "python", "torch", "transformers", "hf_kvcaches"))
+        assert float(row["max_logit_error"]) <= 1e-4
+        for kind in ("step", "update"):
+            assert 0 < float(row[f"{kind}_ratio_q1"]) <= float(row[f"{kind}_ratio"]) <= float(row[f"{kind}_ratio_q3"])
+            for side in ("dynamic", "growing"):
+                assert 0 < float(row[f"{kind}_{side}_q1_ms"]) <= float(row[f"{kind}_{side}_ms"]) <= float(row[f"{kind}_{side}_q3_ms"])
+
+
+def test_it_draws_a_picture(quick):
+    folder, _ = quick
+    assert (folder / "growing.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_unknown_option_ends_it_before_anything_is_timed():
+    done = bench("--fast")
+    assert done.returncode == 2
+    assert "--fast" in done.stderr

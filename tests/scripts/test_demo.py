@@ -1,0 +1,83 @@
+"""The demo runs as a user runs it, on a tiny model with random weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def demo(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--device", "cpu", *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env, check=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model whose every byte is a token."""
+    path = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(["<s>", "</s>", *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(path)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(alphabet) + 2, eos_token_id=None, max_position_embeddings=2048, **shape)).save_pretrained(
+        path
+    )
+    return path
+
+
+def cells(line: str) -> list[str]:
+    return [cell for cell in line.split("  ") if cell.strip()]
+
+
+def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder, tmp_path):
+    picture = tmp_path / "new" / "demo.png"
+    done = demo("--model", folder, "--max-new-tokens", 4, "--questions", 2, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    header = next(index for index, line in enumerate(lines) if line.startswith("cache "))
+    full, growing = (cells(lines[header + 2 + row]) for row in range(2))
+    assert [name.strip() for name in (full[0], growing[0])] == ["DynamicCache", "GrowingCache"]
+    assert growing[1].strip() == "yes"
+    assert float(growing[2]) < 1e-9
+    assert int(growing[3].replace(",", "")) >= int(full[3].replace(",", "")) > 0
+    assert all(float(row[column]) > 0 for row in (full, growing) for column in (4, 5))
+    assert done.stdout.count("the notes say") == 4, "two questions to two caches, none of which random weights can answer"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_prompt_of_ones_own_is_continued_and_without_matplotlib_there_is_no_picture(folder, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
+    picture = tmp_path / "demo.png"
+    done = demo("--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", 3, "--plot", picture, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "1 rows of up to 16 tokens, 3 new tokens each" in done.stdout
+    assert "the notes say" not in done.stdout
+    assert "No plot" in done.stdout
+    assert "hf-kvcaches[plots]" in done.stdout
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--max-new-tokens", "0"), "--max-new-tokens: expected at least 1, got 0"),
+        (("--model", "no/such/folder/anywhere"), "no/such/folder/anywhere"),
+    ],
+)
+def test_a_wrong_argument_is_named_without_a_traceback(arguments, said):
+    done = demo(*arguments, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
