@@ -125,7 +125,7 @@ class ModelFingerprint:
         used = [*adapters.get("active", []), *(f"{name} (merged)" for name in adapters.get("merged", []))]
         words = [
             " ".join(str(facts[key]) for key in ("class", "name") if facts.get(key)),
-            f"{facts.get('parameters', 0):,} parameters in {facts.get('dtypes', 'unknown dtypes')}",
+            f"{_with_commas(facts.get('parameters'))} parameters in {facts.get('dtypes', 'unknown dtypes')}",
             f"adapters {', '.join(used)}" if used else "no adapters",
             "no tokenizer" if self.tokenizer is None else f"{self.details.get('tokenizer', {}).get('vocabulary size')} tokens",
         ]
@@ -208,6 +208,10 @@ def _facts(state: ModelState, config: Any, parts: Mapping[str, Part]) -> dict[st
         "parameters": sum(sizes.values()),
         "dtypes": ", ".join(kind.removeprefix("torch.") for kind in parts["precision"]["tensors by dtype"]),
     }
+
+
+def _with_commas(count: Any) -> str:
+    return f"{count:,}" if isinstance(count, int) else "an unknown number of"
 
 
 def _weights_reason(here: Part, there: Part) -> str:
