@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -102,7 +101,7 @@ class ModelFingerprint:
     @classmethod
     def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> ModelFingerprint:
         digests: dict[str, Any] = {name: digest_of_part(parts[name]) if name in parts else None for name in _COMPONENTS}
-        return cls(**digests, details=MappingProxyType(dict(parts)), facts=MappingProxyType(dict(facts)))
+        return cls(**digests, details=dict(parts), facts=dict(facts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ModelFingerprint.from_dict, (self.to_dict(),))
