@@ -103,10 +103,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
             raise ConfigError.of(f"tensors[{name!r}]", "a dense tensor under a string name", got, "Store its parts as dense tensors.")
         if tensor.is_meta:
             raise ConfigError.of(f"tensors[{name!r}]", "a tensor with data", "one on the meta device", "Load its data before saving.")
+    path.touch()
+    # The library makes its files private to their owner; ours are shared as any new file is.
+    permissions = path.stat().st_mode
     try:
         save_file(_unshared(tensors), path, dict(metadata or {}))
     except (SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(f"tensors: safetensors can't store them: {error}. Convert them to a dtype that it knows.") from error
+    path.chmod(permissions)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -88,9 +88,12 @@ def config_parts(config: Any) -> dict[str, Part]:
         home = "rope" if key in _ROPE else "attention" if key in _ATTENTION else "geometry" if key in _GEOMETRY else "architecture"
         parts[home][key] = value
     if text is not config:
-        whole = plain(config.to_dict())
         inner = {name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text}
-        parts["architecture"]["around the text model"] = {key: value for key, value in whole.items() if key not in inner}
+        for key, value in plain(config.to_dict()).items():
+            if isinstance(value, dict) and key not in inner:
+                parts["architecture"] |= {f"{key}.{name}": item for name, item in value.items()}
+            elif key not in inner:
+                parts["architecture"][f"whole model's {key}"] = value
     return parts
 
 

@@ -97,7 +97,8 @@ class Artifact(ABC):
         Args:
             folder: Where to.
         """
-        self._write(Path(folder), load_from=str(folder))
+        # The whole path would tell others about this machine.
+        self._write(Path(folder), load_from=Path(folder).resolve().name)
 
     def push_to_hub(
         self,

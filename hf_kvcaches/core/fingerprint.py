@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -102,7 +101,7 @@ class ModelFingerprint:
     @classmethod
     def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> ModelFingerprint:
         digests: dict[str, Any] = {name: digest_of_part(parts[name]) if name in parts else None for name in _COMPONENTS}
-        return cls(**digests, details=MappingProxyType(dict(parts)), facts=MappingProxyType(dict(facts)))
+        return cls(**digests, details=dict(parts), facts=dict(facts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ModelFingerprint.from_dict, (self.to_dict(),))
@@ -125,7 +124,7 @@ class ModelFingerprint:
         used = [*adapters.get("active", []), *(f"{name} (merged)" for name in adapters.get("merged", []))]
         words = [
             " ".join(str(facts[key]) for key in ("class", "name") if facts.get(key)),
-            f"{facts.get('parameters', 0):,} parameters in {facts.get('dtypes', 'unknown dtypes')}",
+            f"{_with_commas(facts.get('parameters'))} parameters in {facts.get('dtypes', 'unknown dtypes')}",
             f"adapters {', '.join(used)}" if used else "no adapters",
             "no tokenizer" if self.tokenizer is None else f"{self.details.get('tokenizer', {}).get('vocabulary size')} tokens",
         ]
@@ -208,6 +207,10 @@ def _facts(state: ModelState, config: Any, parts: Mapping[str, Part]) -> dict[st
         "parameters": sum(sizes.values()),
         "dtypes": ", ".join(kind.removeprefix("torch.") for kind in parts["precision"]["tensors by dtype"]),
     }
+
+
+def _with_commas(count: Any) -> str:
+    return f"{count:,}" if isinstance(count, int) else "an unknown number of"
 
 
 def _weights_reason(here: Part, there: Part) -> str:

@@ -1,0 +1,168 @@
+"""An artifact comes back as it was saved, for the right model, with a card that explains it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvcaches.core.artifact import read_safetensors, sha256_of, write_atomically
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch
+from tests.core.artifact_helpers import MANIFEST, Basis, basis, files, same, tensor_file
+from tests.core.fingerprint_helpers import llama
+
+# Round trips
+
+
+def test_every_dtype_and_shape_comes_back(tmp_path):
+    shared = torch.arange(20.0)
+    content = {
+        "basis": torch.randn(3, 5),
+        "bf16": torch.randn(3, 5).to(torch.bfloat16),
+        "fp8": torch.randn(3, 5).to(torch.float8_e4m3fn).view(torch.uint8),
+        "int8": torch.arange(-5, 5, dtype=torch.int8),
+        "int64": torch.tensor([2**62]),
+        "bool": torch.tensor([True, False]),
+        "empty": torch.empty(0, 7),
+        "scalar": torch.tensor(2.5),
+        "transposed": torch.randn(4, 3).t(),
+        "view": shared[3:7],
+        "all of it": shared,
+        "again": shared,
+        "with gradient": torch.randn(2, requires_grad=True),
+        "名前": torch.ones(2),
+    }
+    notes = {"text": 'früh, 海 \U0001f30a " \\ \n', "list": [1, 2.5, None, True], "nested": {"a": {"b": 0.1}}}
+    before = Basis(content, notes, ModelFingerprint.of(llama()))
+    before.save_pretrained(tmp_path / "deep" / "er")
+    after = Basis.from_pretrained(tmp_path / "deep" / "er")
+    assert same(before, after)
+    assert after.fingerprint is not None
+    assert not after.fingerprint.differs_from(before.fingerprint)
+    assert files(tmp_path / "deep" / "er") == {MANIFEST, "README.md", tensor_file(tmp_path / "deep" / "er").name}
+    assert sha256_of(tensor_file(tmp_path / "deep" / "er"))[:16] in tensor_file(tmp_path / "deep" / "er").name
+
+
+def test_one_artifact_saved_twice_is_the_same_files(tmp_path):
+    for name in ("a", "b"):
+        basis(2.0, x=1).save_pretrained(tmp_path / name)
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert (tmp_path / "a" / MANIFEST).read_bytes() == (tmp_path / "b" / MANIFEST).read_bytes()
+
+
+def test_saving_over_an_artifact_replaces_it_and_keeps_other_files(tmp_path):
+    basis(1.0).save_pretrained(tmp_path)
+    old = tensor_file(tmp_path)
+    loaded = Basis.from_pretrained(tmp_path)
+    for name in ("notes.txt", "model.safetensors", "tensors-mine.safetensors"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".README.md.abc.hf_kvcaches.tmp").write_text("left by a killed writer")
+    basis(2.0).save_pretrained(tmp_path)
+    assert not old.exists()
+    assert same(Basis.from_pretrained(tmp_path), basis(2.0))
+    assert files(tmp_path) == {
+        MANIFEST,
+        "README.md",
+        tensor_file(tmp_path).name,
+        "notes.txt",
+        "model.safetensors",
+        "tensors-mine.safetensors",
+    }
+    # What was loaded before lives on, whether its file does or not.
+    assert same(loaded, basis(1.0))
+
+
+def test_files_get_the_permissions_of_any_new_file(tmp_path):
+    basis().save_pretrained(tmp_path)
+    (tmp_path / "plain").touch()
+    assert {path.stat().st_mode for path in tmp_path.iterdir()} == {(tmp_path / "plain").stat().st_mode}
+
+
+# The model that it is for
+
+
+def test_the_model_is_checked_when_it_is_given(tmp_path):
+    Basis({"basis": torch.ones(2)}, fingerprint=ModelFingerprint.of(llama(0))).save_pretrained(tmp_path)
+    assert Basis.from_pretrained(tmp_path, model=llama(0)).fingerprint == ModelFingerprint.of(llama(0))
+    with pytest.raises(FingerprintMismatch, match=r"test-basis from .* was made for another model: weights differ"):
+        Basis.from_pretrained(tmp_path, model=llama(1))
+
+
+def test_one_without_a_fingerprint_fits_any_model(tmp_path):
+    basis().save_pretrained(tmp_path)
+    assert Basis.from_pretrained(tmp_path, model=llama(1)).fingerprint is None
+
+
+# The model card
+
+
+def test_the_card_says_what_it_is_for_which_model_how_made_and_how_to_load(tmp_path):
+    fingerprint = ModelFingerprint.of(llama())
+    Basis({"basis": torch.ones(2)}, fingerprint=fingerprint).save_pretrained(tmp_path / "café")
+    card = (tmp_path / "café" / "README.md").read_text(encoding="utf-8")
+    front = card.split("---\n")[1]
+    assert "library_name: hf-kvcaches" in front
+    assert "- test-basis" in front
+    for text in ("A basis for tests | with a bar.", fingerprint.digest, "LlamaForCausalLM", "On 3 texts of the sea, très bien."):
+        assert text in card
+    assert "Basis.from_pretrained('café', model=model" in card
+    assert str(tmp_path) not in card
+    assert "Not in the card" not in card
+
+
+def test_a_persons_text_around_the_generated_part_stays(tmp_path):
+    basis(1.0).save_pretrained(tmp_path)
+    readme = tmp_path / "README.md"
+    readme.write_text(readme.read_text().replace("library_name", "license: mit\nlibrary_name") + "\n## My own section\n")
+    Basis({"basis": torch.ones(2)}, fingerprint=ModelFingerprint.of(llama())).save_pretrained(tmp_path)
+    card = readme.read_text()
+    assert "license: mit" in card
+    assert card.endswith("\n## My own section\n")
+    assert ModelFingerprint.of(llama()).digest in card
+    assert card.count("begin of the generated part") == 1
+
+
+@pytest.mark.parametrize("text", [b"# All mine\n", b"\xff\xfe not text"])
+def test_a_card_without_a_generated_part_is_left_alone(tmp_path, text):
+    (tmp_path / "README.md").write_bytes(text)
+    basis().save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_bytes() == text
+
+
+# The small pieces
+
+
+def test_write_atomically_takes_bytes_or_a_function_and_leaves_nothing_behind_on_failure(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, b"one")
+    write_atomically(path, lambda temporary: temporary.write_bytes(b"two") and None)
+    assert path.read_bytes() == b"two"
+
+    def fail(temporary: Path) -> None:
+        temporary.write_bytes(b"half")
+        raise RuntimeError("disk full")
+
+    with pytest.raises(RuntimeError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"two"
+    assert files(tmp_path) == {"file"}
+
+
+def test_sha256_of_a_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert sha256_of(tmp_path / "file") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04.", b"\xff" * 64, b"\x10\0\0\0\0\0\0\0{}", b"\xff" * 7 + b"\x7f"])
+def test_read_safetensors_refuses_garbage(tmp_path, content):
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(ArtifactError, match=r"x\.safetensors"):
+        read_safetensors(tmp_path / "x.safetensors")
+
+
+def test_read_safetensors_refuses_what_is_not_there_or_a_folder(tmp_path):
+    for path in (tmp_path / "nothing", tmp_path):
+        with pytest.raises(ArtifactError):
+            read_safetensors(path)

@@ -1,0 +1,260 @@
+"""A damaged, foreign or newer artifact is refused, and no crash or second writer leaves one."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from tests.core.artifact_helpers import MANIFEST, Basis, NextBasis, OtherKind, basis, files, rewrite_manifest, same, tensor_file
+from tests.core.fingerprint_helpers import llama
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    artifact = Basis({"basis": torch.randn(2, 3), "more": torch.arange(3)}, {"größe": 3, "x": [1.5, "y"]}, ModelFingerprint.of(llama()))
+    artifact.save_pretrained(folder)
+    return folder, artifact, tmp_path_factory.mktemp("copies")
+
+
+@settings(max_examples=250, deadline=None)
+@given(data=st.data())
+def test_any_flipped_byte_is_refused_or_harmless(saved, data):
+    folder, artifact, copies = saved
+    name = data.draw(st.sampled_from(sorted(files(folder))))
+    content = bytearray((folder / name).read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] ^= data.draw(st.integers(1, 255))
+    check_damaged(folder, artifact, copies, name, bytes(content))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_truncation_is_refused_or_harmless(saved, data):
+    folder, artifact, copies = saved
+    name = data.draw(st.sampled_from(sorted(files(folder))))
+    content = (folder / name).read_bytes()
+    check_damaged(folder, artifact, copies, name, content[: data.draw(st.integers(0, len(content) - 1))])
+
+
+def check_damaged(folder: Path, artifact: Basis, copies: Path, name: str, content: bytes) -> None:
+    damaged = copies / "damaged"
+    shutil.rmtree(damaged, ignore_errors=True)
+    shutil.copytree(folder, damaged)
+    (damaged / name).write_bytes(content)
+    try:
+        loaded = Basis.from_pretrained(damaged)
+    except ArtifactError:
+        assert name != "README.md"
+    else:
+        assert name in ("README.md", MANIFEST)
+        assert same(loaded, artifact)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / MANIFEST).unlink(), "there is no kvcache_artifact.json"),
+        (lambda f: tensor_file(f).unlink(), "the file is missing"),
+        (lambda f: (f / MANIFEST).write_bytes(b"\x80\x04pickle"), "expected JSON"),
+        (lambda f: (f / MANIFEST).write_text("[" * 100_000), "expected JSON"),
+        (lambda f: (f / MANIFEST).write_text("[1, 2]"), "got other JSON"),
+        (lambda f: (f / MANIFEST).write_text('{"model_type": "llama"}'), "got other JSON"),
+        (lambda f: rewrite_manifest(f, manifest_version=2), "Upgrade hf-kvcaches"),
+        (lambda f: rewrite_manifest(f, format_version=4), "expected format version 3 or older, got 4. Upgrade hf-kvcaches"),
+        (lambda f: rewrite_manifest(f, format_version=2), "format version 3, got 2"),
+        (lambda f: rewrite_manifest(f, format_version="3"), "wrong kind"),
+        (lambda f: rewrite_manifest(f, metadata=None), "wrong kind"),
+        (lambda f: rewrite_manifest(f, tensors={"file": "../../secret.safetensors", "sha256": "", "bytes": 0}), "wrong kind"),
+        (lambda f: rewrite_manifest(f, tensors={"file": "pytorch_model.bin", "sha256": "", "bytes": 0}), "wrong kind"),
+        (lambda f: rewrite_manifest(f, fingerprint={"format_version": 99}), "fingerprint"),
+        (lambda f: rewrite_manifest(f, fingerprint=[]), "fingerprint"),
+    ],
+)
+def test_what_is_missing_foreign_or_newer_is_refused_with_advice(tmp_path, damage, message):
+    basis().save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ArtifactError, match=message) as caught:
+        Basis.from_pretrained(tmp_path)
+    assert any(advice in str(caught.value) for advice in ("again", "Upgrade", "anew", "Pass the folder"))
+
+
+def test_another_kind_is_refused_with_its_name(tmp_path):
+    OtherKind({"basis": torch.ones(2)}).save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match="expected a 'test-basis', got a 'other-kind'"):
+        Basis.from_pretrained(tmp_path)
+
+
+def test_a_missing_tensor_is_an_artifact_error(tmp_path):
+    Basis({"other name": torch.ones(2)}).save_pretrained(tmp_path)
+    with pytest.raises(ArtifactError, match=r"doesn't make a test-basis .KeyError: 'basis'"):
+        Basis.from_pretrained(tmp_path)
+
+
+def test_an_older_version_is_migrated_by_who_knows_how(tmp_path):
+    class Migrating(NextBasis):
+        @classmethod
+        def migrate(cls, tensors, metadata, version):
+            return tensors, {**metadata, "was": version}
+
+    basis(x=1).save_pretrained(tmp_path)
+    assert Migrating.from_pretrained(tmp_path).notes == {"x": 1, "was": 3}
+    with pytest.raises(ArtifactError, match="no longer read"):
+        NextBasis.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c", "", "..", "C:\\x\\y"])
+def test_a_folder_that_is_not_there_is_no_hub_id(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError):
+        Basis.from_pretrained(name)
+
+
+def test_a_hub_id_that_was_never_downloaded_is_refused_offline(tmp_path):
+    with pytest.raises(ArtifactError, match="the Hub gave no artifact of that name"):
+        Basis.from_pretrained("someone/something", cache_dir=tmp_path, local_files_only=True)
+
+
+def test_a_file_where_the_folder_should_be_is_refused(tmp_path):
+    (tmp_path / "taken").touch()
+    with pytest.raises(ConfigError, match="folder"):
+        basis().save_pretrained(tmp_path / "taken")
+
+
+@pytest.mark.parametrize(
+    "artifact",
+    [
+        Basis({"basis": torch.ones(2)}, {"x": object()}),
+        Basis({"basis": torch.ones(2)}, {"x": float("nan")}),
+        Basis({"basis": torch.ones(2)}, {1: 2}),
+        Basis({"basis": torch.ones(2)}, {"x": [{2: 3}]}),
+        Basis({"basis": torch.ones(2)}, {"x": "\ud800"}),
+        Basis({"basis": torch.ones(2)}, ["x"]),
+        Basis({"basis": [1, 2]}),
+        Basis({"basis": torch.eye(2).to_sparse()}),
+        Basis({"basis": torch.ones(2, device="meta")}),
+        Basis({3: torch.ones(2)}),
+    ],
+)
+def test_what_cannot_be_stored_is_refused_and_the_old_artifact_stays(tmp_path, artifact):
+    basis(7.0).save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError):
+        artifact.save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_type_that_is_no_tag_is_refused():
+    with pytest.raises(ConfigError, match="artifact_type"):
+        type("Bad", (Basis,), {"artifact_type": "Not A Tag"})
+
+
+# Crashes and company
+
+WRITER = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from tests.core.artifact_helpers import Basis
+print("ready", flush=True)
+value = float(sys.argv[3])
+while True:
+    value += 2
+    Basis({"basis": torch.full((300, 1000), value)}, {"value": value}).save_pretrained(sys.argv[2])
+"""
+
+
+def writer(folder: Path, start: int) -> subprocess.Popen[str]:
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(root), str(folder), str(start)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def whole(artifact: Basis) -> bool:
+    return bool((artifact.content["basis"] == artifact.notes.get("value", 1.0)).all())
+
+
+def test_two_writers_and_a_reader_never_meet_a_torn_artifact_and_a_kill_leaves_a_whole_one(tmp_path):
+    basis(1.0).save_pretrained(tmp_path)
+    one = writer(tmp_path, 0)
+    values = set()
+    end = time.monotonic() + 1.5
+    own = threading.Thread(target=lambda: [basis(1.0).save_pretrained(tmp_path) for _ in range(40)])
+    own.start()
+    try:
+        while time.monotonic() < end:
+            artifact = Basis.from_pretrained(tmp_path)
+            assert whole(artifact)
+            values.add(artifact.notes.get("value"))
+    finally:
+        one.send_signal(signal.SIGKILL)
+        one.wait()
+        own.join()
+    assert whole(Basis.from_pretrained(tmp_path))
+    assert len(values) > 2
+    basis(5.0).save_pretrained(tmp_path)
+    assert files(tmp_path) == {MANIFEST, "README.md", tensor_file(tmp_path).name}
+
+
+KILLED = """
+import os, signal, sys, torch
+sys.path.insert(0, sys.argv[1])
+from tests.core.artifact_helpers import Basis
+folder = sys.argv[2]
+# Counts the system calls that change the folder, and dies by SIGKILL just before the n-th in a child for every n.
+calls = ("replace", "fsync", "unlink", "open")
+for n in range(1, 60):
+    child = os.fork()
+    if child == 0:
+        left = n
+        def deadly(call):
+            def wrapped(*args, **kwargs):
+                global left
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*args, **kwargs)
+            return wrapped
+        for name in calls:
+            setattr(os, name, deadly(getattr(os, name)))
+        Basis({"basis": torch.full((3, 4), float(n))}, {"value": float(n)}).save_pretrained(folder)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    loaded = Basis.from_pretrained(folder)
+    assert bool((loaded.content["basis"] == loaded.notes["value"]).all())
+    print(n, os.WIFSIGNALED(status), loaded.notes["value"], flush=True)
+    if not os.WIFSIGNALED(status):
+        break
+print(sorted(os.listdir(folder)))
+"""
+
+
+def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_artifact(tmp_path):
+    basis(0.0, value=0.0).save_pretrained(tmp_path)
+    root = Path(__file__).parents[2]
+    ran = subprocess.run([sys.executable, "-c", KILLED, str(root), str(tmp_path)], capture_output=True, text=True, check=True)
+    *steps, last = ran.stdout.splitlines()
+    rows = [line.split() for line in steps]
+    assert len(rows) > 6
+    assert all(row[1] == "True" for row in rows[:-1])
+    assert rows[-1][1] == "False"
+    # Early kills leave the old one, late kills the new one.
+    assert rows[0][2] == "0.0"
+    assert float(rows[-2][2]) == len(rows) - 1
+    assert last.count("tensors-") == 1
+    assert "tmp" not in last

@@ -1,0 +1,338 @@
+"""A fingerprint changes with everything that changes keys and values, and with nothing else."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from tokenizers import normalizers, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+)
+
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
+from tests.core.fingerprint_helpers import TINY, Change, changed, llama, nudge, tokenizer, two_adapters
+
+
+def gemma2() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(Gemma2Config(**TINY, num_key_value_heads=2, head_dim=8, sliding_window=16))
+
+
+def setting(**values: object) -> Change:
+    def change(model: torch.nn.Module) -> None:
+        for name, value in values.items():
+            setattr(model.config, name, value)
+
+    return change
+
+
+def narrow_first_window(model: torch.nn.Module) -> None:
+    model.model.layers[0].self_attn.sliding_window = 8
+
+
+def slow_rotation(model: torch.nn.Module) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def new_rope(model: torch.nn.Module) -> None:
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 500000.0}
+
+
+def pictures() -> torch.nn.Module:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    text = {**TINY, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=text, vision_config={**vision, "patch_size": 14}, mm_tokens_per_image=4)
+    return Gemma3ForConditionalGeneration(config)
+
+
+def other_eyes(model: torch.nn.Module) -> None:
+    model.config.vision_config.layer_norm_eps = 0.3
+
+
+def other_text_window(model: torch.nn.Module) -> None:
+    model.config.text_config.sliding_window = 3
+
+
+CHANGES: dict[str, tuple[Callable[[], torch.nn.Module], Change, set[str], str]] = {
+    "an embedding": (llama, nudge("model.embed_tokens.weight"), {"weights"}, "1 of 21 tensors, first model.embed_tokens.weight"),
+    "a norm": (llama, nudge("model.norm.weight"), {"weights"}, "first model.norm.weight"),
+    "a saved buffer": (llama, lambda m: m.register_buffer("extra", torch.ones(3)), {"weights", "precision"}, "1 only here, first extra"),
+    "rope theta": (llama, new_rope, {"rope"}, "rope_parameters"),
+    "frequencies in use": (llama, slow_rotation, {"rope"}, "model.rotary_emb.inv_freq"),
+    "rope scaling in use": (llama, lambda m: setattr(m.model.rotary_emb, "attention_scaling", 2.0), {"rope"}, "attention_scaling 2.0 here"),
+    "context length": (llama, setting(max_position_embeddings=77), {"rope"}, "max_position_embeddings 77 here, 2048 there"),
+    "window": (gemma2, setting(sliding_window=8), {"attention"}, "sliding_window 8 here, 16 there"),
+    "window in use": (gemma2, narrow_first_window, {"attention"}, "model.layers.0.self_attn"),
+    "layer types": (gemma2, setting(layer_types=["full_attention"] * 2), {"attention"}, "layer_types"),
+    "softcap": (gemma2, setting(attn_logit_softcapping=9.0), {"attention"}, "attn_logit_softcapping 9.0 here, 50.0 there"),
+    "causality": (llama, lambda m: setattr(m.model.layers[1].self_attn, "is_causal", False), {"attention"}, "is_causal=False"),
+    "score scale": (llama, lambda m: setattr(m.model.layers[1].self_attn, "scaling", 1.0), {"attention"}, "scaling=1.0"),
+    "key-value heads": (llama, setting(num_key_value_heads=4), {"geometry"}, "num_key_value_heads 4 here, 2 there"),
+    "head size": (llama, setting(head_dim=16), {"geometry", "rope"}, "head_dim 16 here, 8 there"),
+    "norm epsilon": (llama, setting(rms_norm_eps=1e-3), {"architecture"}, "rms_norm_eps 0.001 here, 1e-06 there"),
+    "an unknown option": (llama, setting(brand_new_option=True), {"architecture"}, "brand_new_option True here, None there"),
+    "quantisation": (llama, setting(quantization_config={"quant_method": "x", "bits": 4}), {"precision"}, "quantization_config"),
+    "vision": (pictures, other_eyes, {"architecture"}, "vision_config.layer_norm_eps 0.3 here, 1e-06 there"),
+    "text inside": (pictures, other_text_window, {"attention"}, "sliding_window 3 here, 4096 there"),
+    "dtype": (llama, lambda m: m.lm_head.to(torch.bfloat16), {"weights", "precision"}, "torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize(("make", "change", "components", "reason"), CHANGES.values(), ids=CHANGES.keys())
+def test_each_single_change_shows_in_its_component_and_is_named(make, change, components, reason):
+    model = make()
+    before = ModelFingerprint.of(model)
+    change(model)
+    after = ModelFingerprint.of(model)
+    assert changed(before, after) == components
+    assert after != before
+    assert after.digest != before.digest
+    assert str(after) != str(before)
+    reasons = after.differs_from(before)
+    assert len(reasons) == len(components)
+    assert reason in "; ".join(reasons)
+    assert before.differs_from(after)
+    # What was remembered of the model is no other than what a first look finds.
+    assert after == ModelFingerprint.of(copy.deepcopy(model)) == ModelFingerprint.of(model, refresh=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        setting(_attn_implementation="eager"),
+        setting(use_cache=False, pad_token_id=3, output_hidden_states=True, attention_dropout=0.5),
+        setting(_name_or_path="elsewhere"),
+        lambda m: m.train(),
+        lambda m: m.requires_grad_(False),
+        lambda m: m(torch.arange(9)[None], past_key_values=DynamicCache()),
+        lambda m: m.generate(torch.arange(1, 9)[None], max_new_tokens=3, do_sample=False),
+        lambda m: m.gradient_checkpointing_enable(),
+    ],
+    ids=["attention implementation", "run-time options", "name", "train mode", "frozen", "forward", "generate", "checkpointing"],
+)
+def test_what_leaves_keys_and_values_alone_leaves_the_fingerprint_alone(change):
+    model = llama()
+    before = ModelFingerprint.of(model)
+    change(model)
+    assert ModelFingerprint.of(model, refresh=True) == before
+
+
+CONFIGS = {
+    "gpt2": GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4),
+    "opt": OPTConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, ffn_dim=32, num_attention_heads=4, word_embed_proj_dim=32),
+    "gpt_neox": GPTNeoXConfig(**TINY),
+    "gemma3": Gemma3TextConfig(**TINY, num_key_value_heads=2, head_dim=8),
+    "llama tied": LlamaConfig(**TINY, tie_word_embeddings=True),
+    "llama dynamic": LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+    "llama yarn": LlamaConfig(**TINY, rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_one_folder_loaded_twice_is_one_model(config, dtype, tmp_path):
+    AutoModelForCausalLM.from_config(copy.deepcopy(config)).to(dtype).save_pretrained(tmp_path)
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype) for _ in range(2))
+    assert ModelFingerprint.of(first) == ModelFingerprint.of(second)
+    assert hash(ModelFingerprint.of(first)) == hash(ModelFingerprint.of(copy.deepcopy(first)))
+    assert not ModelFingerprint.of(first).differs_from(ModelFingerprint.of(second))
+
+
+def test_dynamic_rope_keeps_its_identity_after_a_long_prompt():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**CONFIGS["llama dynamic"].to_dict(), "max_position_embeddings": 16}))
+    before, frequencies = ModelFingerprint.of(model), model.model.rotary_emb.inv_freq.clone()
+    model(torch.arange(40)[None])
+    assert not torch.equal(model.model.rotary_emb.inv_freq, frequencies)
+    assert ModelFingerprint.of(model) == before
+
+
+SCRIPT = """
+import sys
+from transformers import AutoTokenizer, LlamaForCausalLM
+from hf_kvcaches import ModelFingerprint
+print(ModelFingerprint.of(LlamaForCausalLM.from_pretrained(sys.argv[1]), AutoTokenizer.from_pretrained(sys.argv[1])).digest)
+"""
+
+
+def test_another_process_finds_the_same_digest(tmp_path):
+    llama().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    here = ModelFingerprint.of(LlamaForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path))
+    environment = {**os.environ, "PYTHONHASHSEED": "4242", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()[-1]
+    assert there == here.digest
+
+
+# Tokenizers
+
+TOKENIZER_CHANGES: dict[str, tuple[Callable[[PreTrainedTokenizerFast], object], str]] = {
+    "chat template": (lambda t: setattr(t, "chat_template", "{{ messages }}"), "chat template"),
+    "an added token": (lambda t: t.add_tokens(["whale"]), "added tokens"),
+    "a special token": (lambda t: t.add_special_tokens({"eos_token": "<end>"}), "added tokens"),
+    "which token is special": (lambda t: setattr(t, "bos_token", "</s>"), "special tokens"),
+    "normalizer": (lambda t: setattr(t.backend_tokenizer, "normalizer", normalizers.Lowercase()), "normalizer"),
+    "splitting": (lambda t: setattr(t.backend_tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel()), "pre_tokenizer"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), TOKENIZER_CHANGES.values(), ids=TOKENIZER_CHANGES.keys())
+def test_each_single_change_of_the_tokenizer_is_named(change, reason):
+    model, words = llama(), tokenizer()
+    before = ModelFingerprint.of(model, words)
+    change(words)
+    after = ModelFingerprint.of(model, words)
+    assert changed(before, after) == {"tokenizer"}
+    assert reason in after.differs_from(before)[0]
+
+
+def test_other_merges_are_another_tokenizer():
+    model = llama()
+    one, other = (ModelFingerprint.of(model, tokenizer(size)) for size in (30, 29))
+    assert "vocabulary size" in one.differs_from(other)[0]
+
+
+def test_using_a_tokenizer_leaves_it_the_same_and_loading_it_twice_gives_the_same(tmp_path):
+    words, model = tokenizer(), llama()
+    words.pad_token = "</s>"
+    before = ModelFingerprint.of(model, words)
+    words(["the sea", "the sea and the shore"], padding=True, truncation=True, max_length=4)
+    assert ModelFingerprint.of(model, words) == before
+    words.save_pretrained(tmp_path)
+    first, second = (ModelFingerprint.of(model, AutoTokenizer.from_pretrained(tmp_path)) for _ in range(2))
+    assert first == second
+
+
+def test_tokenizers_are_compared_only_where_both_have_one():
+    model = llama()
+    without, with_one = ModelFingerprint.of(model), ModelFingerprint.of(model, tokenizer())
+    other = ModelFingerprint.of(model, tokenizer(25))
+    assert without != with_one
+    assert without.differs_from(with_one) == with_one.differs_from(without) == []
+    with_one.require_same(without, "the cache")
+    assert with_one.differs_from(other)
+
+
+@pytest.mark.parametrize("value", ["a name", 3, object()])
+def test_what_is_no_tokenizer_is_refused(value):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        ModelFingerprint.of(llama(), value)
+
+
+@pytest.mark.parametrize("value", ["a name", None, torch.nn.Linear(2, 2)])
+def test_what_is_no_model_is_refused(value):
+    with pytest.raises(ConfigError, match="model"):
+        ModelFingerprint.of(value)
+
+
+# Stored fingerprints
+
+
+def test_it_survives_json_pickle_and_deepcopy():
+    model = two_adapters()
+    before = ModelFingerprint.of(model, tokenizer())
+    for again in (
+        ModelFingerprint.from_dict(json.loads(json.dumps(before.to_dict()))),
+        pickle.loads(pickle.dumps(before)),
+        copy.deepcopy(before),
+    ):
+        assert again == before
+        assert again.digest == before.digest
+        assert again.describe() == before.describe()
+        assert "law" in again.describe()
+    assert dataclasses.asdict(before)["weights"] == before.weights
+
+
+def test_require_same_says_what_differs_and_what_to_do():
+    model = two_adapters()
+    law = ModelFingerprint.of(model)
+    model.set_adapter("medical")
+    with pytest.raises(FingerprintMismatch) as caught:
+        ModelFingerprint.of(model).require_same(law, "the cache in 'chat.safetensors'")
+    message = str(caught.value)
+    assert message.startswith(
+        "the cache in 'chat.safetensors' was made for another model: active adapters differ: ['medical'] here, ['law']"
+    )
+    assert "Load the model that it was made for" in message
+
+
+def broken(change: Callable[[dict], object]) -> object:
+    data = json.loads(json.dumps(ModelFingerprint.of(llama()).to_dict()))
+    change(data)
+    return data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        {},
+        broken(lambda d: d.update(format_version=99)),
+        broken(lambda d: d.update(format_version="1")),
+        broken(lambda d: d.update(format_version=0)),
+        broken(lambda d: d.pop("components")),
+        broken(lambda d: d.pop("details")),
+        broken(lambda d: d.pop("facts")),
+        broken(lambda d: d["details"].pop("rope")),
+        broken(lambda d: d["details"].update(rope=3)),
+        broken(lambda d: d["details"].update(other={})),
+        broken(lambda d: d["details"]["adapters"].pop("active")),
+        broken(lambda d: d["details"]["rope"].update(max_position_embeddings=5)),
+        broken(lambda d: d["components"].update(weights="00")),
+    ],
+)
+def test_a_broken_stored_fingerprint_is_an_artifact_error(data):
+    with pytest.raises(ArtifactError, match="fingerprint"):
+        ModelFingerprint.from_dict(data)
+
+
+def test_a_local_path_is_not_told(tmp_path):
+    llama().save_pretrained(tmp_path / "small")
+    found = ModelFingerprint.of(AutoModelForCausalLM.from_pretrained(tmp_path / "small"))
+    assert found.facts["name"] == "small"
+    assert str(tmp_path) not in json.dumps(found.to_dict())
+
+
+# Cost
+
+
+def test_reading_weights_costs_less_than_a_second_per_gigabyte():
+    model = llama(vocab_size=8000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
+    size = sum(p.nbytes for p in model.parameters())
+    assert size > 200e6
+    seconds = []
+    for _ in range(3):
+        # Processor time, for another program on the machine must not fail this.
+        start = time.process_time()
+        ModelFingerprint.of(model, refresh=True)
+        seconds.append(time.process_time() - start)
+    start = time.perf_counter()
+    ModelFingerprint.of(model)
+    remembered = time.perf_counter() - start
+    assert min(seconds) / (size / 1e9) < 1.0
+    assert remembered < 0.1

@@ -1,0 +1,184 @@
+"""Every byte of every kind of tensor counts, wherever it lies, and writes are noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.core._tensor_digest import digest_of
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.errors import UnsupportedError
+from tests.core.fingerprint_helpers import changed, llama, nudge
+
+# Quantised, offloaded, odd tensors
+
+
+def test_dynamically_quantised_weights_are_read_though_they_are_no_parameters():
+    quantise = torch.ao.quantization.quantize_dynamic
+    one, same = (quantise(llama(), {torch.nn.Linear}, dtype=torch.qint8) for _ in range(2))
+    other_weights = llama()
+    nudge("model.layers.1.mlp.up_proj.weight")(other_weights)
+    other = quantise(other_weights, {torch.nn.Linear}, dtype=torch.qint8)
+    assert ModelFingerprint.of(one) == ModelFingerprint.of(same)
+    assert "model.layers.1.mlp.up_proj._packed_params" in ModelFingerprint.of(other).differs_from(ModelFingerprint.of(one))[0]
+    assert "precision" in changed(ModelFingerprint.of(one), ModelFingerprint.of(llama()))
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_offloaded_weights_are_found_where_accelerate_keeps_them(offload, tmp_path):
+    expected = ModelFingerprint.of(llama())
+    model = llama()
+    cpu_offload(model) if offload == "cpu" else disk_offload(model, str(tmp_path))
+    assert next(model.parameters()).is_meta
+    assert ModelFingerprint.of(model) == expected
+    model(torch.arange(5)[None])
+    assert ModelFingerprint.of(model, refresh=True) == expected
+
+
+def test_weights_that_are_not_there_are_refused():
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(UnsupportedError, match="meta device"):
+        ModelFingerprint.of(model)
+
+
+def test_a_compiled_model_is_the_model_that_it_compiles():
+    model = llama()
+    assert ModelFingerprint.of(torch.compile(model)) == ModelFingerprint.of(model)
+
+
+TENSORS = {
+    "fp32": torch.arange(12.0).reshape(3, 4),
+    "transposed": torch.arange(12.0).reshape(4, 3).t(),
+    "bf16": torch.arange(12).reshape(3, 4).to(torch.bfloat16),
+    "fp8": torch.arange(12).reshape(3, 4).float().to(torch.float8_e4m3fn),
+    "int8": torch.arange(12, dtype=torch.int8).reshape(3, 4),
+    "uint8": torch.arange(12, dtype=torch.uint8).reshape(3, 4),
+    "bool": torch.arange(12).reshape(3, 4) > 4,
+    "complex": torch.complex(torch.arange(12.0), torch.ones(12)).reshape(3, 4).conj(),
+    "flat": torch.arange(12.0),
+    "empty": torch.empty(0, 4),
+    "also empty": torch.empty(4, 0),
+    "scalar": torch.tensor(3.0),
+    "one": torch.tensor([3.0]),
+    "qint8": torch.quantize_per_tensor(torch.arange(12.0), 0.5, 3, torch.qint8),
+    "qint8, other scale": torch.quantize_per_tensor(torch.arange(12.0) * 2, 1.0, 3, torch.qint8),
+    "qint8 by channel": torch.quantize_per_channel(torch.ones(3, 4), torch.ones(3), torch.zeros(3, dtype=torch.int64), 0, torch.qint8),
+}
+
+
+def test_tensors_that_differ_in_dtype_shape_or_content_have_different_digests():
+    digests = {name: digest_of(tensor) for name, tensor in TENSORS.items()}
+    assert len(set(digests.values())) == len(TENSORS)
+    assert all(digest_of(tensor.clone()) == digests[name] for name, tensor in TENSORS.items())
+    assert digest_of(TENSORS["transposed"].contiguous()) == digests["transposed"]
+
+
+def test_tensors_of_wrapper_classes_are_read_through():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def two(last: float) -> torch.Tensor:
+        return TwoTensor(torch.ones(3), torch.tensor([1.0, 2.0, last]))
+
+    assert digest_of(two(3.0)) == digest_of(two(3.0)) != digest_of(two(4.0))
+    assert digest_of(two(3.0)) != digest_of(torch.ones(3))
+
+
+@pytest.mark.parametrize("value", [object(), torch.eye(3).to_sparse()], ids=["object", "sparse"])
+def test_state_that_cannot_be_read_is_refused_by_name(value):
+    with pytest.raises(UnsupportedError, match=r"some\.place"):
+        digest_of(value, "some.place")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_every_single_byte_counts(content, data):
+    place = data.draw(st.integers(0, len(content) - 1))
+    bit = data.draw(st.integers(0, 7))
+    tensor = torch.tensor(list(content), dtype=torch.uint8)
+    before = digest_of(tensor)
+    tensor[place] ^= 1 << bit
+    assert digest_of(tensor) != before
+
+
+# Remembered digests
+
+
+def write_through_data(parameter: torch.nn.Parameter) -> None:
+    parameter.data.add_(1)
+
+
+def write_through_numpy(parameter: torch.nn.Parameter) -> None:
+    parameter.detach().numpy()[:] += 1
+
+
+def replace_data(parameter: torch.nn.Parameter) -> None:
+    parameter.data = parameter.data * 2
+
+
+def optimizer_step(kind: type[torch.optim.Optimizer], **options: bool) -> Callable[[torch.nn.Parameter], None]:
+    def step(parameter: torch.nn.Parameter) -> None:
+        parameter.grad = torch.ones_like(parameter)
+        kind([parameter], lr=0.1, **options).step()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        write_through_data,
+        write_through_numpy,
+        replace_data,
+        optimizer_step(torch.optim.SGD),
+        optimizer_step(torch.optim.AdamW, foreach=True),
+        optimizer_step(torch.optim.AdamW, fused=True),
+    ],
+    ids=["data", "numpy", "replaced data", "sgd", "adamw foreach", "adamw fused"],
+)
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_writes_are_noticed(write, name):
+    model = llama()
+    before = ModelFingerprint.of(model)
+    write(model.get_parameter(name))
+    assert changed(before, ModelFingerprint.of(model)) == {"weights"}
+
+
+def test_replaced_parameters_and_other_dtypes_are_noticed():
+    model = llama()
+    before = ModelFingerprint.of(model)
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2)
+    assert changed(before, ModelFingerprint.of(model)) == {"weights"}
+    assert "precision" in changed(before, ModelFingerprint.of(model.to(torch.bfloat16)))
+
+
+def test_refresh_finds_a_write_that_nothing_announces():
+    model = llama()
+    parameter = model.get_parameter("model.embed_tokens.weight")
+    before = ModelFingerprint.of(model)
+    parameter.detach().numpy()[0, 1] += 1
+    assert ModelFingerprint.of(model) == before
+    assert changed(before, ModelFingerprint.of(model, refresh=True)) == {"weights"}
+
+
+def test_weights_of_inference_mode_can_be_read():
+    with torch.inference_mode():
+        model = llama()
+        assert ModelFingerprint.of(model) == ModelFingerprint.of(llama())
+
+
+def test_a_model_is_forgotten_with_its_last_reference():
+    import gc
+    import weakref
+
+    model = llama()
+    ModelFingerprint.of(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
