@@ -53,7 +53,9 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
     """
     try:
         return importlib.import_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.split(".")[0] != module.split(".")[0]:
+            raise  # It is there, and misses something of its own.
         raise MissingDependencyError(
             f"{purpose} needs the module {module!r}, which is not installed. Install it with: pip install 'hf-kvcaches[{extra}]'"
         ) from error

@@ -80,7 +80,8 @@ def train_tokenizer(books: dict[str, tuple[str, str]], out: Path) -> None:
     words = [f" {word}" for word in (*docs.NAMES, *docs.VALUES, *docs.ATTRIBUTES)]
     scaffold = [docs.make_document(rng, filler, facts=12, filler_words=0, tools=3, rules=2).text() for _ in range(300)]
     tokenizer.train_from_iterator([*(train for train, _ in books.values()), *scaffold, *(word * 3000 for word in words)], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", model_max_length=1024)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+                                   model_max_length=1024, model_input_names=["input_ids", "attention_mask"])
     for word in words:
         if len(fast.encode(word)) != 1:
             raise SystemExit(f"{word!r} is not one token")
