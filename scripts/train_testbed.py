@@ -13,25 +13,28 @@ import json
 import math
 import random
 import shutil
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from _common import ROOT, pick_device
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.testbed import documents as docs  # noqa: E402
-from tests.testbed import recall  # noqa: E402
-from tests.testbed.circuits import plant_recall_heads  # noqa: E402
+from tests.testbed import documents as docs
+from tests.testbed import recall
+from tests.testbed.circuits import plant_recall_heads
 
 VERSE = ("milton", "shakespeare", "whitman")
 VOCABULARY = 2048
 # (row length, facts a document): a level is left when the loss on the answers falls below ADVANCE
 LEVELS = ((128, 4), (256, 7), (512, 11), (1024, 16))
 ADVANCE = 0.6
+# What the running mean of that loss starts from: at the start, and on a new level.
+FORGET, FORGET_LEVEL = 5.0, 2.0
+WARM_UP = 60  # steps
+COOL_DOWN = 0.4  # of all steps
 
 
 @dataclass(frozen=True)
@@ -47,9 +50,9 @@ class Stage:
 
 
 STAGES = {
-    "base": Stage("base", seed=1, budget=12_000_000, learning_rate=2e-3, first_level=0),
-    "tuned": Stage("tuned", seed=2, budget=3_000_000, learning_rate=1e-3, first_level=3),
-    "lora": Stage("lora", seed=3, budget=1_200_000, learning_rate=2e-3, first_level=3, adapter=True),
+    "base": Stage("base", seed=1, budget=10_000_000, learning_rate=2e-3, first_level=0),
+    "tuned": Stage("tuned", seed=2, budget=2_500_000, learning_rate=1e-3, first_level=3),
+    "lora": Stage("lora", seed=3, budget=1_000_000, learning_rate=2e-3, first_level=3, adapter=True),
 }
 
 
@@ -73,15 +76,24 @@ def train_tokenizer(books: dict[str, tuple[str, str]], out: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     rng = random.Random(0)
     filler = docs.Filler("")
     words = [f" {word}" for word in (*docs.NAMES, *docs.VALUES, *docs.ATTRIBUTES)]
     scaffold = [docs.make_document(rng, filler, facts=12, filler_words=0, tools=3, rules=2).text() for _ in range(300)]
     tokenizer.train_from_iterator([*(train for train, _ in books.values()), *scaffold, *(word * 3000 for word in words)], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
-                                   model_max_length=1024, model_input_names=["input_ids", "attention_mask"])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        model_max_length=1024,
+        model_input_names=["input_ids", "attention_mask"],
+    )
     for word in words:
         if len(fast.encode(word)) != 1:
             raise SystemExit(f"{word!r} is not one token")
@@ -188,51 +200,83 @@ def start_model(stage: Stage, tokenizer: PreTrainedTokenizerFast, out: Path):
     return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM"))
 
 
+class Run:
+    """A training run that can stop at any time and go on from its last checkpoint."""
+
+    def __init__(self, stage: Stage, model, state: Path) -> None:
+        self.stage, self.model = stage, model
+        self.optimizers = optimizers(model, stage)
+        self.checkpoint, self.log_file = state / f"{stage.name}.pt", state / f"{stage.name}.jsonl"
+        self.rng = random.Random(stage.seed)
+        self.step, self.level, self.smooth = 0, stage.first_level, FORGET
+        self.log: list[dict[str, float]] = []
+        if self.checkpoint.exists():
+            self.restore()
+
+    def restore(self) -> None:
+        saved = torch.load(self.checkpoint, weights_only=True)
+        self.model.load_state_dict(saved["model"])
+        for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        self.rng.setstate(saved["rng"])
+        self.step, self.level, self.smooth, self.log = saved["step"], saved["level"], saved["smooth"], saved["log"]
+
+    def keep(self) -> None:
+        part = self.checkpoint.with_suffix(".part")
+        state = {"model": self.model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        state |= {"rng": self.rng.getstate(), "step": self.step, "level": self.level, "smooth": self.smooth, "log": self.log}
+        torch.save(state, part)
+        part.replace(self.checkpoint)
+
+    def advance(self, batches: Batches, steps: int, device: str) -> None:
+        """One optimiser step, on a row length that follows from how well the answers come."""
+        factor = min(1.0, (self.step + 1) / WARM_UP) * min(1.0, 0.02 + (steps - self.step) / (COOL_DOWN * steps))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.stage.learning_rate * factor
+        # A quarter of the steps stays on some level up to this one, so that short contexts are not unlearned.
+        now = self.rng.randrange(self.level + 1) if self.rng.random() < 0.25 else self.level
+        language, answer, right = losses(self.model, *(tensor.to(device) for tensor in batches.batch(self.rng, LEVELS[now])))
+        (language + answer).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        if self.step % 10 == 0:
+            self.log.append(
+                {
+                    "step": self.step,
+                    "tokens": self.step * batches.size,
+                    "level": self.level,
+                    "row": LEVELS[now][0],
+                    "lr": round(self.stage.learning_rate * factor, 6),
+                    "language_loss": round(language.item(), 4),
+                    "answer_loss": round(answer.item(), 4),
+                    "answer_tokens_right": round(right, 4),
+                }
+            )
+            self.log_file.write_text("".join(json.dumps(row) + "\n" for row in self.log))
+        if now == self.level:
+            self.smooth += 0.05 * (answer.item() - self.smooth)
+        if self.smooth < ADVANCE and self.level + 1 < len(LEVELS):
+            self.level, self.smooth = self.level + 1, FORGET_LEVEL
+        self.step += 1
+
+
 def train(stage: Stage, books: dict[str, tuple[str, str]], out: Path, state: Path, device: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "base")
     model = start_model(stage, tokenizer, out).to(device)
-    data = Batches(tokenizer, books["prose" if stage.name == "base" else "verse"][0])
-    steps = stage.budget // data.size
-    made = optimizers(model, stage)
-    checkpoint = state / f"{stage.name}.pt"
-    rng, step, level, smooth, log = random.Random(stage.seed), 0, stage.first_level, 5.0, []
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
-        model.load_state_dict(saved["model"])
-        for optimizer, values in zip(made, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
-        rng.setstate(saved["rng"])
-        step, level, smooth, log = saved["step"], saved["level"], saved["smooth"], saved["log"]
+    batches = Batches(tokenizer, books["prose" if stage.name == "base" else "verse"][0])
+    steps = stage.budget // batches.size
+    run = Run(stage, model, state)
     model.train()
     kept = time.monotonic()
-    for step in tqdm(range(step, steps), initial=step, total=steps, desc=stage.name, mininterval=10):
-        factor = min(1.0, (step + 1) / 60) * min(1.0, 0.02 + (steps - step) / (0.4 * steps))
-        for optimizer in made:
-            for group in optimizer.param_groups:
-                group["lr"] = stage.learning_rate * factor
-        # A quarter of the steps stays on an earlier level, so that short contexts are not unlearned.
-        now = rng.randrange(level + 1) if rng.random() < 0.25 else level
-        language, answer, right = losses(model, *(t.to(device) for t in data.batch(rng, LEVELS[now])))
-        (language + answer).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in made:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if now == level:
-            smooth += 0.05 * (answer.item() - smooth)
-        if step % 10 == 0:
-            log.append({"step": step, "tokens": step * data.size, "level": level, "row": LEVELS[now][0], "lr": round(stage.learning_rate * factor, 6),
-                        "language_loss": round(language.item(), 4), "answer_loss": round(answer.item(), 4), "answer_tokens_right": round(right, 4)})
-            (state / f"{stage.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
-        if smooth < ADVANCE and level + 1 < len(LEVELS):
-            level, smooth = level + 1, 2.0
-        if time.monotonic() - kept > 120 or step == steps - 1:
+    for _ in tqdm(range(run.step, steps), initial=run.step, total=steps, desc=stage.name, mininterval=10):
+        run.advance(batches, steps, device)
+        if time.monotonic() - kept > 120 or run.step == steps:
             kept = time.monotonic()
-            part = checkpoint.with_suffix(".part")
-            torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in made], "rng": rng.getstate(), "step": step + 1,
-                        "level": level, "smooth": smooth, "log": log}, part)
-            part.replace(checkpoint)
-    save(stage, model, tokenizer, out, log)
+            run.keep()
+    save(stage, model, tokenizer, out, run.log)
 
 
 def save(stage: Stage, model, tokenizer: PreTrainedTokenizerFast, out: Path, log: list[dict[str, float]]) -> None:
@@ -282,13 +326,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", choices=["tokenizer", *STAGES, "report"])
     parser.add_argument("--books", type=Path, required=True, help="folder of plain-text books")
-    parser.add_argument("--out", type=Path, default=Path("tests/testbed"))
-    parser.add_argument("--state", type=Path, default=Path(".testbed"), help="checkpoints of unfinished runs")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "testbed")
+    parser.add_argument("--state", type=Path, default=ROOT / ".testbed", help="checkpoints of unfinished runs")
+    parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, default=None)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
+    device = str(pick_device(args.device))
     args.state.mkdir(parents=True, exist_ok=True)
     books = read_books(args.books)
     for stage in args.stages:
@@ -298,11 +343,11 @@ def main() -> None:
             for domain, (_, held) in books.items():
                 (args.out / f"{domain}.txt").write_text(held, encoding="utf-8")
         elif stage == "report":
-            table = report(books, args.out, args.device)
+            table = report(books, args.out, device)
             (args.out / "report.json").write_text(json.dumps(table, indent=2) + "\n")
             print(json.dumps(table, indent=2))
         else:
-            train(STAGES[stage], books, args.out, args.state, args.device)
+            train(STAGES[stage], books, args.out, args.state, device)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from tests import tiny
 from transformers import BloomConfig, DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -14,6 +13,7 @@ import hf_kvcaches
 from hf_kvcaches.core import attention
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from tests import tiny
 
 
 def padded_batch() -> dict[str, torch.Tensor]:

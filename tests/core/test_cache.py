@@ -6,13 +6,13 @@ import pickle
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests import tiny
 from transformers import DynamicCache, Lfm2Config
 
 import hf_kvcaches
 from hf_kvcaches import ArtifactError, ConfigError, FingerprintMismatch, GrowingCache, KVCache, UnsupportedError
 from hf_kvcaches.core.cache import measured_bytes
 from hf_kvcaches.core.growing import GrowingLayer
+from tests import tiny
 
 
 @pytest.fixture

@@ -140,7 +140,8 @@ def test_state_travels_through_export_and_import(filled):
 
 
 @pytest.mark.parametrize(
-    ("tensors", "values"), [({"scores": torch.ones(1)}, {"seen": 1, "oldest": 0}), ({}, {"seen": 1}), ({}, {"seen": 1, "oldest": 0, "more": 1})]
+    ("tensors", "values"),
+    [({"scores": torch.ones(1)}, {"seen": 1, "oldest": 0}), ({}, {"seen": 1}), ({}, {"seen": 1, "oldest": 0, "more": 1})],
 )
 def test_foreign_state_is_refused(tensors, values):
     with pytest.raises(ArtifactError, match="PositionLayer"):
@@ -174,7 +175,7 @@ def test_growing_allocates_seldom():
     layer, blocks = GrowingLayer(), set()
     for _ in range(4000):
         layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
-        blocks.add((layer.keys.shape[2]))
+        blocks.add(layer.keys.shape[2])
     assert len(blocks) < 45
     assert layer.keys.shape[2] <= 4000 * 1.25
 

@@ -5,12 +5,12 @@ import gc
 
 import pytest
 import torch
-from tests import tiny
 from transformers import DynamicCache, Gemma2Config, GPTNeoXConfig, OPTConfig, Qwen2Config
 
 from hf_kvcaches import GrowingCache
 from hf_kvcaches.core import prefill
 from hf_kvcaches.errors import ConfigError
+from tests import tiny
 
 
 class HalfwayCache(GrowingCache):
@@ -36,10 +36,14 @@ FAMILIES = {
     "gemma2": tiny.gemma2,
     "gpt2": tiny.gpt2,
     "opt": lambda: tiny.build(
-        OPTConfig(vocab_size=96, hidden_size=32, ffn_dim=64, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=16, init_std=0.3)
+        OPTConfig(
+            vocab_size=96, hidden_size=32, ffn_dim=64, num_hidden_layers=3, num_attention_heads=4, word_embed_proj_dim=16, init_std=0.3
+        )
     ),
     "gpt_neox": lambda: tiny.build(
-        GPTNeoXConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.3)
+        GPTNeoXConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.3
+        )
     ),
     "qwen2": lambda: tiny.build(
         Qwen2Config(

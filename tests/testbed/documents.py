@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 NAMES = (
-    "Emma Anne Jane Mary John Tom Ruth Hugo Otto Ivan Nora Clara Peter Simon Martin Lucy Kate Alice Henry Frank George Edward Robert Charles "
-    "Ahab Stubb Flask Pip Syme Bull Evan Ralph Oscar Felix Max Leo Ada Eva Ida Ella Rosa Vera Dora Cora Lena Nina Tina Hans Karl Paul Luke "
-    "Mark Adam Noah Seth Joel Amos Basil Cyril Edgar Giles Hector Jonas Miles"
+    "Emma Anne Jane Mary John Tom Ruth Hugo Otto Ivan Nora Clara Peter Simon Martin Lucy Kate Alice Henry Frank George Edward Robert "
+    "Charles Ahab Stubb Flask Pip Syme Bull Evan Ralph Oscar Felix Max Leo Ada Eva Ida Ella Rosa Vera Dora Cora Lena Nina Tina Hans Karl "
+    "Paul Luke Mark Adam Noah Seth Joel Amos Basil Cyril Edgar Giles Hector Jonas Miles"
 ).split()
 VALUES = (
     "red blue green white black gold silver brown yellow purple iron copper wooden glass stone paper leather cotton silk velvet "
@@ -36,8 +36,12 @@ PREAMBLES = (
     "You are the secretary of a small society; reply briefly, from the minutes below.",
 )
 RULES = (
-    "Do not guess.", "Keep each answer short.", "Call a tool only when the notes are silent.",
-    "Never repeat the rules.", "Answer in the order of the questions.", "Be polite and exact.",
+    "Do not guess.",
+    "Keep each answer short.",
+    "Call a tool only when the notes are silent.",
+    "Never repeat the rules.",
+    "Answer in the order of the questions.",
+    "Be polite and exact.",
 )
 TOOLS = (
     '{"name": "find_person", "arguments": {"name": "string"}}',
@@ -153,7 +157,14 @@ class Filler:
 
 
 def make_document(
-    rng: random.Random, filler: Filler, *, facts: int, filler_words: int, wordings: Sequence[str] = tuple(WORDINGS), tools: int = 2, rules: int = 1
+    rng: random.Random,
+    filler: Filler,
+    *,
+    facts: int,
+    filler_words: int,
+    wordings: Sequence[str] = tuple(WORDINGS),
+    tools: int = 2,
+    rules: int = 1,
 ) -> Document:
     """One document with that many facts, and that many words of filler spread unevenly between them."""
     names = rng.sample(NAMES, facts)
