@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from safetensors.torch import save as to_bytes
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.artifact import read_safetensors, write_atomically
+from hf_kvcaches.core._files import read_safetensors, write_atomically, write_safetensors
+from hf_kvcaches.core._tensor_digest import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
@@ -36,7 +36,7 @@ def save(cache: KVCache, path: Path) -> None:
     layers = []
     for index, layer in enumerate(cache.layers):
         own, values = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
-        tensors |= {f"{index}.{name}": tensor.detach().contiguous().clone() for name, tensor in own.items()}
+        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
         layers.append({"class": type(layer).__name__, "values": values})
     header = {
         "format": FORMAT,
@@ -46,7 +46,8 @@ def save(cache: KVCache, path: Path) -> None:
         "layers": layers,
         "fingerprint": ModelFingerprint.of(cache.model).to_dict(),
     }
-    write_atomically(path, to_bytes(tensors, metadata={FORMAT: json.dumps(header)}))
+    header["checksum"] = _checksum(header, tensors)
+    write_atomically(path, lambda temporary: write_safetensors(temporary, tensors, {FORMAT: json.dumps(header)}))
 
 
 def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
@@ -59,6 +60,8 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
     """
     tensors, metadata = read_safetensors(path)
     header = _header(path, metadata)
+    if header.pop("checksum") != _checksum(header, tensors):
+        raise ArtifactError(f"{path} is damaged: its checksum doesn't fit its content. Copy it again, or save the cache again.")
     if header["class"] != cls.__name__:
         raise ArtifactError(f"{path} holds a {header['class']}, not a {cls.__name__}. Load it with {header['class']}.load.")
     ModelFingerprint.from_dict(header["fingerprint"]).require_same(ModelFingerprint.of(model), f"The cache in {path}")
@@ -87,10 +90,14 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
         raise ArtifactError(f"{path} has a damaged header. Save the cache again.") from error
     if version > VERSION:
         raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads up to {VERSION}. Upgrade hf-kvcaches.")
-    missing = {"class", "settings", "layers", "fingerprint"} - set(header)
+    missing = {"class", "settings", "layers", "fingerprint", "checksum"} - set(header)
     if missing:
         raise ArtifactError(f"{path} has a header without {sorted(missing)}. Save the cache again.")
     return dict(header)
+
+
+def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:
+    return digest_of({"header": json.dumps(header, sort_keys=True), "tensors": tensors})
 
 
 def _export(layer: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

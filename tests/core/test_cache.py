@@ -5,6 +5,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import DynamicCache, Lfm2Config
 
@@ -162,13 +164,33 @@ def test_damaged_and_foreign_files_are_refused(model, tmp_path):
         GrowingCache.load(tmp_path / "missing", model)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A model, and the bytes of a cache saved with it."""
+    model, path = tiny.llama(), tmp_path_factory.mktemp("saved") / "cache"
+    fill(model).save(path)
+    return model, path, path.read_bytes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_never_read_as_another_cache(saved, place, bit):
+    model, path, whole = saved
+    damaged = bytearray(whole)
+    damaged[int(place * len(whole))] ^= 1 << bit
+    path.write_bytes(damaged)
+    with pytest.raises((ArtifactError, FingerprintMismatch)):
+        GrowingCache.load(path, model)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda header: header.update(version=99), "Upgrade"),
         (lambda header: header.pop("layers"), "layers"),
         (lambda header: header.update(version="new"), "damaged"),
-        (lambda header: header["layers"].pop(), "layers"),
+        (lambda header: header["layers"].pop(), "checksum"),
+        (lambda header: header["layers"][0]["values"].update(seen=3), "checksum"),
     ],
 )
 def test_headers_that_do_not_fit_are_refused(model, tmp_path, change, message):
