@@ -29,7 +29,7 @@ class GrowingLayer(TensorLayer):
             *args: Ignored.
             **kwargs: Ignored.
         """
-        self.check_new_tokens(key_states)
+        self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self.seen = self.seen, self.seen + key_states.shape[-2]
@@ -67,8 +67,9 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.
         start: How many slots of the buffer count.
     """
     stop = start + new.shape[-2]
-    if new.requires_grad and torch.is_grad_enabled():
-        # Writing in place would cut or break the graph that somebody may want to differentiate.
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        # Graphs don't bear writing in place. Backward needs even keys without a gradient of their own, for that of the queries;
+        # a compiled graph can't ask whether the buffer comes from inference mode, where it may not be written to later.
         return new if buffer is None else torch.cat([buffer[:, :, :start], new], dim=-2)
     frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
     if buffer is None or stop > buffer.shape[-2] or frozen:
