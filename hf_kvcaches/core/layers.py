@@ -139,7 +139,8 @@ class TensorLayer(KVLayer):
         self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map_rows(lambda tensor: tensor[indices.to(tensor.device)])
+        # Lists and slices too, as with transformers' own layers.
+        self._map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
 
     def offload(self) -> None:
         self._move("cpu")
@@ -166,19 +167,19 @@ class TensorLayer(KVLayer):
         if self.keys is not None and self.values is not None:
             self.lazy_initialization(self.keys, self.values)
 
-    def check_new_tokens(self, key_states: torch.Tensor) -> None:
-        """Refuses keys that can't follow those in the cache.
+    def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Refuses tokens that can't follow those in the cache.
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim).
+            value_states: Like `key_states`.
         """
-        held = self.keys
-        if held is not None and (held.shape[0] != key_states.shape[0] or held.dtype != key_states.dtype):
-            raise ConfigError(
-                f"The cache holds {held.shape[0]} rows of {held.dtype}, and the model came with {key_states.shape[0]} rows of "
-                f"{key_states.dtype}. "
-                "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
-            )
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            if held is not None and (held.shape[0] != new.shape[0] or held.dtype != new.dtype):
+                raise ConfigError(
+                    f"The cache holds {held.shape[0]} rows of {held.dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
+                    "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
+                )
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for name in self.row_tensors:

@@ -171,6 +171,7 @@ def test_growing_appends_like_concatenation_and_never_shows_the_reserve():
         assert torch.equal(layer.values[:, :, : layer.seen], reference + 1)
 
 
+@torch.no_grad()
 def test_growing_allocates_seldom():
     layer, blocks = GrowingLayer(), set()
     for _ in range(4000):
@@ -229,6 +230,7 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it():
     assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 0]
 
 
+@torch.no_grad()
 def test_append_does_not_touch_what_it_is_given():
     buffer = append(None, torch.ones(1, 1, 4, 2), 0)
     new = torch.zeros(1, 1, 2, 2)
