@@ -203,12 +203,38 @@ class KVCache(Cache, ABC):
 
     def reset(self) -> None:
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
+        for layer in self.layers:
+            if isinstance(layer, KVLayer):
+                layer.reset()
         for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
-            if isinstance(self.layers[index], KVLayer):
-                self.layers[index].reset()
-            else:
+            if not isinstance(self.layers[index], KVLayer):
                 # Transformers' own layers may keep their length when they are reset in older versions.
                 self.layers[index] = compat.transformers_layer(layer_type, arguments)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        for layer in self._own_layers_first():
+            layer.reorder_cache(beam_idx)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self._own_layers_first():
+            layer.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for layer in self._own_layers_first():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        for layer in self._own_layers_first():
+            layer.batch_select_indices(indices)
+
+    def activate_past_recording(self) -> None:
+        for layer in self._own_layers_first():
+            if hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def _own_layers_first(self) -> list[Any]:
+        """All layers; when one of a hybrid model refuses, transformers' layers have not been changed yet."""
+        return sorted(self.layers, key=lambda layer: not isinstance(layer, KVLayer))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(super().get_seq_length(self._running(layer_idx)))
