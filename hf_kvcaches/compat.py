@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
@@ -22,6 +23,7 @@ __all__ = [
     "can_switch_attention",
     "decoder_config",
     "decoder_layers",
+    "layer_device",
     "layer_plan",
     "mask_function",
     "models_inside",
@@ -109,3 +111,18 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLis
             if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count:
                 return module, name, child
     raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}.")
+
+
+def layer_device(layer: nn.Module) -> torch.device:
+    """Where a layer computes; its weights may be elsewhere between its turns.
+
+    Args:
+        layer: A decoder layer, perhaps offloaded by accelerate.
+    """
+    for module in layer.modules():
+        hook = getattr(module, "_hf_hook", None)
+        for part in getattr(hook, "hooks", (hook,)):
+            device = getattr(part, "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+    return next(layer.parameters()).device

@@ -71,7 +71,7 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
     if kinds != [layer["class"] for layer in header["layers"]]:
         raise ArtifactError(f"{path} has the layers {[layer['class'] for layer in header['layers']]}, and this model's cache has {kinds}.")
     for index, (layer, stored) in enumerate(zip(cache.layers, header["layers"], strict=True)):
-        device = next(decoder_layers[index].parameters()).device
+        device = compat.layer_device(decoder_layers[index])
         own = {name.split(".", 1)[1]: tensor.to(device) for name, tensor in tensors.items() if name.split(".", 1)[0] == str(index)}
         if isinstance(layer, KVLayer):
             layer.import_state(own, stored["values"])
