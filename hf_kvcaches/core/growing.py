@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
+from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention, previous_implementation
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.kernels.decode import decode_attention
 
 
 class GrowingLayer(TensorLayer):
@@ -83,13 +86,37 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.
     return buffer
 
 
+class DenseView(LayerView):
+    """All keys and values in order, attended to by what is fastest for one new token on a CPU.
+
+    Args:
+        keys: (batch, kv_heads, tokens, head_dim).
+        values: Like `keys`.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        implementation = previous_implementation(module.config)
+        made = mask.make(implementation) if isinstance(mask, MaskRecipe) else mask
+        plain_mask = made is None or (made.dtype == torch.bool and made.shape[1:3] == (1, 1) and made.shape[-1] == self.keys.shape[-2])
+        extras = kwargs.get("softcap") is None and kwargs.get("position_bias") is None and not kwargs.get("dropout")
+        if implementation != "sdpa" or not plain_mask or not extras or kwargs.get("scaling") is None:
+            return previous_attention(module, query, self.keys, self.values, made, **kwargs)
+        return decode_attention(query, self.keys, self.values, kwargs["scaling"], made), None
+
+
 class GrowingCache(KVCache):
     """Keeps every token, like `DynamicCache`, without copying the whole cache for each new one.
 
     The ground that lossy caches are measured from, and what a cache with nothing to save falls back to.
 
-    **Departs from** `DynamicCache`: a decoding step writes one slot into a buffer instead of concatenating. Rows, cropping, saving
-    and copying work alike. Sliding, linear and shared layers of hybrid models are transformers' own.
+    **Departs from** `DynamicCache`: a decoding step writes one slot into a buffer instead of concatenating. On a CPU, in float32, a model
+    that uses sdpa attends to a single new token by a kernel made for that, equal up to rounding. Rows, cropping, saving and
+    copying work alike. Sliding, linear and shared layers of hybrid models are transformers' own.
 
     **Refuses**: `torch.compile` of the cache itself (`is_compileable` is False; a compiled model is fine).
 
@@ -102,3 +129,13 @@ class GrowingCache(KVCache):
 
     def make_layer(self, layer_idx: int) -> GrowingLayer:
         return GrowingLayer()
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        # In half precision the fused kernel's float32 sums are worth its time.
+        alone = key_states.shape[-2] == 1 and key_states.dtype == torch.float32 and key_states.device.type == "cpu"
+        traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if alone and not traced and self.attention_enabled and isinstance(self.layers[layer_idx], GrowingLayer):
+            view = DenseView(keys, values)
+            return view, view
+        return keys, values
