@@ -7,6 +7,7 @@
 #                  a URL  that index, beside pip's own sources
 #   PYTEST_ARGS  more arguments for pytest
 #   DEMO_ARGS    arguments for scripts/demo.py
+#   DEVICE       what `make bench` measures: cpu or cuda
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -17,12 +18,13 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 FLOOR_TRANSFORMERS := 5.17.0
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+DEVICE ?= cpu
 
 # Twice quiet: errors are shown, pip's warnings about its own sources are not.
 PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format test-floor wheel-check clean
+.PHONY: help demo test lint format test-floor wheel-check bench clean
 # Two environments that build the same tree at once would write the same egg-info.
 .NOTPARALLEL:
 
@@ -33,6 +35,7 @@ help:
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make test-floor   the conformance suite against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it'
+	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
 	@echo 'make clean        remove the environments and what tools left behind'
 
 demo: $(VENV)/.installed
@@ -53,6 +56,10 @@ format: $(VENV)/.installed
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
 	$(VENV_FLOOR)/bin/python -m pytest tests/conformance $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed
+	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
+		--csv docs/benchmarks/growing-$(DEVICE).csv --plot docs/benchmarks/growing-$(DEVICE).png
 
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK

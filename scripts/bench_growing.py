@@ -4,9 +4,9 @@
 
 Both sides run in one process, round by round in turns, on the same random weights and the same filled cache; before a
 cell is timed, the logits of both sides are compared. A round is a fixed number of decode steps from the same length, and
-what it added is cropped before the next. So the time in which a growing buffer doubles is not in the numbers: that copy
-happens once in as many tokens as the cache holds. Weights are random and the vocabulary is small: the numbers show what a
-step costs, and the smaller the model around the cache, the larger the ratio.
+what it added is cropped before the next. So the time in which a growing buffer is replaced by a larger one is not in the
+numbers: that copy happens once in an eighth of the tokens that the cache holds. Weights are random and the vocabulary is
+small: the numbers show what a step costs, and the smaller the model around the cache, the larger the ratio.
 """
 
 from __future__ import annotations
