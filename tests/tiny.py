@@ -15,37 +15,26 @@ def build(config, seed: int = 0) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+
+
 def llama(seed: int = 0, **changes) -> PreTrainedModel:
     """Grouped heads and four layers, unless told otherwise."""
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-    }
-    return build(LlamaConfig(**{**shape, **changes}), seed)
+    return build(LlamaConfig(**{**_SHAPE, **changes}), seed)
 
 
 def gemma2(seed: int = 0, **changes) -> PreTrainedModel:
-    """Alternating sliding and full layers, soft-capped logits and attention, scaled embeddings."""
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "sliding_window": 8,
-        "attn_logit_softcapping": 5.0,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-    }
-    return build(Gemma2Config(**{**shape, **changes}), seed)
+    """Alternating sliding and full layers, soft-capped attention, scaled embeddings."""
+    return build(Gemma2Config(**{**_SHAPE, "head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 5.0, **changes}), seed)
 
 
 def gpt2(seed: int = 0) -> PreTrainedModel:
