@@ -58,7 +58,7 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
 
 
 def test_a_prompt_of_ones_own_is_continued_and_without_matplotlib_there_is_no_picture(folder, tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ImportError('not here')\n", encoding="utf-8")
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('not here', name='matplotlib')\n", encoding="utf-8")
     picture = tmp_path / "demo.png"
     done = demo("--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", 3, "--plot", picture, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
