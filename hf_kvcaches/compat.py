@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -28,6 +29,7 @@ __all__ = [
     "mask_function",
     "models_inside",
     "split_model",
+    "supports_sdpa",
     "transformers_layer",
 ]
 
@@ -81,6 +83,12 @@ def can_switch_attention(model: PreTrainedModel) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
+def supports_sdpa(config: PreTrainedConfig) -> bool:
+    """Whether a config's models may be computed with sdpa; those that transformers has no model for may."""
+    models = MODEL_MAPPING.get(type(config), ())
+    return all(getattr(model, "_supports_sdpa", True) for model in (models if isinstance(models, tuple) else (models,)))
+
+
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     """The attention function of that name; `eager` is the one in the module's own modeling file."""
     if name != "eager":
@@ -106,7 +114,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLis
         model: A causal language model; its decoder is the first module that holds a list as long as the config says.
     """
     count = decoder_config(model.config).num_hidden_layers
-    for module in model.modules():
+    # The encoder of an image or a text may have as many layers, and comes first.
+    for module in model.get_decoder().modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count:
                 return module, name, child

@@ -70,7 +70,7 @@ class MaskRecipe:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
-        self._made: dict[str, Any] = {}
+        self._made: dict[tuple[str, torch.device | None], Any] = {}
 
     @property
     def padding(self) -> torch.Tensor | None:
@@ -78,12 +78,22 @@ class MaskRecipe:
         mask = self.arguments["attention_mask"]
         return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
 
-    def make(self, implementation: str) -> Any:
-        """The mask as the attention of that name wants it."""
-        if implementation not in self._made:
+    def make(self, implementation: str, device: torch.device | None = None) -> Any:
+        """The mask as the attention of that name wants it.
+
+        Args:
+            implementation: The attention's name.
+            device: Where it is needed. The layers of one model may be on several, and nobody moves a recipe along with a layer's inputs.
+        """
+        if (implementation, None) not in self._made:
             make = compat.mask_function(implementation)
-            self._made[implementation] = None if make is None else make(**self.arguments)
-        return self._made[implementation]
+            self._made[implementation, None] = None if make is None else make(**self.arguments)
+        made = self._made[implementation, None]
+        if device is None or getattr(made, "device", device) == device:
+            return made
+        if (implementation, device) not in self._made:
+            self._made[implementation, device] = made.to(device)
+        return self._made[implementation, device]
 
     def contiguous(self) -> MaskRecipe:
         """Itself: `generate` asks this of masks that it prepares ahead for compiled forward passes."""
@@ -98,7 +108,7 @@ def _make_recipe(**arguments: Any) -> MaskRecipe:
 def _attend(
     module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if isinstance(key, LayerView):
+    if isinstance(key, LayerView) and isinstance(value, LayerView):
         return key.attend(module, query, attention_mask, **kwargs)
     return previous_attention(module, query, key, value, attention_mask, **kwargs)
 
@@ -118,7 +128,7 @@ def previous_attention(
     """
     implementation = previous_implementation(module.config)
     if isinstance(mask, MaskRecipe):
-        mask = mask.make(implementation)
+        mask = mask.make(implementation, query.device)
     result: tuple[torch.Tensor, torch.Tensor | None] = compat.attention_function(implementation, module)(
         module, query, key, value, mask, **kwargs
     )
@@ -132,8 +142,9 @@ def previous_implementation(config: PreTrainedConfig) -> str:
         return name.previous
     if name != NAME:
         return name or "eager"
-    # Set by its bare name, as with attn_implementation="hf_kvcaches": nothing stood there before. Softcapping is beyond sdpa.
-    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    # Set by its bare name, as with attn_implementation="hf_kvcaches": nothing stood there before. Softcapping is beyond sdpa, and so are
+    # the attention sinks of some families, which it would leave out without a word.
+    return "eager" if getattr(config, "attn_logit_softcapping", None) or not compat.supports_sdpa(config) else "sdpa"
 
 
 def is_enabled(config: PreTrainedConfig) -> bool:

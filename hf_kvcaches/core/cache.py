@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import attention, prefill
@@ -248,7 +249,9 @@ class KVCache(Cache, ABC):
         if layer_idx >= self._starts_at:
             return layer_idx
         kinds = self.is_sliding
-        return next((index for index in range(self._starts_at, len(kinds)) if kinds[index] == kinds[layer_idx]), layer_idx)
+        # Layers of linear attention don't count tokens.
+        counting = [index for index in range(self._starts_at, len(kinds)) if isinstance(self.layers[index], CacheLayerMixin)]
+        return next((index for index in counting if kinds[index] == kinds[layer_idx]), layer_idx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

@@ -86,27 +86,55 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.
     return buffer
 
 
-class DenseView(LayerView):
-    """All keys and values in order, attended to by what is fastest for one new token on a CPU.
+class DenseView(torch.Tensor):
+    """All keys (or values) in order, attended to by what is fastest for one new token on a CPU.
 
-    Args:
-        keys: (batch, kv_heads, tokens, head_dim).
-        values: Like `keys`.
+    An ordinary tensor to all but our attention. A model that computes with what the cache gives it, or that does not ask our
+    attention after all (another one than the cache was built with, or after a change of its implementation), loses only the speed.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys, self.values = keys, values
+    other: torch.Tensor
+    # Whatever is computed from it is an ordinary tensor, without a detour through Python.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def pair(keys: torch.Tensor, values: torch.Tensor) -> tuple[DenseView, DenseView]:
+        """The views of keys and values that belong together.
+
+        Args:
+            keys: (batch, kv_heads, tokens, head_dim).
+            values: Like `keys`.
+        """
+        key_view, value_view = keys.as_subclass(DenseView), values.as_subclass(DenseView)
+        key_view.other = values
+        return key_view, value_view
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         implementation = previous_implementation(module.config)
         made = mask.make(implementation) if isinstance(mask, MaskRecipe) else mask
-        plain_mask = made is None or (made.dtype == torch.bool and made.shape[1:3] == (1, 1) and made.shape[-1] == self.keys.shape[-2])
         extras = kwargs.get("softcap") is None and kwargs.get("position_bias") is None and not kwargs.get("dropout")
-        if implementation != "sdpa" or not plain_mask or not extras or kwargs.get("scaling") is None:
-            return previous_attention(module, query, self.keys, self.values, made, **kwargs)
-        return decode_attention(query, self.keys, self.values, kwargs["scaling"], made), None
+        if implementation != "sdpa" or not extras or kwargs.get("scaling") is None or not _is_plain(made, self.shape[-2]):
+            return previous_attention(module, query, self, self.other, made, **kwargs)
+        return decode_attention(query, self, self.other, kwargs["scaling"], made), None
+
+
+LayerView.register(DenseView)
+
+
+def _is_plain(mask: torch.Tensor | None, tokens: int) -> bool:
+    """Whether a mask says only which tokens take part, and leaves every row one.
+
+    Args:
+        mask: As made for sdpa, or None.
+        tokens: The number of keys.
+    """
+    if mask is None:
+        return True
+    shaped = mask.dtype == torch.bool and mask.shape[1:3] == (1, 1) and mask.shape[-1] == tokens
+    # A row of nothing but padding (a left-padded prompt fed token by token begins with some) is 0 for sdpa and not a number for softmax.
+    return shaped and bool(mask.any(-1).all())
 
 
 class GrowingCache(KVCache):
@@ -136,6 +164,5 @@ class GrowingCache(KVCache):
         alone = key_states.shape[-2] == 1 and key_states.dtype == torch.float32 and key_states.device.type == "cpu"
         traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
         if alone and not traced and self.attention_enabled and isinstance(self.layers[layer_idx], GrowingLayer):
-            view = DenseView(keys, values)
-            return view, view
+            return DenseView.pair(keys, values)
         return keys, values

@@ -18,10 +18,14 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.cache import KVCache
+
+
+# What a prompt of tokens alone comes with; a call with any other tensor is left to the model.
+_TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
         kwargs.get("logits_to_keep") != 1
         or input_ids.shape[1] < 2
         or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2))
+        or not _only_tokens(kwargs)
     ):
         return None
     before, tokens = cache.seen, input_ids.shape[1]
@@ -113,9 +118,15 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
         takeover.running.discard(cache)
     if not 0 <= taken < tokens or cache.seen != before + taken:
         raise RuntimeError(f"take_prefill returned {taken} of {tokens} tokens, and the cache went from {before} to {cache.seen} tokens")
-    per_token = ("input_ids", "position_ids", "token_type_ids")
+    per_token = ("input_ids", "position_ids")
     cut = {name: value[..., taken:] if name in per_token and value is not None else value for name, value in kwargs.items()}
     return args, cut
+
+
+def _only_tokens(kwargs: dict[str, Any]) -> bool:
+    """Whether a call is about tokens alone, and not images, say, or what goes on in the layers, which a cache's own run would leave out."""
+    asked = any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions", "output_router_logits"))
+    return not asked and not any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in _TOKEN_INPUTS)
 
 
 def run_span(
@@ -192,7 +203,8 @@ def run_from_layer(
     # Skipped layers stay in the list, because models look up masks by a layer's place in it. The last one hands out `hidden`,
     # so that nothing that the model does to its embeddings (scaling, learned positions) matters.
     skipped = [_Skipped(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
-    unused = hidden.new_zeros((*hidden.shape[:2], model.get_input_embeddings().embedding_dim))
+    # Not a number, so that a model which uses its embeddings in later layers too is found out.
+    unused = hidden.new_full((*hidden.shape[:2], model.get_input_embeddings().embedding_dim), torch.nan)
     setattr(decoder, name, nn.ModuleList([*skipped, *layers[start:]]))
     try:
         with cache.seen_from(start):
@@ -207,6 +219,11 @@ def run_from_layer(
     finally:
         setattr(decoder, name, layers)
     logits: torch.Tensor = outputs.logits
+    if bool(logits.isnan().any()) and not bool(hidden.isnan().any()):
+        raise UnsupportedError(
+            f"run_from_layer: {type(model).__name__} feeds its embeddings to later layers as well, so hidden states alone are not enough. "
+            "The cache has been written to: reset it, and run whole prompts."
+        )
     return logits
 
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from transformers import BloomConfig, DynamicCache
+from transformers import BloomConfig, DynamicCache, GptOssConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 import hf_kvcaches
@@ -89,6 +89,27 @@ def test_set_by_its_bare_name_it_falls_back_on_what_the_model_can_do(build, fall
     assert torch.equal(model(**padded_batch()).logits, before)
     attention.disable(model)
     assert model.config._attn_implementation == fallback
+
+
+@torch.no_grad()
+def test_set_by_its_bare_name_it_keeps_attention_sinks():
+    shape = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = tiny.build(
+        GptOssConfig(**shape, num_key_value_heads=2, head_dim=16, num_local_experts=4, initializer_range=0.3, pad_token_id=0)
+    )
+    for layer in model.model.layers:
+        layer.self_attn.sinks.fill_(2.0)
+    before = model(tiny.ids(2, 9)).logits
+    model.set_attn_implementation(attention.NAME)
+    assert torch.equal(model(tiny.ids(2, 9)).logits, before)
+
+
+def test_a_mask_is_brought_to_the_device_of_the_layer():
+    arguments = {"batch_size": 1, "q_length": 3, "kv_length": 3, "attention_mask": None, "allow_is_causal_skip": False}
+    recipe = attention.MaskRecipe(arguments)
+    assert recipe.make("sdpa", torch.device("meta")).device.type == "meta"
+    assert recipe.make("sdpa", torch.device("cpu")).device.type == "cpu"
+    assert recipe.make("sdpa", torch.device("meta")) is recipe.make("sdpa", torch.device("meta"))
 
 
 def test_a_model_that_computes_attention_itself_is_refused():

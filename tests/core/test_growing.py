@@ -1,8 +1,11 @@
 """Which attention a growing cache uses for a single new token, and that every one gives the same."""
 
+import copy
+import pickle
+
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DiffLlamaConfig, DynamicCache
 
 from hf_kvcaches import GrowingCache, disable
 from hf_kvcaches.core import growing
@@ -63,3 +66,47 @@ def test_a_mask_of_ones_own_is_obeyed(kernel_calls, additive):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert not torch.allclose(got[0], unmasked[0], atol=1e-3)
     assert bool(kernel_calls) is not additive
+
+
+def test_a_left_padded_batch_fed_token_by_token_stays_a_number():
+    model, twin = tiny.llama(), tiny.llama()
+    text, mask = tiny.ids(2, 9), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "prefill_chunk_size": 1}
+    options |= {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
+    expected = twin.generate(text, past_key_values=DynamicCache(), **options)
+    got = model.generate(text, past_key_values=GrowingCache(model), **options)
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=1e-4, rtol=1e-4)
+
+
+def unpickled_and_disabled(model):
+    cache = pickle.loads(pickle.dumps(GrowingCache(model)))
+    disable(model)
+    return model, cache
+
+
+def of_another_model(model):
+    return tiny.llama(), GrowingCache(model)
+
+
+def of_a_copy_with_another_attention(model):
+    cache, other = GrowingCache(model), copy.deepcopy(model)
+    other.set_attn_implementation("eager")
+    return other, cache
+
+
+@pytest.mark.parametrize("arrange", [unpickled_and_disabled, of_another_model, of_a_copy_with_another_attention])
+def test_a_model_that_does_not_ask_our_attention_gets_the_same_logits(kernel_calls, arrange):
+    expected = decode(tiny.llama(), DynamicCache())
+    model, cache = arrange(tiny.llama())
+    torch.testing.assert_close(decode(model, cache), expected, atol=1e-4, rtol=1e-4)
+    assert kernel_calls == []
+
+
+def test_a_model_that_computes_with_the_cached_values_gets_the_same_logits(kernel_calls):
+    shape = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = DiffLlamaConfig(**shape, num_key_value_heads=2, initializer_range=0.3)
+    expected = decode(tiny.build(config), DynamicCache())
+    model = tiny.build(config)
+    torch.testing.assert_close(decode(model, GrowingCache(model)), expected, atol=1e-4, rtol=1e-4)
+    assert kernel_calls == []

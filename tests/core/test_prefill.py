@@ -5,11 +5,22 @@ import gc
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma2Config, GPTNeoXConfig, OPTConfig, Qwen2Config
+from transformers import (
+    CLIPVisionConfig,
+    DynamicCache,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    OPTConfig,
+    Qwen2Config,
+    ZambaConfig,
+)
 
 from hf_kvcaches import GrowingCache
 from hf_kvcaches.core import prefill
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 
 
@@ -231,3 +242,60 @@ def test_a_partial_run_of_everything_is_sent_to_run_span():
 def test_gemma2_config_alternates_layer_kinds():
     # The partial runs above prove something about mask look-up only while the kinds of layers differ.
     assert len(set(Gemma2Config(num_hidden_layers=4).layer_types)) == 2
+
+
+def llava():
+    """A model of images and text, whose two halves have as many layers."""
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48}
+    vision = CLIPVisionConfig(**shape, image_size=8, patch_size=4, projection_dim=16)
+    text = LlamaConfig(**shape, vocab_size=96, initializer_range=0.3)
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_id=5)).eval()
+
+
+def test_the_decoder_of_a_model_with_images_is_not_taken_for_its_encoder():
+    model, text = llava(), tiny.ids(1, 7, seed=1).clamp(min=6)
+    cache = GrowingCache(model)
+    with torch.no_grad():
+        with prefill.capture_hidden(model, 1) as hidden:
+            expected = model(text, past_key_values=GrowingCache(model)).logits
+        got = prefill.run_from_layer(model, 1, hidden[0], cache, torch.arange(7), logits_to_keep=0)
+    torch.testing.assert_close(got, expected)
+    assert [layer.seen for layer in cache.layers] == [0, 7]
+
+
+def test_prompts_with_images_are_left_to_the_model():
+    model, text = llava(), tiny.ids(1, 12, seed=1).clamp(min=6)
+    text[0, 2:6] = 5
+    inputs = {"input_ids": text, "pixel_values": torch.randn(1, 3, 8, 8), "logits_to_keep": 1}
+    cache = HalfwayCache(model)
+    with torch.no_grad():
+        expected = llava()(**inputs, past_key_values=DynamicCache()).logits
+        torch.testing.assert_close(model(**inputs, past_key_values=cache).logits, expected)
+    assert cache.calls == []
+
+
+def test_prompts_whose_hidden_states_are_wanted_are_left_to_the_model():
+    model = tiny.llama()
+    cache = HalfwayCache(model)
+    with torch.no_grad():
+        outputs = model(input_ids=tiny.ids(1, 8), past_key_values=cache, logits_to_keep=1, output_hidden_states=True)
+    assert outputs.hidden_states[0].shape[1] == 8
+    assert cache.calls == []
+
+
+def test_a_model_that_feeds_its_embeddings_to_later_layers_is_refused():
+    config = ZambaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        n_mamba_heads=1,
+        pad_token_id=0,
+    )
+    model = tiny.build(config)
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="embeddings"):
+        prefill.run_from_layer(model, 2, torch.randn(1, 6, 32), GrowingCache(model), torch.arange(6))
