@@ -24,6 +24,7 @@ __all__ = [
     "can_switch_attention",
     "decoder_config",
     "decoder_layers",
+    "has_learned_prompt",
     "layer_device",
     "layer_plan",
     "mask_function",
@@ -51,6 +52,11 @@ def base_model(model: object) -> PreTrainedModel:
             raise ConfigError.of("model", "a transformers model or its config", type(model).__name__, "Pass model or model.config.")
         seen = inner
     return seen
+
+
+def has_learned_prompt(model: object) -> bool:
+    """Whether a PEFT wrapper puts a learned prompt or prefix before every text."""
+    return bool(getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False))
 
 
 def decoder_config(config: PreTrainedConfig) -> PreTrainedConfig:

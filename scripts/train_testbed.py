@@ -286,6 +286,10 @@ def save(stage: Stage, model, tokenizer: PreTrainedTokenizerFast, out: Path, log
     if stage.adapter:
         model.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        # Not where the base model happened to lie, and not the order of a set.
+        config |= {"base_model_name_or_path": "base", "target_modules": sorted(config["target_modules"])}
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     else:
         model.half().save_pretrained(folder)
         config = json.loads((folder / "config.json").read_text())

@@ -62,6 +62,17 @@ def take_apart(model: nn.Module) -> ModelState:
     return state
 
 
+def adapters_in_force(model: nn.Module) -> list[Any]:
+    """The adapters that the next forward pass runs with: where they sit, in order, with their settings, and which are merged.
+
+    Args:
+        model: A transformers model. Where the program has not imported PEFT this costs nothing.
+    """
+    if "peft" not in sys.modules:
+        return []
+    return [(layer.path, layer.active, layer.merged, layer.settings) for layer in take_apart(model).layers if layer.active or layer.merged]
+
+
 def _is_peft(value: Any, *names: str) -> bool:
     """Whether it is of one of PEFT's classes. Where the program has not imported PEFT, no model can have its adapters."""
     homes = ("peft", "peft.tuners.tuners_utils", "peft.utils.other")

@@ -95,6 +95,12 @@ class MaskRecipe:
             self._made[implementation, device] = made.to(device)
         return self._made[implementation, device]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"this model reads {name!r} from its attention mask, which hf_kvcaches makes only where attention needs it. "
+            "Call hf_kvcaches.disable(model): the model can't be used with caches that answer its queries."
+        )
+
     def contiguous(self) -> MaskRecipe:
         """Itself: `generate` asks this of masks that it prepares ahead for compiled forward passes."""
         return self

@@ -17,8 +17,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import attention, prefill
+from hf_kvcaches.core._model_state import adapters_in_force
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 
 __all__ = ["CacheReport", "KVCache", "KVLayer"]
 
@@ -73,6 +74,8 @@ class KVCache(Cache, ABC):
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self._starts_at = 0
+        self._filled_under: list[Any] | None = None
+        self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
         if base is not None and (self.needs_attention or compat.can_switch_attention(base)):
@@ -118,6 +121,11 @@ class KVCache(Cache, ABC):
             )
         return model
 
+    def _adapters(self) -> list[Any]:
+        """Which adapters are in force, by name, with where and how strongly; empty where there are none."""
+        model = None if self._model is None else self._model()
+        return [] if model is None else adapters_in_force(model)
+
     @property
     def attention_enabled(self) -> bool:
         """Whether the model asks this package's attention, so that layers can answer queries themselves."""
@@ -159,11 +167,21 @@ class KVCache(Cache, ABC):
     def save(self, path: str | Path) -> None:
         """Writes the cache to one safetensors file, with the fingerprint of the model that filled it.
 
+        Weights are read now, not when the cache was filled: save before you train them on. Adapters that were switched since then are
+        noticed and refused.
+
         Args:
             path: The file; replaced in one step.
         """
         from hf_kvcaches.core import saving
 
+        if self._learned_prompt:
+            raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
+        if self._filled_under is not None and self._filled_under != self._adapters():
+            raise FingerprintMismatch(
+                f"The cache was filled under the adapters {self._filled_under}, and now {self._adapters()} are in force. "
+                "Activate those that filled it, then save."
+            )
         saving.save(self, Path(path))
 
     @classmethod
@@ -199,11 +217,14 @@ class KVCache(Cache, ABC):
                 f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. "
                 "Build it with this model or its config."
             )
+        if self._filled_under is None:
+            self._filled_under = self._adapters()
         result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return result
 
     def reset(self) -> None:
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
+        self._filled_under = None
         for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.reset()

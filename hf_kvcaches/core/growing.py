@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -15,9 +15,34 @@ from hf_kvcaches.kernels.decode import decode_attention
 
 
 class GrowingLayer(TensorLayer):
-    """Keys and values in preallocated buffers, (batch, kv_heads, capacity, head_dim), of which the first `seen` slots count."""
+    """Keys and values in preallocated buffers, (batch, kv_heads, capacity, head_dim), of which the first `seen` slots count.
 
+    `keys` and `values` show just these slots, as in transformers' own layers.
+    """
+
+    row_tensors = ("key_buffer", "value_buffer")
     is_croppable = True
+    key_buffer: torch.Tensor | None = None
+    value_buffer: torch.Tensor | None = None
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """(batch, kv_heads, seen, head_dim), or None before the first token."""
+        return None if self.key_buffer is None else self.key_buffer[:, :, : self.seen]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        # Only the None of transformers' constructor comes here; a tensor is refused like any undeclared one.
+        assert value is None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Like `keys`."""
+        return None if self.value_buffer is None else self.value_buffer[:, :, : self.seen]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        assert value is None
 
     @property
     def kept(self) -> int:
@@ -36,8 +61,8 @@ class GrowingLayer(TensorLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, self.seen = self.seen, self.seen + key_states.shape[-2]
-        keys, values = append(self.keys, key_states, start), append(self.values, value_states, start)
-        self.keys, self.values = keys, values
+        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
+        self.key_buffer, self.value_buffer = keys, values
         if start == 0:
             return key_states, value_states
         return keys[:, :, : self.seen], values[:, :, : self.seen]
@@ -155,14 +180,18 @@ class GrowingCache(KVCache):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
+    kernel_from: ClassVar[int] = 2**18
+    """From how many elements of a layer's keys on (2**18 are a megabyte) the kernel for single tokens is used."""
+
     def make_layer(self, layer_idx: int) -> GrowingLayer:
         return GrowingLayer()
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        # In half precision the fused kernel's float32 sums are worth its time.
+        # In half precision the fused kernel's float32 sums are worth its time, and with few keys the way to ours costs more than it saves.
         alone = key_states.shape[-2] == 1 and key_states.dtype == torch.float32 and key_states.device.type == "cpu"
-        traced = torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if alone and not traced and self.attention_enabled and isinstance(self.layers[layer_idx], GrowingLayer):
+        if not alone or keys.numel() < self.kernel_from or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return keys, values
+        if self.attention_enabled and isinstance(self.layers[layer_idx], GrowingLayer):
             return DenseView.pair(keys, values)
         return keys, values

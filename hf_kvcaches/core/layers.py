@@ -168,13 +168,14 @@ class TensorLayer(KVLayer):
             self.lazy_initialization(self.keys, self.values)
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Refuses tokens that can't follow those in the cache.
+        """Refuses tokens that can't follow those in the cache, whose keys and values are the first two of `row_tensors`.
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim).
             value_states: Like `key_states`.
         """
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
+        for name, new in zip(self.row_tensors, (key_states, value_states), strict=False):
+            held = getattr(self, name, None)
             if held is not None and (held.shape[0] != new.shape[0] or held.dtype != new.dtype):
                 raise ConfigError(
                     f"The cache holds {held.shape[0]} rows of {held.dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "

@@ -40,6 +40,13 @@ class Entry:
         return row in self.refuses or f"{row}@{family}" in self.refuses
 
 
+class KernelCache(GrowingCache):
+    """Uses the kernel for single tokens however short the text is."""
+
+    kernel_from = 0
+
+
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
+    Entry("growing_kernel", KernelCache, lossless=True),
 ]

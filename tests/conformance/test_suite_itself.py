@@ -54,7 +54,7 @@ class KeepsBeamsInPlace(GrowingLayer):
 
 class ReordersKeysOnly(GrowingLayer):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.keys = self.keys[beam_idx]
+        self.key_buffer = self.key_buffer[beam_idx]
 
 
 class SelectsFirstRows(GrowingLayer):
@@ -69,8 +69,8 @@ class RepeatsInTurn(GrowingLayer):
 
 class CropsTheWrongEnd(GrowingLayer):
     def crop(self, tokens_to_remove: int) -> None:
-        self.keys = self.keys[:, :, -tokens_to_remove:].contiguous()
-        self.values = self.values[:, :, -tokens_to_remove:].contiguous()
+        self.key_buffer = self.key_buffer[:, :, -tokens_to_remove:].contiguous()
+        self.value_buffer = self.value_buffer[:, :, -tokens_to_remove:].contiguous()
         super().crop(tokens_to_remove)
 
 
@@ -93,7 +93,7 @@ class KeepsItsText(GrowingLayer):
 class SavesKeysTwice(GrowingLayer):
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
-        return dict.fromkeys(tensors, tensors["keys"]), values
+        return dict.fromkeys(tensors, tensors["key_buffer"]), values
 
 
 class CountsWhatItKeeps(GrowingLayer):
@@ -105,7 +105,7 @@ class CountsWhatItKeeps(GrowingLayer):
 
 class LosesItsPlaceOffline(GrowingLayer):
     def offload(self) -> None:
-        self.keys = torch.zeros_like(self.keys)
+        self.key_buffer = torch.zeros_like(self.key_buffer)
 
 
 class SharesRowsBetweenCaches(GrowingLayer):
@@ -115,9 +115,9 @@ class SharesRowsBetweenCaches(GrowingLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().update(key_states, value_states)
-        kept = self.common.setdefault("values", self.values)
-        if kept.shape == self.values.shape:
-            self.values = kept
+        kept = self.common.setdefault("values", self.value_buffer)
+        if kept.shape == self.value_buffer.shape:
+            self.value_buffer = kept
         return found
 
 

@@ -169,6 +169,13 @@ def test_a_view_is_asked_and_sees_the_padding_mask(build):
     assert all(isinstance(mask, MaskRecipe) and torch.equal(mask.padding, batch["attention_mask"].bool()) for _, mask in log)
 
 
+def test_a_model_that_looks_into_its_mask_is_told_what_to_do():
+    with pytest.raises(AttributeError, match=r"dtype.*disable\(model\)"):
+        _ = MaskRecipe({"attention_mask": None}).dtype
+    copied = copy.deepcopy(MaskRecipe({"attention_mask": None}))
+    assert copied.padding is None
+
+
 @torch.no_grad()
 def test_without_padding_there_is_no_padding_mask():
     model, log = tiny.llama(), []

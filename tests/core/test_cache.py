@@ -63,7 +63,7 @@ def test_the_report_counts_what_is_really_allocated(model):
     cache = fill(model)
     report = cache.report()
     assert (report.cache, report.seen, report.kept) == ("GrowingCache", 9, (9, 9, 9, 9))
-    capacity = cache.layers[0].keys.shape[2]
+    capacity = cache.layers[0].key_buffer.shape[2]
     assert report.bytes == 4 * 2 * 2 * capacity * 8 * 4
     assert report.as_dict() == {"cache": "GrowingCache", "seen": 9, "kept": (9, 9, 9, 9), "bytes": report.bytes}
     assert "tokens seen" in str(report)
@@ -120,6 +120,33 @@ def test_a_saved_cache_goes_on_where_it_stopped(build, tmp_path):
         assert torch.equal(model(follow, past_key_values=back).logits, model(follow, past_key_values=cache).logits)
     assert back.seen == cache.seen == 22
     assert back.report().kept == cache.report().kept
+
+
+def test_adapters_switched_between_filling_and_saving_are_noticed(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(tiny.llama(), LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False), adapter_name="law")
+    model.add_adapter("medicine", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    cache = GrowingCache(model)
+    with torch.no_grad():
+        model(tiny.ids(1, 5), past_key_values=cache)
+    model.set_adapter("medicine")
+    with pytest.raises(FingerprintMismatch, match="law"):
+        cache.save(tmp_path / "cache")
+    model.set_adapter("law")
+    cache.save(tmp_path / "cache")
+    assert GrowingCache.load(tmp_path / "cache", model).seen == 5
+    model.set_adapter("medicine")
+    cache.reset()
+    cache.save(tmp_path / "empty")
+
+
+def test_what_a_learned_prompt_put_in_is_not_saved(tmp_path):
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(tiny.llama(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    with pytest.raises(UnsupportedError, match="learned prompt"):
+        GrowingCache(model).save(tmp_path / "cache")
 
 
 def test_an_empty_cache_can_be_saved(model, tmp_path):

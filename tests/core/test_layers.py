@@ -166,9 +166,10 @@ def test_growing_appends_like_concatenation_and_never_shows_the_reserve():
         got, _ = layer.update(keys, keys + 1)
         assert torch.equal(got, reference)
         # What lies behind the counted slots must never be read.
-        layer.keys[:, :, layer.seen :] = float("nan")
-        layer.values[:, :, layer.seen :] = float("nan")
-        assert torch.equal(layer.values[:, :, : layer.seen], reference + 1)
+        layer.key_buffer[:, :, layer.seen :] = float("nan")
+        layer.value_buffer[:, :, layer.seen :] = float("nan")
+        assert torch.equal(layer.keys, reference)
+        assert torch.equal(layer.values, reference + 1)
 
 
 @torch.no_grad()
@@ -176,9 +177,9 @@ def test_growing_allocates_seldom():
     layer, blocks = GrowingLayer(), set()
     for _ in range(4000):
         layer.update(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
-        blocks.add(layer.keys.shape[2])
+        blocks.add(layer.key_buffer.shape[2])
     assert len(blocks) < 45
-    assert layer.keys.shape[2] <= 4000 * 1.25
+    assert layer.key_buffer.shape[2] <= 4000 * 1.25
 
 
 def test_crop_forgets_exactly_the_last_tokens():
@@ -228,6 +229,19 @@ def test_a_cache_filled_in_inference_mode_goes_on_outside_it():
     with torch.no_grad():
         keys, _ = layer.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
     assert keys[0, 0, :, 0].tolist() == [1, 1, 1, 0]
+
+
+@torch.no_grad()
+def test_keys_and_values_show_what_counts_and_can_not_be_assigned():
+    layer = GrowingLayer()
+    assert layer.keys is None
+    layer.update(torch.ones(1, 2, 5, 3), torch.zeros(1, 2, 5, 3))
+    assert layer.keys.shape == layer.values.shape == (1, 2, 5, 3)
+    layer.crop(-2)
+    assert layer.keys.shape[2] == 3
+    for name in ("keys", "values"):
+        with pytest.raises(TypeError, match=name):
+            setattr(layer, name, torch.zeros(1, 2, 1, 3))
 
 
 @torch.no_grad()

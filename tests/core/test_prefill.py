@@ -140,6 +140,19 @@ def test_the_hook_is_shared_and_goes_with_the_last_cache():
     assert len(model._forward_pre_hooks) == 0
 
 
+def test_a_copied_model_does_not_keep_the_hook_of_its_original():
+    original = tiny.llama()
+    keep = HalfwayCache(original)
+    model = copy.deepcopy(original)
+    cache = HalfwayCache(model)
+    assert len(model._forward_pre_hooks) == 1
+    model.generate(tiny.ids(1, 10), max_new_tokens=2, do_sample=False, past_key_values=cache)
+    assert (cache.calls, keep.calls) == ([5], [])
+    del cache
+    gc.collect()
+    assert len(model._forward_pre_hooks) == 0
+
+
 def test_a_copy_takes_over_too():
     model = tiny.llama()
     twin = copy.deepcopy(HalfwayCache(model))
