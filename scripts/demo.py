@@ -154,7 +154,12 @@ def save_plot(path: Path, outcomes: list[Outcome]) -> None:
     for name, report in reports.items():
         divergence.plot(report.kl, label=name, clip_on=False)  # a lossless cache runs along the edge
     divergence.set_yscale("symlog", linthresh=1e-6)
-    divergence.set(title="KL(full || cache)", xlabel="step", ylabel="nats", ylim=(0, None))
+    divergence.set(
+        title="KL(full || cache)",
+        xlabel="step",
+        ylabel="nats",
+        ylim=(0, max(1e-3, 1.2 * max(max(report.kl) for report in reports.values()))),
+    )
     divergence.legend()
     for axis in (memory, times):
         axis.tick_params(axis="x", rotation=30)

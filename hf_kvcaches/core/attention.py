@@ -114,7 +114,8 @@ def _make_recipe(**arguments: Any) -> MaskRecipe:
 def _attend(
     module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if isinstance(key, LayerView) and isinstance(value, LayerView):
+    # The first question is much the cheaper one, and asked in every layer of every step.
+    if type(key) is not torch.Tensor and isinstance(key, LayerView) and isinstance(value, LayerView):
         return key.attend(module, query, attention_mask, **kwargs)
     return previous_attention(module, query, key, value, attention_mask, **kwargs)
 

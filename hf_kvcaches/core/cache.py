@@ -219,6 +219,9 @@ class KVCache(Cache, ABC):
             )
         if self._filled_under is None:
             self._filled_under = self._adapters()
+        if not self.offloading:
+            held: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+            return held
         result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return result
 

@@ -60,12 +60,16 @@ class GrowingLayer(TensorLayer):
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, self.seen = self.seen, self.seen + key_states.shape[-2]
+        start = self.seen
+        stop = self.seen = start + key_states.shape[-2]
         keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
-        self.key_buffer, self.value_buffer = keys, values
+        if keys is not self.key_buffer:
+            self.key_buffer = keys
+        if values is not self.value_buffer:
+            self.value_buffer = values
         if start == 0:
             return key_states, value_states
-        return keys[:, :, : self.seen], values[:, :, : self.seen]
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; the buffers stay.
@@ -94,7 +98,8 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.
         new: (batch, kv_heads, tokens, head_dim).
         start: How many slots of the buffer count.
     """
-    stop = start + new.shape[-2]
+    tokens = new.shape[-2]
+    stop = start + tokens
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         # Graphs don't bear writing in place. Backward needs even keys without a gradient of their own, for that of the queries;
         # a compiled graph can't ask whether the buffer comes from inference mode, where it may not be written to later.
@@ -107,7 +112,7 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.
         if buffer is not None:
             larger[:, :, :start] = buffer[:, :, :start]
         buffer = larger
-    buffer[:, :, start:stop] = new
+    buffer.narrow(2, start, tokens).copy_(new)
     return buffer
 
 

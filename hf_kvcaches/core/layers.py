@@ -176,7 +176,7 @@ class TensorLayer(KVLayer):
         """
         for name, new in zip(self.row_tensors, (key_states, value_states), strict=False):
             held = getattr(self, name, None)
-            if held is not None and (held.shape[0] != new.shape[0] or held.dtype != new.dtype):
+            if held is not None and (held.size(0) != new.size(0) or held.dtype != new.dtype):
                 raise ConfigError(
                     f"The cache holds {held.shape[0]} rows of {held.dtype}, and the model came with {new.shape[0]} rows of {new.dtype}. "
                     "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
