@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.core import attention, prefill
+from hf_kvcaches.core import attention, prefill, saving
 from hf_kvcaches.core._model_state import adapters_in_force
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
@@ -154,7 +154,7 @@ class KVCache(Cache, ABC):
 
     def _report_fields(self) -> dict[str, Any]:
         kept = tuple(layer.kept if isinstance(layer, KVLayer) else _foreign_kept(layer) for layer in self.layers)
-        return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": measured_bytes(self.owned_tensors())}
+        return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": measured_bytes(self.owned_tensors().values())}
 
     def owned_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the cache keeps alive, by name."""
@@ -173,8 +173,6 @@ class KVCache(Cache, ABC):
         Args:
             path: The file; replaced in one step.
         """
-        from hf_kvcaches.core import saving
-
         if self._learned_prompt:
             raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
         if self._filled_under is not None and self._filled_under != self._adapters():
@@ -192,8 +190,6 @@ class KVCache(Cache, ABC):
             path: The file.
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
         """
-        from hf_kvcaches.core import saving
-
         return saving.load(cls, Path(path), model)
 
     @contextmanager
@@ -298,13 +294,13 @@ class KVCache(Cache, ABC):
         return f"{report.cache}({len(self.layers)} layers, {held}{attends})"
 
 
-def measured_bytes(tensors: dict[str, torch.Tensor]) -> int:
+def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory behind tensors, each block counted once.
 
     Args:
         tensors: Any tensors; views of one block share it.
     """
-    blocks = {(tensor.device, tensor.untyped_storage().data_ptr()): tensor.untyped_storage().nbytes() for tensor in tensors.values()}
+    blocks = {(tensor.device, tensor.untyped_storage().data_ptr()): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(blocks.values())
 
 

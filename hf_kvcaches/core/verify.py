@@ -157,7 +157,7 @@ def cache_bytes(cache: Cache) -> int:
     """
     if isinstance(cache, KVCache):
         return cache.report().bytes
-    return measured_bytes({str(index): tensor for index, tensor in enumerate(_tensors(cache))})
+    return measured_bytes(_tensors(cache))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -356,7 +356,7 @@ def _checked(
     """The ids and the mask, once every argument is known to be usable."""
     if compat.base_model(model).config.is_encoder_decoder:
         raise UnsupportedError(f"verify compares decoder-only models; {type(model).__name__} is an encoder-decoder.")
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    if compat.has_learned_prompt(model):
         raise UnsupportedError("verify can't run a model whose PEFT adapter is a learned prompt: that fills the cache by itself.")
     if not callable(make_cache) or isinstance(make_cache, Cache):
         raise ConfigError.of("make_cache", "a function that makes a cache", make_cache, "Pass for example: lambda: GrowingCache(model).")
