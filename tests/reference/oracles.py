@@ -1,0 +1,297 @@
+"""Pruning caches written down plainly, as oracles: every row of a batch and every key head is a list of tokens of its own.
+
+Nothing is done in place and nothing is done for all rows at once. Whatever is dropped is left out of a gather, whatever comes is
+appended, and the tokens of a head therefore always stand in order of position. With `positions="compact"` keys are kept without their
+rotation and all of them are rotated anew for every query.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hf_kvcaches.core.attention import LayerView, MaskRecipe
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+
+@dataclass
+class Head:
+    """What one key head of one row keeps, in order of position.
+
+    Args:
+        positions: (n,), index of each token among those fed in, padding included.
+        ranks: (n,), its index among the row's real tokens: where the model rotated its key.
+        keys: (n, head_dim), as attention uses them: without rotation for compact positions.
+        given: (n, head_dim), as they came from the model.
+        values: (n, value_dim).
+        scores: (n,), float32, higher stays; infinite while a policy has not scored the token.
+        received: (n,), float32, attention that a policy is still collecting.
+    """
+
+    positions: torch.Tensor
+    ranks: torch.Tensor
+    keys: torch.Tensor
+    given: torch.Tensor
+    values: torch.Tensor
+    scores: torch.Tensor
+    received: torch.Tensor
+
+    def __len__(self) -> int:
+        return self.positions.numel()
+
+    def gather(self, index: torch.Tensor) -> Head:
+        """The tokens at `index`, in that order.
+
+        Args:
+            index: (tokens,).
+        """
+        return Head(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def append(self, other: Head) -> Head:
+        """These tokens and then the others.
+
+        Args:
+            other: Newer tokens.
+        """
+        return Head(*(torch.cat([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)))
+
+
+@dataclass
+class Row:
+    """One sequence of a batch.
+
+    Args:
+        heads: One for each key head; empty before the first real token.
+        real: How many real tokens came.
+        observed: Queries since the last complete observation (SnapKV).
+    """
+
+    heads: list[Head]
+    real: int = 0
+    observed: int = 0
+
+    @property
+    def kept(self) -> int:
+        return len(self.heads[0]) if self.heads else 0
+
+
+class ReferenceLayer(KVLayer):
+    """The layer of all references; a policy writes `rescore`.
+
+    Args:
+        cache: The cache, with budget, sinks, recent and positions.
+        geometry: How this layer's keys are rotated.
+    """
+
+    first_score: ClassVar[float] = 0.0
+    """The score of a token that the policy has not seen yet."""
+
+    def __init__(self, cache: ReferenceCache, geometry: RotaryGeometry) -> None:
+        super().__init__()
+        self.budget, self.sinks, self.recent = cache.budget, cache.sinks, cache.recent
+        self.compact = cache.positions == "compact"
+        self.geometry = geometry
+        self.kv_heads = 0
+        self.rows: list[Row] = []
+
+    @abstractmethod
+    def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
+        """Scores the tokens of a row after queries have attended to them.
+
+        Args:
+            row: With the new tokens, before anything is pruned.
+            attention: For each key head (new tokens, n): the probabilities of every new query, mean over the heads of its group.
+            block: Whether the queries came as a block and not as a decoding step.
+        """
+
+    @property
+    def kept(self) -> int:
+        return max((row.kept for row in self.rows), default=0)
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{b}.{h}.{f.name}": getattr(head, f.name)
+            for b, row in enumerate(self.rows)
+            for h, head in enumerate(row.heads)
+            for f in fields(Head)
+        }
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.kv_heads = key_states.shape[1]
+        self.rows = [Row([]) for _ in range(key_states.shape[0])]
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Hands the new tokens on to the attention function, which knows the queries and the padding.
+
+        Args:
+            key_states: (batch, kv_heads, tokens, head_dim), rotated.
+            value_states: Like `key_states`.
+            *args: Ignored.
+            **kwargs: Ignored.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        view = ReferenceView(self, key_states, value_states, self.seen)
+        self.seen += key_states.shape[-2]
+        return view, view
+
+    def take(self, row: Row, query: torch.Tensor, new: list[Head], step: bool, scaling: float, softcap: float | None) -> torch.Tensor:
+        """Everything that happens to one row in one call; returns the output, (new tokens, heads, value_dim).
+
+        Args:
+            row: The row.
+            query: (heads, new tokens, head_dim), of its real tokens.
+            new: The new tokens of each key head.
+            step: Whether this is a decoding step and not a block.
+            scaling: Of the attention scores.
+            softcap: Of the attention scores, or None.
+        """
+        if step and row.kept == self.budget:
+            row.heads = [head.gather(self._all_but_victim(head)) for head in row.heads]
+        before = row.kept
+        row.heads = [head.append(fresh) for head, fresh in zip(row.heads, new, strict=True)] if row.heads else new
+        row.real += len(new[0])
+        group = query.shape[0] // self.kv_heads
+        outputs, attention = [], []
+        for head, queries in zip(row.heads, query.split(group), strict=True):
+            probabilities = self._probabilities(head, queries, before, scaling, softcap)
+            outputs.append(probabilities @ head.values.to(probabilities.dtype))
+            attention.append(probabilities.mean(0).float())
+        self.rescore(row, attention, block=not step)
+        if row.kept > self.budget:
+            row.heads = [head.gather(self._best(head)) for head in row.heads]
+        return torch.cat(outputs).transpose(0, 1)
+
+    def _probabilities(self, head: Head, queries: torch.Tensor, before: int, scaling: float, softcap: float | None) -> torch.Tensor:
+        """Causal attention of the newest tokens' queries to all tokens, (group, new tokens, n)."""
+        tokens, keys, queries = len(head), head.keys, _wide(queries)
+        if self.compact:
+            places = torch.arange(tokens)
+            fresh = self.geometry.unrotate(queries[None], head.ranks[before:])
+            queries = self.geometry.rotate(fresh, places[before:])[0]
+            keys = self.geometry.rotate(keys[None, None], places)[0, 0]
+        scores = queries @ keys.to(queries.dtype).T * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        later = torch.arange(tokens) > torch.arange(before, tokens)[:, None]
+        return scores.masked_fill(later, -torch.inf).softmax(-1)
+
+    def _protected(self, head: Head, recent: int) -> torch.Tensor:
+        return (head.ranks < self.sinks) | (torch.arange(len(head)) >= len(head) - recent)
+
+    def _all_but_victim(self, head: Head) -> torch.Tensor:
+        """For a step: all but the lowest score; of equal ones the oldest goes. The token to come counts as the most recent one."""
+        protected = self._protected(head, max(self.recent - 1, 0)).tolist()
+        scores = head.scores.tolist()
+        victim = min((i for i in range(len(head)) if not protected[i]), key=lambda i: (scores[i], i))
+        return torch.tensor([i for i in range(len(head)) if i != victim])
+
+    def _best(self, head: Head) -> torch.Tensor:
+        """After a block: what is protected and the highest scores of the rest, `budget` in all."""
+        protected = self._protected(head, self.recent)
+        scores = head.scores.masked_fill(protected, torch.inf)
+        unscored = torch.isposinf(scores)
+        if unscored.sum() <= self.budget:
+            # Not sorted by score and position, so that equal scores fall as they do for whoever else calls topk.
+            return scores.topk(self.budget).indices.sort().values
+        # Nothing tells these tokens apart but their age.
+        rest = (unscored & ~protected).nonzero()[:, 0]
+        newest = rest[rest.numel() - (self.budget - int(protected.sum())) :]
+        return torch.cat([protected.nonzero()[:, 0], newest]).sort().values
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """In float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ReferenceView(LayerView):
+    """New tokens on their way to the queries.
+
+    Args:
+        layer: Where they go.
+        keys: (batch, kv_heads, tokens, head_dim), rotated.
+        values: Like `keys`.
+        start: How many tokens came before.
+    """
+
+    def __init__(self, layer: ReferenceLayer, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        self.layer, self.keys, self.values, self.start = layer, keys, values, start
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if isinstance(mask, torch.Tensor) or kwargs.get("position_bias") is not None:
+            raise UnsupportedError("The references make their own masks. Leave ready masks and position biases out.")
+        batch, heads, tokens, _ = query.shape
+        padding = mask.padding if mask is not None else None
+        real = torch.ones(batch, tokens, dtype=torch.bool) if padding is None else padding[:, self.start : self.start + tokens].bool()
+        output = query.new_zeros(batch, tokens, heads, self.values.shape[-1])
+        for b, row in enumerate(self.layer.rows):
+            which = real[b].nonzero()[:, 0]
+            if which.numel():
+                new = [self._head(b, h, which, row.real) for h in range(self.layer.kv_heads)]
+                step = tokens == 1 and self.start > 0
+                out = self.layer.take(row, query[b][:, which], new, step, kwargs["scaling"], kwargs.get("softcap"))
+                output[b, which] = out.to(query.dtype)
+        return output, None
+
+    def _head(self, b: int, h: int, which: torch.Tensor, real: int) -> Head:
+        given, values = self.keys[b, h, which], self.values[b, h, which]
+        ranks = real + torch.arange(which.numel())
+        keys = self.layer.geometry.unrotate(_wide(given)[None, None], ranks)[0, 0] if self.layer.compact else given
+        zeros = torch.zeros(which.numel())
+        return Head(self.start + which, ranks, keys, given, values, zeros + self.layer.first_score, zeros)
+
+
+class ReferenceCache(KVCache):
+    """The base of the references. No cropping, no other edits: only blocks and steps.
+
+    Args:
+        model: A transformers model.
+        budget: Tokens to keep.
+        sinks: First real tokens that always stay.
+        recent: Newest tokens that always stay; the policy's own number if None.
+        positions: `"compact"`: kept tokens count from 0 for every query; `"original"`: rotations stay as the model gave them.
+    """
+
+    needs_attention = True
+    layer_class: ClassVar[type[ReferenceLayer]]
+
+    def __init__(self, model: Any, *, budget: int, sinks: int = 4, recent: int | None = None, positions: str = "compact") -> None:
+        self.budget, self.sinks, self.positions = budget, sinks, positions
+        self.recent = self.default_recent() if recent is None else recent
+        if positions not in ("compact", "original"):
+            raise ConfigError.of("positions", "'compact' or 'original'", positions)
+        if sinks + max(self.recent, 1) > budget:
+            raise ConfigError.of("budget", f"at least sinks + recent = {sinks + max(self.recent, 1)}", budget)
+        super().__init__(model)
+
+    def default_recent(self) -> int:
+        """The policy's own number of recent tokens."""
+        return 1
+
+    def make_layer(self, layer_idx: int) -> ReferenceLayer:
+        return self.layer_class(self, RotaryGeometry.from_config(self.config, layer_idx=layer_idx))
+
+    def kept_positions(self, layer_idx: int) -> torch.Tensor:
+        """Which tokens are kept, (batch, kv_heads, budget): ascending positions, then -1 for every slot that is free.
+
+        Args:
+            layer_idx: The layer.
+        """
+        layer = self.layers[layer_idx]
+        found = torch.full((len(layer.rows), layer.kv_heads, self.budget), -1)
+        for b, row in enumerate(layer.rows):
+            for h, head in enumerate(row.heads):
+                found[b, h, : len(head)] = head.positions
+        return found
