@@ -25,9 +25,11 @@ class RotaryTable:
 
     Args:
         config: The model's.
+        fused: Rotate in the fewest passes over memory, and not by the formula of the published implementations.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, fused: bool = True) -> None:
+        self.fused = fused
         self.geometry = RotaryGeometry.from_config(config, layer_idx=0)
         geometry = self.geometry
         if (geometry.rotary_dim, geometry.layout, geometry.attention_scaling) != (geometry.head_dim, "half", 1.0):
@@ -54,7 +56,7 @@ class RotaryTable:
             start: Its position.
         """
         cos, sin = self.cos[start : start + x.shape[-2]], self.sin[start : start + x.shape[-2]]
-        return _turned(x, cos, sin, 1)
+        return _turned(x, cos, sin, 1) if self.fused else x * cos + _rotate_half(x) * sin
 
     def unrotate(self, x: torch.Tensor, start: int) -> torch.Tensor:
         """Undoes `rotate`.
@@ -64,16 +66,21 @@ class RotaryTable:
             start: The position of the first token.
         """
         cos, sin = self.cos[start : start + x.shape[-2]], self.sin[start : start + x.shape[-2]]
-        return _turned(x, cos, sin, -1)
+        return _turned(x, cos, sin, -1) if self.fused else x * cos - _rotate_half(x) * sin
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
-    """x * cos + rotate_half(x) * sin, in fewer passes over memory than written like that."""
+    """x * cos + direction * rotate_half(x) * sin, with no more new memory than the result needs."""
     half = x.shape[-1] // 2
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., half:], value=-direction)
     out[..., half:].addcmul_(x[..., :half], sin[..., :half], value=direction)
     return out
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
 
 
 class BaselineLayer(TensorLayer):
@@ -122,6 +129,7 @@ class Baseline(KVCache):
     """
 
     layer_class: ClassVar[type[BaselineLayer]]
+    fused = True
 
     def __init__(self, model: Any, *, budget: int, sinks: int = 4, recent: int | None = None) -> None:
         self.budget, self.sinks = budget, sinks
@@ -141,7 +149,7 @@ class Baseline(KVCache):
     def shared_table(self) -> RotaryTable:
         """The tables of all layers, made when the first layer asks."""
         if self.table is None:
-            self.table = RotaryTable(self.config)
+            self.table = RotaryTable(self.config, self.fused)
         return self.table
 
 
@@ -186,9 +194,19 @@ class RerotateAllLayer(ShiftAppendLayer):
 
 
 class RerotateAllStreaming(Baseline):
-    """StreamingLLM with compact positions: keys kept without rotation, all of them rotated for each query."""
+    """StreamingLLM with compact positions: keys kept without rotation, all of them rotated for each query.
+
+    Args:
+        model: As in `Baseline`.
+        fused: As in `RotaryTable`.
+        **settings: As in `Baseline`.
+    """
 
     layer_class = RerotateAllLayer
+
+    def __init__(self, model: Any, *, fused: bool = True, **settings: Any) -> None:
+        self.fused = fused
+        super().__init__(model, **settings)
 
 
 class GatherAppendLayer(BaselineLayer):
@@ -303,7 +321,7 @@ class GatherAppendH2O(Baseline):
         super().__init__(model, **settings)
 
     def default_recent(self) -> int:
-        return self.budget // 2
+        return max(1, min(self.budget // 2, self.budget - self.sinks))
 
     def make_layer(self, layer_idx: int) -> GatherAppendLayer:
         return self.layer_class(self)

@@ -14,7 +14,7 @@ from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
 class StreamingLayer(ReferenceLayer):
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
         for head in row.heads:
-            head.scores = head.ranks.float()
+            head.scores = head.ranks.double()  # float32 would lose count at 2**24
 
 
 class StreamingReference(ReferenceCache):
@@ -51,10 +51,14 @@ class H2OReference(ReferenceCache):
     layer_class = H2OLayer
 
     def default_recent(self) -> int:
-        return self.budget // 2
+        return max(1, min(self.budget // 2, self.budget - self.sinks))
 
 
 class TOVALayer(ReferenceLayer):
+    def __init__(self, cache: ReferenceCache, *args: Any) -> None:
+        super().__init__(cache, *args)
+        self.recent = max(self.recent, 1)
+
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
         last = torch.stack([received[-1] for received in attention]).mean(0)
         for head in row.heads:
@@ -62,7 +66,7 @@ class TOVALayer(ReferenceLayer):
 
 
 class TOVAReference(ReferenceCache):
-    """The attention of the last query, one choice for all heads of a layer."""
+    """The attention of the last query, one choice for all heads of a layer. The last token of a block always stays."""
 
     layer_class = TOVALayer
 
@@ -153,7 +157,7 @@ class LagKVReference(ReferenceCache):
         super().__init__(model, **settings)
 
     def default_recent(self) -> int:
-        return min(2 * self.lag_size, (self.budget - self.sinks) // 2)
+        return max(1, min(2 * self.lag_size, (self.budget - self.sinks) // 2))
 
 
 class KeyNormLayer(ReferenceLayer):

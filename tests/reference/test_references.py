@@ -87,14 +87,14 @@ def full_attention(ids: torch.Tensor, **changes: Any) -> tuple[torch.Tensor, ...
 @every_reference
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_a_budget_for_the_whole_text_equals_the_full_cache(kind: type[ReferenceCache], kv_heads: int) -> None:
-    model, ids = tiny.llama(num_key_value_heads=kv_heads).double(), texts(2, 32)
+    model, ids = tiny.llama(num_hidden_layers=2, num_key_value_heads=kv_heads).double(), texts(2, 32)
     expected = feed(model, DynamicCache(config=model.config), ids, [32])
     for positions in ("original", "compact"):
         cache = build(kind, model, budget=32, positions=positions)
         logits = feed(model, cache, ids, [16, 7, *[1] * 9])
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
         assert cache.seen == 32
-        assert torch.equal(cache.kept_positions(3), torch.arange(32).expand(2, kv_heads, 32))
+        assert torch.equal(cache.kept_positions(1), torch.arange(32).expand(2, kv_heads, 32))
 
 
 @pytest.mark.parametrize("family", [tiny.gemma2, tiny.gpt2], ids=["softcap", "learned positions"])
@@ -142,10 +142,10 @@ def test_logits_are_a_fresh_forward_over_the_tokens_kept(kind: type[ReferenceCac
 @every_reference
 @both_positions
 def test_rows_of_a_left_padded_batch_equal_single_rows(kind: type[ReferenceCache], positions: str) -> None:
-    model, ids = tiny.llama(num_hidden_layers=2), texts(3, 48)
+    spans = [PROMPT, *[1] * 6, 6, *[1] * 10]
+    model, ids = tiny.llama(num_hidden_layers=2), texts(3, sum(spans))
     mask = torch.ones_like(ids)
     mask[1, :9], mask[2, :19] = 0, 0  # the last row begins with fewer tokens than the budget
-    spans = [PROMPT, *[1] * 8, 6, *[1] * 12]
     cache = build(kind, model, positions=positions)
     logits = feed(model, cache, ids, spans, mask)
     for row, padding in enumerate([0, 9, 19]):
@@ -211,6 +211,7 @@ def kept_by_hand(weights: torch.Tensor, rule: str, *, recent: int, window: int =
         collected[t] = float(mean[PROMPT - window : PROMPT, t].sum())
     if rule == "snapkv":
         score = pool(collected)
+    recent = max(recent, 1) if rule == "tova" else recent
     middle = sorted(kept[SINKS : PROMPT - recent], key=lambda t: -score[t])[: BUDGET - SINKS - recent]
     kept = sorted([*kept[:SINKS], *middle, *kept[PROMPT - recent :]])
     history, collected = [list(kept)], dict.fromkeys(kept, 0.0)
@@ -236,6 +237,7 @@ def kept_by_hand(weights: torch.Tensor, rule: str, *, recent: int, window: int =
         (H2OReference, "h2o", 8),
         (H2OReference, "h2o", 0),
         (TOVAReference, "tova", 1),
+        (TOVAReference, "tova", 0),
         (TOVAReference, "tova", 3),
         (SnapKVReference, "snapkv", 4),
         (SnapKVReference, "snapkv", 6),
@@ -269,7 +271,7 @@ def test_a_prompt_is_pruned_alike_in_every_layer_by_formulas_over_the_full_cache
         scores = {
             StreamingReference: torch.arange(30.0).expand(1, 2, 30),
             H2OReference: grouped.sum(2),
-            TOVAReference: weights[:, :, -1].mean(1, keepdim=True).expand(-1, 2, -1),
+            TOVAReference: functional.pad(weights[:, :, -1, :-1].mean(1, keepdim=True), (0, 1), value=9.0).expand(-1, 2, -1),
             SnapKVReference: pooled,
             LagKVReference: torch.tensor([[lag_scores(keys[0, h].tolist(), values[0, h].tolist(), 4) for h in range(2)]]),
             KeyNormReference: -keys.square().sum(-1).sqrt(),
@@ -330,7 +332,12 @@ def test_lags_without_a_score_go_last_and_the_oldest_of_them_first() -> None:
 def test_baselines_equal_their_oracles(baseline: Any, oracle: Any, positions: str, kv_heads: int, prompt: int) -> None:
     model, ids = tiny.llama(num_hidden_layers=2, num_key_value_heads=kv_heads), texts(2, LENGTH)
     expected = feed(model, build(oracle, model, positions=positions), ids, steps(prompt))
-    for settings in [{"positions": positions, "select": by} for by in ("mask", "gather")] if baseline is GatherAppendH2O else [{}]:
+    ways: list[dict[str, Any]] = [{}]
+    if baseline is GatherAppendH2O:
+        ways = [{"positions": positions, "select": select} for select in ("mask", "gather")]
+    elif baseline is RerotateAllStreaming:
+        ways = [{"fused": fused} for fused in (True, False)]
+    for settings in ways:
         cache = baseline(model, budget=BUDGET, sinks=SINKS, **settings)
         torch.testing.assert_close(feed(model, cache, ids, steps(prompt)), expected, atol=1e-4, rtol=1e-4)
         assert (cache.seen, cache.report().kept) == (LENGTH, (BUDGET,) * 2)
@@ -344,7 +351,7 @@ def test_streaming_baselines_leave_the_attention_of_a_config_alone() -> None:
 
 
 @pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("prompt", [6, 30])
+@pytest.mark.parametrize("prompt", [6, 20])
 def test_frozen_buffers_stay_the_same_tensors(dense: bool, prompt: int) -> None:
     model, ids = tiny.llama(), texts(2, 32)
     cache = FrozenKV(model, slots=BUDGET, dense=dense)
