@@ -1,0 +1,180 @@
+"""`EquipCache`: token pruning as in-place replacement."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches.compat import layer_plan
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.equip.budgets import check_budget, resolve_budgets
+from hf_kvcaches.equip.frames import Frames, Passes
+from hf_kvcaches.equip.layer import EquipLayer, Settings
+from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+ROPE = ("auto", "frames", "on_read", "rotated_keys")
+BACKENDS = ("auto", "torch", "triton", "reference")
+
+
+class EquipCache(KVCache):
+    """Keeps a fixed number of tokens: a new one is written over the one that a policy gives up, and nothing is moved.
+
+    EQUIP: EQUivariant preserving In-Place updates for Efficient token-pruning (Ramachandran et al.). Attention does not care in which order
+    keys and values lie, so evicting and inserting are one write.
+
+    **Departs from the paper**: rotary positions need neither a second cache of rotated keys nor a rotation of all keys a step. Queries are
+    turned instead of keys (`frames.py`), in the memory of keys and values alone; the paper's way is `rope="rotated_keys"`. A
+    prompt attends densely and is pruned when it has been read. Several tokens at once attend to all that was kept and to each other, and are
+    pruned then.
+
+    **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
+    tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; attention with learned sinks (gpt-oss).
+
+    **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 bytes a slot
+    and key head; while recording, a second copy.
+
+    Args:
+        model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
+        policy: "streaming", "h2o", "tova", "snapkv", "lagkv", "knorm", "random", or a `Policy`.
+        budget: Tokens to keep: a number, a fraction of the (longest) prompt, or one of these for each layer.
+        sinks: First tokens of each row that always stay.
+        recent: Newest tokens that always stay; None for the policy's own number.
+        positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
+        rope: How compact positions are kept: "frames", "on_read" (keys are rotated at each step), "rotated_keys" (the paper's), or "auto".
+        backend: Of the kernels: "auto", "torch", "triton" or "reference".
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        policy: str | Policy = "streaming",
+        budget: int | float | Sequence[int | float] = 512,
+        *,
+        sinks: int = 4,
+        recent: int | None = None,
+        positions: Literal["compact", "original"] = "compact",
+        rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
+        backend: Literal["auto", "torch", "triton", "reference"] = "auto",
+        offloading: bool = False,
+    ) -> None:
+        self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
+        self._options = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
+        self._budget = budget if isinstance(budget, int | float) else list(budget)
+        _check_options(self._options)
+        self._passes = Passes()
+        self._geometries: list[RotaryGeometry] = []
+        self._hook: weakref.finalize | None = None
+        super().__init__(model, offloading=offloading)
+        if self.policy.observes != 0:
+            self.require_attention(f"policy {self.policy.name or type(self.policy).__name__!r}")
+
+    def make_layer(self, layer_idx: int) -> EquipLayer:
+        if not hasattr(self, "_budgets"):
+            self._budgets = resolve_budgets(self._budget, len(layer_plan(self.config)))
+        budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
+        if isinstance(budget, int):  # of a fraction we know more when the prompt is there
+            check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
+        settings = Settings(budget, sinks, recent, self.policy, self._options["backend"])
+        return EquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config)
+
+    def _make_frames(self, layer_idx: int) -> Frames:
+        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
+        if self._options["positions"] == "original" or geometry.kind in ("learned", "none"):
+            return Frames("given")
+        if geometry.kind != "rope" or geometry.refusal is not None:
+            why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
+            raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
+        rope = self._options["rope"]
+        if rope == "auto":
+            # Scored tokens are turned again and again in the far frame, and in half precision each time would round them.
+            rope = "frames" if self.policy.order_only or _computes_in_float32(self._model, self.config) else "on_read"
+        for known in self._geometries:
+            if _same_angles(known, geometry):
+                return Frames(rope, known)
+        self._geometries.append(geometry)
+        return Frames(rope, geometry)
+
+    def settings(self) -> dict[str, Any]:
+        return {**self._options, "policy": self.policy.settings(), "budget": self._budget}
+
+    def kept_positions(self, layer_idx: int) -> torch.Tensor:
+        """Whose the slots are: for each sequence, KV head and slot the index of its token among the tokens seen; -1: empty.
+
+        Args:
+            layer_idx: A layer with full attention.
+        """
+        return self._own(layer_idx).kept_positions()
+
+    def activate_past_recording(self) -> None:
+        super().activate_past_recording()
+        if self._hook is None and self._model is not None and (model := self._model()) is not None:
+            self._hook = _watch_drafts(model, self)
+
+    @property
+    def is_compileable(self) -> bool:
+        return False
+
+    def _own(self, layer_idx: int) -> EquipLayer:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, EquipLayer):
+            raise ConfigError.of("layer_idx", "a layer with full attention", layer_idx, f"It is a {type(layer).__name__} of transformers.")
+        return layer
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_hook": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EquipCache:
+        hook, self._hook = self._hook, None
+        try:
+            copied = super().__deepcopy__(memo)
+        finally:
+            self._hook = hook
+        if hook is not None:
+            copied.activate_past_recording()
+        return copied
+
+
+def _watch_drafts(model: PreTrainedModel, cache: EquipCache) -> weakref.finalize:
+    """Tells a cache at each forward pass how many of the tokens are drafts.
+
+    Assisted generation feeds a prompt and the first drafts in one call, and only the number of logits it asks for tells them apart.
+    """
+    reference = weakref.ref(cache)
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        living = reference()
+        if living is not None and kwargs.get("past_key_values") is living:
+            keep = kwargs.get("logits_to_keep")
+            living._passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 else None
+
+    return weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
+
+
+def _computes_in_float32(model: Any, config: Any) -> bool:
+    dtype = getattr(model() if model is not None else None, "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    return dtype in (torch.float32, torch.float64)
+
+
+def _same_angles(one: RotaryGeometry, other: RotaryGeometry) -> bool:
+    return one.layout == other.layout and one.head_dim == other.head_dim and torch.equal(one.inv_freq, other.inv_freq)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name, known in (("positions", ("compact", "original")), ("rope", ROPE), ("backend", BACKENDS)):
+        if options[name] not in known:
+            raise ConfigError.of(name, f"one of {', '.join(map(repr, known))}", options[name])
+    for name in ("sinks", "recent"):
+        value = options[name]
+        if value is None and name == "recent":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError.of(name, "a number of tokens, 0 or more", value)
+    if options["positions"] == "original" and options["rope"] not in ("auto",):
+        raise ConfigError.of("rope", "'auto' where positions='original'", options["rope"], "Original positions are never turned.")

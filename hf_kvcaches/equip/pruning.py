@@ -1,0 +1,310 @@
+"""A block of new tokens: all attend, then the cache is cut down to its budget in one go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_kvcaches.core.attention import previous_attention
+from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask, observers
+from hf_kvcaches.equip.frames import Pass
+from hf_kvcaches.equip.policies import Tokens
+from hf_kvcaches.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from hf_kvcaches.equip.layer import Call, EquipLayer
+
+
+@dataclass
+class Candidates:
+    """Kept and new tokens side by side, in order of position; what is empty or padding comes last.
+
+    Args:
+        keys: (batch, kv_heads, tokens, head_dim), as they are kept.
+        values: Like `keys`.
+        positions: (batch, 1 or kv_heads, tokens), -1 where there is none.
+        stands: At which place a key stands that was rotated, likewise; None where keys have no rotation of ours.
+        attention: (batch, kv_heads, tokens), float32, or None.
+        gathering: Likewise.
+        scores: Likewise, NaN for new tokens; None where nothing was scored yet.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    stands: torch.Tensor | None
+    attention: torch.Tensor | None
+    gathering: torch.Tensor | None
+    scores: torch.Tensor | None
+
+    def pick(self, index: torch.Tensor) -> Candidates:
+        """Some of the tokens.
+
+        Args:
+            index: (batch, 1 or kv_heads, tokens to pick).
+        """
+        heads = max(index.shape[1], self.positions.shape[1])
+
+        def states(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.gather(2, index[..., None].expand(*tensor.shape[:2], -1, tensor.shape[-1]))
+
+        def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            if tensor is None:
+                return None
+            wide = max(index.shape[1], tensor.shape[1])
+            return tensor.expand(-1, wide, -1).gather(2, index.expand(tensor.shape[0], wide, -1))
+
+        positions = self.positions.expand(-1, heads, -1).gather(2, index.expand(self.positions.shape[0], heads, -1))
+        return Candidates(
+            states(self.keys),
+            states(self.values),
+            positions,
+            flat(self.stands),
+            flat(self.attention),
+            flat(self.gathering),
+            flat(self.scores),
+        )
+
+
+def take_block(
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+) -> torch.Tensor:
+    """Attends with a block of new tokens, then keeps what the budget allows: (batch, tokens, heads, head_dim).
+
+    Args:
+        layer: Empty or not.
+        query: (batch, heads, tokens, head_dim), as the model rotated them.
+        keys: (batch, kv_heads, tokens, head_dim), likewise.
+        values: Like `keys`.
+        call: What else the model said.
+        running: The pass of these tokens.
+    """
+    output, observed = _attend(layer, query, keys, values, call, running)
+    prune_block(layer, keys, values, running, observed)
+    return output
+
+
+def prune_block(
+    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None
+) -> None:
+    """Takes a block of new tokens and keeps what the budget allows.
+
+    Args:
+        layer: Before the block.
+        keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
+        values: Like `keys`.
+        running: The pass.
+        observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
+    """
+    found = candidates(layer, keys, values, running, observed)
+    before = (found.positions >= 0).sum(-1, keepdim=True)
+    layer.absorb(prune(layer, found), before)
+
+
+def _attend(
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    frames, tokens = layer.frames, keys.shape[-2]
+    observe = layer.policy.observes != 0
+    watch = observers(layer.window(tokens), running.valid, tokens, keys.device) if observe else None
+    if frames.geometry is not None:
+        place = block_places(layer, running)
+        turn = running.turn(frames.geometry, place + layer.frame_offset if frames.two else place)
+        if turn is not None:
+            query, keys = turn(query), turn(keys)
+    kept = layer.used
+    given = _given(layer, call, running)
+    if not kept and running.whole and given is None and call.bias is None:
+        output, _ = previous_attention(call.module, query, keys, values, call.mask, **call.options)
+        output = output.to(values.dtype)
+    else:
+        output = None
+    if kept:
+        keys, values = torch.cat([layer.near_keys(running), keys], 2), torch.cat([layer.held_now()[1], values], 2)
+    slots = None if layer.kept_rows is None or layer.positions is None else layer.positions >= 0
+    visible = Visibility(slots, kept, running.valid, given)
+    own, observed = None, None
+    if output is None or observe:
+        own, observed = block_attention(
+            query,
+            keys,
+            values if output is None else None,
+            call.scaling,
+            visible,
+            softcap=call.softcap,
+            bias=_block_bias(layer, call, tokens),
+            observers=watch,
+        )
+    result = own if output is None else output
+    assert result is not None
+    return result, observed
+
+
+def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor | None:
+    """A mask of the caller's own over slots and new tokens, (batch or 1, 1, tokens, slots + tokens)."""
+    allowed, tokens = given_mask(call.mask, running), running.tokens
+    if allowed is None or not layer.used:
+        return allowed
+    if allowed.shape[1] != 1 or layer.slot_positions().shape[1] != 1:
+        raise UnsupportedError("attention_mask: EquipCache can't follow a ready mask through slots that differ by head. Give the padding mask.")
+    held = layer.kept_positions()[:, :1, : layer.used].clamp(min=0)
+    old = allowed.expand(held.shape[0], -1, -1, -1).gather(-1, held[:, :, None].expand(-1, -1, tokens, -1))
+    return torch.cat([old, allowed[..., -tokens:].expand(held.shape[0], -1, -1, -1)], -1)
+
+
+def _block_bias(layer: EquipLayer, call: Call, tokens: int) -> torch.Tensor | None:
+    bias = call.bias
+    if bias is None or not layer.used:
+        return bias
+    if layer.compact:
+        places = layer.slot_positions().argsort(-1).argsort(-1) + bias.shape[-1] - tokens - layer.used
+    else:
+        places = layer.kept_positions()[:, :, : layer.used].clamp(min=0)
+    heads = call.bias.shape[1] if call.bias is not None else 1
+    wide = max(heads, places.shape[1])
+    places = places.repeat_interleave(wide // places.shape[1], 1)[:, :, None].expand(-1, -1, tokens, -1)
+    bias = bias.expand(places.shape[0], wide, -1, -1)
+    return torch.cat([bias.gather(-1, places), bias[..., -tokens:]], -1)
+
+
+def block_places(layer: EquipLayer, running: Pass) -> int | torch.Tensor:
+    """The places within the cache at which new tokens stand: of the first one, or (batch, 1 or kv_heads, tokens) of each.
+
+    Args:
+        layer: Before the block.
+        running: The pass.
+    """
+    kept = layer.kept_count
+    if running.valid is None and isinstance(kept, int):
+        return kept
+    steps = torch.arange(running.tokens, device=running.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
+    return (steps.clamp(min=0)[:, None] + kept).long()
+
+
+def candidates(
+    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None
+) -> Candidates:
+    """Kept and new tokens in order of position; the layer counts the new ones as fed.
+
+    Args:
+        layer: Before the block.
+        keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
+        values: Like `keys`.
+        running: The pass.
+        observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
+    """
+    frames, tokens, batch = layer.frames, keys.shape[-2], keys.shape[0]
+    stands = None
+    if frames.geometry is not None:
+        place = block_places(layer, running)
+        target = place + layer.frame_offset if frames.two else torch.zeros(1, 1, tokens, device=keys.device)
+        turn = running.turn(frames.geometry, target)
+        keys = keys if turn is None else turn(keys)
+        if frames.two:
+            steps = torch.arange(tokens, device=keys.device)
+            stands = target if isinstance(target, torch.Tensor) else (steps + target)[None, None]
+            stands = stands.expand(batch, -1, tokens)
+    old = _kept(layer) if layer.used else None
+    places = layer.pass_over(running.valid, tokens).expand(batch, 1, tokens)
+    found = Candidates(keys, values, places.to(torch.int32), stands, None, None, None)
+    if old is not None:
+        found = _joined(layer, old, found)
+    _remember(layer, found, observed, tokens)
+    layer.fed += tokens
+    if running.valid is None and old is None:
+        return found
+    order = torch.where(found.positions < 0, torch.iinfo(torch.int32).max, found.positions).argsort(-1, stable=True)
+    return found.pick(order)
+
+
+def _kept(layer: EquipLayer) -> Candidates:
+    keys, values = layer.held_now()
+    used = layer.used
+    stands = layer.standing() if layer.frames.two else None
+    flat = [None if tensor is None else tensor[..., :used] for tensor in (layer.attention, layer.gathering, layer.scores)]
+    # Positions are read again once padding has moved them.
+    return Candidates(keys, values, layer.slot_positions(), stands, *flat)
+
+
+def _joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
+    """Kept tokens, then new ones."""
+    count, rows = new.keys.shape[2], new.keys.shape[0]
+
+    def beside(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+        if one is None or other is None:
+            return None
+        heads = max(one.shape[1], other.shape[1])
+        return torch.cat([one.expand(rows, heads, -1), other.expand(rows, heads, -1)], -1)
+
+    def padded(one: torch.Tensor | None, fill: float) -> torch.Tensor | None:
+        return None if one is None else torch.nn.functional.pad(one, (0, count), value=fill)
+
+    positions = beside(layer.slot_positions().to(torch.int32), new.positions)
+    assert positions is not None
+    return Candidates(
+        torch.cat([old.keys, new.keys], 2),
+        torch.cat([old.values, new.values], 2),
+        positions,
+        beside(old.stands, new.stands),
+        padded(old.attention, 0.0),
+        padded(old.gathering, 0.0),
+        padded(old.scores, torch.nan),
+    )
+
+
+def _remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None, tokens: int) -> None:
+    """Adds a block's attention to what the policy observes."""
+    window = layer.policy.observes
+    if observed is None:
+        return
+    if window is None:
+        found.attention = observed if found.attention is None else found.attention + observed
+        return
+    if tokens < window and found.gathering is not None:
+        gathering = found.gathering + observed
+        layer.gathered += tokens
+        if layer.gathered < window:
+            found.gathering = gathering
+            return
+        observed = gathering
+    found.attention = observed
+    found.gathering = torch.zeros_like(observed) if window > 1 else None
+    layer.gathered = 0
+
+
+def prune(layer: EquipLayer, found: Candidates) -> Candidates:
+    """What stays of the candidates, in order of position, and the layer's scores of it.
+
+    Args:
+        layer: Told of the new tokens (`fed`, `first`), with its old slots.
+        found: Kept and new tokens.
+    """
+    count = int((found.positions >= 0).sum(-1).max())
+    scores = None
+    if not layer.policy.order_only:
+        tokens = Tokens(
+            found.keys,
+            found.values,
+            found.positions,
+            found.attention,
+            layer.fed,
+            layer.settings.sinks,
+            True,
+            0 if layer.first is None else layer.first,
+            found.scores,
+        )
+        scores = layer.policy.checked_score(tokens)
+    found.scores = scores
+    if count <= layer.slots:
+        return _first(found, count) if count < found.positions.shape[-1] else found
+    if scores is None:
+        scores = (found.positions - layer.fed).float()
+    keep = layer.policy.keep(scores, found.positions, layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
+    return found.pick(keep)
+
+
+def _first(found: Candidates, count: int) -> Candidates:
+    index = torch.arange(count, device=found.positions.device).expand(found.positions.shape[0], 1, -1)
+    return found.pick(index)

@@ -1,0 +1,246 @@
+"""One new token: the one that goes is overwritten, then the query attends to the slots."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask
+from hf_kvcaches.equip.frames import Pass, Turn, swap_pairs
+from hf_kvcaches.equip.policies import Tokens
+from hf_kvcaches.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from hf_kvcaches.equip.layer import Call, EquipLayer
+
+
+def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int | torch.Tensor:
+    """Writes one token a row into its slot, over the one that goes where there is no room, and returns the slot.
+
+    Args:
+        layer: Not empty.
+        keys: (batch, kv_heads, 1, head_dim), as the model rotated them.
+        values: Like `keys`.
+        running: The pass.
+
+    Returns:
+        The slot, where it is the same everywhere; else (batch, 1 or kv_heads, 1).
+    """
+    layer.rebase_if_due()
+    if layer.is_ring and running.valid is None:
+        slot = _turn_ring(layer)
+        layer.write(slot, *_arrived(layer, keys, values, running))
+        layer.fed += 1
+        return slot
+    layer.leave_ring()
+    if running.valid is not None:
+        layer.make_ragged()
+    return _insert_by_score(layer, keys, values, running)
+
+
+def _turn_ring(layer: EquipLayer) -> int:
+    """The slot for a token where the oldest one goes."""
+    if layer.filled < layer.slots:
+        layer.filled += 1
+        layer.reserve(layer.filled)
+        return layer.filled - 1
+    slot = layer.cursor
+    layer.cursor = slot + 1 if slot + 1 < layer.slots else layer.settings.sinks
+    layer.count_evicted(1)
+    return slot
+
+
+def _arrived(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+    """New keys in the rotation in which they are kept."""
+    frames = layer.frames
+    if frames.geometry is None:
+        return keys, values
+    if frames.unrotated:
+        turn = running.turn(frames.geometry, 0, still=True)
+    else:
+        turn = running.turn(frames.geometry, layer.place + layer.frame_offset)
+    return (keys if turn is None else turn(keys)), values
+
+
+def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int | torch.Tensor:
+    live = None if running.valid is None else running.valid[:, None]
+    layer.pass_over(running.valid, 1)
+    positions, near_start = layer.positions, layer.fed + 1 - layer.near
+    assert positions is not None
+    if layer.frames.two:
+        _promote(layer, positions == near_start - 1, running)
+    evicted: torch.Tensor | None
+    if layer.kept_rows is None and layer.filled < layer.slots:
+        slot: int | torch.Tensor = layer.filled
+        layer.filled += 1
+        layer.reserve(layer.filled)
+        evicted, index = None, torch.full((positions.shape[0], positions.shape[1], 1), layer.filled - 1, device=positions.device)
+    else:
+        index = slot = layer.policy.victim(
+            layer.victim_scores(),
+            positions,
+            sinks_end=layer.sinks_end,
+            recent_start=layer.fed + 1 - layer.recent,
+            full=layer.kept_rows is None,
+        )
+        evicted = positions.gather(2, index)
+    positions = layer.positions
+    if evicted is not None:
+        _close_gap(layer, evicted, index, near_start, live)
+    layer.count_insertion(evicted, live)
+    if live is not None:
+        keys, values = layer.mix_dead_rows(live, index, *_arrived(layer, keys, values, running))
+    else:
+        keys, values = _arrived(layer, keys, values, running)
+    layer.write(slot, keys, values)
+    assert positions is not None
+    new = torch.full_like(index, layer.fed, dtype=positions.dtype)
+    positions.scatter_(2, index, new if live is None else torch.where(live, new, positions.gather(2, index)))
+    if layer.ranks is not None:
+        place = layer.place if isinstance(layer.place, torch.Tensor) else torch.full_like(index, layer.place)
+        place = place.to(layer.ranks.dtype).expand_as(index)
+        layer.ranks.scatter_(2, index, place if live is None else torch.where(live, place, layer.ranks.gather(2, index)))
+    layer.fed += 1
+    return slot
+
+
+def _promote(layer: EquipLayer, leaving: torch.Tensor, running: Pass) -> None:
+    """Turns the token that leaves the recent ones from the near frame into the far one."""
+    offset = layer.frame_offset
+    if isinstance(offset, int):
+        if offset == 0:
+            return
+        turn = running.shared(("promote", id(layer.frames), offset), lambda: layer.frames.by(torch.tensor([-offset], device=leaving.device)))
+    else:
+        turn = layer.frames.by(-offset)
+    index = leaving.int().argmax(-1, keepdim=True)
+    keys = layer.keys_at(index)
+    layer.write_keys(index, torch.where(leaving.any(-1, keepdim=True)[..., None], turn(keys), keys))
+
+
+def _close_gap(layer: EquipLayer, evicted: torch.Tensor, index: torch.Tensor, near_start: int, live: torch.Tensor | None) -> None:
+    """Moves the far tokens behind the evicted one a place back."""
+    positions = layer.positions
+    assert positions is not None
+    if layer.frames.two:
+        behind = (positions > evicted) & (positions < near_start) & (evicted >= 0)
+        layer.turn_back(behind if live is None else behind & live)
+    elif layer.ranks is not None:
+        behind = (layer.ranks > layer.ranks.gather(2, index)) & (evicted >= 0)
+        layer.ranks.sub_((behind if live is None else behind & live).to(layer.ranks.dtype))
+
+
+def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one query a row over the slots: (batch, 1, heads, head_dim), and its weights where the policy observes them.
+
+    Args:
+        layer: With the new token in it.
+        query: (batch, heads, 1, head_dim), as the model rotated it.
+        call: What the model said.
+        running: The pass.
+    """
+    valid = None if layer.kept_rows is None else layer.positions >= 0  # type: ignore[operator]
+    given = _given(layer, call, running)
+    if given is not None:
+        valid = given if valid is None else valid & given
+    frames, place, offset = layer.frames, layer.place, layer.frame_offset
+    want = layer.policy.observes != 0
+    if call.bias is not None:
+        return _attend_with_bias(layer, query, call, running, valid)
+    far: int | torch.Tensor | None = None
+    far_query = None
+    ranks = None
+    if frames.geometry is not None and frames.two:
+        near = running.turn(frames.geometry, place + offset)
+        if isinstance(offset, torch.Tensor) or offset:
+            turn = running.turn(frames.geometry, place)
+            far_query = query if turn is None else turn(query)
+            far = layer.far_slots()
+            if isinstance(far, int) and far == 0:
+                far = far_query = None
+        query = query if near is None else near(query)
+    elif frames.geometry is not None:
+        turn = running.turn(frames.geometry, place)
+        query = query if turn is None else turn(query)
+        ranks = layer.slot_ranks(running)
+    return layer.attend_held(query, call, valid=valid, far=far, far_query=far_query, ranks=ranks, want_weights=want)
+
+
+def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor | None:
+    """What a mask of the caller's own says about the slots, (batch or 1, 1 or kv_heads, slots), or None where it says nothing."""
+    allowed = given_mask(call.mask, running)
+    if allowed is None:
+        return None
+    if allowed.shape[1] != 1:
+        raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")
+    held = layer.kept_positions()[:, :, : layer.used].clamp(min=0)
+    return allowed[:, :, 0].expand(held.shape[0], held.shape[1], -1).gather(-1, held)
+
+
+def _attend_with_bias(
+    layer: EquipLayer, query: torch.Tensor, call: Call, running: Pass, valid: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention with a bias by position, which is permuted as the slots are."""
+    keys, values = layer.near_keys(running), layer.held_now()[1]
+    assert call.bias is not None
+    held = layer.kept_positions()[:, :, : layer.used].clamp(min=0)
+    if layer.compact:
+        ranks = layer.slot_positions().argsort(-1).argsort(-1)
+        held = (ranks + call.bias.shape[-1] - layer.used).expand_as(held)
+    bias = call.bias.expand(query.shape[0], query.shape[1], -1, -1)
+    held = held.repeat_interleave(query.shape[1] // held.shape[1], 1)
+    bias = bias[:, :, -1:].gather(-1, held[:, :, None])
+    if layer.frames.geometry is not None:
+        target = layer.place + layer.frame_offset if layer.frames.two else layer.place
+        turn = running.turn(layer.frames.geometry, target)
+        query = query if turn is None else turn(query)
+    # Every slot comes "before" the query, whose own token is in one of them.
+    blank = torch.zeros_like(keys[:, :, :1])
+    visible = Visibility(valid, layer.used, torch.zeros(query.shape[0], 1, dtype=torch.bool, device=query.device))
+    output, weights = block_attention(
+        query,
+        torch.cat([keys, blank], 2),
+        torch.cat([values, torch.zeros_like(values[:, :, :1])], 2),
+        call.scaling,
+        visible,
+        softcap=call.softcap,
+        bias=torch.nn.functional.pad(bias, (0, 1)),
+        observers=torch.ones(1, 1, device=query.device) if layer.policy.observes != 0 else None,
+    )
+    assert output is not None
+    return output, None if weights is None else weights[..., :-1]
+
+
+def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.Tensor, running: Pass) -> None:
+    """Remembers what a query gave to each slot, and scores the slots anew.
+
+    Args:
+        layer: With the new token in it.
+        weights: (batch, kv_heads, slots in use), float32, or None where the policy doesn't look.
+        slot: Where the new token went.
+        running: The pass.
+    """
+    policy = layer.policy
+    if policy.order_only:
+        return
+    index = layer.slot_index(slot)
+    complete = True
+    if weights is not None:
+        if running.valid is not None:
+            weights = weights * running.valid[..., None]
+        complete = layer.add_attention(weights.detach(), index)
+    keys, values = layer.held_now()
+    assert layer.positions is not None
+    used = layer.used
+    tokens = Tokens(
+        keys,
+        values,
+        layer.positions[..., :used],
+        None if layer.attention is None else layer.attention[..., :used],
+        layer.fed,
+        layer.settings.sinks,
+        complete,
+        0 if layer.first is None else layer.first,
+    )
+    layer.set_scores(policy.rescore(layer.victim_scores()[..., :used], tokens, index))

@@ -1,0 +1,227 @@
+"""Where slots lie: one buffer a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_kvcaches.core.layers import TensorLayer
+from hf_kvcaches.equip.frames import Frames, swap_pairs
+from hf_kvcaches.kernels import slots as kernels
+
+
+class SlotStorage(TensorLayer):
+    """Reads and writes slots; knows nothing of who belongs there.
+
+    A slot is an int where it is the same for all rows and heads, else (batch, 1 or kv_heads, 1).
+
+    Attributes:
+        frames: How keys are rotated. With `"rotated_keys"` the other half of the rotation is kept too.
+        slots: How many there may be.
+        backend: Of the kernels.
+    """
+
+    frames: Frames
+    slots: int
+    backend: str
+    swapped: torch.Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """How many slots there are by now."""
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def install(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes these the first slots, and all others empty.
+
+        Args:
+            keys: (batch, kv_heads, slots in use, head_dim).
+            values: Like `keys`.
+        """
+        self.keys = self.values = None
+        self.swapped = None
+        room = self._room(keys.shape[2])
+        self.keys, self.values = _extended(keys, room), _extended(values, room)
+        if self.frames.scheme == "rotated_keys":
+            self.swapped = _extended(self._swap(keys), room)
+
+    def reserve(self, used: int) -> None:
+        """Makes room for a number of slots.
+
+        Args:
+            used: At most `slots`.
+        """
+        if used <= self.capacity:
+            return
+        room = self._room(used)
+        for name in ("keys", "values", "swapped"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, _extended(held, room))
+
+    def _room(self, used: int) -> int:
+        # A budget may be far more than is ever needed; half as many again each time copies a token three times at most.
+        return min(self.slots, max(64, used + used // 2))
+
+    def own(self, needs_graph: bool) -> None:
+        """Makes sure that slots may be written in place: not where a graph or inference mode holds on to them.
+
+        Args:
+            needs_graph: Whether gradients are wanted.
+        """
+        if self.keys is None:
+            return
+        if needs_graph or (self.keys.is_inference() and not torch.is_inference_mode_enabled()):
+            for name in self.row_tensors:
+                tensor = getattr(self, name)
+                if tensor is not None:
+                    setattr(self, name, tensor.clone())
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that belongs to the sequence, as it is now."""
+        tensors = {name: getattr(self, name) for name in self.row_tensors}
+        copies = {name: None if tensor is None else tensor.clone() for name, tensor in tensors.items()}
+        return copies | {name: getattr(self, name) for name in self.counters} | {"is_initialized": self.is_initialized}
+
+    def restore(self, before: dict[str, Any]) -> None:
+        """Goes back to a snapshot.
+
+        Args:
+            before: The snapshot; used up.
+        """
+        for name, value in before.items():
+            setattr(self, name, value)
+
+    def held(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the first slots, as they are kept.
+
+        Args:
+            used: How many.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[:, :, :used], self.values[:, :, :used]
+
+    def held_swapped(self, used: int) -> torch.Tensor:
+        """The keys with the dimensions of each pair exchanged: kept, as in the paper.
+
+        Args:
+            used: How many slots.
+        """
+        assert self.swapped is not None
+        return self.swapped[:, :, :used]
+
+    def write(self, slot: int | torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites one slot a row and head.
+
+        Args:
+            slot: Which.
+            keys: (batch, kv_heads, 1, head_dim).
+            values: Like `keys`.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        if isinstance(slot, int):
+            self.keys.narrow(2, slot, 1).copy_(keys)
+            self.values.narrow(2, slot, 1).copy_(values)
+            if self.swapped is not None:
+                self.swapped.narrow(2, slot, 1).copy_(self._swap(keys))
+            return
+        kernels.write_slots(self.keys, self.values, slot, keys, values, backend=self.backend)
+        if self.swapped is not None:
+            index = slot[..., None].expand(*keys.shape[:2], 1, self.swapped.shape[-1])
+            self.swapped.scatter_(2, index, self._swap(keys))
+
+    def keys_at(self, index: torch.Tensor) -> torch.Tensor:
+        """The keys in one slot a row and head, (batch, kv_heads, 1, head_dim).
+
+        Args:
+            index: (batch, 1 or kv_heads, 1).
+        """
+        assert self.keys is not None
+        return _at(self.keys, index)
+
+    def values_at(self, index: torch.Tensor) -> torch.Tensor:
+        """The values in one slot a row and head.
+
+        Args:
+            index: (batch, 1 or kv_heads, 1).
+        """
+        assert self.values is not None
+        return _at(self.values, index)
+
+    def write_keys(self, index: torch.Tensor, keys: torch.Tensor) -> None:
+        """Overwrites the keys of one slot a row and head.
+
+        Args:
+            index: (batch, 1 or kv_heads, 1).
+            keys: (batch, kv_heads, 1, head_dim).
+        """
+        assert self.keys is not None
+        self.keys.scatter_(2, index[..., None].expand_as(keys), keys)
+
+    def turn_back(self, which: torch.Tensor) -> None:
+        """Turns keys back by one position.
+
+        Args:
+            which: True for those, (batch, 1 or kv_heads, slots).
+        """
+        assert self.keys is not None
+        used = which.shape[-1]
+        row, head, slot = which.expand(self.keys.shape[0], self.keys.shape[1], used).nonzero(as_tuple=True)
+        if row.numel():
+            keys = self.keys[row, head, slot]
+            self.keys[row, head, slot] = self.frames.back(keys.device)(keys[None, None])[0, 0]
+
+    def replace_keys(self, keys: torch.Tensor) -> None:
+        """Overwrites the keys of the first slots.
+
+        Args:
+            keys: (batch, kv_heads, slots, head_dim).
+        """
+        assert self.keys is not None
+        self.keys[:, :, : keys.shape[2]] = keys
+
+    def attend_slots(
+        self, query: torch.Tensor, used: int, scaling: float, *, ranks: torch.Tensor | None, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of one query a row over the first slots.
+
+        Args:
+            query: (batch, heads, 1, head_dim).
+            used: How many slots.
+            scaling: Of the scores.
+            ranks: To which position to rotate each key, (batch or 1, 1 or kv_heads, slots); None for keys that are rotated.
+            **options: Of `kernels.slots.slot_attention`.
+        """
+        keys, values = self.held(used)
+        turn = None
+        if ranks is not None:
+            table = self.frames.table(self.slots, query.device)
+            if self.swapped is None:
+                turn = kernels.Turn(ranks, *table.halves(), table.layout)
+            else:
+                rotary = table.cos.shape[-1]
+                turned = torch.addcmul(keys[..., :rotary] * table.cos[ranks], self.held_swapped(used), table.sin[ranks]).to(keys.dtype)
+                keys = turned if rotary == keys.shape[-1] else torch.cat([turned, keys[..., rotary:]], -1)
+        return kernels.slot_attention(query, keys, values, scaling, turn=turn, backend=self.backend, **options)
+
+    def _swap(self, keys: torch.Tensor) -> torch.Tensor:
+        geometry = self.frames.geometry
+        assert geometry is not None
+        return swap_pairs(keys[..., : geometry.rotary_dim], geometry.layout)
+
+
+def _extended(tensor: torch.Tensor, slots: int) -> torch.Tensor:
+    """A buffer that begins with a tensor's slots; the others are zeros, because what is masked is still multiplied by zero."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        return torch.nn.functional.pad(tensor, (0, 0, 0, slots - tensor.shape[2]))
+    buffer = tensor.new_zeros((*tensor.shape[:2], slots, tensor.shape[-1]))
+    buffer[:, :, : tensor.shape[2]] = tensor
+    return buffer
+
+
+def _at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    batch, heads, _, width = tensor.shape
+    return tensor.gather(2, index[..., None].expand(batch, heads, 1, width))
