@@ -35,7 +35,7 @@ OPTIONS = {
     "softcap": st.sampled_from([None, 2.0]),
     "want_weights": st.booleans(),
 }
-FEW = settings(max_examples=15, deadline=None, derandomize=True)
+FEW = settings(max_examples=10, deadline=None, derandomize=True)
 
 
 def moved(value: Any) -> Any:
