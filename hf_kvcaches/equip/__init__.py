@@ -1,0 +1,1 @@
+"""EquipCache: token pruning as replacement in place."""

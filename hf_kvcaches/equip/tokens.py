@@ -1,0 +1,65 @@
+"""What a policy looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvcaches.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a policy looks at. Slots come in any order; after a block they are in order of position.
+
+    Args:
+        keys: (batch, kv_heads, slots, head_dim), as they are in the cache.
+        values: (batch, kv_heads, slots, value_dim).
+        positions: (batch, 1 or kv_heads, slots), integers: the index of a slot's token among the tokens seen; -1: empty slot.
+        attention: (batch, kv_heads, slots), float32: the sum of what the observed queries gave to each slot since its token came, as
+            the mean over the query heads of a group; None where nothing observes.
+        seen: Tokens fed in so far, padding included.
+        sinks: How many of a row's first tokens are always kept.
+        complete: Whether `attention` has just got a complete window of observed queries; always so after a block.
+        first: The position of each row's first real token, (batch,), or one number for all rows.
+        scores: (batch, 1 or kv_heads, slots), what the policy said before about tokens that were kept; NaN for new ones. None in the
+            first block.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    attention: torch.Tensor | None
+    seen: int
+    sinks: int
+    complete: bool = True
+    first: torch.Tensor | int = 0
+    scores: torch.Tensor | None = None
+
+    @property
+    def observed(self) -> torch.Tensor:
+        """`attention`, or an error that says how to get it."""
+        if self.attention is None:
+            raise UnsupportedError(
+                "This policy scores by attention, and the model didn't ask the cache's. Build the cache with the model instead of its "
+                "config, or call hf_kvcaches.enable(model) first."
+            )
+        return self.attention
+
+    def row_index(self) -> torch.Tensor:
+        """Like `positions`, counted from each row's first real token; below 0 for empty slots."""
+        first = self.first.view(-1, 1, 1) if isinstance(self.first, torch.Tensor) else self.first
+        return torch.where(self.positions < 0, -1, self.positions - first)
+
+
+def newest_from(positions: torch.Tensor, recent: int) -> torch.Tensor:
+    """The position from which on the newest `recent` tokens stand, (batch, 1 or kv_heads, 1); 0 where there are not so many.
+
+    Args:
+        positions: (batch, 1 or kv_heads, slots), -1 for empty slots.
+        recent: How many tokens.
+    """
+    if recent == 0:
+        return positions.amax(-1, keepdim=True) + 1
+    return positions.topk(min(recent, positions.shape[-1]), dim=-1).values[..., -1:].clamp(min=0)
