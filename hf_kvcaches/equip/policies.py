@@ -22,7 +22,7 @@ from hf_kvcaches.equip._scoring import lag_ranks, lots
 from hf_kvcaches.equip.tokens import Tokens, newest_from
 from hf_kvcaches.errors import ConfigError
 
-_LOWEST = torch.finfo(torch.float32).min
+_HIGHEST = torch.finfo(torch.float32).max
 
 
 class Policy(ABC):
@@ -88,7 +88,7 @@ class Policy(ABC):
     def protect(
         self, scores: torch.Tensor, positions: torch.Tensor, *, sinks_end: torch.Tensor | int, recent_start: torch.Tensor | int
     ) -> torch.Tensor:
-        """Scores with +inf for sinks and recent tokens and -inf for empty slots, and above it for every token.
+        """Scores with +inf for sinks and recent tokens, -inf for empty slots, and finite for all others.
 
         Args:
             scores: (batch, 1 or kv_heads, slots).
@@ -96,7 +96,7 @@ class Policy(ABC):
             sinks_end: Tokens at positions before it are sinks; broadcast to `positions`.
             recent_start: Tokens from it on are recent; broadcast to `positions`.
         """
-        worth = scores.float().nan_to_num(nan=_LOWEST, posinf=torch.inf, neginf=_LOWEST)
+        worth = scores.float().nan_to_num(nan=-_HIGHEST, posinf=_HIGHEST, neginf=-_HIGHEST)
         worth = torch.where((positions < sinks_end) | (positions >= recent_start), torch.inf, worth)
         return torch.where(positions < 0, -torch.inf, worth)
 
@@ -105,8 +105,7 @@ class Policy(ABC):
     ) -> torch.Tensor:
         """After a block: the slots to keep, ascending, (batch, 1 or kv_heads, min(budget, slots)).
 
-        A row with fewer tokens keeps all, and some of its empty slots. Equal scores fall as `topk` lets them, as in kvpress. Where more
-        than `budget` slots are infinitely worth, the oldest that are not protected go.
+        Of equal scores the oldest goes, where slots are in order of position. A row with fewer tokens keeps all, and some empty slots.
 
         Args:
             scores: (batch, 1 or kv_heads, slots).
@@ -117,20 +116,13 @@ class Policy(ABC):
         """
         start = newest_from(positions, max(recent, self.always_recent))
         worth = self.protect(scores, positions, sinks_end=sinks_end, recent_start=start)
-        endless = worth == torch.inf
-        by_age = torch.where((positions < sinks_end) | (positions >= start), torch.inf, positions.float())
-        by_age = torch.where(endless, by_age, -torch.inf)
-        worth = torch.where(endless.sum(-1, keepdim=True) > budget, by_age, worth)
-        return worth.topk(min(budget, worth.shape[-1]), dim=-1).indices.sort(-1).values
+        # Backwards and stable, so that of equal scores the newest come first. Where `topk` would stop among them depends on the
+        # padding and the device.
+        best = worth.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :budget]
+        return (worth.shape[-1] - 1 - best).sort(dim=-1).values
 
     def victim(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        sinks_end: torch.Tensor | int,
-        recent_start: torch.Tensor | int,
-        full: bool = True,
+        self, scores: torch.Tensor, positions: torch.Tensor, *, sinks_end: torch.Tensor | int, recent_start: torch.Tensor | int
     ) -> torch.Tensor:
         """Before a decoding step: the slot to write the new token to, (batch, 1 or kv_heads, 1).
 
@@ -141,18 +133,16 @@ class Policy(ABC):
             positions: (batch, 1 or kv_heads, slots).
             sinks_end: As in `protect`.
             recent_start: As in `protect`. The token to come is the newest one, so the newest `recent - 1` of these.
-            full: Whether no row has an empty slot, which spares looking for one.
         """
         held = (positions < sinks_end) | (positions >= recent_start)
         lowest = torch.where(held, torch.inf, scores).amin(-1, keepdim=True)
         # Also right where all scores are infinite, and where one is NaN: then the oldest goes.
         held = held | (scores > lowest)
-        if not full:
-            held = held & (positions >= 0)
-        return torch.where(held, torch.iinfo(positions.dtype).max, positions).argmin(-1, keepdim=True)
+        # Makes the held ones the youngest, but leaves the -1 of empty slots; four times faster than torch.where on a CPU.
+        return (positions | held.to(positions.dtype) * torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
 
     def settings(self) -> dict[str, Any]:
-        """The policy as plain values for JSON; `from_settings` builds it again."""
+        """The policy as plain values for JSON; `policy_from_settings` builds it again."""
         parameters: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
         return {"policy": self.name or type(self).__name__, **parameters}
 
