@@ -68,16 +68,15 @@ def _information(states: torch.Tensor, source: torch.Tensor, size: int) -> torch
 
 
 def lots(positions: torch.Tensor, seed: int) -> torch.Tensor:
-    """Numbers in [0, 1) that look random and depend on seed, row, head and position only, (batch, kv_heads, slots).
+    """Numbers in [0, 1) that look random and depend on seed, head and position only, (batch, kv_heads, slots).
 
     Args:
         positions: (batch, kv_heads, slots).
         seed: Not negative.
     """
-    rows = torch.arange(positions.shape[0], device=positions.device)[:, None, None]
     heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
-    mixed = torch.full_like(rows, seed % 2**31)
-    for part in (rows, heads, positions.long()):
+    mixed = torch.full_like(heads, seed % 2**31)
+    for part in (heads, positions.long()):
         mixed = (mixed * 0x9E3779B1 + part) & 0xFFFFFFFF
         # Multiplications wrap around at 64 bits, and the mask leaves what counts.
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

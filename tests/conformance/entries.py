@@ -57,7 +57,7 @@ EQUIP: list[tuple[str, Any, dict[str, Any]]] = [
     ("h2o", "h2o", {}),
     ("tova", "tova", {}),
     ("snapkv", SnapKVPolicy(window=3, kernel_size=3), {}),
-    ("lagkv", LagKVPolicy(lag_size=2), {}),
+    ("lagkv", LagKVPolicy(lag_size=3), {}),
     ("knorm", "knorm", {}),
     ("random", "random", {}),
 ]
