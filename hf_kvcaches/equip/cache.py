@@ -9,9 +9,10 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches.compat import layer_plan
+from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.budgets import check_budget, resolve_budgets
 from hf_kvcaches.equip.frames import Frames, Passes
 from hf_kvcaches.equip.layer import EquipLayer, Settings
@@ -77,7 +78,7 @@ class EquipCache(KVCache):
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
-            self._budgets = resolve_budgets(self._budget, len(layer_plan(self.config)))
+            self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
@@ -111,6 +112,37 @@ class EquipCache(KVCache):
             layer_idx: A layer with full attention.
         """
         return self._own(layer_idx).kept_positions()
+
+    def evict(self, positions: Sequence[int] | torch.Tensor) -> None:
+        """Forgets tokens in all layers, rows and heads that still have them; others keep their positions among the tokens seen.
+
+        Their slots are free for what comes next. With compact positions the gap closes.
+
+        Args:
+            positions: Indices among the tokens seen.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+        if len(layers) < len(self.layers):
+            raise UnsupportedError("evict: this model has layers that keep their own window or state, and they can't forget tokens.")
+        editing.evict(self, layers, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
+
+    def edit(self, model: Any, start: int, stop: int, new_ids: Sequence[int] | torch.Tensor) -> None:
+        """Replaces tokens of a text that is in the cache: the new ones are computed, what follows is only moved.
+
+        What follows keeps the keys and values that it had with the old text before it. If anything fails, the cache is as it was.
+
+        Args:
+            model: The model, or a wrapper of it.
+            start: The first position to replace, among the tokens seen.
+            stop: The one after the last; `start` to insert only.
+            new_ids: Token ids, (tokens,) or (rows, tokens); none to delete only.
+        """
+        ids = torch.as_tensor(new_ids, dtype=torch.long)
+        if ids.ndim not in (1, 2):
+            raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
+        layers = [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+        device = compat.base_model(model).device
+        editing.edit(self, model, layers, start, stop, ids.reshape(1, -1).to(device) if ids.ndim == 1 else ids.to(device))
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()

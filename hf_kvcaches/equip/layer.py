@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, is_enabled
-from hf_kvcaches.equip import pruning, steps
+from hf_kvcaches.equip import editing, pruning, steps
 from hf_kvcaches.equip.budgets import check_budget, slots_for
 from hf_kvcaches.equip.frames import Frames, Pass, Passes
 from hf_kvcaches.equip.policies import Policy
@@ -143,6 +143,7 @@ class EquipLayer(SlotStorage):
         self.settings, self.frames, self.passes, self.config = settings, frames, passes, config
         self.backend = settings.backend
         self.recording: Recording | None = None
+        self.inserting: editing.Insertion | None = None
         self.fed = self.slots = self.recent = self.filled = self.offset = self.cursor = self.gathered = 0
 
     # What the layer holds
@@ -159,7 +160,8 @@ class EquipLayer(SlotStorage):
     @property
     def near(self) -> int:
         """How many of the newest tokens stand in the near frame: those that can't go, and the new one."""
-        return max(1, self.recent)
+        # Where the oldest goes, all but the sinks are the newest.
+        return max(1, self.slots - self.settings.sinks if self.policy.order_only else self.recent)
 
     @property
     def sinks_end(self) -> int | torch.Tensor:
@@ -279,6 +281,8 @@ class EquipLayer(SlotStorage):
         call.check()
         tokens = keys.shape[-2]
         running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
+        if self.inserting is not None:
+            return editing.insert_block(self, query, keys, values, call, running)
         block = self._block_length(tokens)
         if self.recording is not None:
             self.recording.note(self, running, query, keys, values, call, block)
@@ -366,6 +370,10 @@ class EquipLayer(SlotStorage):
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map_rows(function)
+        self.forget_recording()
+
+    def forget_recording(self) -> None:
+        """Makes final what came."""
         if self.recording is not None:
             self.recording.clear()
 
@@ -522,6 +530,24 @@ class EquipLayer(SlotStorage):
             return min(self.settings.sinks, self.used)
         assert self.positions is not None
         return self.positions[..., : self.used] < self.fed - self.near
+
+    def placed_keys(self, running: Pass) -> torch.Tensor:
+        """The keys in use, each at its place within the cache where positions are counted there.
+
+        Args:
+            running: The pass.
+        """
+        if not self.frames.two:
+            return self.near_keys(running)
+        held = self.slot_positions()
+        delta = torch.where(held < 0, 0, _ranks(held) - self.standing())
+        return self.frames.by(delta)(self.held_now()[0])
+
+    @property
+    def rows(self) -> int:
+        """The batch."""
+        keys, _ = self.held_now()
+        return keys.shape[0]
 
     def standing(self) -> torch.Tensor:
         """The position to which each slot's key is rotated, (batch, 1 or kv_heads, slots in use)."""
@@ -689,7 +715,8 @@ class EquipLayer(SlotStorage):
             self.reserve(self.slots)
             return
         self.cursor = self.settings.sinks
-        if self.policy.order_only:
+        # Before a ring is full, its first tokens would have to change their frame; where there is but one it does not matter.
+        if self.policy.order_only and (self.filled == self.slots or (self.offset == 0 and self.offset_rows is None)):
             positions, self.positions = self.positions, None
             if not torch.equal(positions.long(), self.slot_positions().expand_as(positions).long()):
                 self.positions = positions

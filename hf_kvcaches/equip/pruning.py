@@ -204,20 +204,32 @@ def candidates(
             steps = torch.arange(tokens, device=keys.device)
             stands = target if isinstance(target, torch.Tensor) else (steps + target)[None, None]
             stands = stands.expand(batch, -1, tokens)
-    old = _kept(layer) if layer.used else None
+    old = kept_candidates(layer) if layer.used else None
     places = layer.pass_over(running.valid, tokens).expand(batch, 1, tokens)
     found = Candidates(keys, values, places.to(torch.int32), stands, None, None, None)
     if old is not None:
-        found = _joined(layer, old, found)
-    _remember(layer, found, observed, tokens)
+        found = joined(layer, old, found)
+    remember(layer, found, observed, tokens)
     layer.fed += tokens
-    if running.valid is None and old is None:
-        return found
+    return found if running.valid is None and old is None else in_order(found)
+
+
+def in_order(found: Candidates) -> Candidates:
+    """Candidates in order of position, what is empty last.
+
+    Args:
+        found: In any order.
+    """
     order = torch.where(found.positions < 0, torch.iinfo(torch.int32).max, found.positions).argsort(stable=True, dim=-1)
     return found.pick(order)
 
 
-def _kept(layer: EquipLayer) -> Candidates:
+def kept_candidates(layer: EquipLayer) -> Candidates:
+    """What the layer holds, slot by slot.
+
+    Args:
+        layer: Not empty.
+    """
     keys, values = layer.held_now()
     used = layer.used
     stands = layer.standing() if layer.frames.two else None
@@ -226,8 +238,14 @@ def _kept(layer: EquipLayer) -> Candidates:
     return Candidates(keys, values, layer.slot_positions(), stands, *flat)
 
 
-def _joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
-    """Kept tokens, then new ones."""
+def joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
+    """Kept tokens, then new ones.
+
+    Args:
+        layer: It knows whose the kept ones are by now.
+        old: The kept ones.
+        new: The new ones.
+    """
     count, rows = new.keys.shape[2], new.keys.shape[0]
 
     def beside(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
@@ -252,8 +270,15 @@ def _joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
     )
 
 
-def _remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None, tokens: int) -> None:
-    """Adds a block's attention to what the policy observes."""
+def remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None, tokens: int) -> None:
+    """Adds a block's attention to what the policy observes.
+
+    Args:
+        layer: It counts the observed queries.
+        found: Kept tokens, then new ones.
+        observed: What they got, (batch, kv_heads, slots + tokens), or None.
+        tokens: New ones.
+    """
     window = layer.policy.observes
     if observed is None:
         return
@@ -296,13 +321,19 @@ def prune(layer: EquipLayer, found: Candidates) -> Candidates:
         scores = layer.policy.checked_score(tokens)
     found.scores = scores
     if count <= layer.slots:
-        return _first(found, count) if count < found.positions.shape[-1] else found
+        return first_of(found, count) if count < found.positions.shape[-1] else found
     if scores is None:
         scores = (found.positions - layer.fed).float()
     keep = layer.policy.keep(scores, found.positions, layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
     return found.pick(keep)
 
 
-def _first(found: Candidates, count: int) -> Candidates:
+def first_of(found: Candidates, count: int) -> Candidates:
+    """The first candidates.
+
+    Args:
+        found: In order.
+        count: How many.
+    """
     index = torch.arange(count, device=found.positions.device).expand(found.positions.shape[0], 1, -1)
     return found.pick(index)
