@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -125,7 +125,7 @@ class EquipLayer(SlotStorage):
         "offset_rows",
         "padding",
     )
-    counters = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "gathered")
+    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "gathered")
     is_croppable = True
     swapped: torch.Tensor | None = None
     positions: torch.Tensor | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -237,7 +237,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
     The pages for new tokens are taken before anything is changed, by the first layer of a forward pass for all layers that follow.
     """
 
-    counters = (*EquipLayer.counters, "room")
+    counters: ClassVar[tuple[str, ...]] = (*EquipLayer.counters, "room")
 
     def __init__(self, settings: Settings, frames: Frames, passes: Passes, config: Any, book: PageBook) -> None:
         super().__init__(settings, frames, passes, config)

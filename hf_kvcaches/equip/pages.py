@@ -281,9 +281,9 @@ class PageBook:
         counts = iter(lacking)
         for pages, slots in wanted:
             pages.rows.extend([] for _ in range(len(slots) - len(pages.rows)))
-            for row in pages.rows:
-                if count := next(counts):
-                    row.extend(next(fresh) for _ in range(count))
+            for held_pages, more in zip(pages.rows, counts, strict=False):
+                if more:
+                    held_pages.extend(next(fresh) for _ in range(more))
                     pages._table = None
 
     def trim(self, pages: LayerPages) -> None:
