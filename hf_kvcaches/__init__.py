@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         FingerprintMismatch,
         KVCacheError,
         MissingDependencyError,
+        PoolExhausted,
         UnsupportedError,
     )
 
@@ -41,6 +42,7 @@ _HOMES = {
     "FingerprintMismatch": "errors",
     "ArtifactError": "errors",
     "MissingDependencyError": "errors",
+    "PoolExhausted": "errors",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "KVLayer",
     "MissingDependencyError",
     "ModelFingerprint",
+    "PoolExhausted",
     "RotaryGeometry",
     "UnsupportedError",
     "VerifyReport",
