@@ -1,14 +1,14 @@
 """What pruning costs in quality: perplexity far beyond the trained window, and facts recalled from documents, by policy and budget.
 
-    python scripts/eval_equip.py [--model FOLDER_OR_HUB_ID] [--text FILE] [--csv docs/benchmarks/equip-quality.csv] [--plot ...png]
+    python scripts/eval_equip.py [--model FOLDER_OR_HUB_ID] [--text FILE] [--csv FILE] [--plot FILE]
 
-**Perplexity**: rows of text are fed in from their beginning, one token at a time (`--chunk` for more), and the loss is averaged over spans of
-the position in the text: up to half of the trained window, up to the whole, up to twice and so on. The full cache goes along for
-`--full` tokens: beyond the trained window it shows why pruning is wanted even where memory is not.
+**Perplexity**: rows of text are fed in from their beginning, one token at a time (`--chunk` for more), and the loss is averaged over
+spans of the position in the text: up to half of the trained window, up to the whole, up to twice and so on. The full cache goes along
+for `--full` tokens: beyond the trained window it shows why pruning is wanted even where there is memory.
 
-**Recall**: a generated document is read and pruned to a share of its tokens; then each of its questions is asked from there, and an answer
-counts if each of its tokens is the most likely one. With `--ask within` the question is part of what is read before pruning, but for its last
-token: what is pruned then may depend on what is asked.
+**Recall**: a generated document is read and pruned to a share of its tokens; then each of its questions is asked from there, and an
+answer counts if each of its tokens is the most likely one. With `--ask within` the question is part of what is read before pruning,
+but for its last token: what is pruned then may depend on what is asked.
 """
 
 from __future__ import annotations
