@@ -32,7 +32,7 @@ class Decoded:
 
     @property
     def floor(self) -> str:
-        """The faster of the two."""
+        """The fastest way to attend to keys and values that never change."""
         return min((name for name in FLOORS if name in self.sides), key=lambda name: float(self.sides[name]["step_ms"]))
 
     @property

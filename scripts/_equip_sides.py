@@ -15,8 +15,10 @@ import torch
 from _common import synchronize
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from hf_kvcaches.core.attention import LayerView
 from hf_kvcaches.equip.cache import EquipCache
-from tests.reference.baselines import FrozenKV, GatherAppendH2O, RerotateAllStreaming, ShiftAppendStreaming
+from hf_kvcaches.kernels.slots import slot_attention
+from tests.reference.baselines import FrozenKV, FrozenLayer, GatherAppendH2O, RerotateAllStreaming, ShiftAppendStreaming
 
 OURS = "EquipCache"
 FULL = "DynamicCache"
@@ -25,7 +27,7 @@ PUBLISHED = "re-rotate all (published formula)"
 FUSED = "re-rotate all (fused)"
 SHIFT = "shift and append, no rotation"
 GATHER = "gather and append"
-FLOORS = ("floor, sdpa", "floor, dense")
+FLOORS = ("floor, sdpa", "floor, dense", "floor, slots")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}  # of a logit; the logits are of the order of 1
 FULL_TEXT = 2  # how many times the budget the full cache holds
 SINKS = 4
@@ -92,6 +94,33 @@ class Models:
         return cls(plain, copy.deepcopy(plain, shared))
 
 
+class FrozenSlotsView(LayerView):
+    """Attention over buffers that never change, by the kernel that our own cache uses."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def attend(self, module: Any, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return slot_attention(query, self.keys, self.values, kwargs["scaling"])[0], None
+
+
+class FrozenSlotsLayer(FrozenLayer):
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        first = not self.seen
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        if first:
+            return keys, values
+        view = FrozenSlotsView(keys, values)
+        return view, view
+
+
+class FrozenSlots(FrozenKV):
+    """As `FrozenKV`: whichever way to attend is fastest is the floor."""
+
+    needs_attention = True
+    layer_class = FrozenSlotsLayer
+
+
 def competitors(cell: Cell, models: Models) -> dict[str, tuple[LlamaForCausalLM, Cache]]:
     """Each side's model and empty cache. What returns plain tensors gets the model with its own attention."""
     plain, switched = models.plain, models.switched
@@ -112,6 +141,7 @@ def competitors(cell: Cell, models: Models) -> dict[str, tuple[LlamaForCausalLM,
     sides |= {
         FLOORS[0]: (plain, FrozenKV(plain.config, slots=cell.budget)),
         FLOORS[1]: (switched, FrozenKV(switched, slots=cell.budget, dense=True)),
+        FLOORS[2]: (switched, FrozenSlots(switched, slots=cell.budget)),
     }
     return sides
 
@@ -120,7 +150,7 @@ def bytes_needed(cell: Cell, shape: Shape) -> int:
     """A generous estimate of what all sides of a cell hold at once, in bytes."""
     item = 4 if cell.dtype == "float32" else 2
     one = 2 * cell.batch * shape.kv_heads(cell.kv) * cell.budget * shape.head_dim * item * shape.layers
-    caches = FULL_TEXT + 7.5 if cell.policy == "streaming" else 4.0
+    caches = FULL_TEXT + 8.5 if cell.policy == "streaming" else 5.0
     return int(one * (caches + 1)) + 4 * one // shape.layers
 
 

@@ -5,8 +5,8 @@
 Before anything is timed, logits are compared: with slow references on a tiny model, with the baselines on the benchmark's own model, and
 in each cell between all sides that must agree. All sides of a cell are filled, and decode greedily in turns in one process: the median over
 rounds of the time per token is what is called end to end, and every ratio is taken within a round. The floor is the same forward
-pass over keys and values that never change (the faster of two ways to attend). The full cache holds the text that the others have pruned
-to half. Weights are random and the vocabulary is small: the smaller the model around the cache, the larger the ratios.
+pass over keys and values that never change, by the fastest of three ways to attend. The full cache holds the text that the
+others have pruned to half. Weights are random and the vocabulary is small: the smaller the model around the cache, the larger the ratios.
 
 Every cell is added to the CSV when it is done; the same command goes on with the cells that are missing. Delete the file to measure anew.
 """
@@ -50,6 +50,9 @@ class Size:
     steps: int = 3
     heavy: float = 16_000
     """Rows x slots, beyond which a round is a single step."""
+    window: int = 64
+    """Budget for the text of millions of tokens, of which three times as many are read."""
+    quick: bool = False
 
 
 PRESETS = {
@@ -57,7 +60,9 @@ PRESETS = {
     # The width of a 7B model. Each of its layers does the same work, so a few show what all cost.
     "gpu": Size(Shape(4096, 8, 32, 11008, 32000), rounds=7, steps=16, heavy=float("inf")),
 }
-QUICK = Size(Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), rounds=2, steps=2)
+QUICK = Size(
+    Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), rounds=2, steps=2, window=16, quick=True
+)
 
 FIELDS = (
     "hidden layers heads kv_heads head_dim measure policy positions dtype kv batch budget side tokens rounds steps round_ms round_q1_ms "
@@ -137,8 +142,8 @@ class Run:
             jobs.append((f"memory {cell}", {"measure": "memory", **asdict(cell)}, self._memory_job(cell)))
             if positions == "compact":
                 jobs.append((f"long text {cell}", {"measure": "flat", **asdict(cell)}, self._flat_job(cell)))
-        point = {"measure": "far", "policy": "streaming", "positions": "compact", "dtype": "float32", "budget": 64}
-        jobs.append(("four million tokens", point, lambda: [far_away(self.device, 64)]))
+        point = {"measure": "far", "policy": "streaming", "positions": "compact", "dtype": "float32", "budget": size.window}
+        jobs.append(("four million tokens", point, lambda: [far_away(self.device, size.window)]))
         jobs += [(str(cell), {"measure": "decode", **asdict(cell)}, self._decode_job(cell)) for cell in self.grid()]
         return jobs
 
@@ -171,7 +176,7 @@ class Run:
         todo = [job for job in self.jobs() if not self.table.has(job[1])]
         if not todo:
             return
-        print("\n".join(prove(self.size.shape, self.device)))
+        print("\n".join(prove(self.size.shape, self.device, quick=self.size.quick)))
         with tqdm(todo, unit="cell") as progress:
             for name, point, work in progress:
                 progress.set_description(name)
@@ -191,7 +196,8 @@ def chosen_size(args: argparse.Namespace) -> Size:
     shape = replace(size.shape, **changes)
     if shape.hidden % shape.heads or shape.head_dim % 2:
         raise ConfigError.of("--hidden", f"a multiple of 2 x {shape.heads} heads", shape.hidden)
-    return replace(size, shape=shape)
+    parts = {name: tuple(value) for name in ("batches", "budgets", "kv", "dtypes") if (value := getattr(args, name)) is not None}
+    return replace(size, shape=shape, **parts)
 
 
 def main() -> None:
@@ -200,6 +206,10 @@ def main() -> None:
     parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes for a CPU or a GPU; default: those for the device")
     for name in ("hidden", "layers", "heads", "intermediate"):
         parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
+    parser.add_argument("--batches", nargs="+", type=int, help="only these")
+    parser.add_argument("--budgets", nargs="+", type=int, help="only these")
+    parser.add_argument("--kv", nargs="+", choices=("mha", "gqa"), help="only these: multi-head, or four query heads to a key head")
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="only these")
     parser.add_argument("--csv", type=Path, help="write every number here, cell by cell, and go on where the file ends")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
     parser.add_argument("--quick", action="store_true", help="a tiny grid, to see that everything runs; its numbers mean nothing")

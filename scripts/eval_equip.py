@@ -77,15 +77,15 @@ def load(name: str, device: torch.device) -> tuple[Any, Any]:
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
-def read_texts(tokenizer: Any, path: Path, rows: int, tokens: int, window: int) -> Texts:
+def read_texts(tokenizer: Any, path: Path, rows: int, tokens: int, full: int, window: int) -> Texts:
     ids = torch.tensor(tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
     if len(ids) < rows * 2:
         raise ConfigError.of("--text", f"a text of at least {2 * rows} tokens for {rows} rows", len(ids), "Name a longer file.")
     length = min(tokens, len(ids) // rows)
     # Rows begin at equal distances, so that they are different text.
     starts = [row * (len(ids) // rows) for row in range(rows)]
-    ends = [end for power in range(-1, 12) if (end := int(window * 2.0**power)) < length]
-    return Texts(torch.stack([ids[start : start + length] for start in starts]), (*ends, length))
+    ends = {end for end in (full, *(int(window * 2.0**power) for power in range(-1, 12))) if end < length}
+    return Texts(torch.stack([ids[start : start + length] for start in starts]), (*sorted(ends), length))
 
 
 def losses(model: Any, cache: Cache, ids: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -133,9 +133,7 @@ def make_quizzes(tokenizer: Any, count: int, tokens: int, questions: int, seed: 
         document = fit_document(random.Random(seed + index), filler, lambda text: len(encode(text)), tokens, facts=facts)
         chosen = [document.facts[each] for each in document.asked[:questions]]
         asked = tuple((torch.tensor([encode(fact.question)]), torch.tensor([encode(fact.answer)])) for fact in chosen)
-        # The context ends in ".\n" after each question that was left out; only what comes before the questions is read.
-        text = document.context().split("Questions:\n")[0] + "Questions:\n"
-        quizzes.append(Quiz(torch.tensor([encode(text)]), asked))
+        quizzes.append(Quiz(torch.tensor([encode(document.context())]), asked))
     return quizzes
 
 
@@ -270,20 +268,24 @@ def main() -> None:
     model, tokenizer = load(args.model, device)
     window = getattr(model.config, "max_position_embeddings", None) or 1024
     rows: list[dict[str, Any]] = []
-    works: list[tuple[int, Callable[[], Iterator[dict[str, Any]]]]] = []
+    refused: list[str] = []
+    works: list[tuple[Setting, Callable[[], Iterator[dict[str, Any]]]]] = []
     if "perplexity" in args.tasks:
-        texts, settings = read_texts(tokenizer, args.text, args.rows, args.tokens, window), settings_of(args, args.budgets)
-        works += [(1, lambda each=each: perplexities(model, texts, [each], args.chunk, args.full)) for each in settings]
+        texts, settings = read_texts(tokenizer, args.text, args.rows, args.tokens, args.full, window), settings_of(args, args.budgets)
+        works += [(each, lambda each=each: perplexities(model, texts, [each], args.chunk, args.full)) for each in settings]
     if "recall" in args.tasks:
         quizzes = make_quizzes(tokenizer, args.documents, args.length, args.questions, args.seed)
-        works += [(1, lambda each=each: recalls(model, quizzes, [each], args.ask)) for each in settings_of(args, args.shares)]
+        works += [(each, lambda each=each: recalls(model, quizzes, [each], args.ask)) for each in settings_of(args, args.shares)]
     where = environment(device)
     fixed = {**where, "model": Path(args.model).name, "text": args.text.name, "chunk": args.chunk, "document_tokens": args.length}
-    for _, work in tqdm(works, unit="setting"):
-        rows += work()
+    for setting, work in tqdm(works, unit="setting"):
+        try:
+            rows += work()
+        except KVCacheError as error:  # a budget too small for this policy, a model that it can't be used with
+            refused.append(f"{setting}: {error}")
         if args.csv:
             write_csv(args.csv, rows, fixed)
-    print(show(rows))
+    print("\n".join([show(rows), *refused]))
     if args.plot:
         write_plot(args.plot, rows)
 
