@@ -31,6 +31,7 @@ FLOORS = ("floor, sdpa", "floor, dense", "floor, slots")
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}  # of a logit; the logits are of the order of 1
 FULL_TEXT = 2  # how many times the budget the full cache holds
 SINKS = 4
+SCORES_SPREAD = 3.0  # standard deviation of the attention scores
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,18 @@ class Models:
     switched: LlamaForCausalLM
 
     @classmethod
-    def make(cls, shape: Shape, kv: str, dtype: str, device: torch.device) -> Models:
+    def make(cls, shape: Shape, kv: str, dtype: str, device: torch.device, *, sharp: bool) -> Models:
+        """Random weights.
+
+        Args:
+            shape: Of the model.
+            kv: "mha" or "gqa".
+            dtype: Of the weights.
+            device: Where they are.
+            sharp: Let attention differ from token to token as in a trained model. As they come, small models attend to all tokens nearly
+                alike. Then the one with the lowest score is always among the youngest that may go, and a cache with compact
+                positions has next to nothing to turn.
+        """
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=shape.vocabulary,
@@ -89,7 +101,13 @@ class Models:
             eos_token_id=None,
         )
         with device:
-            plain = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+            plain = LlamaForCausalLM(config)
+        if sharp:
+            std = (SCORES_SPREAD / shape.hidden) ** 0.5
+            for layer in plain.model.layers:
+                for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+                    torch.nn.init.normal_(projection.weight, std=std)
+        plain = plain.to(getattr(torch, dtype)).eval()
         shared = {id(tensor): tensor for tensor in itertools.chain(plain.parameters(), plain.buffers())}
         return cls(plain, copy.deepcopy(plain, shared))
 

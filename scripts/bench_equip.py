@@ -117,18 +117,20 @@ class Run:
     def __init__(self, size: Size, device: torch.device, table: Table) -> None:
         self.size, self.device, self.table = size, device, table
         self.skipped: list[str] = []
-        self._models: tuple[tuple[str, str], Models] | None = None
+        self._models: tuple[tuple[str, str, bool], Models] | None = None
 
-    def models(self, kv: str, dtype: str) -> Models:
-        if self._models is None or self._models[0] != (kv, dtype):
+    def models(self, cell: Cell) -> Models:
+        # Only policies that choose by attention need it to be like a trained model's, which half precision rounds more.
+        key = (cell.kv, cell.dtype, cell.policy != "streaming")
+        if self._models is None or self._models[0] != key:
             self._models = None  # before the next ones are made
-            self._models = (kv, dtype), Models.make(self.size.shape, kv, dtype, self.device)
+            self._models = key, Models.make(self.size.shape, cell.kv, cell.dtype, self.device, sharp=key[2])
         return self._models[1]
 
     def grid(self) -> list[Cell]:
         size = self.size
-        points = itertools.product(size.dtypes, size.kv, size.batches, size.budgets, POLICIES)
-        return [Cell(dtype, kv, batch, budget, *policy) for dtype, kv, batch, budget, policy in points]
+        points = itertools.product(size.dtypes, size.kv, POLICIES, size.batches, size.budgets)
+        return [Cell(dtype, kv, batch, budget, *policy) for dtype, kv, policy, batch, budget in points]
 
     def jobs(self) -> list[tuple[str, dict[str, Any], Callable[[], list[dict[str, Any]] | None]]]:
         """Everything there is to measure: its name, what stands in its columns, and the work."""
@@ -155,17 +157,17 @@ class Run:
         return work
 
     def _memory_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]]]:
-        return lambda: [memory(cell, self.models(cell.kv, cell.dtype), self.size.shape)]
+        return lambda: [memory(cell, self.models(cell), self.size.shape)]
 
     def _flat_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]]]:
-        return lambda: flatness(cell, self.models(cell.kv, cell.dtype), max(7, self.size.rounds), self.size.steps)
+        return lambda: flatness(cell, self.models(cell), max(7, self.size.rounds), self.size.steps)
 
     def _decode_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]] | None]:
         def work() -> list[dict[str, Any]] | None:
             if bytes_needed(cell, self.size.shape) > bytes_free(self.device):
                 return None
             steps = self.size.steps if cell.batch * cell.budget <= self.size.heavy else 1
-            rows = measure(cell, self.models(cell.kv, cell.dtype), self.size.rounds, steps)
+            rows = measure(cell, self.models(cell), self.size.rounds, steps)
             own = {"kv_heads": self.size.shape.kv_heads(cell.kv), "head_dim": self.size.shape.head_dim, "steps": steps}
             return [{**row, **own} for row in rows]
 
