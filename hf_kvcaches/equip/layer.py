@@ -696,6 +696,62 @@ class EquipLayer(SlotStorage):
         if scores is not None:
             self.set_scores(scores)
 
+    @property
+    def replaces_in_place(self) -> bool:
+        """Whether a block can be written over what goes: where all rows are full, and slots are one buffer."""
+        return self.slots > 0 and self.filled == self.slots and self.kept_rows is None and self.has_buffer
+
+    def write_ring(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes a block over the oldest tokens of a full ring.
+
+        Args:
+            keys: (batch, kv_heads, tokens, head_dim), as they are kept.
+            values: Like `keys`.
+        """
+        sinks, tokens = self.settings.sinks, keys.shape[2]
+        ring = self.slots - sinks
+        self.fed += tokens
+        self.count_evicted(tokens)
+        done = max(0, tokens - ring)  # more than the ring holds: the first ones would be overwritten at once
+        self.cursor = sinks + (self.cursor - sinks + done) % ring
+        while done < tokens:
+            part = min(tokens - done, self.slots - self.cursor)
+            self.write_span(self.cursor, keys[:, :, done : done + part], values[:, :, done : done + part])
+            self.cursor = sinks + (self.cursor - sinks + part) % ring
+            done += part
+
+    def overwrite(self, found: pruning.Candidates, left: torch.Tensor, came: torch.Tensor, heads: int) -> None:
+        """Puts candidates into slots that are left, and all keys where they stand now.
+
+        Args:
+            found: The slots, then new tokens.
+            left: Rows, heads and slots, (changes, 3).
+            came: Rows, heads and candidates for these, (changes, 3).
+            heads: Over how many heads the changes differ.
+        """
+        rows, kv_heads, used = self.rows, self.kv_heads, self.used
+        to, source = tuple(left.unbind(1)), tuple(came.unbind(1))
+        same = found.scores is not None and found.attention is not None and found.scores.data_ptr() == found.attention.data_ptr()
+        scores = None if same else found.scores
+        for name, value in (("attention", found.attention), ("gathering", found.gathering), ("scores", scores)):
+            held = None if value is None else value[..., :used].expand(-1, max(heads, value.shape[1]), -1).contiguous()
+            if held is not None and value is not None:
+                _replace(held, value, to, source, heads)
+            setattr(self, name, held)
+        positions = found.positions[..., :used].expand(-1, heads, -1).contiguous()
+        _replace(positions, found.positions, to, source, heads)
+        self.positions = positions
+        self.write_many(_spread(to, heads, kv_heads), found.keys, found.values, _spread(source, heads, kv_heads))
+        self.count_evicted(found.keys.shape[2] - used)
+        if self.frames.two:
+            assert found.stands is not None
+            stands = found.stands[..., :used].expand(-1, heads, -1).contiguous()
+            _replace(stands, found.stands, to, source, heads)
+            delta = self.standing() - stands
+            self.turn_many(delta.expand(rows, -1, -1))
+        elif self.frames.unrotated:
+            self.ranks = _ranks(positions)
+
     def _settle_counts(self, kept: torch.Tensor, offset: torch.Tensor) -> None:
         """One number for all rows where they agree, and a ring where the slots are one."""
         assert self.positions is not None
@@ -714,6 +770,24 @@ class EquipLayer(SlotStorage):
                 self.positions = positions
             elif self.frames.unrotated:
                 self.ranks = None
+
+
+def _replace(
+    held: torch.Tensor, found: torch.Tensor, to: tuple[torch.Tensor, ...], source: tuple[torch.Tensor, ...], heads: int
+) -> None:
+    """Puts single numbers of candidates into slots; all heads of a tensor take part where the changes are the same for all."""
+    wide = held.shape[1]
+    found = found.expand(-1, wide, -1)
+    held[_spread(to, heads, wide)] = found[_spread(source, heads, wide)]
+
+
+def _spread(index: tuple[torch.Tensor, ...], heads: int, wide: int) -> tuple[torch.Tensor, ...]:
+    """Rows, heads and slots for `wide` heads, given for all alike or for each."""
+    if heads == wide:
+        return index
+    row, _, slot = index
+    head = torch.arange(wide, device=row.device)
+    return row[:, None].expand(-1, wide), head.expand(row.numel(), -1), slot[:, None].expand(-1, wide)
 
 
 def _ranks(positions: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,8 @@ class PagedStorage(SlotStorage):
         room: How many slots there are by now. A page is taken when a row reaches it.
     """
 
+    has_buffer = False
+
     book: PageBook
     index: int
     room: int

@@ -98,9 +98,54 @@ def prune_block(
         running: The pass.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
     """
+    if layer.replaces_in_place and running.valid is None:
+        if layer.is_ring:
+            layer.write_ring(*arrived(layer, keys, running)[:1], values)
+        else:
+            replace_in_place(layer, candidates(layer, keys, values, running, observed, ordered=False), keys.shape[2])
+        return
     found = candidates(layer, keys, values, running, observed)
     before = (found.positions >= 0).sum(-1, keepdim=True)
     layer.absorb(prune(layer, found), before)
+
+
+def arrived(layer: EquipLayer, keys: torch.Tensor, running: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A block's keys in the rotation in which they are kept, and where they stand then, (batch, 1 or kv_heads, tokens).
+
+    Args:
+        layer: Before the block.
+        keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
+        running: The pass.
+    """
+    frames, tokens = layer.frames, keys.shape[-2]
+    if frames.geometry is None:
+        return keys, None
+    target = block_places(layer, running) if frames.two else torch.zeros(1, 1, tokens, device=keys.device)
+    turn = running.turn(frames.geometry, target)
+    keys = keys if turn is None else turn(keys)
+    if not frames.two:
+        return keys, None
+    stands = target if isinstance(target, torch.Tensor) else (torch.arange(tokens, device=keys.device) + target)[None, None]
+    return keys, stands.expand(keys.shape[0], -1, tokens)
+
+
+def replace_in_place(layer: EquipLayer, found: Candidates, tokens: int) -> None:
+    """Writes the new tokens that stay over the kept ones that go, and touches no others.
+
+    Args:
+        layer: Full, the same in all rows, told of the new tokens.
+        found: Its slots, then the new tokens.
+        tokens: How many are new.
+    """
+    scores = score(layer, found)
+    keep = layer.policy.keep(scores, found.positions.expand_as(scores), layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
+    heads, used = max(keep.shape[1], found.positions.shape[1]), layer.used
+    rows = found.keys.shape[0]
+    stays = torch.zeros(rows, heads, used + tokens, dtype=torch.bool, device=keep.device).scatter_(2, keep.expand(rows, heads, -1), True)
+    # As many slots are left as tokens come, for each row and head, and both lists are in the same order.
+    left, came = (~stays[..., :used]).nonzero(), stays[..., used:].nonzero()
+    found.scores = scores
+    layer.overwrite(found, left, came + came.new_tensor([0, 0, used]), heads)
 
 
 def _attend(
@@ -183,9 +228,15 @@ def block_places(layer: EquipLayer, running: Pass) -> int | torch.Tensor:
 
 
 def candidates(
-    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None
+    layer: EquipLayer,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    running: Pass,
+    observed: torch.Tensor | None = None,
+    *,
+    ordered: bool = True,
 ) -> Candidates:
-    """Kept and new tokens in order of position; the layer counts the new ones as fed.
+    """Kept and new tokens; the layer counts the new ones as fed.
 
     Args:
         layer: Before the block.
@@ -193,17 +244,10 @@ def candidates(
         values: Like `keys`.
         running: The pass.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
+        ordered: Whether they are to be in order of position, rather than slots first.
     """
-    frames, tokens, batch = layer.frames, keys.shape[-2], keys.shape[0]
-    stands = None
-    if frames.geometry is not None:
-        target = block_places(layer, running) if frames.two else torch.zeros(1, 1, tokens, device=keys.device)
-        turn = running.turn(frames.geometry, target)
-        keys = keys if turn is None else turn(keys)
-        if frames.two:
-            steps = torch.arange(tokens, device=keys.device)
-            stands = target if isinstance(target, torch.Tensor) else (steps + target)[None, None]
-            stands = stands.expand(batch, -1, tokens)
+    tokens, batch = keys.shape[-2], keys.shape[0]
+    keys, stands = arrived(layer, keys, running)
     old = kept_candidates(layer) if layer.used else None
     places = layer.pass_over(running.valid, tokens).expand(batch, 1, tokens)
     found = Candidates(keys, values, places.to(torch.int32), stands, None, None, None)
@@ -211,7 +255,7 @@ def candidates(
         found = joined(layer, old, found)
     remember(layer, found, observed, tokens)
     layer.fed += tokens
-    return found if running.valid is None and old is None else in_order(found)
+    return found if not ordered or (running.valid is None and old is None) else in_order(found)
 
 
 def in_order(found: Candidates) -> Candidates:
@@ -305,27 +349,28 @@ def prune(layer: EquipLayer, found: Candidates) -> Candidates:
         found: Kept and new tokens.
     """
     count = int((found.positions >= 0).sum(-1).max())
-    scores = None
-    if not layer.policy.order_only:
-        tokens = Tokens(
-            found.keys,
-            found.values,
-            found.positions,
-            found.attention,
-            layer.fed,
-            layer.settings.sinks,
-            True,
-            0 if layer.first is None else layer.first,
-            found.scores,
-        )
-        scores = layer.policy.checked_score(tokens)
-    found.scores = scores
+    found.scores = None if layer.policy.order_only else score(layer, found)
     if count <= layer.slots:
         return first_of(found, count) if count < found.positions.shape[-1] else found
-    if scores is None:
-        scores = (found.positions - layer.fed).float()
+    scores = (found.positions - layer.fed).float() if found.scores is None else found.scores
     keep = layer.policy.keep(scores, found.positions, layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
     return found.pick(keep)
+
+
+def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
+    """What the policy says of the candidates, (batch, 1 or kv_heads, tokens).
+
+    Args:
+        layer: Told of the new tokens.
+        found: Kept and new tokens.
+    """
+    if layer.policy.order_only:
+        return (found.positions - layer.fed).float()
+    first = 0 if layer.first is None else layer.first
+    tokens = Tokens(
+        found.keys, found.values, found.positions, found.attention, layer.fed, layer.settings.sinks, True, first, found.scores
+    )
+    return layer.policy.checked_score(tokens)
 
 
 def first_of(found: Candidates, count: int) -> Candidates:

@@ -79,9 +79,9 @@ class Recording:
         self._before, self._calls = None, []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
-        # Nothing in it is ever written to.
         copied = copy.copy(self)
-        copied._calls = list(self._calls)
+        copied._calls = list(self._calls)  # whose tensors nobody writes to, as a layer does to those that it is given back
+        copied._before = copy.deepcopy(self._before, memo)
         return copied
 
     def __reduce__(self) -> tuple[type[Recording], tuple[()]]:

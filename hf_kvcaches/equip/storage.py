@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,8 @@ class SlotStorage(TensorLayer):
         slots: How many there may be.
         backend: Of the kernels.
     """
+
+    has_buffer: ClassVar[bool] = True
 
     frames: Frames
     slots: int
@@ -150,6 +152,51 @@ class SlotStorage(TensorLayer):
         if self.swapped is not None:
             index = slot[..., None].expand(*keys.shape[:2], 1, self.swapped.shape[-1])
             self.swapped.scatter_(2, index, self._swap(keys))
+
+    def write_span(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites neighbouring slots, the same in all rows and heads.
+
+        Args:
+            start: The first.
+            keys: (batch, kv_heads, tokens, head_dim).
+            values: Like `keys`.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys.narrow(2, start, keys.shape[2]).copy_(keys)
+        self.values.narrow(2, start, keys.shape[2]).copy_(values)
+        if self.swapped is not None:
+            self.swapped.narrow(2, start, keys.shape[2]).copy_(self._swap(keys))
+
+    def write_many(
+        self, to: tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor, source: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Overwrites slots wherever they are, in one indexed write.
+
+        Args:
+            to: Rows, heads and slots, each of one shape.
+            keys: (batch, kv_heads, tokens, head_dim).
+            values: Like `keys`.
+            source: Rows, heads and tokens for these slots.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[to], self.values[to] = keys[source], values[source]
+        if self.swapped is not None:
+            self.swapped[to] = self._swap(keys[source])
+
+    def turn_many(self, delta: torch.Tensor) -> None:
+        """Turns keys where they are.
+
+        Args:
+            delta: By how many positions, (batch, 1 or kv_heads, slots); most are 0.
+        """
+        assert self.keys is not None
+        delta = delta.expand(self.keys.shape[0], self.keys.shape[1], -1)
+        which = delta.nonzero(as_tuple=True)
+        if which[0].numel():
+            turn = self.frames.by(delta[which][None, None])
+            self.keys[which] = turn(self.keys[which][None, None])[0, 0]
 
     def keys_at(self, index: torch.Tensor) -> torch.Tensor:
         """The keys in one slot a row and head, (batch, kv_heads, 1, head_dim).
