@@ -285,7 +285,8 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
 
     def _took(self, used: list[int]) -> None:
         self.pages.used, self.pages.slots = used, self.slots
-        self.book.trim(self.pages)
+        if self.inserting is None:  # an edit that fails needs its pages again
+            self.book.trim(self.pages)
 
     def recount(self) -> None:
         """Gives back the pages that hold nothing any more."""
@@ -310,6 +311,10 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
     def reset(self) -> None:
         super().reset()
         self.book.clear(self.pages)
+
+    def forget_recording(self) -> None:
+        super().forget_recording()
+        self.recount()
 
     def offload(self) -> None:
         self._refuse("offload", "Pages stay on their pool's device. Leave page_size and pool out.")

@@ -270,6 +270,18 @@ def test_rows_and_copies_that_don_t_fit_change_nothing() -> None:
     check_conserved(pool, made)
 
 
+def test_an_edit_that_does_not_fit_changes_nothing() -> None:
+    pool = PagePool(model(), pages=8, page_size=4)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    feed(made, tiny.ids(1, 14), 14)
+    before = state(made)
+    with pytest.raises(PoolExhausted):
+        made.edit(model(), 4, 6, list(range(3, 15)))
+    assert same_state(before, state(made))
+    feed(made, tiny.ids(1, 2), 1)
+    check_conserved(pool, made)
+
+
 # Rows and states
 
 
@@ -327,6 +339,23 @@ def test_taking_tokens_back_restores_pages_and_gives_back_the_rest(policy: str) 
         check_conserved(pool, paged)
         assert torch.equal(flat.kept_positions(0), paged.kept_positions(0))
         assert all([len(row) for row in layer.pages.rows] == [-(-min(at, BUDGET) // 2)] for layer in paged_layers(paged))
+
+
+@pytest.mark.parametrize("options", [{"rope": "rotated_keys"}, {"rope": "frames"}], ids=str)
+def test_edits_equal_the_flat_layout_and_give_pages_back(options: dict) -> None:
+    pool = PagePool(model(), pages=60, page_size=2)
+    flat, paged = EquipCache(model(), "h2o", 30, **options), EquipCache(model(), "h2o", 30, pool=pool, **options)
+    ids, new = tiny.ids(1, 24), tiny.ids(1, 8, seed=3)
+    for each in (flat, paged):
+        feed(each, ids, 24)
+        each.evict([5, 6, 7, 8, 9])
+    assert [len(row) for row in paged_layers(paged)[1].pages.rows] == [10]
+    assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
+    for each in (flat, paged):
+        each.edit(model(), 12, 18, new[0, :2])
+    check_conserved(pool, paged)
+    assert [len(row) for row in paged_layers(paged)[1].pages.rows] == [-(-int((flat.kept_positions(1) >= 0).sum(-1).max()) // 2)]
+    assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
 
 
 def test_copies_pickles_and_files_go_on_alike(tmp_path) -> None:
