@@ -119,7 +119,8 @@ class EquipCache(KVCache):
 
     @property
     def is_compileable(self) -> bool:
-        return False
+        """Whether `torch.compile(fullgraph=True)` can take single tokens: see `compiled.py`."""
+        return not self.offloading and all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
 
     def _own(self, layer_idx: int) -> EquipLayer:
         layer = self.layers[layer_idx]
