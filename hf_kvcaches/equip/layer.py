@@ -167,7 +167,7 @@ class EquipLayer(ClockedStorage):
     def slot_positions(self) -> torch.Tensor:
         """Whose the slots are, (batch, 1 or kv_heads, slots in use)."""
         if self.positions is not None:
-            return self.positions
+            return self.positions[..., : self.used]
         assert self.keys is not None
         ranks = self.ring_ranks(self.keys.device)
         start: int | torch.Tensor = 0 if self.first is None else self.first[:, None, None]
@@ -704,4 +704,4 @@ class EquipLayer(ClockedStorage):
 def _ranks(positions: torch.Tensor) -> torch.Tensor:
     """Each slot's place in order of position; empty ones come last."""
     ends = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions)
-    return ends.argsort(-1, stable=True).argsort(-1)
+    return ends.argsort(stable=True, dim=-1).argsort(-1)

@@ -110,8 +110,7 @@ def _attend(
     observe = layer.policy.observes != 0
     watch = observers(layer.window(tokens), running.valid, tokens, keys.device) if observe else None
     if frames.geometry is not None:
-        place = block_places(layer, running)
-        turn = running.turn(frames.geometry, place + layer.frame_offset if frames.two else place)
+        turn = running.turn(frames.geometry, block_places(layer, running))
         if turn is not None:
             query, keys = turn(query), turn(keys)
     kept = layer.used
@@ -170,17 +169,17 @@ def _block_bias(layer: EquipLayer, call: Call, tokens: int) -> torch.Tensor | No
 
 
 def block_places(layer: EquipLayer, running: Pass) -> int | torch.Tensor:
-    """The places within the cache at which new tokens stand: of the first one, or (batch, 1 or kv_heads, tokens) of each.
+    """Where a block's tokens stand in the frame of its queries: the first of them, or each, (batch, 1 or kv_heads, tokens).
 
     Args:
         layer: Before the block.
         running: The pass.
     """
-    kept = layer.kept_count
-    if running.valid is None and isinstance(kept, int):
-        return kept
+    start = layer.kept_count + layer.frame_offset if layer.frames.two else layer.kept_count
+    if running.valid is None and isinstance(start, int):
+        return start
     steps = torch.arange(running.tokens, device=running.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
-    return (steps.clamp(min=0)[:, None] + kept).long()
+    return (steps.clamp(min=0)[:, None] + start).long()
 
 
 def candidates(
@@ -198,8 +197,7 @@ def candidates(
     frames, tokens, batch = layer.frames, keys.shape[-2], keys.shape[0]
     stands = None
     if frames.geometry is not None:
-        place = block_places(layer, running)
-        target = place + layer.frame_offset if frames.two else torch.zeros(1, 1, tokens, device=keys.device)
+        target = block_places(layer, running) if frames.two else torch.zeros(1, 1, tokens, device=keys.device)
         turn = running.turn(frames.geometry, target)
         keys = keys if turn is None else turn(keys)
         if frames.two:
@@ -215,7 +213,7 @@ def candidates(
     layer.fed += tokens
     if running.valid is None and old is None:
         return found
-    order = torch.where(found.positions < 0, torch.iinfo(torch.int32).max, found.positions).argsort(-1, stable=True)
+    order = torch.where(found.positions < 0, torch.iinfo(torch.int32).max, found.positions).argsort(stable=True, dim=-1)
     return found.pick(order)
 
 
