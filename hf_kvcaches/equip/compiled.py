@@ -73,6 +73,7 @@ class ClockedStorage(SlotStorage):
     recent: int
     recording: Recording | None
     config: Any
+    positions: torch.Tensor | None
 
     def __init__(self) -> None:
         self.kept_rows = self.offset_rows = None
@@ -114,7 +115,8 @@ class ClockedStorage(SlotStorage):
         held["seen"], held["fed"] = seen + clock, fed + clock
         held["filled"] = filled + clock - evicted if held["kept_rows"] is None else 0
         held["offset"] = offset + evicted if held["offset_rows"] is None else 0
-        held["cursor"] = sinks + (cursor - sinks + evicted) % (self.slots - sinks)
+        if self.positions is None:
+            held["cursor"] = sinks + (cursor - sinks + evicted) % (self.slots - sinks)
 
     def wind(self, stepped: bool) -> None:
         """Tells the clock of an uncompiled call.
@@ -219,8 +221,8 @@ def attend(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: t
     first, tokens = layer.keys is None, keys.shape[2]
     if not layer.is_compileable or not (first or layer.wound):
         raise UnsupportedError(
-            "torch.compile: only the streaming policy's steps can be compiled, with positions='original' or rope='frames', without recording. "
-            "Ask cache.is_compileable, and leave the model uncompiled where it says False."
+            "torch.compile: of EquipCache only steps of the streaming policy can be compiled, with positions='original' or rope='frames', "
+            "and without recording. Ask cache.is_compileable, and leave the model uncompiled where it says False."
         )
     if not first and tokens > 1:
         raise UnsupportedError(
