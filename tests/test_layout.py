@@ -92,15 +92,37 @@ def module_level(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from module_level(handler.body)
 
 
+def is_triton_file(relative: Path) -> bool:
+    """Kernels are decorated as soon as their module is imported: `kernels/_NAME_triton.py` may need Triton at once; it is imported late."""
+    return relative.parts[0] == "kernels" and relative.name.startswith("_") and relative.name.endswith("_triton.py")
+
+
+def eager_triton_files(package: Path) -> list[str]:
+    """Files of Triton kernels that anything but a function of their own wrapper, `kernels/NAME.py` for `_NAME_triton.py`, imports."""
+    faults = []
+    for path in sorted(package.rglob("*.py")):
+        relative = path.relative_to(package)
+        tree, parent = ast.parse(path.read_text()), (package.name, *relative.parts[:-1])
+        at_once = {node.lineno for node in module_level(tree.body) if isinstance(node, ast.Import | ast.ImportFrom)}
+        for line, name in imported_names(tree, parent):
+            for part in name.split("."):
+                if is_triton_file(Path("kernels", f"{part}.py")):
+                    wrapper = Path("kernels", part.removeprefix("_").removesuffix("_triton") + ".py")
+                    if relative != wrapper or line in at_once:
+                        faults.append(f"{relative}:{line}: {part}")
+    return faults
+
+
 def eager_optionals(package: Path) -> list[str]:
     """Optional dependencies that are imported as soon as a module of `package` is."""
     faults = []
     for path in sorted(package.rglob("*.py")):
+        allowed = {"triton"} if is_triton_file(path.relative_to(package)) else set()
         for node in module_level(ast.parse(path.read_text()).body):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level and node.module:
                 names = [node.module]
-            faults += [f"{path.relative_to(package)}:{node.lineno}: {n}" for n in names if n.partition(".")[0] in OPTIONAL]
+            faults += [f"{path.relative_to(package)}:{node.lineno}: {n}" for n in names if n.partition(".")[0] in OPTIONAL - allowed]
     return faults
 
 
@@ -135,6 +157,10 @@ def test_imports_of_the_package_point_downward_and_never_next_door() -> None:
 
 def test_no_optional_dependency_is_imported_with_the_package() -> None:
     assert eager_optionals(PACKAGE) == []
+
+
+def test_triton_kernels_are_imported_by_functions_of_their_wrapper_only() -> None:
+    assert eager_triton_files(PACKAGE) == []
 
 
 def test_files_and_functions_stay_short() -> None:
@@ -236,6 +262,27 @@ def test_an_optional_dependency_imported_at_once_is_found(tmp_path: Path, source
 )
 def test_an_optional_dependency_imported_where_it_is_used_is_fine(tmp_path: Path, source: str) -> None:
     assert eager_optionals(build(tmp_path, {"core/a.py": source})) == []
+
+
+def test_a_file_of_triton_kernels_may_import_triton_and_nothing_else(tmp_path: Path) -> None:
+    source = "import triton.language as tl\nimport peft"
+    assert eager_optionals(build(tmp_path, {"kernels/_a_triton.py": source})) == ["kernels/_a_triton.py:2: peft"]
+    assert (
+        len(eager_optionals(build(tmp_path / "other", {"kernels/a_triton.py": "import triton", "core/_a_triton.py": "import triton"}))) == 2
+    )
+
+
+def test_a_file_of_triton_kernels_that_is_imported_at_once_or_by_others_is_found(tmp_path: Path) -> None:
+    package = build(
+        tmp_path,
+        {
+            "kernels/a.py": "def f():\n    from house.kernels import _a_triton\n    from house.kernels._a_triton import g",
+            "kernels/b.py": "def f():\n    from house.kernels import _a_triton",
+            "kernels/c.py": "from ._c_triton import f",
+            "core/d.py": "def f():\n    import house.kernels._a_triton",
+        },
+    )
+    assert eager_triton_files(package) == ["core/d.py:2: _a_triton", "kernels/b.py:2: _a_triton", "kernels/c.py:1: _c_triton"]
 
 
 def test_a_long_file_and_a_long_function_are_found(tmp_path: Path) -> None:

@@ -56,23 +56,27 @@ def _whole_lags(index: torch.Tensor, size: int, lags: int) -> tuple[torch.Tensor
 
 def _information(states: torch.Tensor, source: torch.Tensor, size: int) -> torch.Tensor:
     """How much the channels of each token differ, scaled by their ranges in the next lag: shares of a lag, (.., lags - 1, size)."""
-    picked = states.detach().float().gather(2, source[..., None].expand(-1, -1, -1, states.shape[-1])).unflatten(2, (-1, size))
+    batch, heads, slots, width = states.shape
+    # Whole tokens are taken from a list of all: several times faster than gather, which looks up each number.
+    base = torch.arange(0, batch * heads * slots, slots, device=source.device).view(batch, heads, 1)
+    picked = states.detach().reshape(-1, width).index_select(0, (source + base).flatten()).float()
+    picked = picked.view(batch, heads, -1, size, width)
     this, following = picked[:, :, :-1], picked[:, :, 1:]
     low, high = following.amin(-2, keepdim=True), following.amax(-2, keepdim=True)
-    return torch.where(high > low, (this - low) / (high - low), 0).std(-1).softmax(-1)
+    # What is divided by infinity says nothing.
+    return ((this - low) / torch.where(high > low, high - low, torch.inf)).std(-1).softmax(-1)
 
 
 def lots(positions: torch.Tensor, seed: int) -> torch.Tensor:
-    """Numbers in [0, 1) that look random and depend on seed, row, head and position only, (batch, kv_heads, slots).
+    """Numbers in [0, 1) that look random and depend on seed, head and position only, (batch, kv_heads, slots).
 
     Args:
         positions: (batch, kv_heads, slots).
         seed: Not negative.
     """
-    rows = torch.arange(positions.shape[0], device=positions.device)[:, None, None]
     heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
-    mixed = torch.full_like(rows, seed % 2**31)
-    for part in (rows, heads, positions.long()):
+    mixed = torch.full_like(heads, seed % 2**31)
+    for part in (heads, positions.long()):
         mixed = (mixed * 0x9E3779B1 + part) & 0xFFFFFFFF
         # Multiplications wrap around at 64 bits, and the mask leaves what counts.
         for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):

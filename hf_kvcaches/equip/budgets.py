@@ -1,7 +1,96 @@
+"""Budgets: how many tokens each layer keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError
-def resolve_budgets(b, n):
-    return tuple(b) if isinstance(b, (list, tuple)) else (b,)*n
-def slots_for(b, t):
-    return b if isinstance(b, int) else int(b*t)
-def check_budget(b, s, r):
-    if b < s + r: raise ConfigError.of("budget", f"{s+r}", b)
+
+_EXPECTED = "an integer of at least 1 (tokens), or a float above 0 and up to 1 (share of the prompt)"
+
+
+def resolve_budgets(budget: int | float | Sequence[int | float], layers: int) -> tuple[int | float, ...]:
+    """One checked budget for each layer.
+
+    Args:
+        budget: A number of tokens, a share of the prompt, or one of these for each layer.
+        layers: How many layers there are.
+    """
+    if isinstance(budget, Sequence) and not isinstance(budget, str):
+        if len(budget) != layers:
+            raise ConfigError.of(
+                "budget", f"one value for each of {layers} layers", f"{len(budget)} values", "Pass one number for all layers."
+            )
+        return tuple(_check(f"budget[{index}]", each) for index, each in enumerate(budget))
+    return (_check("budget", budget),) * layers
+
+
+def _check(name: str, budget: Any) -> int | float:
+    whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
+    if whole or (isinstance(budget, float) and 0 < budget <= 1):
+        return budget
+    hint = f"Write {int(budget)} for tokens." if isinstance(budget, float) and budget > 1 and budget.is_integer() else ""
+    raise ConfigError.of(name, _EXPECTED, budget, hint)
+
+
+def slots_for(budget: int | float, prompt_tokens: int) -> int:
+    """How many tokens a layer keeps.
+
+    Args:
+        budget: A number of tokens or a share of the prompt.
+        prompt_tokens: The length of the prompt that a share refers to.
+    """
+    return budget if isinstance(budget, int) else max(1, int(budget * prompt_tokens))
+
+
+def check_budget(slots: int, sinks: int, recent: int) -> None:
+    """Raises where the protected tokens leave no room.
+
+    Args:
+        slots: What a layer keeps.
+        sinks: How many first tokens are protected.
+        recent: How many of the newest tokens are protected.
+    """
+    for name, value in (("sinks", sinks), ("recent", recent)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigError.of(name, "an integer of at least 0", value)
+    # The token to come needs a slot that is not a sink's, whether or not it is to be protected afterwards.
+    least = sinks + max(recent, 1)
+    if slots < least:
+        raise ConfigError(
+            f"budget: {slots} tokens are too few for sinks={sinks} + recent={recent}. Give at least {least}, or lower sinks or recent."
+        )
+
+
+def pyramid_budgets(model: Any, budget: int, *, beta: float = 20, floor: int | None = None) -> list[int]:
+    """Budgets that fall linearly from the first layer to the last and are `budget` on average.
+
+    PyramidKV (Dynamic KV Cache Compression based on Pyramidal Information Funneling, arXiv 2406.02069): attention is spread over the
+    text in low layers and gathers on few tokens in high ones. Pass the result as the budget of a cache.
+
+    Args:
+        model: A model, its config, or the number of layers.
+        budget: Mean number of tokens for each layer. The budgets sum up to exactly that many for all layers.
+        beta: How steep: what is shared out above the floor is `beta` times smaller than the mean in the last layer. At least 1 (flat).
+        floor: Tokens that every layer gets beforehand, such as sinks and recent tokens. None: 68 (SnapKV's window and four sinks), but
+            at most half of the budget.
+    """
+    layers = model if isinstance(model, int) else len(compat.layer_plan(compat.split_model(model)[1]))
+    for name, value in (("layers", layers), ("budget", budget)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError.of(name, "an integer of at least 1", value)
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not beta >= 1:
+        raise ConfigError.of("beta", "a number of at least 1", beta)
+    floor = min(68, budget // 2) if floor is None else floor
+    if isinstance(floor, bool) or not isinstance(floor, int) or not 0 <= floor <= budget:
+        raise ConfigError.of("floor", f"an integer from 0 to the budget ({budget})", floor)
+    mean = budget - floor
+    smallest = mean / beta
+    step = 2 * (mean - smallest) / max(layers - 1, 1)
+    shares = [smallest + step * (layers - 1 - layer) for layer in range(layers)] if layers > 1 else [float(mean)]
+    whole = [int(share) for share in shares]
+    missing = layers * mean - sum(whole)
+    by_remainder = sorted(range(layers), key=lambda layer: (whole[layer] - shares[layer], layer))
+    return [floor + tokens + (layer in by_remainder[:missing]) for layer, tokens in enumerate(whole)]

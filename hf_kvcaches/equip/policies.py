@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from hf_kvcaches.equip._scoring import lag_ranks, lots
 from hf_kvcaches.equip.tokens import Tokens, newest_from
 from hf_kvcaches.errors import ConfigError
 
-_LOWEST = torch.finfo(torch.float32).min
+_HIGHEST = torch.finfo(torch.float32).max
 
 
 class Policy(ABC):
@@ -88,7 +89,7 @@ class Policy(ABC):
     def protect(
         self, scores: torch.Tensor, positions: torch.Tensor, *, sinks_end: torch.Tensor | int, recent_start: torch.Tensor | int
     ) -> torch.Tensor:
-        """Scores with +inf for sinks and recent tokens and -inf for empty slots, and above it for every token.
+        """Scores with +inf for sinks and recent tokens, -inf for empty slots, and finite for all others.
 
         Args:
             scores: (batch, 1 or kv_heads, slots).
@@ -96,7 +97,7 @@ class Policy(ABC):
             sinks_end: Tokens at positions before it are sinks; broadcast to `positions`.
             recent_start: Tokens from it on are recent; broadcast to `positions`.
         """
-        worth = scores.float().nan_to_num(nan=_LOWEST, posinf=torch.inf, neginf=_LOWEST)
+        worth = scores.float().nan_to_num(nan=-_HIGHEST, posinf=_HIGHEST, neginf=-_HIGHEST)
         worth = torch.where((positions < sinks_end) | (positions >= recent_start), torch.inf, worth)
         return torch.where(positions < 0, -torch.inf, worth)
 
@@ -105,8 +106,8 @@ class Policy(ABC):
     ) -> torch.Tensor:
         """After a block: the slots to keep, ascending, (batch, 1 or kv_heads, min(budget, slots)).
 
-        A row with fewer tokens keeps all, and some of its empty slots. Equal scores fall as `topk` lets them, as in kvpress. Where more
-        than `budget` slots are infinitely worth, the oldest that are not protected go.
+        Of equal scores those stay that `topk` takes from the row alone, as in kvpress. A row with fewer tokens keeps all, and some empty
+        slots.
 
         Args:
             scores: (batch, 1 or kv_heads, slots).
@@ -117,20 +118,15 @@ class Policy(ABC):
         """
         start = newest_from(positions, max(recent, self.always_recent))
         worth = self.protect(scores, positions, sinks_end=sinks_end, recent_start=start)
-        endless = worth == torch.inf
-        by_age = torch.where((positions < sinks_end) | (positions >= start), torch.inf, positions.float())
-        by_age = torch.where(endless, by_age, -torch.inf)
-        worth = torch.where(endless.sum(-1, keepdim=True) > budget, by_age, worth)
-        return worth.topk(min(budget, worth.shape[-1]), dim=-1).indices.sort(-1).values
+        # What the policy calls infinite ties with what is protected, unless there is too much of it: then the oldest go.
+        endless = worth >= _HIGHEST
+        crowded = endless.sum(-1, keepdim=True) > budget
+        by_age = torch.where(worth == torch.inf, torch.inf, torch.where(endless, positions.float(), -torch.inf))
+        worth = torch.where(crowded, by_age, torch.where(endless, torch.inf, worth))
+        return _best(worth, (positions >= 0).expand_as(worth), min(budget, worth.shape[-1]))
 
     def victim(
-        self,
-        scores: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        sinks_end: torch.Tensor | int,
-        recent_start: torch.Tensor | int,
-        full: bool = True,
+        self, scores: torch.Tensor, positions: torch.Tensor, *, sinks_end: torch.Tensor | int, recent_start: torch.Tensor | int
     ) -> torch.Tensor:
         """Before a decoding step: the slot to write the new token to, (batch, 1 or kv_heads, 1).
 
@@ -141,18 +137,16 @@ class Policy(ABC):
             positions: (batch, 1 or kv_heads, slots).
             sinks_end: As in `protect`.
             recent_start: As in `protect`. The token to come is the newest one, so the newest `recent - 1` of these.
-            full: Whether no row has an empty slot, which spares looking for one.
         """
         held = (positions < sinks_end) | (positions >= recent_start)
         lowest = torch.where(held, torch.inf, scores).amin(-1, keepdim=True)
         # Also right where all scores are infinite, and where one is NaN: then the oldest goes.
         held = held | (scores > lowest)
-        if not full:
-            held = held & (positions >= 0)
-        return torch.where(held, torch.iinfo(positions.dtype).max, positions).argmin(-1, keepdim=True)
+        # Makes the held ones the youngest, but leaves the -1 of empty slots; four times faster than torch.where on a CPU.
+        return (positions | held.to(positions.dtype) * torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
 
     def settings(self) -> dict[str, Any]:
-        """The policy as plain values for JSON; `from_settings` builds it again."""
+        """The policy as plain values for JSON; `policy_from_settings` builds it again."""
         parameters: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
         return {"policy": self.name or type(self).__name__, **parameters}
 
@@ -345,8 +339,8 @@ class KeyNormPolicy(Policy):
 class RandomPolicy(Policy):
     """Keeps tokens by lot: what any other policy has to beat.
 
-    A token's lot is drawn when it comes. A first block draws as kvpress' RandomPress does, the same in each layer; later lots depend on
-    the seed, the row, the head and the position only, so that copies of a cache go on alike.
+    A token's lot is drawn when it comes. A first block draws as kvpress' RandomPress does, the same in each layer, each row as if it were
+    alone; later lots depend on the seed, the head and the position only, so that copies of a cache go on alike.
 
     Args:
         seed: Not negative.
@@ -359,17 +353,22 @@ class RandomPolicy(Policy):
         _check_count("seed", self.seed, 0)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        keys, positions = tokens.keys, tokens.positions.expand(tokens.keys.shape[:3])
-        if tokens.scores is None and tokens.seen == keys.shape[2]:
-            generator = torch.Generator(keys.device).manual_seed(self.seed)
-            drawn = torch.rand(keys.shape[:3], generator=generator, device=keys.device, dtype=keys.dtype)
-            return drawn.float().gather(-1, positions.clamp(min=0).long())
-        drawn = lots(positions, self.seed)
+        index = tokens.row_index().expand(tokens.keys.shape[:3])
+        if tokens.scores is None and tokens.seen == tokens.keys.shape[2]:
+            return torch.stack([self._draw(tokens.keys, row) for row in index])
+        drawn = lots(index, self.seed)
         return drawn if tokens.scores is None else torch.where(tokens.scores.isnan(), drawn, tokens.scores)
+
+    def _draw(self, keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """One row's lots, (kv_heads, slots), given the tokens' places in it."""
+        generator = torch.Generator(keys.device).manual_seed(self.seed)
+        size = (1, index.shape[0], max(1, int(index.max()) + 1))
+        drawn = torch.rand(size, generator=generator, device=keys.device, dtype=keys.dtype)
+        return drawn[0].float().gather(-1, index.clamp(min=0).long())
 
     def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
         slots = slots.expand(*scores.shape[:-1], 1)
-        return _put(scores, slots, lots(tokens.positions.expand_as(scores).gather(-1, slots), self.seed))
+        return _put(scores, slots, lots(tokens.row_index().expand_as(scores).gather(-1, slots), self.seed))
 
 
 _BUILT_IN: dict[str, type[Policy]] = {
@@ -402,3 +401,16 @@ def policy_from_settings(settings: dict[str, Any]) -> Policy:
     if name not in _BUILT_IN:
         raise ConfigError.of("policy", f"one of {', '.join(map(repr, _BUILT_IN))}", name, "Pass policies of your own as objects.")
     return _BUILT_IN[name](**parameters)
+
+
+def _best(worth: torch.Tensor, real: torch.Tensor, count: int) -> torch.Tensor:
+    """The slots of the highest numbers, ascending; empty slots only where there are no others."""
+    if bool(real.all()):
+        return worth.topk(count, dim=-1).indices.sort(dim=-1).values
+    # Where `topk` stops among equals depends on the row's length: padding must not show.
+    best = torch.empty(*worth.shape[:2], count, dtype=torch.long, device=worth.device)
+    for row, head in product(*map(range, worth.shape[:2])):
+        held, empty = real[row, head].nonzero()[:, 0], (~real[row, head]).nonzero()[:, 0]
+        own = held[worth[row, head, held].topk(min(count, held.numel())).indices]
+        best[row, head] = torch.cat([own, empty[: count - own.numel()]]).sort().values
+    return best

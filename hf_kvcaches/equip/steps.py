@@ -82,7 +82,6 @@ def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor
             positions,
             sinks_end=layer.sinks_end,
             recent_start=layer.fed + 1 - layer.recent,
-            full=layer.kept_rows is None,
         )
         evicted = positions.gather(2, index)
     positions = layer.positions

@@ -70,13 +70,11 @@ class SlotStorage(TensorLayer):
         Args:
             needs_graph: Whether gradients are wanted.
         """
-        if self.keys is None:
-            return
-        if needs_graph or (self.keys.is_inference() and not torch.is_inference_mode_enabled()):
-            for name in self.row_tensors:
-                tensor = getattr(self, name)
-                if tensor is not None:
-                    setattr(self, name, tensor.clone())
+        inside = torch.is_inference_mode_enabled()
+        for name in self.row_tensors:
+            tensor = getattr(self, name)
+            if tensor is not None and (needs_graph or (not inside and tensor.is_inference())):
+                setattr(self, name, tensor.clone())
 
     def snapshot(self) -> dict[str, Any]:
         """All that belongs to the sequence, as it is now."""

@@ -278,9 +278,9 @@ def _attention_torch(
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Rotates the first dimensions of `x`, (..., dim), by tables (..., rotary_dim / 2), in the tables' precision."""
+    """Rotates the first dimensions of `x`, (..., dim), by tables (..., rotary_dim / 2), in the finer precision of both."""
     rotary = 2 * cos.shape[-1]
-    part = x[..., :rotary].to(cos.dtype)
+    part = x[..., :rotary].to(torch.promote_types(x.dtype, cos.dtype))
     first, second = (part[..., ::2], part[..., 1::2]) if layout == "interleaved" else part.chunk(2, -1)
     pair = [first * cos - second * sin, second * cos + first * sin]
     turned = torch.stack(pair, -1).flatten(-2) if layout == "interleaved" else torch.cat(pair, -1)

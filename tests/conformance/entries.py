@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hf_kvcaches import GrowingCache, KVCache
+from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.policies import LagKVPolicy, SnapKVPolicy
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
 BEAMS = frozenset({"reorder_cache", "beam_search", "beam_sampling"})
@@ -22,12 +25,14 @@ class Entry:
         name: In the names of the tests.
         make: Builds the cache for a model (also a PEFT or compiled wrapper of one).
         lossless: Whether it must equal `DynamicCache`; otherwise it is held to what it must share with itself.
+        every_family: Whether it is run with all families of models, or with Llamas only.
         refuses: Rows that must raise `UnsupportedError`, each for all models ("crop") or for one family ("crop@gemma2").
     """
 
     name: str
     make: Callable[[Any], KVCache]
     lossless: bool
+    every_family: bool = True
     refuses: frozenset[str] = frozenset()
 
     def refuses_row(self, row: str, family: str) -> bool:
@@ -46,7 +51,24 @@ class KernelCache(GrowingCache):
     kernel_from = 0
 
 
+# Budgets that every row outgrows.
+EQUIP: list[tuple[str, Any, dict[str, Any]]] = [
+    ("streaming", "streaming", {}),
+    ("h2o", "h2o", {}),
+    ("tova", "tova", {}),
+    ("snapkv", SnapKVPolicy(window=3, kernel_size=3), {}),
+    ("lagkv", LagKVPolicy(lag_size=3), {}),
+    ("knorm", "knorm", {}),
+    ("random", "random", {}),
+]
+# One policy that needs nothing, one that scores by attention.
+EVERYWHERE = ("streaming", "h2o")
+
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
+    *(
+        Entry(f"equip_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2, **options), False, name in EVERYWHERE)
+        for name, policy, options in EQUIP
+    ),
 ]

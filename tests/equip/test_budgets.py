@@ -1,0 +1,115 @@
+"""Budgets add up, and those that can't work are refused with a reason."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.equip.budgets import check_budget, pyramid_budgets, resolve_budgets, slots_for
+from hf_kvcaches.errors import ConfigError
+from tests import tiny
+
+
+@pytest.mark.parametrize("budget", [1, 512, 0.5, 1.0])
+def test_one_budget_is_for_all_layers(budget):
+    assert resolve_budgets(budget, 3) == (budget,) * 3
+
+
+def test_a_budget_per_layer_is_taken_as_it_is():
+    assert resolve_budgets([8, 0.5, 4], 3) == (8, 0.5, 4)
+    assert resolve_budgets((8,), 1) == (8,)
+
+
+@pytest.mark.parametrize(
+    "budget", [0, -1, True, 0.0, -0.5, 1.5, float("nan"), float("inf"), None, "512", [1, 2], [4, 4, 0], [4, True, 4], []]
+)
+def test_a_budget_that_can_not_work_is_refused_by_name(budget):
+    with pytest.raises(ConfigError, match="budget"):
+        resolve_budgets(budget, 3)
+
+
+def test_a_number_of_tokens_written_as_a_float_is_refused_with_the_number_to_write():
+    with pytest.raises(ConfigError, match="Write 512 for tokens"):
+        resolve_budgets(512.0, 2)
+
+
+@pytest.mark.parametrize(("budget", "tokens", "slots"), [(7, 100, 7), (7, 3, 7), (0.25, 101, 25), (1.0, 10, 10), (0.01, 10, 1)])
+def test_a_share_is_rounded_down_but_never_to_nothing(budget, tokens, slots):
+    assert slots_for(budget, tokens) == slots
+
+
+def test_a_budget_holds_the_protected_tokens_and_one_token_to_come():
+    check_budget(8, 4, 4)
+    check_budget(5, 4, 0)
+    check_budget(1, 0, 0)
+    with pytest.raises(ConfigError, match=r"too few for sinks=4 \+ recent=5. Give at least 9"):
+        check_budget(8, 4, 5)
+    with pytest.raises(ConfigError, match="Give at least 5"):
+        check_budget(4, 4, 0)
+
+
+@pytest.mark.parametrize("values", [{"sinks": -1}, {"sinks": True}, {"recent": -1}, {"recent": 1.0}])
+def test_protected_numbers_of_tokens_are_not_negative_integers(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        check_budget(**{"slots": 8, "sinks": 1, "recent": 1, **values})
+
+
+@given(
+    layers=st.integers(1, 80),
+    budget=st.integers(1, 5000),
+    beta=st.floats(1, 100),
+    floor=st.one_of(st.none(), st.integers(0, 5000)),
+)
+@settings(deadline=None, max_examples=200)
+def test_a_pyramid_falls_and_sums_up_to_the_budget_of_all_layers(layers, budget, beta, floor):
+    floor = None if floor is None else min(floor, budget)
+    found = pyramid_budgets(layers, budget, beta=beta, floor=floor)
+    assert len(found) == layers
+    assert sum(found) == layers * budget
+    assert min(found) >= (min(68, budget // 2) if floor is None else floor)
+    assert all(after <= before + 1 for before, after in pairwise(found))
+    steps = [before - after for before, after in pairwise(found)]
+    assert not steps or max(steps) - min(steps) <= 2  # a straight line, but for rounding
+
+
+def test_a_pyramid_has_the_slope_of_the_paper():
+    # From twice the mean less its twentieth to its twentieth.
+    assert pyramid_budgets(3, 100, floor=0) == [195, 100, 5]
+    assert pyramid_budgets(3, 120, floor=20) == [215, 120, 25]
+    assert pyramid_budgets(4, 100, beta=1) == [100] * 4
+    assert pyramid_budgets(1, 100) == [100]
+
+
+def test_a_pyramid_counts_the_layers_of_a_model_or_config():
+    model = tiny.llama()
+    assert pyramid_budgets(model, 64) == pyramid_budgets(model.config, 64) == pyramid_budgets(4, 64)
+
+
+def test_budgets_of_a_pyramid_hold_what_is_protected_by_default():
+    for slots in pyramid_budgets(32, 512):
+        check_budget(slots, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ((0, 64), "layers"),
+        ((True, 64), "layers"),
+        ((4, 0), "budget"),
+        ((4, 0.5), "budget"),
+        ((4, True), "budget"),
+        ((4, 64, 0.5), "beta"),
+        ((4, 64, True), "beta"),
+        ((4, 64, float("nan")), "beta"),
+        ((4, 64, 20, 65), "floor"),
+        ((4, 64, 20, -1), "floor"),
+        ((4, 64, 20, 1.0), "floor"),
+    ],
+)
+def test_a_pyramid_that_can_not_stand_is_refused_by_name(arguments, name):
+    model, budget, beta, floor = (*arguments, 20, None)[:4] if len(arguments) == 2 else (*arguments, None)[:4]
+    with pytest.raises(ConfigError, match=name):
+        pyramid_budgets(model, budget, beta=beta, floor=floor)
