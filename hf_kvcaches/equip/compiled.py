@@ -103,6 +103,7 @@ class ClockedStorage(SlotStorage):
         assert self.clock is not None
         assert self.origin is not None
         self.behind = False
+        self.thaw()
         held = self.__dict__
         (seen, fed, filled, cursor, offset, clock) = torch.cat([self.origin[0], self.clock[None]]).tolist()
         evicted, sinks = max(0, filled + clock - self.slots), self.settings.sinks
@@ -117,6 +118,15 @@ class ClockedStorage(SlotStorage):
         held["offset"] = offset + evicted if held["offset_rows"] is None else 0
         if self.positions is None:
             held["cursor"] = sinks + (cursor - sinks + evicted) % (self.slots - sinks)
+
+    def thaw(self) -> None:
+        """Makes sure that a graph may write in place outside of inference mode; unlike `own`, it can't ask for itself."""
+        if torch.is_inference_mode_enabled():
+            return
+        for name in ("keys", "values", "positions", *self.shared_tensors):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.is_inference():
+                setattr(self, name, tensor.clone())
 
     def wind(self, stepped: bool) -> None:
         """Tells the clock of an uncompiled call.
@@ -143,6 +153,7 @@ class ClockedStorage(SlotStorage):
                     numbers[:, column] = rows[:, 0, 0]
         # The clock outlives a `torch.inference_mode`, in which alone its tensors could be changed.
         with torch.inference_mode(False):
+            self.thaw()
             if self.clock is None or self.clock.device != numbers.device:
                 self.clock = torch.zeros((), dtype=torch.long, device=numbers.device)
             self.clock.zero_()
