@@ -71,12 +71,33 @@ class MaskRecipe:
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
         self._made: dict[tuple[str, torch.device | None], Any] = {}
+        self._newest: torch.Tensor | None = None
+        # What transformers asks for where the cache may be compiled. A graph that looked at the padding mask itself, which grows, would
+        # be compiled once more.
+        if arguments["q_length"] == 1 and arguments.get("allow_is_causal_skip") is False and not torch.compiler.is_compiling():
+            newest = self.newest(1)
+            self._newest = None if newest is None else newest.clone()
 
     @property
     def padding(self) -> torch.Tensor | None:
         """True where a token is real, (batch, tokens seen), or None when nothing is padded."""
         mask = self.arguments["attention_mask"]
         return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+
+    def newest(self, tokens: int) -> torch.Tensor | None:
+        """True where a new token is real, (batch, tokens), or None when nothing is padded. A graph finds it ready where it can.
+
+        Args:
+            tokens: How many are new.
+        """
+        if self._newest is not None:
+            return self._newest
+        padding, start = self.padding, self.arguments["q_offset"]
+        if padding is None:
+            return None
+        if not isinstance(start, torch.Tensor):
+            return padding[:, start : start + tokens]
+        return padding.index_select(1, torch.arange(tokens, device=padding.device) + start.to(padding.device))
 
     def make(self, implementation: str, device: torch.device | None = None) -> Any:
         """The mask as the attention of that name wants it.

@@ -213,7 +213,7 @@ class KVCache(Cache, ABC):
                 f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. "
                 "Build it with this model or its config."
             )
-        if self._filled_under is None:
+        if self._filled_under is None and not torch.compiler.is_compiling():
             self._filled_under = self._adapters()
         if not self.offloading:
             held: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
@@ -258,7 +258,9 @@ class KVCache(Cache, ABC):
         return sorted(self.layers, key=lambda layer: not isinstance(layer, KVLayer))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(super().get_seq_length(self._running(layer_idx)))
+        length: int = super().get_seq_length(self._running(layer_idx))
+        # In a compiled graph it may be a tensor, for which an int would be one more break or constant.
+        return length if isinstance(length, torch.Tensor) else int(length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._running(layer_idx))

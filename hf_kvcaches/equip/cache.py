@@ -174,7 +174,16 @@ class EquipCache(KVCache):
 
     @property
     def is_compileable(self) -> bool:
-        return False
+        """Whether `torch.compile(fullgraph=True)` can take single tokens: see `compiled.py`."""
+        return not self.offloading and all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        # Asked between forward passes: the chance for what compiled ones leave undone.
+        if not torch.compiler.is_compiling() and isinstance(self.layers[layer_idx], EquipLayer) and self.layers[layer_idx].behind:
+            for layer in self.layers:
+                if isinstance(layer, EquipLayer):
+                    layer.thaw()
+        return super().get_seq_length(layer_idx)
 
     def _own(self, layer_idx: int) -> EquipLayer:
         layer = self.layers[layer_idx]

@@ -11,12 +11,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, is_enabled
-from hf_kvcaches.equip import editing, pruning, steps
+from hf_kvcaches.equip import compiled, editing, pruning, steps
 from hf_kvcaches.equip.budgets import check_budget, slots_for
+from hf_kvcaches.equip.compiled import ClockedStorage
 from hf_kvcaches.equip.frames import Frames, Pass, Passes
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.rollback import Recording
-from hf_kvcaches.equip.storage import SlotStorage
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
@@ -96,7 +96,7 @@ class SlotView(LayerView):
         )
 
 
-class EquipLayer(SlotStorage):
+class EquipLayer(ClockedStorage):
     """Keeps at most a budget of tokens; a new one is written over the one that goes.
 
     Slots are in no order. `positions` says whose they are: a token's index among those fed in, counted so that the newest has the same
@@ -134,8 +134,6 @@ class EquipLayer(SlotStorage):
     attention: torch.Tensor | None = None
     gathering: torch.Tensor | None = None
     first: torch.Tensor | None = None
-    kept_rows: torch.Tensor | None = None
-    offset_rows: torch.Tensor | None = None
     padding: torch.Tensor | None = None
 
     def __init__(self, settings: Settings, frames: Frames, passes: Passes, config: PreTrainedConfig) -> None:
@@ -245,7 +243,8 @@ class EquipLayer(SlotStorage):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if is_enabled(self.config):
-            return super().get_mask_sizes(query_length)
+            # Nobody makes a mask from these in a graph, which would take growing numbers for constants.
+            return (query_length, 0) if torch.compiler.is_compiling() else super().get_mask_sizes(query_length)
         held = self.filled + query_length
         if query_length == 1 and self.filled:
             held = min(held, self.slots)
@@ -278,6 +277,8 @@ class EquipLayer(SlotStorage):
             call: What else the model said.
         """
         call.check()
+        if torch.compiler.is_compiling():
+            return compiled.attend(self, query, keys, values, call)
         tokens = keys.shape[-2]
         running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
         if self.inserting is not None:
@@ -287,6 +288,7 @@ class EquipLayer(SlotStorage):
             self.recording.note(self, running, query, keys, values, call, block)
         output = self.take(query, keys, values, call, running, block)
         self.seen += tokens
+        self.wind(not block and tokens == 1 and running.valid is None)
         return output
 
     def _block_length(self, tokens: int) -> int:
@@ -344,6 +346,7 @@ class EquipLayer(SlotStorage):
             self.recording.take_back(self, tokens)
         elif tokens:
             self._truncate(tokens)
+            self.write_down()
 
     @property
     def _is_whole_ring(self) -> bool:
@@ -519,6 +522,7 @@ class EquipLayer(SlotStorage):
         delta = torch.where(near, -torch.as_tensor(offset, device=near.device), 0)
         keys, values = self.held_now()
         self.replace_keys(self.frames.by(delta)(keys))
+        self.wound = False
         self.offset = 0
         self.offset_rows = None if self.offset_rows is None else torch.zeros_like(self.offset_rows)
 

@@ -1,0 +1,276 @@
+"""The streaming policy's steps under `torch.compile(fullgraph=True)`: the same as uncompiled ones, and compiled once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, PreTrainedModel
+
+from hf_kvcaches.core.attention import disable, enable
+from hf_kvcaches.equip.cache import EquipCache
+from tests.conformance import models
+from tests.conformance.driving import feed, generate, left_padded, tokens
+
+BUDGET, SINKS, LIMIT = 12, 2, 20
+MORE = 3 * BUDGET + 5
+
+
+def build(**changes: Any) -> PreTrainedModel:
+    return models.build("llama", num_hidden_layers=1, **changes)
+
+
+def make(model: PreTrainedModel, **options: Any) -> EquipCache:
+    cache = EquipCache(model, "streaming", BUDGET, sinks=SINKS, **options)
+    for layer in cache.layers:
+        layer.frames.limit = LIMIT  # so that texts are long enough to pass it
+    return cache
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return build()
+
+
+@pytest.fixture(scope="module")
+def plain() -> PreTrainedModel:
+    """The same model, never compiled."""
+    return build()
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+def graphs() -> int:
+    """How many graphs were compiled so far."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+@contextmanager
+def compiled(model: PreTrainedModel, backend: str = "eager") -> Iterator[None]:
+    own = model.__dict__.get("forward")
+    assert own is None
+    model.forward = torch.compile(model.forward, fullgraph=True, backend=backend)
+    try:
+        yield
+    finally:
+        del model.forward
+
+
+def same_state(one: EquipCache, other: EquipCache) -> None:
+    """Asserts that two caches would go on alike."""
+    assert torch.equal(one.kept_positions(0), other.kept_positions(0))
+    for name in ("seen", "fed", "filled", "cursor", "offset", "kept", "slots"):
+        assert getattr(one.layers[0], name) == getattr(other.layers[0], name), name
+
+
+@pytest.mark.parametrize("prompt", [5, 20])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_compiled_steps_equal_uncompiled_ones_and_are_compiled_once(model: Any, plain: Any, positions: Any, prompt: int) -> None:
+    text, spans = tokens(prompt + MORE, seed=1), [prompt] + [1] * MORE
+    one, other = make(model, positions=positions), make(plain, positions=positions)
+    expected = feed(plain, other, text, spans)
+    actual = [feed(model, one, text[:, :prompt], [prompt])]
+    with compiled(model):
+        actual.append(feed(model, one, text[:, prompt : prompt + 1]))
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            actual.append(feed(model, one, text[:, prompt + 1 :]))
+    torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=0)
+    assert graphs() == 1
+    assert torch.equal(one.kept_positions(0), other.kept_positions(0))
+    assert one.layers[0].offset > LIMIT or positions == "original"  # the graph has gone past the limit
+
+
+def test_inductor_gives_the_same(model: Any, plain: Any) -> None:
+    text, spans = tokens(8 + MORE, seed=2), [8] + [1] * MORE
+    expected = feed(plain, make(plain), text, spans)
+    cache = make(model)
+    actual = [feed(model, cache, text[:, :8], [8])]
+    with compiled(model, "inductor"):
+        actual.append(feed(model, cache, text[:, 8:]))
+    torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=0)
+    assert graphs() == 1
+
+
+def test_a_budget_beyond_the_first_buffer_is_compiled_once_more_and_no_further(model: Any, plain: Any) -> None:
+    text, spans = tokens(260, seed=3), [5] + [1] * 255
+    one, other = EquipCache(model, "streaming", 80), EquipCache(plain, "streaming", 80)
+    expected = feed(plain, other, text, spans)
+    actual = [feed(model, one, text[:, :5], [5])]
+    with compiled(model):
+        actual.append(feed(model, one, text[:, 5:]))
+    torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-4, rtol=0)
+    assert graphs() == 2
+
+
+def test_switching_between_compiled_and_uncompiled_steps_changes_nothing(model: Any, plain: Any) -> None:
+    one, other = make(model), make(plain)
+    text = tokens(100, seed=4)
+    spans = [4, 6, 3, 1, 1, 20, 1, 15, 7, 5, 22, 1, 6]
+    start = 0
+    for index, span in enumerate([*spans, 100 - sum(spans)]):
+        part = text[:, start : start + span]
+        # Every third span is a block.
+        how = [span] if index % 3 == 0 else [1] * span
+        expected = feed(plain, other, part, how)
+        if index % 3 == 1:
+            with compiled(model):
+                actual = feed(model, one, part, how)
+        else:
+            actual = feed(model, one, part, how)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+        assert torch.equal(one.kept_positions(0), other.kept_positions(0))
+        start += span
+    assert one.layers[0].offset < LIMIT
+
+
+@pytest.mark.parametrize("lengths", [(20, 30), (5, 9), (3, 30)], ids=["full", "filling", "one_full"])
+def test_left_padded_rows_go_on_compiled(model: Any, plain: Any, lengths: tuple[int, int]) -> None:
+    ids, mask = left_padded([tokens(length, seed=length) for length in lengths])
+    text = torch.cat([ids, tokens(MORE, seed=5, rows=2)], 1)
+    # A mask of full length from the beginning, whose shape says nothing about the tokens seen.
+    seen = torch.cat([mask, torch.ones(2, MORE, dtype=mask.dtype)], 1)
+    places, width = (seen.cumsum(-1) - 1).clamp(min=0), ids.shape[1]
+    one, other = make(model), make(plain)
+    expected = feed(plain, other, text, [width] + [1] * MORE, mask=seen)
+    feed(model, one, ids, [width], mask=mask)
+    actual = []
+    with compiled(model), torch.no_grad():
+        for index in range(width, width + MORE):
+            arguments = {"attention_mask": seen, "position_ids": places[:, index : index + 1].contiguous()}
+            actual.append(model(input_ids=text[:, index : index + 1].contiguous(), past_key_values=one, use_cache=True, **arguments).logits)
+    torch.testing.assert_close(torch.cat(actual, 1), expected[:, 1:], atol=1e-4, rtol=0)
+    assert graphs() == 1
+    assert torch.equal(one.kept_positions(0), other.kept_positions(0))
+
+
+@pytest.mark.parametrize("lengths", [(20, 30), (5, 12)], ids=["full", "filling"])
+def test_generate_compiles_steps_by_itself_once_for_all_texts(model: Any, plain: Any, lengths: tuple[int, int]) -> None:
+    ids, mask = left_padded([tokens(length, seed=length) for length in lengths])
+    expected = generate(plain, ids, make(plain), new=30, mask=mask)
+    settings = CompileConfig(fullgraph=True, backend="eager", mode=None)  # type: ignore[arg-type]
+    settings._compile_all_devices = True
+    for _ in range(2):
+        output = generate(model, ids, make(model), new=30, mask=mask, compile_config=settings)
+        assert torch.equal(output.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
+        assert graphs() == 1
+
+
+def test_generate_with_a_forward_that_compiles_prompts_too(model: Any, plain: Any) -> None:
+    with compiled(model):
+        for length in (30, 5, 17):
+            text = tokens(length, seed=length)
+            one, other = make(model), make(plain)
+            expected = generate(plain, text, other, new=25)
+            output = generate(model, text, one, new=25)
+            torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
+            assert torch.equal(one.kept_positions(0), other.kept_positions(0))
+            assert one.report().kept == other.report().kept
+    assert graphs() == 4  # the first prompt, steps, prompts of any length over the budget, and under it
+
+
+def test_inference_mode_may_end_between_prompt_and_steps(model: Any, plain: Any) -> None:
+    text = tokens(40, seed=6)
+    one, other = make(model), make(plain)
+    expected = feed(plain, other, text, [15] + [1] * 25)
+    with torch.inference_mode():
+        feed(model, one, text[:, :15], [15])
+    with compiled(model):
+        actual = feed(model, one, text[:, 15:])
+    torch.testing.assert_close(actual, expected[:, 1:], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", [(20, 20), (4, 20)], ids=["ring", "rows_differ"])
+def test_what_happens_to_rows_between_compiled_steps_is_followed(model: Any, plain: Any, tmp_path: Path, lengths: tuple[int, int]) -> None:
+    changes: list[Callable[[EquipCache], EquipCache | None]] = [
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),  # type: ignore[arg-type]
+        copy.deepcopy,
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_repeat_interleave(3),
+        _pickled,
+        lambda cache: _stored(cache, tmp_path / "cache.safetensors"),
+    ]
+    ids, mask = left_padded([tokens(length, seed=length) for length in lengths])
+    one, other = make(model), make(plain)
+    feed(model, one, ids, [20], mask=mask)
+    feed(plain, other, ids, [20], mask=mask)
+    rows, places = torch.tensor([0, 1]), mask.sum(-1, keepdim=True)
+    for index, change in enumerate(changes):
+        text = tokens(5, seed=index, rows=len(rows))
+        arguments = [{"position_ids": places[rows] + step} for step in range(5)]
+        expected = [_step(plain, other, text[:, step], **arguments[step]) for step in range(5)]
+        with compiled(model):
+            actual = [_step(model, one, text[:, step], **arguments[step]) for step in range(5)]
+        torch.testing.assert_close(torch.cat(actual, 1), torch.cat(expected, 1), atol=1e-4, rtol=0)
+        places = places + 5
+        rows = {0: rows.flip(0), 2: rows[1:], 3: rows.repeat(3)}.get(index, rows)
+        one, other = change(one) or one, change(other) or other
+        assert torch.equal(one.kept_positions(0), other.kept_positions(0))
+
+
+def _step(model: Any, cache: Any, ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids[:, None].contiguous(), past_key_values=cache, use_cache=True, **arguments).logits
+    return logits
+
+
+def _stored(cache: EquipCache, path: Path) -> EquipCache:
+    cache.save(path)
+    return EquipCache.load(path, cache.model)
+
+
+def _pickled(cache: EquipCache) -> EquipCache:
+    loaded: EquipCache = pickle.loads(pickle.dumps(cache))
+    loaded._model = cache._model
+    return loaded
+
+
+def test_a_compiled_call_refuses_padding_and_blocks(model: Any) -> None:
+    cache = make(model)
+    ids, mask = left_padded([tokens(5, seed=8), tokens(9, seed=9)])
+    with compiled(model):
+        with pytest.raises(RuntimeError, match="padding among the new tokens"):
+            feed(model, cache, ids, [9], mask=mask)
+        cache.reset()
+        feed(model, cache, tokens(9, seed=9), [9])
+        with pytest.raises(Exception, match="several tokens at once"):
+            feed(model, cache, tokens(4, seed=9), [4])
+
+
+def test_the_flag_says_no_where_steps_cannot_be_compiled(model: Any) -> None:
+    assert make(model).is_compileable
+    assert EquipCache(model, "streaming", 0.5).is_compileable
+    assert not EquipCache(model, "h2o", BUDGET).is_compileable
+    assert not EquipCache(model, "streaming", BUDGET, recent=3).is_compileable  # far tokens besides the sinks
+    for rope in ("on_read", "rotated_keys"):
+        assert not EquipCache(model, "streaming", BUDGET, rope=rope).is_compileable  # type: ignore[arg-type]
+    assert not EquipCache(models.tiny("gemma2"), "streaming", BUDGET).is_compileable  # sliding layers of transformers
+    recording = make(model)
+    recording.activate_past_recording()
+    assert not recording.is_compileable
+    untold = make(model)
+    disable(model)
+    try:
+        assert not untold.is_compileable
+    finally:
+        enable(model)
+
+
+def test_where_the_flag_says_no_a_graph_is_refused_with_the_reason(model: Any) -> None:
+    cache = EquipCache(model, "h2o", BUDGET)
+    feed(model, cache, tokens(9, seed=9), [9])
+    with compiled(model), pytest.raises(Exception, match="is_compileable"):
+        feed(model, cache, tokens(1, seed=9))
