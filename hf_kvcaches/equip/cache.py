@@ -14,8 +14,9 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.budgets import check_budget, resolve_budgets
-from hf_kvcaches.equip.frames import Frames, Passes
-from hf_kvcaches.equip.layer import EquipLayer, Settings
+from hf_kvcaches.equip.call import Settings
+from hf_kvcaches.equip.frames import Frames, Passes, Scheme
+from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
@@ -33,8 +34,8 @@ class EquipCache(KVCache):
 
     **Departs from the paper**: rotary positions need neither a second cache of rotated keys nor a rotation of all keys a step. Queries are
     turned instead of keys (`frames.py`), in the memory of keys and values alone; the paper's way is `rope="rotated_keys"`. A
-    prompt attends densely and is pruned when it has been read. Several tokens at once attend to all that was kept and to each other, and are
-    pruned then.
+    prompt attends densely and is pruned when it has been read. Several tokens at once attend to all that was kept and to each other,
+    and are pruned then.
 
     **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
     tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; attention with learned sinks (gpt-oss);
@@ -73,7 +74,7 @@ class EquipCache(KVCache):
         offloading: bool = False,
     ) -> None:
         self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
-        self._options = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
+        self._options: dict[str, Any] = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
         self._budget = budget if isinstance(budget, int | float) else list(budget)
         _check_options(self._options)
         if page_size is not None:
@@ -84,7 +85,7 @@ class EquipCache(KVCache):
         self._book: PageBook | None = None
         self._passes = Passes()
         self._geometries: list[RotaryGeometry] = []
-        self._hook: weakref.finalize | None = None
+        self._hook: weakref.finalize[[], EquipCache] | None = None
         super().__init__(model, offloading=offloading)
         if self.policy.observes != 0:
             self.require_attention(f"policy {self.policy.name or type(self.policy).__name__!r}")
@@ -109,15 +110,16 @@ class EquipCache(KVCache):
         if geometry.kind != "rope" or geometry.refusal is not None:
             why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
             raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
-        rope = self._options["rope"]
-        if rope == "auto":
-            # Scored tokens are turned again and again in the far frame, and in half precision each time would round them.
-            rope = "frames" if self.policy.order_only or _computes_in_float32(self._model, self.config) else "on_read"
+        scheme: Scheme = self._options["rope"]
+        if self._options["rope"] == "auto":
+            # Scored tokens are turned now and then in the far frame, and in half precision each time rounds them. On an accelerator the
+            # kernel can turn all keys while it reads them; elsewhere that takes longer than all the rest.
+            scheme = "frames" if self.policy.order_only or not _turns_for_nothing(self._model) else "on_read"
         for known in self._geometries:
             if _same_angles(known, geometry):
-                return Frames(rope, known)
+                return Frames(scheme, known)
         self._geometries.append(geometry)
-        return Frames(rope, geometry)
+        return Frames(scheme, geometry)
 
     def settings(self) -> dict[str, Any]:
         pages = {} if self.pool is None else {"page_size": self.pool.page_size}
@@ -205,25 +207,27 @@ class EquipCache(KVCache):
         return copied
 
 
-def _watch_drafts(model: PreTrainedModel, cache: EquipCache) -> weakref.finalize:
+def _watch_drafts(model: PreTrainedModel, cache: EquipCache) -> weakref.finalize[[], EquipCache]:
     """Tells a cache at each forward pass how many of the tokens are drafts.
 
     Assisted generation feeds a prompt and the first drafts in one call, and only the number of logits it asks for tells them apart.
     """
+    passes = cache._passes
     reference = weakref.ref(cache)
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        living = reference()
-        if living is not None and kwargs.get("past_key_values") is living:
+        given = kwargs.get("past_key_values")
+        if given is not None and given is reference():
             keep = kwargs.get("logits_to_keep")
-            living._passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 else None
+            passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 else None
 
     return weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
 
 
-def _computes_in_float32(model: Any, config: Any) -> bool:
-    dtype = getattr(model() if model is not None else None, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    return dtype in (torch.float32, torch.float64)
+def _turns_for_nothing(model: Any) -> bool:
+    """Whether keys are read by a kernel that turns them on the way, and are too short to be turned more than once."""
+    living = None if model is None else model()
+    return living is not None and living.device.type == "cuda" and living.dtype in (torch.float16, torch.bfloat16)
 
 
 def _same_angles(one: RotaryGeometry, other: RotaryGeometry) -> bool:

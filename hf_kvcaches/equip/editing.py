@@ -19,7 +19,8 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.cache import EquipCache
-    from hf_kvcaches.equip.layer import Call, EquipLayer
+    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.equip.layer import EquipLayer
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) 
     for layer in layers:
         held = layer.kept_positions()[:, : layer.slot_positions().shape[1], : layer.used]
         drop(layer, torch.isin(held, positions.to(held.device)))
-        layer.forget_recording()
+        layer.make_final()
 
 
 def edit(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, stop: int, new_ids: torch.Tensor) -> None:
@@ -91,7 +92,7 @@ def edit(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, st
         if new_ids.shape[1]:
             _run(cache, model, layers, start, new_ids)
         for layer in layers:
-            layer.forget_recording()
+            layer.make_final()
     except BaseException:
         for layer, state in zip(layers, before, strict=True):
             layer.restore(state)
@@ -153,7 +154,9 @@ def _run(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, ne
             layer.inserting = None
 
 
-def insert_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
+def insert_block(
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+) -> torch.Tensor:
     """Attention of new tokens in the middle of the text, which then take their slots: (batch, tokens, heads, head_dim).
 
     Args:

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvcaches.core.attention import is_enabled
+from hf_kvcaches.equip.call import Call, Settings
 from hf_kvcaches.equip.frames import Frames, Pass, Passes
-from hf_kvcaches.equip.layer import Call, EquipLayer, Settings
+from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import LayerPages, PageBook, PagePool
 from hf_kvcaches.equip.storage import SlotStorage
 from hf_kvcaches.errors import ConfigError, UnsupportedError

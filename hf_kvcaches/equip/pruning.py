@@ -10,11 +10,12 @@ import torch
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask, observers
 from hf_kvcaches.equip.frames import Pass
-from hf_kvcaches.equip.policies import Tokens
+from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.layer import Call, EquipLayer
+    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.equip.layer import EquipLayer
 
 
 @dataclass
@@ -68,9 +69,7 @@ class Candidates:
         )
 
 
-def take_block(
-    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
-) -> torch.Tensor:
+def take_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
     """Attends with a block of new tokens, then keeps what the budget allows: (batch, tokens, heads, head_dim).
 
     Args:
@@ -86,9 +85,7 @@ def take_block(
     return output
 
 
-def prune_block(
-    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None
-) -> None:
+def prune_block(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None) -> None:
     """Takes a block of new tokens and keeps what the budget allows.
 
     Args:
@@ -167,7 +164,7 @@ def _attend(
         output = None
     if kept:
         keys, values = torch.cat([layer.near_keys(running), keys], 2), torch.cat([layer.held_now()[1], values], 2)
-    slots = None if layer.kept_rows is None or layer.positions is None else layer.positions >= 0
+    slots = layer.holding()
     visible = Visibility(slots, kept, running.valid, given)
     own, observed = None, None
     if output is None or observe:
@@ -189,10 +186,12 @@ def _attend(
 def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor | None:
     """A mask of the caller's own over slots and new tokens, (batch or 1, 1, tokens, slots + tokens)."""
     allowed, tokens = given_mask(call.mask, running), running.tokens
-    if allowed is None or not layer.used:
+    if allowed is None or (not layer.used and allowed.shape[1] == 1):
         return allowed
     if allowed.shape[1] != 1 or layer.slot_positions().shape[1] != 1:
-        raise UnsupportedError("attention_mask: EquipCache can't follow a ready mask through slots that differ by head. Give the padding mask.")
+        raise UnsupportedError(
+            "attention_mask: EquipCache can't follow a ready mask through slots that differ by head. Give the padding mask instead."
+        )
     held = layer.kept_positions()[:, :1, : layer.used].clamp(min=0)
     old = allowed.expand(held.shape[0], -1, -1, -1).gather(-1, held[:, :, None].expand(-1, -1, tokens, -1))
     return torch.cat([old, allowed[..., -tokens:].expand(held.shape[0], -1, -1, -1)], -1)
@@ -367,9 +366,7 @@ def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
     if layer.policy.order_only:
         return (found.positions - layer.fed).float()
     first = 0 if layer.first is None else layer.first
-    tokens = Tokens(
-        found.keys, found.values, found.positions, found.attention, layer.fed, layer.settings.sinks, True, first, found.scores
-    )
+    tokens = Tokens(found.keys, found.values, found.positions, found.attention, layer.fed, layer.settings.sinks, True, first, found.scores)
     return layer.policy.checked_score(tokens)
 
 

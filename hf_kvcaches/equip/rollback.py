@@ -11,7 +11,8 @@ from hf_kvcaches.equip.frames import Pass
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.layer import Call, EquipLayer
+    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.equip.layer import EquipLayer
 
 
 class Recording:

@@ -9,6 +9,7 @@ import torch
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.equip.frames import Frames, swap_pairs
 from hf_kvcaches.kernels import slots as kernels
+from hf_kvcaches.kernels._slots_checks import Backend
 
 
 class SlotStorage(TensorLayer):
@@ -26,7 +27,7 @@ class SlotStorage(TensorLayer):
 
     frames: Frames
     slots: int
-    backend: str
+    backend: Backend
     swapped: torch.Tensor | None
 
     @property
@@ -168,9 +169,7 @@ class SlotStorage(TensorLayer):
         if self.swapped is not None:
             self.swapped.narrow(2, start, keys.shape[2]).copy_(self._swap(keys))
 
-    def write_many(
-        self, to: tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor, source: tuple[torch.Tensor, ...]
-    ) -> None:
+    def write_many(self, to: tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor, source: tuple[torch.Tensor, ...]) -> None:
         """Overwrites slots wherever they are, in one indexed write.
 
         Args:
