@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_kvcaches.core.verify import VerifyReport, verify
     from hf_kvcaches.equip.budgets import pyramid_budgets
     from hf_kvcaches.equip.cache import EquipCache
+    from hf_kvcaches.equip.pages import PagePool
     from hf_kvcaches.equip.policies import (
         H2OPolicy,
         KeyNormPolicy,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         FingerprintMismatch,
         KVCacheError,
         MissingDependencyError,
+        PoolExhausted,
         UnsupportedError,
     )
 
@@ -48,6 +50,7 @@ _HOMES = {
     "verify": "core.verify",
     "VerifyReport": "core.verify",
     "EquipCache": "equip.cache",
+    "PagePool": "equip.pages",
     "pyramid_budgets": "equip.budgets",
     "Policy": "equip.policies",
     "StreamingPolicy": "equip.policies",
@@ -63,6 +66,7 @@ _HOMES = {
     "FingerprintMismatch": "errors",
     "ArtifactError": "errors",
     "MissingDependencyError": "errors",
+    "PoolExhausted": "errors",
 }
 
 __all__ = [
@@ -80,7 +84,9 @@ __all__ = [
     "LagKVPolicy",
     "MissingDependencyError",
     "ModelFingerprint",
+    "PagePool",
     "Policy",
+    "PoolExhausted",
     "RandomPolicy",
     "RotaryGeometry",
     "SnapKVPolicy",

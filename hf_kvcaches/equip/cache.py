@@ -16,6 +16,8 @@ from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.budgets import check_budget, resolve_budgets
 from hf_kvcaches.equip.frames import Frames, Passes
 from hf_kvcaches.equip.layer import EquipLayer, Settings
+from hf_kvcaches.equip.paged import PagedEquipLayer
+from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -35,10 +37,11 @@ class EquipCache(KVCache):
     pruned then.
 
     **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
-    tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; attention with learned sinks (gpt-oss).
+    tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; attention with learned sinks (gpt-oss);
+    on pages, gradients and offloading.
 
     **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 bytes a slot
-    and key head; while recording, a second copy.
+    and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages.
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
@@ -49,6 +52,8 @@ class EquipCache(KVCache):
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
         rope: How compact positions are kept: "frames", "on_read" (keys are rotated at each step), "rotated_keys" (the paper's), or "auto".
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
+        page_size: Keep slots in pages of so many, taken as rows fill them; None for one buffer, or the pool's.
+        pool: The pages, shared with other caches; None for pages of the cache's own, of which there are as many as it needs.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -63,12 +68,20 @@ class EquipCache(KVCache):
         positions: Literal["compact", "original"] = "compact",
         rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
+        page_size: int | None = None,
+        pool: PagePool | None = None,
         offloading: bool = False,
     ) -> None:
         self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
         self._options = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
         self._budget = budget if isinstance(budget, int | float) else list(budget)
         _check_options(self._options)
+        if page_size is not None:
+            check_page_size(page_size)
+        if offloading and (page_size is not None or pool is not None):
+            raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
+        self._page_size, self._pool = page_size, pool
+        self._book: PageBook | None = None
         self._passes = Passes()
         self._geometries: list[RotaryGeometry] = []
         self._hook: weakref.finalize | None = None
@@ -83,7 +96,11 @@ class EquipCache(KVCache):
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
         settings = Settings(budget, sinks, recent, self.policy, self._options["backend"])
-        return EquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config)
+        if self._book is None:
+            self._book = open_book(self.config, self._page_size, self._pool)
+        if self._book is None:
+            return EquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config)
+        return PagedEquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config, self._book)
 
     def _make_frames(self, layer_idx: int) -> Frames:
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
@@ -103,7 +120,13 @@ class EquipCache(KVCache):
         return Frames(rope, geometry)
 
     def settings(self) -> dict[str, Any]:
-        return {**self._options, "policy": self.policy.settings(), "budget": self._budget}
+        pages = {} if self.pool is None else {"page_size": self.pool.page_size}
+        return {**self._options, "policy": self.policy.settings(), "budget": self._budget, **pages}
+
+    @property
+    def pool(self) -> PagePool | None:
+        """Where the pages are from; None for the flat layout."""
+        return None if self._book is None else self._book.pool
 
     def kept_positions(self, layer_idx: int) -> torch.Tensor:
         """Whose the slots are: for each sequence, KV head and slot the index of its token among the tokens seen; -1: empty.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -125,7 +125,7 @@ class EquipLayer(SlotStorage):
         "offset_rows",
         "padding",
     )
-    counters = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "gathered")
+    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "gathered")
     is_croppable = True
     swapped: torch.Tensor | None = None
     positions: torch.Tensor | None = None
@@ -172,12 +172,11 @@ class EquipLayer(SlotStorage):
         """Whose the slots are, (batch, 1 or kv_heads, slots in use)."""
         if self.positions is not None:
             return self.positions[..., : self.used]
-        assert self.keys is not None
-        ranks = self.ring_ranks(self.keys.device)
+        ranks = self.ring_ranks(self.held_on)
         start: int | torch.Tensor = 0 if self.first is None else self.first[:, None, None]
         # The newest is at fed - 1 and the ring has no gaps; nor have the sinks.
         held = torch.where(ranks < self.settings.sinks, ranks + start, ranks + self.fed - self.filled)
-        return held.expand(self.keys.shape[0], 1, -1)
+        return held.expand(self.rows, 1, -1)
 
     def ring_ranks(self, device: torch.device) -> torch.Tensor:
         """Where each slot of the ring stands among those in use, (1, 1, slots in use).
@@ -223,13 +222,13 @@ class EquipLayer(SlotStorage):
 
     def kept_positions(self) -> torch.Tensor:
         """For each slot the index of its token among all tokens seen, (batch, kv_heads, slots); -1: empty."""
-        if self.keys is None:
+        if not self.rows:
             return torch.empty(0, 0, 0, dtype=torch.long)
         held = self.slot_positions().long()
         held = torch.nn.functional.pad(held[..., : self.used], (0, self.slots - self.used), value=-1)
         if self.first is not None and self.padding is not None:
             held = self._beside_padding(held)
-        return held.expand(-1, self.keys.shape[1], -1)
+        return held.expand(-1, self.kv_heads, -1)
 
     def _beside_padding(self, held: torch.Tensor) -> torch.Tensor:
         """Positions as indices into the padded text."""
@@ -443,7 +442,7 @@ class EquipLayer(SlotStorage):
         if valid is None:
             assert self.is_initialized
             return torch.arange(self.fed, self.fed + tokens, device=self.device)[None, None]
-        if self.keys is not None:
+        if self.rows:
             self.leave_ring()
         real = valid.sum(-1)
         pads = tokens - real
@@ -458,7 +457,7 @@ class EquipLayer(SlotStorage):
 
     def leave_ring(self) -> None:
         """Writes down whose the slots are."""
-        if self.positions is None and self.keys is not None:
+        if self.positions is None and self.rows:
             held = self.slot_positions().to(torch.int32)
             self.positions = torch.nn.functional.pad(held, (0, self.capacity - held.shape[-1]), value=-1)
 
@@ -516,7 +515,6 @@ class EquipLayer(SlotStorage):
         # Where the model attends by itself, nobody turns its queries.
         if not self.frames.two or not is_enabled(self.config) or (offset < limit if isinstance(offset, int) else self.fed % limit):
             return
-        assert self.keys is not None
         near = self.slot_positions() >= self.fed - self.near
         delta = torch.where(near, -torch.as_tensor(offset, device=near.device), 0)
         keys, values = self.held_now()
@@ -696,7 +694,7 @@ class EquipLayer(SlotStorage):
             delta = torch.where(positions < 0, 0, wanted - found.stands)
             if bool(delta.any()):
                 keys = self.frames.by(delta)(keys)
-        self.install(keys, found.values)
+        self.install(keys, found.values, kept)
         self.positions, self.attention, self.gathering, self.scores = positions, found.attention, found.gathering, None
         self.ranks = torch.arange(positions.shape[-1], device=keys.device).expand_as(positions).contiguous() if self.frames.unrotated else None
         self._settle_counts(kept, offset)

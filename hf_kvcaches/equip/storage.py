@@ -32,12 +32,29 @@ class SlotStorage(TensorLayer):
         """How many slots there are by now."""
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    @property
+    def rows(self) -> int:
+        """How many sequences; 0 before the first token."""
+        return 0 if self.keys is None else self.keys.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """How many heads the keys have; 0 before the first token."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    @property
+    def held_on(self) -> torch.device:
+        """Where the slots are."""
+        assert self.keys is not None
+        return self.keys.device
+
+    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> None:
         """Makes these the first slots, and all others empty.
 
         Args:
             keys: (batch, kv_heads, slots in use, head_dim).
             values: Like `keys`.
+            kept: How many of these hold a token, the first ones, (batch, 1 or kv_heads, 1).
         """
         self.keys = self.values = None
         self.swapped = None
@@ -90,6 +107,9 @@ class SlotStorage(TensorLayer):
         """
         for name, value in before.items():
             setattr(self, name, value)
+
+    def recount(self) -> None:
+        """Gives memory back after tokens were dropped outside of a forward pass; one buffer a row has none to give."""
 
     def held(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first slots, as they are kept.
@@ -197,7 +217,7 @@ class SlotStorage(TensorLayer):
         turn = None
         if ranks is not None:
             table = self.frames.table(self.slots, query.device)
-            if self.swapped is None:
+            if self.frames.scheme != "rotated_keys":
                 turn = kernels.Turn(ranks, *table.halves(), table.layout)
             else:
                 rotary = table.cos.shape[-1]
