@@ -541,12 +541,6 @@ class EquipLayer(SlotStorage):
         delta = torch.where(held < 0, 0, _ranks(held) - self.standing())
         return self.frames.by(delta)(self.held_now()[0])
 
-    @property
-    def rows(self) -> int:
-        """The batch."""
-        keys, _ = self.held_now()
-        return keys.shape[0]
-
     def standing(self) -> torch.Tensor:
         """The position to which each slot's key is rotated, (batch, 1 or kv_heads, slots in use)."""
         held = self.slot_positions()[..., : self.used]
