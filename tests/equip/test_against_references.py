@@ -43,6 +43,10 @@ def case(name: str) -> tuple[torch.Tensor, torch.Tensor | None, list[int], int]:
     if name == "padded batch of which some rows fill up later":
         spans = steps(40, 60)
         return *padded(spans), spans, 36
+    if name == "steps without a token for some rows":
+        ids, mask = padded(spans := [40, *[1] * 20, 7, *[1] * 4])
+        mask[1, [44, 45, 50]], mask[2, [45, 53]] = 0, 0
+        return ids, mask, spans, BUDGET
     assert name == "padded batch read in chunks"
     spans = [9, 9, 9, 9, 9, 9, 1, 1, 9, 1, 9]
     return *padded(spans), spans, BUDGET
@@ -82,7 +86,7 @@ def every(*schemes: tuple[str, str], wrong: dict[str, str] | None = None) -> pyt
     params = []
     for policy in POLICIES:
         for positions, rope in schemes:
-            reason = known.get(f"{policy} {positions}", known.get(policy))
+            reason = known.get(f"{policy} {positions} {rope}", known.get(f"{policy} {positions}", known.get(policy)))
             marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
             params.append(pytest.param(policy, positions, rope, id=f"{policy}-{positions}-{rope}", marks=marks))
     return pytest.mark.parametrize(("policy", "positions", "rope"), params)
@@ -126,3 +130,13 @@ def test_rows_that_fill_up_at_different_times_equal_the_reference(policy: str, p
 @every(*SCHEMES)
 def test_a_padded_prompt_read_in_chunks_equals_the_reference(policy: str, positions: str, rope: str) -> None:
     compare(policy, positions, rope, "padded batch read in chunks", "llama")
+
+
+NO_TOKEN = "scores, attention and promotion of a row without a token in a step are changed"
+WRONG = dict.fromkeys(("h2o", "tova", "snapkv", "lagkv"), NO_TOKEN)
+NO_RANKS = {"streaming compact on_read", "streaming compact rotated_keys", "knorm compact frames"}
+
+
+@every(*SCHEMES, wrong=WRONG | dict.fromkeys(NO_RANKS, "live rows too: ranks are still the ring's; or far keys are promoted again"))
+def test_a_row_without_a_token_in_a_step_stays_as_it_was(policy: str, positions: str, rope: str) -> None:
+    compare(policy, positions, rope, "steps without a token for some rows", "llama")

@@ -83,8 +83,6 @@ def test_a_share_is_of_the_prompt_and_of_the_next_one_after_a_reset() -> None:
 
 
 NAMES_RECENT = pytest.mark.xfail(strict=True, reason="names `recent`, which nobody gave: it is negative for a budget below the sinks")
-    strict=True, reason="names `recent`, which nobody gave: StreamingPolicy.recent is negative below the sinks"
-)
 
 
 @pytest.mark.parametrize("policy", [pytest.param("streaming", marks=NAMES_RECENT), "h2o"])

@@ -171,3 +171,31 @@ def test_what_was_recorded_before_a_crop_is_final() -> None:
     with pytest.raises(UnsupportedError, match="remembers 0"):
         cache.crop(-1)
     assert cache.seen == 33
+
+
+PADDED = pytest.mark.xfail(strict=True, reason="as single steps, a padded block has steps without a token for some rows")
+
+
+@pytest.mark.parametrize(
+    ("policy", "rope"),
+    [
+        ("streaming", "frames"),
+        pytest.param("streaming", "on_read", marks=PADDED),
+        pytest.param("h2o", "frames", marks=PADDED),
+        pytest.param("knorm", "frames", marks=PADDED),
+    ],
+)
+def test_padded_questions_that_are_recorded_equal_those_of_single_rows(policy: str, rope: str) -> None:
+    prompts, questions = [text(30), text(20, 30)], [text(5, 60), text(3, 70)]
+    ids, mask = left_padded(prompts)
+    asked, asked_mask = left_padded(questions)
+    cache = build(model(), policy, rope=rope)
+    feed(model(), cache, ids, [30], mask)
+    cache.activate_past_recording()
+    logits = feed(model(), cache, asked, [5], torch.cat([mask, asked_mask], 1))
+    for row in range(2):
+        alone = build(model(), policy, rope=rope)
+        feed(model(), alone, prompts[row], [prompts[row].shape[1]])
+        alone.activate_past_recording()
+        expected = feed(model(), alone, questions[row], [questions[row].shape[1]])
+        torch.testing.assert_close(logits[row], expected[0], rtol=0, atol=1e-4)
