@@ -197,7 +197,7 @@ def insert_block(
     positions = torch.arange(start, start + tokens, device=keys.device, dtype=torch.int32).expand(keys.shape[0], 1, -1)
     new = pruning.Candidates(stored, values, positions, None if stands is None else stands.expand(keys.shape[0], -1, -1), None, None, None)
     found = pruning.joined(layer, pruning.kept_candidates(layer), new)
-    pruning.remember(layer, found, observed, tokens)
+    pruning.remember(layer, found, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
     found = pruning.in_order(found)
     before = (found.positions >= 0).sum(-1, keepdim=True)
     layer.absorb(pruning.prune(layer, found), before)

@@ -49,6 +49,18 @@ class PlacedSlots(SlotState):
         delta = torch.where(held < 0, 0, place_ranks(held) - self.standing())
         return self.frames.by(delta)(self.held_now()[0])
 
+    def as_rotated(self, keys: torch.Tensor, positions: torch.Tensor, stands: torch.Tensor | None) -> torch.Tensor:
+        """Keys as the model rotated them when their tokens came.
+
+        Args:
+            keys: (batch, kv_heads, tokens, head_dim), as they are kept.
+            positions: (batch, 1 or kv_heads, tokens).
+            stands: To where they are rotated now, likewise; None for keys without rotation.
+        """
+        first = 0 if self.first is None else self.first[:, None, None]
+        delta = torch.where(positions < 0, 0, positions - first if stands is None else positions - first - stands)
+        return self.frames.by(delta)(keys) if bool(delta.any()) else keys
+
     def standing(self) -> torch.Tensor:
         """The position to which each slot's key is rotated, (batch, 1 or kv_heads, slots in use)."""
         held = self.slot_positions()[..., : self.used]

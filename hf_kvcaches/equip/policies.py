@@ -34,12 +34,24 @@ class Policy(ABC):
         observes: Whose attention it scores by. 0: none; a number: the last so many queries; None: all queries.
         order_only: Whether the oldest token goes whatever it holds, so that no scores are needed.
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
+        directions: Whether it reads more of the keys than their lengths, and wants them as the model rotated them.
     """
 
     name: ClassVar[str] = ""
     observes: int | None = 0
     order_only: ClassVar[bool] = False
     always_recent: ClassVar[int] = 0
+    directions: ClassVar[bool] = True
+
+    def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
+        """Whether `rescore` reads keys after a step with so many tokens seen. Turning them back takes time that may be spared.
+
+        Args:
+            seen: Tokens fed in so far.
+            first: As in `Tokens`.
+            sinks: Protected first tokens.
+        """
+        return self.directions
 
     def recent(self, budget: int, sinks: int) -> int:
         """How many of the newest tokens are protected where the user doesn't say.
@@ -176,10 +188,11 @@ class StreamingPolicy(Policy):
     """
 
     name = "streaming"
+    directions = False
     order_only = True
 
     def recent(self, budget: int, sinks: int) -> int:
-        return budget - sinks
+        return max(1, budget - sinks)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         # Counted from the end, because float32 holds integers up to 2^24 only.
@@ -201,6 +214,7 @@ class H2OPolicy(Policy):
     """
 
     name = "h2o"
+    directions = False
     observes = None
     average: bool = False
 
@@ -225,6 +239,7 @@ class TOVAPolicy(Policy):
     """
 
     name = "tova"
+    directions = False
     observes = 1
     always_recent = 1
 
@@ -251,6 +266,7 @@ class SnapKVPolicy(Policy):
     """
 
     name = "snapkv"
+    directions = False
     window: int = 64
     kernel_size: int = 5
 
@@ -309,9 +325,12 @@ class LagKVPolicy(Policy):
 
     def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
         scores = _put(scores, slots, torch.inf)
-        over = (tokens.seen - tokens.first - tokens.sinks) % self.lag_size
-        due = bool((over == 0).any()) if isinstance(over, torch.Tensor) else over == 0
+        due = self.looks(tokens.seen, tokens.first, tokens.sinks)
         return self.score(dataclasses.replace(tokens, scores=scores)) if due else scores
+
+    def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
+        over = (seen - first - sinks) % self.lag_size
+        return bool((over == 0).any()) if isinstance(over, torch.Tensor) else over == 0
 
 
 @dataclass(frozen=True)
@@ -325,6 +344,7 @@ class KeyNormPolicy(Policy):
     """
 
     name = "knorm"
+    directions = False
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return -torch.linalg.vector_norm(tokens.keys.detach(), dim=-1, dtype=torch.float32)
@@ -347,6 +367,7 @@ class RandomPolicy(Policy):
     """
 
     name = "random"
+    directions = False
     seed: int = 0
 
     def __post_init__(self) -> None:

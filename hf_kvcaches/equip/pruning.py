@@ -135,7 +135,13 @@ def replace_in_place(layer: EquipLayer, found: Candidates, tokens: int) -> None:
         tokens: How many are new.
     """
     scores = score(layer, found)
-    keep = layer.policy.keep(scores, found.positions.expand_as(scores), layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
+    positions = found.positions.expand(-1, scores.shape[1], -1) if scores.shape[1] > 1 else found.positions
+    scores = scores.expand(-1, positions.shape[1], -1)
+    order = positions.argsort(-1)  # equal scores fall as in order of position
+    keep = layer.policy.keep(
+        scores.gather(-1, order), positions.gather(-1, order), layer.slots, sinks_end=layer.sinks_end, recent=layer.recent
+    )
+    keep = order.gather(-1, keep)
     heads, used = max(keep.shape[1], found.positions.shape[1]), layer.used
     rows = found.keys.shape[0]
     stays = torch.zeros(rows, heads, used + tokens, dtype=torch.bool, device=keep.device).scatter_(2, keep.expand(rows, heads, -1), True)
@@ -252,7 +258,8 @@ def candidates(
     found = Candidates(keys, values, places.to(torch.int32), stands, None, None, None)
     if old is not None:
         found = joined(layer, old, found)
-    remember(layer, found, observed, tokens)
+    real = keys.new_full((batch, 1, 1), tokens, dtype=torch.long) if running.valid is None else running.valid.sum(-1)[:, None, None]
+    remember(layer, found, observed, real)
     layer.fed += tokens
     return found if not ordered or (running.valid is None and old is None) else in_order(found)
 
@@ -313,14 +320,14 @@ def joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
     )
 
 
-def remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None, tokens: int) -> None:
+def remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None, real: torch.Tensor) -> None:
     """Adds a block's attention to what the policy observes.
 
     Args:
         layer: It counts the observed queries.
         found: Kept tokens, then new ones.
         observed: What they got, (batch, kv_heads, slots + tokens), or None.
-        tokens: New ones.
+        real: How many of the new tokens are, (batch, 1, 1).
     """
     window = layer.policy.observes
     if observed is None:
@@ -328,16 +335,17 @@ def remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None
     if window is None:
         found.attention = observed if found.attention is None else found.attention + observed
         return
-    if tokens < window and found.gathering is not None:
-        gathering = found.gathering + observed
-        layer.gathered += tokens
-        if layer.gathered < window:
-            found.gathering = gathering
-            return
-        observed = gathering
-    found.attention = observed
-    found.gathering = torch.zeros_like(observed) if window > 1 else None
-    layer.gathered = 0
+    if found.attention is None or found.gathering is None or layer.gathered is None:
+        found.attention = observed
+        if window > 1:
+            found.gathering, layer.gathered = torch.zeros_like(observed), torch.zeros_like(real)
+        return
+    # Of a long block its last queries are a window, and those of a short one go into the window that is not yet complete.
+    whole, gathering, count = real >= window, found.gathering + observed, layer.gathered + real
+    complete = whole | (count >= window)
+    found.attention = torch.where(whole, observed, torch.where(complete, gathering, found.attention))
+    found.gathering = torch.where(complete, 0.0, gathering)
+    layer.gathered = torch.where(complete, 0, count)
 
 
 def prune(layer: EquipLayer, found: Candidates) -> Candidates:
@@ -366,7 +374,10 @@ def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
     if layer.policy.order_only:
         return (found.positions - layer.fed).float()
     first = 0 if layer.first is None else layer.first
-    tokens = Tokens(found.keys, found.values, found.positions, found.attention, layer.fed, layer.settings.sinks, True, first, found.scores)
+    keys = found.keys
+    if layer.frames.turns and layer.policy.directions:
+        keys = layer.as_rotated(keys, found.positions, found.stands)
+    tokens = Tokens(keys, found.values, found.positions, found.attention, layer.fed, layer.settings.sinks, True, first, found.scores)
     return layer.policy.checked_score(tokens)
 
 

@@ -80,9 +80,12 @@ class Recording:
         self._before, self._calls = None, []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
-        copied = copy.copy(self)
+        copied = Recording()
         copied._calls = list(self._calls)  # whose tensors nobody writes to, as a layer does to those that it is given back
-        copied._before = copy.deepcopy(self._before, memo)
+        if self._before is not None:
+            copied._before = {
+                name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in self._before.items()
+            }
         return copied
 
     def __reduce__(self) -> tuple[type[Recording], tuple[()]]:

@@ -26,7 +26,7 @@ class SlotState(ClockedStorage):
         filled: Slots in use where all rows agree; they are the first ones. `kept_rows` has the numbers otherwise.
         offset: How far the near frame is ahead of the far one; `offset_rows` where rows differ.
         cursor: The ring's oldest slot.
-        gathered: Queries in `gathering`, the attention of the observation window that is not yet complete.
+        gathered: Queries in `gathering`, the attention of the observation window that is not yet complete, (batch, 1, 1).
     """
 
     row_tensors = (
@@ -38,18 +38,20 @@ class SlotState(ClockedStorage):
         "scores",
         "attention",
         "gathering",
+        "gathered",
         "first",
         "kept_rows",
         "offset_rows",
         "padding",
     )
-    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "gathered")
+    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor")
     swapped: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     attention: torch.Tensor | None = None
     gathering: torch.Tensor | None = None
+    gathered: torch.Tensor | None = None
     first: torch.Tensor | None = None
     padding: torch.Tensor | None = None
 
@@ -57,7 +59,7 @@ class SlotState(ClockedStorage):
         super().__init__()
         self.settings, self.frames, self.passes, self.config = settings, frames, passes, config
         self.backend = settings.backend
-        self.fed = self.slots = self.recent = self.filled = self.offset = self.cursor = self.gathered = 0
+        self.fed = self.slots = self.recent = self.filled = self.offset = self.cursor = 0
 
     @property
     def policy(self) -> Policy:
@@ -207,7 +209,10 @@ class SlotState(ClockedStorage):
         """Writes down whose the slots are."""
         if self.positions is None and self.rows:
             held = self.slot_positions().to(torch.int32)
-            self.positions = torch.nn.functional.pad(held, (0, self.capacity - held.shape[-1]), value=-1)
+            self.positions = torch.nn.functional.pad(held, (0, self.capacity - held.shape[-1]), value=-1).contiguous()
+            if self.frames.unrotated:
+                ranks = self.ring_ranks(self.held_on).to(torch.int32).expand(self.rows, 1, -1)
+                self.ranks = torch.nn.functional.pad(ranks, (0, self.capacity - ranks.shape[-1])).contiguous()
 
     def make_ragged(self) -> None:
         """Counts for each row what is kept."""
@@ -294,8 +299,8 @@ class SlotState(ClockedStorage):
             return
         self.scores = torch.nn.functional.pad(scores, (0, self.capacity - scores.shape[-1])) if self.capacity > scores.shape[-1] else scores
 
-    def add_attention(self, weights: torch.Tensor, index: torch.Tensor) -> bool:
-        """Adds one query's attention to what the policy observes; whether its window is complete.
+    def add_attention(self, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor | bool:
+        """Adds one query's attention to what the policy observes; whether its window is complete, of all rows or (batch, 1, 1).
 
         Args:
             weights: (batch, kv_heads, slots in use), float32.
@@ -312,15 +317,17 @@ class SlotState(ClockedStorage):
             self.attention[..., :used].add_(weights)
             return True
         assert self.gathering is not None
+        assert self.gathered is not None
         self.gathering.scatter_(2, index, 0.0)
         self.gathering[..., :used].add_(weights)
-        self.gathered += 1
-        if self.gathered < window:
+        self.gathered = self.gathered + 1
+        complete = self.gathered >= window
+        if not bool(complete.any()):
             return False
-        self.attention.copy_(self.gathering)
-        self.gathering.zero_()
-        self.gathered = 0
-        return True
+        self.attention = torch.where(complete, self.gathering, self.attention)
+        self.gathering = torch.where(complete, 0.0, self.gathering)
+        self.gathered = torch.where(complete, 0, self.gathered)
+        return complete
 
 
 def place_ranks(positions: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,7 +71,8 @@ def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor
     positions, near_start = layer.positions, layer.fed + 1 - layer.near
     assert positions is not None
     if layer.frames.two:
-        _promote(layer, positions == near_start - 1, running)
+        leaving = positions == near_start - 1
+        _promote(layer, leaving if live is None else leaving & live, running)
     evicted: torch.Tensor | None
     if layer.kept_rows is None and layer.filled < layer.slots:
         slot: int | torch.Tensor = layer.filled
@@ -226,14 +228,18 @@ def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.T
     if policy.order_only:
         return
     index = layer.slot_index(slot)
-    complete = True
+    complete: torch.Tensor | bool = True
+    remembered = ("attention", "gathering", "gathered", "scores")
+    # Rows without a token have nothing to learn.
+    before = {name: tensor.clone() for name in remembered if running.valid is not None and (tensor := getattr(layer, name)) is not None}
     if weights is not None:
-        if running.valid is not None:
-            weights = weights * running.valid[..., None]
         complete = layer.add_attention(weights.detach(), index)
     keys, values = layer.held_now()
     assert layer.positions is not None
     used = layer.used
+    first = 0 if layer.first is None else layer.first
+    if layer.frames.turns and policy.looks(layer.fed, first, layer.settings.sinks):
+        keys = layer.as_rotated(keys, layer.positions[..., :used], layer.standing() if layer.frames.two else None)
     tokens = Tokens(
         keys,
         values,
@@ -241,7 +247,17 @@ def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.T
         None if layer.attention is None else layer.attention[..., :used],
         layer.fed,
         layer.settings.sinks,
-        complete,
-        0 if layer.first is None else layer.first,
+        complete if isinstance(complete, bool) else True,
+        first,
     )
-    layer.set_scores(policy.rescore(layer.victim_scores()[..., :used], tokens, index))
+    scores = layer.victim_scores()[..., :used]
+    if isinstance(complete, bool) or bool(complete.all()):
+        layer.set_scores(policy.rescore(scores, tokens, index))
+    else:
+        waiting = policy.rescore(scores.clone(), replace(tokens, complete=False), index)
+        layer.set_scores(torch.where(complete, policy.rescore(scores, tokens, index), waiting))
+    if running.valid is not None:
+        for name, held in before.items():
+            now = getattr(layer, name)
+            if now is not None:
+                setattr(layer, name, torch.where(running.valid[..., None], now, held))

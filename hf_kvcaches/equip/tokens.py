@@ -14,7 +14,7 @@ class Tokens:
     """What a policy looks at. Slots come in any order; after a block they are in order of position.
 
     Args:
-        keys: (batch, kv_heads, slots, head_dim), as they are in the cache.
+        keys: (batch, kv_heads, slots, head_dim), as the model rotated them, for policies with `directions`; else in any rotation.
         values: (batch, kv_heads, slots, value_dim).
         positions: (batch, 1 or kv_heads, slots), integers: the index of a slot's token among the tokens seen; -1: empty slot.
         attention: (batch, kv_heads, slots), float32: the sum of what the observed queries gave to each slot since its token came, as

@@ -17,7 +17,6 @@ TOLERANCE = 1e-4
 
 # Two schemes that share least.
 DIFFERENT = (("compact", "frames"), ("original", "auto"))
-LAGKV = "compact: the cache scores keys as it keeps them, the reference as the model rotated them"
 
 
 def padded(spans: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,11 +81,11 @@ def compare(policy: str, positions: str, rope: str, name: str, family: str) -> N
 
 def every(*schemes: tuple[str, str], wrong: dict[str, str] | None = None) -> pytest.MarkDecorator:
     """All policies in these schemes; `wrong` gives the reason why one of them is known to differ."""
-    known = {"lagkv compact": LAGKV} | (wrong or {})
+    known = wrong or {}
     params = []
     for policy in POLICIES:
         for positions, rope in schemes:
-            reason = known.get(f"{policy} {positions} {rope}", known.get(f"{policy} {positions}", known.get(policy)))
+            reason = known.get(policy)
             marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
             params.append(pytest.param(policy, positions, rope, id=f"{policy}-{positions}-{rope}", marks=marks))
     return pytest.mark.parametrize(("policy", "positions", "rope"), params)
@@ -122,7 +121,7 @@ def test_left_padded_rows_equal_the_reference(policy: str, positions: str, rope:
     compare(policy, positions, rope, "padded batch", "llama")
 
 
-@every(*DIFFERENT, wrong={"lagkv compact": ""})
+@every(*DIFFERENT)
 def test_rows_that_fill_up_at_different_times_equal_the_reference(policy: str, positions: str, rope: str) -> None:
     compare(policy, positions, rope, "padded batch of which some rows fill up later", "llama")
 
@@ -132,11 +131,6 @@ def test_a_padded_prompt_read_in_chunks_equals_the_reference(policy: str, positi
     compare(policy, positions, rope, "padded batch read in chunks", "llama")
 
 
-NO_TOKEN = "scores, attention and promotion of a row without a token in a step are changed"
-WRONG = dict.fromkeys(("h2o", "tova", "snapkv", "lagkv"), NO_TOKEN)
-NO_RANKS = {"streaming compact on_read", "streaming compact rotated_keys", "knorm compact frames"}
-
-
-@every(*SCHEMES, wrong=WRONG | dict.fromkeys(NO_RANKS, "live rows too: ranks are still the ring's; or far keys are promoted again"))
+@every(*SCHEMES)
 def test_a_row_without_a_token_in_a_step_stays_as_it_was(policy: str, positions: str, rope: str) -> None:
     compare(policy, positions, rope, "steps without a token for some rows", "llama")

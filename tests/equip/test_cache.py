@@ -82,10 +82,7 @@ def test_a_share_is_of_the_prompt_and_of_the_next_one_after_a_reset() -> None:
     assert cache.report().kept == (20, 20)
 
 
-NAMES_RECENT = pytest.mark.xfail(strict=True, reason="names `recent`, which nobody gave: it is negative for a budget below the sinks")
-
-
-@pytest.mark.parametrize("policy", [pytest.param("streaming", marks=NAMES_RECENT), "h2o"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
 def test_a_budget_below_the_sinks_is_the_budgets_fault(policy: str) -> None:
     with pytest.raises(ConfigError, match="budget: 3 tokens are too few"):
         EquipCache(models.tiny("llama"), policy, 3)
