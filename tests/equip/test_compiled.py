@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_kvcaches.core.attention import disable, enable
+from hf_kvcaches.equip import compiled as compiled_steps
 from hf_kvcaches.equip.cache import EquipCache
 from tests.conformance import models
 from tests.conformance.driving import feed, generate, left_padded, tokens
@@ -274,3 +275,18 @@ def test_where_the_flag_says_no_a_graph_is_refused_with_the_reason(model: Any) -
     feed(model, cache, tokens(9, seed=9), [9])
     with compiled(model), pytest.raises(Exception, match="is_compileable"):
         feed(model, cache, tokens(1, seed=9))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_angles_are_exact_far_into_a_text(plain: Any, backend: str) -> None:
+    frames = make(plain).layers[0].frames
+    came, target = torch.tensor([[5_000_003]]), torch.tensor([[[5_000_000]]])
+
+    def turn(came: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return compiled_steps._turn(frames, came, target).halves()
+
+    cos, sin = torch.compile(turn, fullgraph=True, backend=backend)(came, target)
+    exact = frames.geometry.inv_freq
+    angles = 5_000_000 * exact - (torch.tensor(5_000_003.0) * exact.float()).double()
+    torch.testing.assert_close(cos[0, 0, 0], angles.cos().float(), atol=2e-7, rtol=0)
+    torch.testing.assert_close(sin[0, 0, 0], angles.sin().float(), atol=2e-7, rtol=0)
