@@ -12,12 +12,26 @@ if TYPE_CHECKING:
     from hf_kvcaches.core.growing import GrowingCache
     from hf_kvcaches.core.rope import RotaryGeometry
     from hf_kvcaches.core.verify import VerifyReport, verify
+    from hf_kvcaches.equip.budgets import pyramid_budgets
+    from hf_kvcaches.equip.cache import EquipCache
+    from hf_kvcaches.equip.pages import PagePool
+    from hf_kvcaches.equip.policies import (
+        H2OPolicy,
+        KeyNormPolicy,
+        LagKVPolicy,
+        Policy,
+        RandomPolicy,
+        SnapKVPolicy,
+        StreamingPolicy,
+        TOVAPolicy,
+    )
     from hf_kvcaches.errors import (
         ArtifactError,
         ConfigError,
         FingerprintMismatch,
         KVCacheError,
         MissingDependencyError,
+        PoolExhausted,
         UnsupportedError,
     )
 
@@ -35,30 +49,54 @@ _HOMES = {
     "RotaryGeometry": "core.rope",
     "verify": "core.verify",
     "VerifyReport": "core.verify",
+    "EquipCache": "equip.cache",
+    "PagePool": "equip.pages",
+    "pyramid_budgets": "equip.budgets",
+    "Policy": "equip.policies",
+    "StreamingPolicy": "equip.policies",
+    "H2OPolicy": "equip.policies",
+    "TOVAPolicy": "equip.policies",
+    "SnapKVPolicy": "equip.policies",
+    "LagKVPolicy": "equip.policies",
+    "KeyNormPolicy": "equip.policies",
+    "RandomPolicy": "equip.policies",
     "KVCacheError": "errors",
     "ConfigError": "errors",
     "UnsupportedError": "errors",
     "FingerprintMismatch": "errors",
     "ArtifactError": "errors",
     "MissingDependencyError": "errors",
+    "PoolExhausted": "errors",
 }
 
 __all__ = [
     "ArtifactError",
     "CacheReport",
     "ConfigError",
+    "EquipCache",
     "FingerprintMismatch",
     "GrowingCache",
+    "H2OPolicy",
     "KVCache",
     "KVCacheError",
     "KVLayer",
+    "KeyNormPolicy",
+    "LagKVPolicy",
     "MissingDependencyError",
     "ModelFingerprint",
+    "PagePool",
+    "Policy",
+    "PoolExhausted",
+    "RandomPolicy",
     "RotaryGeometry",
+    "SnapKVPolicy",
+    "StreamingPolicy",
+    "TOVAPolicy",
     "UnsupportedError",
     "VerifyReport",
     "disable",
     "enable",
+    "pyramid_budgets",
     "verify",
 ]
 

@@ -5,7 +5,8 @@ KVCacheError
 ├── UnsupportedError        (NotImplementedError)  this cache or model can't do that
 ├── FingerprintMismatch     (ValueError)           made for a model with other weights, adapters or tokenizer
 ├── ArtifactError           (ValueError)           a file is damaged, foreign or of a newer format
-└── MissingDependencyError  (ImportError)          an extra is not installed
+├── MissingDependencyError  (ImportError)          an extra is not installed
+└── PoolExhausted           (MemoryError)          the pages that caches share are all in use
 """
 
 from __future__ import annotations
@@ -41,6 +42,10 @@ class ArtifactError(KVCacheError, ValueError):
 
 class MissingDependencyError(KVCacheError, ImportError):
     """An optional dependency is not installed."""
+
+
+class PoolExhausted(KVCacheError, MemoryError):
+    """The pages that caches share are all in use. Nothing was changed; it can be tried again when some are free."""
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Cache, DynamicCache
 from transformers.utils import logging
 
-from hf_kvcaches import ConfigError, GrowingCache, KVCacheError, MissingDependencyError, UnsupportedError, VerifyReport, verify
+from hf_kvcaches import ConfigError, EquipCache, GrowingCache, KVCacheError, MissingDependencyError, UnsupportedError, VerifyReport, verify
 from hf_kvcaches.core.verify import attention_kept
 from hf_kvcaches.errors import require
 from tests.testbed.documents import Document, Filler, fit_document
@@ -32,6 +32,8 @@ FULL_CACHE = "DynamicCache"
 # Every cache of the package in the setting to show, beside the full cache.
 CACHES: dict[str, Callable[[Any], Cache]] = {
     "GrowingCache": GrowingCache,
+    "EquipCache (streaming, half)": lambda model: EquipCache(model, "streaming", budget=0.5),
+    "EquipCache (h2o, half)": lambda model: EquipCache(model, "h2o", budget=0.5),
 }
 
 

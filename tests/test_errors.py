@@ -15,6 +15,7 @@ NATURAL = {
     "FingerprintMismatch": ValueError,
     "ArtifactError": ValueError,
     "MissingDependencyError": ImportError,
+    "PoolExhausted": MemoryError,
 }
 
 

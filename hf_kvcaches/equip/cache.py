@@ -9,12 +9,16 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches.compat import layer_plan
+from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.budgets import check_budget, resolve_budgets
-from hf_kvcaches.equip.frames import Frames, Passes
-from hf_kvcaches.equip.layer import EquipLayer, Settings
+from hf_kvcaches.equip.call import Settings
+from hf_kvcaches.equip.frames import Frames, Passes, Scheme
+from hf_kvcaches.equip.layer import EquipLayer
+from hf_kvcaches.equip.paged import PagedEquipLayer
+from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -30,14 +34,15 @@ class EquipCache(KVCache):
 
     **Departs from the paper**: rotary positions need neither a second cache of rotated keys nor a rotation of all keys a step. Queries are
     turned instead of keys (`frames.py`), in the memory of keys and values alone; the paper's way is `rope="rotated_keys"`. A
-    prompt attends densely and is pruned when it has been read. Several tokens at once attend to all that was kept and to each other, and are
-    pruned then.
+    prompt attends densely and is pruned when it has been read. Several tokens at once attend to all that was kept and to each other,
+    and are pruned then.
 
     **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
-    tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; attention with learned sinks (gpt-oss).
+    tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; attention with learned sinks (gpt-oss);
+    on pages, gradients and offloading.
 
     **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 bytes a slot
-    and key head; while recording, a second copy.
+    and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages.
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
@@ -48,6 +53,8 @@ class EquipCache(KVCache):
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
         rope: How compact positions are kept: "frames", "on_read" (keys are rotated at each step), "rotated_keys" (the paper's), or "auto".
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
+        page_size: Keep slots in pages of so many, taken as rows fill them; None for one buffer, or the pool's.
+        pool: The pages, shared with other caches; None for pages of the cache's own, of which there are as many as it needs.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -62,27 +69,39 @@ class EquipCache(KVCache):
         positions: Literal["compact", "original"] = "compact",
         rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
+        page_size: int | None = None,
+        pool: PagePool | None = None,
         offloading: bool = False,
     ) -> None:
         self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
-        self._options = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
+        self._options: dict[str, Any] = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
         self._budget = budget if isinstance(budget, int | float) else list(budget)
         _check_options(self._options)
+        if page_size is not None:
+            check_page_size(page_size)
+        if offloading and (page_size is not None or pool is not None):
+            raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
+        self._page_size, self._pool = page_size, pool
+        self._book: PageBook | None = None
         self._passes = Passes()
         self._geometries: list[RotaryGeometry] = []
-        self._hook: weakref.finalize | None = None
+        self._hook: weakref.finalize[[], EquipCache] | None = None
         super().__init__(model, offloading=offloading)
         if self.policy.observes != 0:
             self.require_attention(f"policy {self.policy.name or type(self.policy).__name__!r}")
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
-            self._budgets = resolve_budgets(self._budget, len(layer_plan(self.config)))
+            self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
         settings = Settings(budget, sinks, recent, self.policy, self._options["backend"])
-        return EquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config)
+        if self._book is None:
+            self._book = open_book(self.config, self._page_size, self._pool)
+        if self._book is None:
+            return EquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config)
+        return PagedEquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config, self._book)
 
     def _make_frames(self, layer_idx: int) -> Frames:
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
@@ -91,18 +110,25 @@ class EquipCache(KVCache):
         if geometry.kind != "rope" or geometry.refusal is not None:
             why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
             raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
-        rope = self._options["rope"]
-        if rope == "auto":
-            # Scored tokens are turned again and again in the far frame, and in half precision each time would round them.
-            rope = "frames" if self.policy.order_only or _computes_in_float32(self._model, self.config) else "on_read"
+        scheme: Scheme = self._options["rope"]
+        if self._options["rope"] == "auto":
+            # Scored tokens are turned now and then in the far frame, and in half precision each time rounds them. On an accelerator the
+            # kernel can turn all keys while it reads them; elsewhere that takes longer than all the rest.
+            scheme = "frames" if self.policy.order_only or not _turns_for_nothing(self._model) else "on_read"
         for known in self._geometries:
             if _same_angles(known, geometry):
-                return Frames(rope, known)
+                return Frames(scheme, known)
         self._geometries.append(geometry)
-        return Frames(rope, geometry)
+        return Frames(scheme, geometry)
 
     def settings(self) -> dict[str, Any]:
-        return {**self._options, "policy": self.policy.settings(), "budget": self._budget}
+        pages = {} if self.pool is None else {"page_size": self.pool.page_size}
+        return {**self._options, "policy": self.policy.settings(), "budget": self._budget, **pages}
+
+    @property
+    def pool(self) -> PagePool | None:
+        """Where the pages are from; None for the flat layout."""
+        return None if self._book is None else self._book.pool
 
     def kept_positions(self, layer_idx: int) -> torch.Tensor:
         """Whose the slots are: for each sequence, KV head and slot the index of its token among the tokens seen; -1: empty.
@@ -111,6 +137,37 @@ class EquipCache(KVCache):
             layer_idx: A layer with full attention.
         """
         return self._own(layer_idx).kept_positions()
+
+    def evict(self, positions: Sequence[int] | torch.Tensor) -> None:
+        """Forgets tokens in all layers, rows and heads that still have them; others keep their positions among the tokens seen.
+
+        Their slots are free for what comes next. With compact positions the gap closes.
+
+        Args:
+            positions: Indices among the tokens seen.
+        """
+        layers = [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+        if len(layers) < len(self.layers):
+            raise UnsupportedError("evict: this model has layers that keep their own window or state, and they can't forget tokens.")
+        editing.evict(self, layers, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
+
+    def edit(self, model: Any, start: int, stop: int, new_ids: Sequence[int] | torch.Tensor) -> None:
+        """Replaces tokens of a text that is in the cache: the new ones are computed, what follows is only moved.
+
+        What follows keeps the keys and values that it had with the old text before it. If anything fails, the cache is as it was.
+
+        Args:
+            model: The model, or a wrapper of it.
+            start: The first position to replace, among the tokens seen.
+            stop: The one after the last; `start` to insert only.
+            new_ids: Token ids, (tokens,) or (rows, tokens); none to delete only.
+        """
+        ids = torch.as_tensor(new_ids, dtype=torch.long)
+        if ids.ndim not in (1, 2):
+            raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
+        layers = [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+        device = compat.base_model(model).device
+        editing.edit(self, model, layers, start, stop, ids.reshape(1, -1).to(device) if ids.ndim == 1 else ids.to(device))
 
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
@@ -150,25 +207,27 @@ class EquipCache(KVCache):
         return copied
 
 
-def _watch_drafts(model: PreTrainedModel, cache: EquipCache) -> weakref.finalize:
+def _watch_drafts(model: PreTrainedModel, cache: EquipCache) -> weakref.finalize[[], EquipCache]:
     """Tells a cache at each forward pass how many of the tokens are drafts.
 
     Assisted generation feeds a prompt and the first drafts in one call, and only the number of logits it asks for tells them apart.
     """
+    passes = cache._passes
     reference = weakref.ref(cache)
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        living = reference()
-        if living is not None and kwargs.get("past_key_values") is living:
+        given = kwargs.get("past_key_values")
+        if given is not None and given is reference():
             keep = kwargs.get("logits_to_keep")
-            living._passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 else None
+            passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 else None
 
     return weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
 
 
-def _computes_in_float32(model: Any, config: Any) -> bool:
-    dtype = getattr(model() if model is not None else None, "dtype", None) or getattr(config, "dtype", None) or torch.float32
-    return dtype in (torch.float32, torch.float64)
+def _turns_for_nothing(model: Any) -> bool:
+    """Whether keys are read by a kernel that turns them on the way, and are too short to be turned more than once."""
+    living = None if model is None else model()
+    return living is not None and living.device.type == "cuda" and living.dtype in (torch.float16, torch.bfloat16)
 
 
 def _same_angles(one: RotaryGeometry, other: RotaryGeometry) -> bool:

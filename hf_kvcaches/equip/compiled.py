@@ -25,7 +25,8 @@ from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.slots import slot_attention, write_slots
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.layer import Call, EquipLayer, Settings
+    from hf_kvcaches.equip.call import Call, Settings
+    from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.rollback import Recording
 
 
@@ -261,7 +262,7 @@ def _first_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, val
     if gone:
         # Sinks stand where they stood, and the others are near: nothing is turned.
         keys, values = (torch.cat([held[:, :, :sinks], held[:, :, sinks + gone :]], 2) for held in (keys, values))
-    layer.install(keys, values)
+    layer.install(keys, values, keys.new_full((keys.shape[0], 1, 1), tokens - gone, dtype=torch.long))
     layer.reserve(slots)
     numbers = [keys.new_full((1,), number, dtype=torch.long) for number in (tokens, tokens, tokens - gone, sinks, gone)]
     layer.origin, layer.clock = torch.cat(numbers)[None], torch.zeros((), dtype=torch.long, device=keys.device)

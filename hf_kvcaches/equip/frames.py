@@ -21,6 +21,7 @@ import torch
 
 from hf_kvcaches.core.attention import MaskRecipe
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.rope_families import Layout
 from hf_kvcaches.errors import UnsupportedError
 
 Scheme = Literal["given", "frames", "on_read", "rotated_keys"]
@@ -38,10 +39,10 @@ class Turn:
 
     cos: torch.Tensor
     sin: torch.Tensor
-    layout: str
+    layout: Layout
 
     @classmethod
-    def by(cls, angles: torch.Tensor, layout: str) -> Turn:
+    def by(cls, angles: torch.Tensor, layout: Layout) -> Turn:
         """The rotation by given angles.
 
         Args:
@@ -72,7 +73,7 @@ class Turn:
         return result if rotary == x.shape[-1] else torch.cat([result, x[..., rotary:]], -1)
 
 
-def swap_pairs(x: torch.Tensor, layout: str) -> torch.Tensor:
+def swap_pairs(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Exchanges the dimensions of each pair.
 
     Args:
@@ -108,7 +109,7 @@ class Pass:
         self.position_ids = _text_positions(position_ids)
         self._turns: dict[Any, Any] = {}
         self._parts: dict[tuple[int, int], Pass] = {}
-        self._start: int | None | Literal[False] = False
+        self._start: int | Literal[False] | None = False
 
     def part(self, start: int, stop: int) -> Pass:
         """The pass of some of the new tokens alone.
@@ -214,8 +215,8 @@ class Frames:
 
     Args:
         scheme: `"given"`: as the model rotated them. `"frames"`: near and far, as this module explains. `"on_read"`: kept without
-            rotation, and rotated to their places for each query. `"rotated_keys"`: so too, with the other half of the product (each key with
-            its pairs swapped) kept beside them, as in the paper.
+            rotation, and rotated to their places for each query. `"rotated_keys"`: so too, with the other half of the product (each key
+            with its pairs swapped) kept beside them, as in the paper.
         geometry: The model's angles; None for `"given"`.
     """
 

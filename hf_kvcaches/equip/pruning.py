@@ -10,11 +10,12 @@ import torch
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask, observers
 from hf_kvcaches.equip.frames import Pass
-from hf_kvcaches.equip.policies import Tokens
+from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.layer import Call, EquipLayer
+    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.equip.layer import EquipLayer
 
 
 @dataclass
@@ -68,9 +69,7 @@ class Candidates:
         )
 
 
-def take_block(
-    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
-) -> torch.Tensor:
+def take_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
     """Attends with a block of new tokens, then keeps what the budget allows: (batch, tokens, heads, head_dim).
 
     Args:
@@ -86,9 +85,7 @@ def take_block(
     return output
 
 
-def prune_block(
-    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None
-) -> None:
+def prune_block(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None) -> None:
     """Takes a block of new tokens and keeps what the budget allows.
 
     Args:
@@ -98,9 +95,54 @@ def prune_block(
         running: The pass.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
     """
+    if layer.replaces_in_place and running.valid is None:
+        if layer.is_ring:
+            layer.write_ring(*arrived(layer, keys, running)[:1], values)
+        else:
+            replace_in_place(layer, candidates(layer, keys, values, running, observed, ordered=False), keys.shape[2])
+        return
     found = candidates(layer, keys, values, running, observed)
     before = (found.positions >= 0).sum(-1, keepdim=True)
     layer.absorb(prune(layer, found), before)
+
+
+def arrived(layer: EquipLayer, keys: torch.Tensor, running: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A block's keys in the rotation in which they are kept, and where they stand then, (batch, 1 or kv_heads, tokens).
+
+    Args:
+        layer: Before the block.
+        keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
+        running: The pass.
+    """
+    frames, tokens = layer.frames, keys.shape[-2]
+    if frames.geometry is None:
+        return keys, None
+    target = block_places(layer, running) if frames.two else torch.zeros(1, 1, tokens, device=keys.device)
+    turn = running.turn(frames.geometry, target)
+    keys = keys if turn is None else turn(keys)
+    if not frames.two:
+        return keys, None
+    stands = target if isinstance(target, torch.Tensor) else (torch.arange(tokens, device=keys.device) + target)[None, None]
+    return keys, stands.expand(keys.shape[0], -1, tokens)
+
+
+def replace_in_place(layer: EquipLayer, found: Candidates, tokens: int) -> None:
+    """Writes the new tokens that stay over the kept ones that go, and touches no others.
+
+    Args:
+        layer: Full, the same in all rows, told of the new tokens.
+        found: Its slots, then the new tokens.
+        tokens: How many are new.
+    """
+    scores = score(layer, found)
+    keep = layer.policy.keep(scores, found.positions.expand_as(scores), layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
+    heads, used = max(keep.shape[1], found.positions.shape[1]), layer.used
+    rows = found.keys.shape[0]
+    stays = torch.zeros(rows, heads, used + tokens, dtype=torch.bool, device=keep.device).scatter_(2, keep.expand(rows, heads, -1), True)
+    # As many slots are left as tokens come, for each row and head, and both lists are in the same order.
+    left, came = (~stays[..., :used]).nonzero(), stays[..., used:].nonzero()
+    found.scores = scores
+    layer.overwrite(found, left, came + came.new_tensor([0, 0, used]), heads)
 
 
 def _attend(
@@ -122,7 +164,7 @@ def _attend(
         output = None
     if kept:
         keys, values = torch.cat([layer.near_keys(running), keys], 2), torch.cat([layer.held_now()[1], values], 2)
-    slots = None if layer.kept_rows is None or layer.positions is None else layer.positions >= 0
+    slots = layer.holding()
     visible = Visibility(slots, kept, running.valid, given)
     own, observed = None, None
     if output is None or observe:
@@ -144,10 +186,12 @@ def _attend(
 def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor | None:
     """A mask of the caller's own over slots and new tokens, (batch or 1, 1, tokens, slots + tokens)."""
     allowed, tokens = given_mask(call.mask, running), running.tokens
-    if allowed is None or not layer.used:
+    if allowed is None or (not layer.used and allowed.shape[1] == 1):
         return allowed
     if allowed.shape[1] != 1 or layer.slot_positions().shape[1] != 1:
-        raise UnsupportedError("attention_mask: EquipCache can't follow a ready mask through slots that differ by head. Give the padding mask.")
+        raise UnsupportedError(
+            "attention_mask: EquipCache can't follow a ready mask through slots that differ by head. Give the padding mask instead."
+        )
     held = layer.kept_positions()[:, :1, : layer.used].clamp(min=0)
     old = allowed.expand(held.shape[0], -1, -1, -1).gather(-1, held[:, :, None].expand(-1, -1, tokens, -1))
     return torch.cat([old, allowed[..., -tokens:].expand(held.shape[0], -1, -1, -1)], -1)
@@ -183,9 +227,15 @@ def block_places(layer: EquipLayer, running: Pass) -> int | torch.Tensor:
 
 
 def candidates(
-    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None
+    layer: EquipLayer,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    running: Pass,
+    observed: torch.Tensor | None = None,
+    *,
+    ordered: bool = True,
 ) -> Candidates:
-    """Kept and new tokens in order of position; the layer counts the new ones as fed.
+    """Kept and new tokens; the layer counts the new ones as fed.
 
     Args:
         layer: Before the block.
@@ -193,31 +243,36 @@ def candidates(
         values: Like `keys`.
         running: The pass.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
+        ordered: Whether they are to be in order of position, rather than slots first.
     """
-    frames, tokens, batch = layer.frames, keys.shape[-2], keys.shape[0]
-    stands = None
-    if frames.geometry is not None:
-        target = block_places(layer, running) if frames.two else torch.zeros(1, 1, tokens, device=keys.device)
-        turn = running.turn(frames.geometry, target)
-        keys = keys if turn is None else turn(keys)
-        if frames.two:
-            steps = torch.arange(tokens, device=keys.device)
-            stands = target if isinstance(target, torch.Tensor) else (steps + target)[None, None]
-            stands = stands.expand(batch, -1, tokens)
-    old = _kept(layer) if layer.used else None
+    tokens, batch = keys.shape[-2], keys.shape[0]
+    keys, stands = arrived(layer, keys, running)
+    old = kept_candidates(layer) if layer.used else None
     places = layer.pass_over(running.valid, tokens).expand(batch, 1, tokens)
     found = Candidates(keys, values, places.to(torch.int32), stands, None, None, None)
     if old is not None:
-        found = _joined(layer, old, found)
-    _remember(layer, found, observed, tokens)
+        found = joined(layer, old, found)
+    remember(layer, found, observed, tokens)
     layer.fed += tokens
-    if running.valid is None and old is None:
-        return found
+    return found if not ordered or (running.valid is None and old is None) else in_order(found)
+
+
+def in_order(found: Candidates) -> Candidates:
+    """Candidates in order of position, what is empty last.
+
+    Args:
+        found: In any order.
+    """
     order = torch.where(found.positions < 0, torch.iinfo(torch.int32).max, found.positions).argsort(stable=True, dim=-1)
     return found.pick(order)
 
 
-def _kept(layer: EquipLayer) -> Candidates:
+def kept_candidates(layer: EquipLayer) -> Candidates:
+    """What the layer holds, slot by slot.
+
+    Args:
+        layer: Not empty.
+    """
     keys, values = layer.held_now()
     used = layer.used
     stands = layer.standing() if layer.frames.two else None
@@ -226,8 +281,14 @@ def _kept(layer: EquipLayer) -> Candidates:
     return Candidates(keys, values, layer.slot_positions(), stands, *flat)
 
 
-def _joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
-    """Kept tokens, then new ones."""
+def joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
+    """Kept tokens, then new ones.
+
+    Args:
+        layer: It knows whose the kept ones are by now.
+        old: The kept ones.
+        new: The new ones.
+    """
     count, rows = new.keys.shape[2], new.keys.shape[0]
 
     def beside(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
@@ -252,8 +313,15 @@ def _joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
     )
 
 
-def _remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None, tokens: int) -> None:
-    """Adds a block's attention to what the policy observes."""
+def remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None, tokens: int) -> None:
+    """Adds a block's attention to what the policy observes.
+
+    Args:
+        layer: It counts the observed queries.
+        found: Kept tokens, then new ones.
+        observed: What they got, (batch, kv_heads, slots + tokens), or None.
+        tokens: New ones.
+    """
     window = layer.policy.observes
     if observed is None:
         return
@@ -280,29 +348,34 @@ def prune(layer: EquipLayer, found: Candidates) -> Candidates:
         found: Kept and new tokens.
     """
     count = int((found.positions >= 0).sum(-1).max())
-    scores = None
-    if not layer.policy.order_only:
-        tokens = Tokens(
-            found.keys,
-            found.values,
-            found.positions,
-            found.attention,
-            layer.fed,
-            layer.settings.sinks,
-            True,
-            0 if layer.first is None else layer.first,
-            found.scores,
-        )
-        scores = layer.policy.checked_score(tokens)
-    found.scores = scores
+    found.scores = None if layer.policy.order_only else score(layer, found)
     if count <= layer.slots:
-        return _first(found, count) if count < found.positions.shape[-1] else found
-    if scores is None:
-        scores = (found.positions - layer.fed).float()
+        return first_of(found, count) if count < found.positions.shape[-1] else found
+    scores = (found.positions - layer.fed).float() if found.scores is None else found.scores
     keep = layer.policy.keep(scores, found.positions, layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
     return found.pick(keep)
 
 
-def _first(found: Candidates, count: int) -> Candidates:
+def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
+    """What the policy says of the candidates, (batch, 1 or kv_heads, tokens).
+
+    Args:
+        layer: Told of the new tokens.
+        found: Kept and new tokens.
+    """
+    if layer.policy.order_only:
+        return (found.positions - layer.fed).float()
+    first = 0 if layer.first is None else layer.first
+    tokens = Tokens(found.keys, found.values, found.positions, found.attention, layer.fed, layer.settings.sinks, True, first, found.scores)
+    return layer.policy.checked_score(tokens)
+
+
+def first_of(found: Candidates, count: int) -> Candidates:
+    """The first candidates.
+
+    Args:
+        found: In order.
+        count: How many.
+    """
     index = torch.arange(count, device=found.positions.device).expand(found.positions.shape[0], 1, -1)
     return found.pick(index)

@@ -11,7 +11,8 @@ from hf_kvcaches.equip.frames import Pass
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.layer import Call, EquipLayer
+    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.equip.layer import EquipLayer
 
 
 class Recording:
@@ -79,9 +80,9 @@ class Recording:
         self._before, self._calls = None, []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
-        # Nothing in it is ever written to.
         copied = copy.copy(self)
-        copied._calls = list(self._calls)
+        copied._calls = list(self._calls)  # whose tensors nobody writes to, as a layer does to those that it is given back
+        copied._before = copy.deepcopy(self._before, memo)
         return copied
 
     def __reduce__(self) -> tuple[type[Recording], tuple[()]]:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask
-from hf_kvcaches.equip.frames import Pass, Turn, swap_pairs
-from hf_kvcaches.equip.policies import Tokens
+from hf_kvcaches.equip.frames import Pass
+from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.layer import Call, EquipLayer
+    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.equip.layer import EquipLayer
 
 
 def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int | torch.Tensor:
@@ -110,7 +111,8 @@ def _promote(layer: EquipLayer, leaving: torch.Tensor, running: Pass) -> None:
     if isinstance(offset, int):
         if offset == 0:
             return
-        turn = running.shared(("promote", id(layer.frames), offset), lambda: layer.frames.by(torch.tensor([-offset], device=leaving.device)))
+        key = ("promote", id(layer.frames.geometry), offset)
+        turn = running.shared(key, lambda: layer.frames.by(torch.tensor([-offset], device=leaving.device)))
     else:
         turn = layer.frames.by(-offset)
     index = leaving.int().argmax(-1, keepdim=True)
@@ -139,7 +141,7 @@ def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: Pass) ->
         call: What the model said.
         running: The pass.
     """
-    valid = None if layer.kept_rows is None else layer.positions >= 0  # type: ignore[operator]
+    valid = layer.holding()
     given = _given(layer, call, running)
     if given is not None:
         valid = given if valid is None else valid & given

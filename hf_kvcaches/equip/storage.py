@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.equip.frames import Frames, swap_pairs
 from hf_kvcaches.kernels import slots as kernels
+from hf_kvcaches.kernels._slots_checks import Backend
 
 
 class SlotStorage(TensorLayer):
@@ -22,9 +23,11 @@ class SlotStorage(TensorLayer):
         backend: Of the kernels.
     """
 
+    has_buffer: ClassVar[bool] = True
+
     frames: Frames
     slots: int
-    backend: str
+    backend: Backend
     swapped: torch.Tensor | None
 
     @property
@@ -32,12 +35,29 @@ class SlotStorage(TensorLayer):
         """How many slots there are by now."""
         return 0 if self.keys is None else self.keys.shape[2]
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    @property
+    def rows(self) -> int:
+        """How many sequences; 0 before the first token."""
+        return 0 if self.keys is None else self.keys.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """How many heads the keys have; 0 before the first token."""
+        return 0 if self.keys is None else self.keys.shape[1]
+
+    @property
+    def held_on(self) -> torch.device:
+        """Where the slots are."""
+        assert self.keys is not None
+        return self.keys.device
+
+    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> None:
         """Makes these the first slots, and all others empty.
 
         Args:
             keys: (batch, kv_heads, slots in use, head_dim).
             values: Like `keys`.
+            kept: How many of these hold a token, the first ones, (batch, 1 or kv_heads, 1).
         """
         self.keys = self.values = None
         self.swapped = None
@@ -91,6 +111,9 @@ class SlotStorage(TensorLayer):
         for name, value in before.items():
             setattr(self, name, value)
 
+    def recount(self) -> None:
+        """Gives memory back after tokens were dropped outside of a forward pass; one buffer a row has none to give."""
+
     def held(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first slots, as they are kept.
 
@@ -130,6 +153,49 @@ class SlotStorage(TensorLayer):
         if self.swapped is not None:
             index = slot[..., None].expand(*keys.shape[:2], 1, self.swapped.shape[-1])
             self.swapped.scatter_(2, index, self._swap(keys))
+
+    def write_span(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites neighbouring slots, the same in all rows and heads.
+
+        Args:
+            start: The first.
+            keys: (batch, kv_heads, tokens, head_dim).
+            values: Like `keys`.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys.narrow(2, start, keys.shape[2]).copy_(keys)
+        self.values.narrow(2, start, keys.shape[2]).copy_(values)
+        if self.swapped is not None:
+            self.swapped.narrow(2, start, keys.shape[2]).copy_(self._swap(keys))
+
+    def write_many(self, to: tuple[torch.Tensor, ...], keys: torch.Tensor, values: torch.Tensor, source: tuple[torch.Tensor, ...]) -> None:
+        """Overwrites slots wherever they are, in one indexed write.
+
+        Args:
+            to: Rows, heads and slots, each of one shape.
+            keys: (batch, kv_heads, tokens, head_dim).
+            values: Like `keys`.
+            source: Rows, heads and tokens for these slots.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[to], self.values[to] = keys[source], values[source]
+        if self.swapped is not None:
+            self.swapped[to] = self._swap(keys[source])
+
+    def turn_many(self, delta: torch.Tensor) -> None:
+        """Turns keys where they are.
+
+        Args:
+            delta: By how many positions, (batch, 1 or kv_heads, slots); most are 0.
+        """
+        assert self.keys is not None
+        delta = delta.expand(self.keys.shape[0], self.keys.shape[1], -1)
+        which = delta.nonzero(as_tuple=True)
+        if which[0].numel():
+            turn = self.frames.by(delta[which][None, None])
+            self.keys[which] = turn(self.keys[which][None, None])[0, 0]
 
     def keys_at(self, index: torch.Tensor) -> torch.Tensor:
         """The keys in one slot a row and head, (batch, kv_heads, 1, head_dim).
@@ -197,7 +263,7 @@ class SlotStorage(TensorLayer):
         turn = None
         if ranks is not None:
             table = self.frames.table(self.slots, query.device)
-            if self.swapped is None:
+            if self.frames.scheme != "rotated_keys":
                 turn = kernels.Turn(ranks, *table.halves(), table.layout)
             else:
                 rotary = table.cos.shape[-1]

@@ -378,7 +378,7 @@ def test_random_lots_are_even_differ_between_heads_and_seeds_and_come_back_alike
     assert (lots < 1).all()
     share = torch.histc(lots, 10, 0, 1) / lots.numel()
     assert share.sub(0.1).abs().max() < 0.01
-    assert torch.equal(lots[0], lots[1]), 'a row has the lots it would have alone'
+    assert torch.equal(lots[0], lots[1]), "a row has the lots it would have alone"
     streams = torch.cat([lots[0], RandomPolicy(seed=2).score(tokens)[0], lots[:1, 0].roll(1)])
     assert torch.corrcoef(streams).fill_diagonal_(0).abs().max() < 0.08
 

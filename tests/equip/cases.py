@@ -1,0 +1,92 @@
+"""Texts, policies and schemes that the tests of `EquipCache` share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.policies import LagKVPolicy, SnapKVPolicy
+from tests.conformance import models
+from tests.reference.oracles import ReferenceCache
+from tests.reference.policies import (
+    H2OReference,
+    KeyNormReference,
+    LagKVReference,
+    SnapKVReference,
+    StreamingReference,
+    TOVAReference,
+)
+
+BUDGET, SINKS = 16, 4
+
+# For each policy: how EquipCache is told, the reference, and how that is told.
+POLICIES: dict[str, tuple[Any, type[ReferenceCache], dict[str, Any]]] = {
+    "streaming": ("streaming", StreamingReference, {}),
+    "h2o": ("h2o", H2OReference, {}),
+    "tova": ("tova", TOVAReference, {}),
+    "snapkv": (SnapKVPolicy(window=6, kernel_size=3), SnapKVReference, {"window": 6, "kernel_size": 3}),
+    "lagkv": (LagKVPolicy(lag_size=4), LagKVReference, {"lag_size": 4}),
+    "knorm": ("knorm", KeyNormReference, {}),
+}
+# Positions and the way they are kept.
+COMPACT = ("frames", "on_read", "rotated_keys")
+SCHEMES = (*(("compact", rope) for rope in COMPACT), ("original", "auto"))
+
+_ORDER = 1 + torch.randperm(models.VOCABULARY - 1, generator=torch.Generator().manual_seed(3))
+
+
+def text(length: int, offset: int = 0) -> torch.Tensor:
+    """Token ids, (1, length), none of them twice: equal tokens have keys of equal norm, and rounding would choose between them.
+
+    Args:
+        length: At most 95.
+        offset: Another one is another text.
+    """
+    return _ORDER.roll(-offset)[:length][None].to(models.DEVICE)
+
+
+def steps(prompt: int, total: int) -> list[int]:
+    """A prompt, and one token at a time after it.
+
+    Args:
+        prompt: Its tokens.
+        total: All tokens.
+    """
+    return [prompt] + [1] * (total - prompt)
+
+
+def build(model: Any, policy: str, budget: Any = BUDGET, **options: Any) -> EquipCache:
+    """An `EquipCache` with the policy of that name in `POLICIES`.
+
+    Args:
+        model: A model or a config.
+        policy: The name.
+        budget: As in `EquipCache`.
+        **options: As in `EquipCache`.
+    """
+    return EquipCache(model, POLICIES[policy][0], budget, **{"sinks": SINKS, **options})
+
+
+def build_reference(model: PreTrainedModel, policy: str, budget: int = BUDGET, **options: Any) -> ReferenceCache:
+    """The reference of that policy.
+
+    Args:
+        model: A model.
+        policy: Its name in `POLICIES`.
+        budget: Tokens to keep.
+        **options: As in `ReferenceCache`.
+    """
+    _, reference, settings = POLICIES[policy]
+    return reference(model, **{"budget": budget, "sinks": SINKS, **settings, **options})
+
+
+def held(cache: EquipCache | ReferenceCache) -> list[torch.Tensor]:
+    """What each layer keeps, in order of position, empty slots first.
+
+    Args:
+        cache: Either kind.
+    """
+    return [cache.kept_positions(layer).sort(-1).values for layer in range(len(cache.layers))]

@@ -1,0 +1,404 @@
+"""What `EquipCache` promises besides the tokens that it keeps: settings, refusals, memory, other models, copies and files."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvcaches import enable
+from hf_kvcaches.core.attention import _attend
+from hf_kvcaches.equip.budgets import pyramid_budgets
+from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.policies import LagKVPolicy, Policy, SnapKVPolicy, Tokens, policy_from_settings
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from tests import testbed
+from tests.conformance import models
+from tests.conformance.driving import feed, left_padded
+from tests.equip.cases import BUDGET, SCHEMES, build, build_reference, held, steps, text
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterable[None]:
+    with torch.no_grad():
+        yield
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ("settings", "argument"),
+    [
+        ({"budget": 4}, "budget"),
+        ({"budget": 8, "sinks": 4, "recent": 5}, "budget"),
+        ({"budget": 60, "policy": SnapKVPolicy(window=64)}, "budget"),
+        ({"budget": 0}, "budget"),
+        ({"budget": 0.0}, "budget"),
+        ({"budget": 1.5}, "budget"),
+        ({"budget": True}, "budget"),
+        ({"budget": [16, 16, 16]}, "budget"),
+        ({"budget": [16, 0]}, r"budget\[1\]"),
+        ({"budget": [16, 4]}, "budget"),
+        ({"policy": "lru"}, "policy"),
+        ({"policy": LagKVPolicy}, "policy"),
+        ({"positions": "relative"}, "positions"),
+        ({"rope": "none"}, "rope"),
+        ({"positions": "original", "rope": "frames"}, "rope"),
+        ({"backend": "cuda"}, "backend"),
+        ({"sinks": -1}, "sinks"),
+        ({"sinks": 2.0}, "sinks"),
+        ({"recent": True}, "recent"),
+    ],
+    ids=str,
+)
+def test_settings_that_can_not_work_are_refused_by_name(settings: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{argument}:"):
+        EquipCache(models.tiny("llama"), **settings)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_the_smallest_budget_keeps_the_sinks_and_the_newest_token(policy: str) -> None:
+    model = models.tiny("llama")
+    cache = build(model, policy, 5, recent=1)
+    feed(model, cache, text(20), [12, *[1] * 8])
+    assert held(cache)[1].tolist() == [[[0, 1, 2, 3, 19]] * 2]
+
+
+def test_a_share_is_of_the_prompt_and_of_the_next_one_after_a_reset() -> None:
+    model = models.tiny("llama")
+    cache = EquipCache(model, "h2o", 0.5)
+    for prompt in (40, 60):
+        feed(model, cache, text(prompt + 10), steps(prompt, prompt + 10))
+        assert cache.report().kept == (prompt // 2,) * 2
+        cache.reset()
+    ids, mask = left_padded([text(20), text(40)])
+    feed(model, cache, ids, [40], mask)
+    assert cache.report().kept == (20, 20)
+
+
+NAMES_RECENT = pytest.mark.xfail(strict=True, reason="names `recent`, which nobody gave: it is negative for a budget below the sinks")
+
+
+@pytest.mark.parametrize("policy", [pytest.param("streaming", marks=NAMES_RECENT), "h2o"])
+def test_a_budget_below_the_sinks_is_the_budgets_fault(policy: str) -> None:
+    with pytest.raises(ConfigError, match="budget: 3 tokens are too few"):
+        EquipCache(models.tiny("llama"), policy, 3)
+
+
+def test_a_share_of_a_prompt_that_is_too_short_says_so_and_the_next_prompt_may_be_longer() -> None:
+    model = models.tiny("llama")
+    cache = EquipCache(model, "h2o", 0.25)
+    with pytest.raises(ConfigError, match="budget: 3 tokens are too few"):
+        feed(model, cache, text(12), [12])
+    assert cache.seen == 0
+    feed(model, cache, text(40), [40])
+    assert cache.report().kept == (10, 10)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_layers_may_have_budgets_of_their_own(policy: str) -> None:
+    model = models.tiny("llama")
+    for budget, kept in (([20, 12], (20, 12)), ([0.5, 10], (15, 10)), (pyramid_budgets(model, 16), (24, 8))):
+        cache = build(model, policy, budget)
+        logits = feed(model, cache, text(60), steps(30, 60))
+        assert logits.isfinite().all()
+        assert cache.report().kept == kept
+        assert [cache.kept_positions(layer).shape[-1] for layer in range(2)] == list(kept)
+
+
+class SmallValues(Policy):
+    """Of the user's own: one method."""
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return -tokens.values.float().norm(dim=-1)
+
+
+@pytest.mark.parametrize(("positions", "rope"), SCHEMES)
+def test_a_policy_of_ones_own_needs_one_method(positions: Any, rope: Any) -> None:
+    model, ids = models.build("llama", num_hidden_layers=1), text(70)
+    layer = model.model.layers[0]
+    values = layer.self_attn.v_proj(layer.input_layernorm(model.model.embed_tokens(ids))).unflatten(-1, (2, 16))
+    worth = (-values.norm(dim=-1))[0].T.tolist()
+    cache = EquipCache(model, SmallValues(), BUDGET, sinks=2, positions=positions, rope=rope)
+    feed(model, cache, ids, steps(30, 70))
+    for head, expected in enumerate(worth):
+        best = sorted(range(2, 29), key=lambda t: expected[t])[-(BUDGET - 3) :]
+        kept = [0, 1, *best, 29]
+        for new in range(30, 70):
+            kept.remove(min(kept[2:], key=lambda t: expected[t]))
+            kept.append(new)
+        assert held(cache)[0][0, head].tolist() == sorted(kept)
+
+
+def test_a_policy_with_scores_of_a_wrong_shape_is_named() -> None:
+    class Wrong(Policy):
+        def score(self, tokens: Tokens) -> torch.Tensor:
+            return tokens.values[..., 0].sum(-1)
+
+    model = models.tiny("llama")
+    with pytest.raises(ConfigError, match=r"Wrong\.score"):
+        feed(model, EquipCache(model, Wrong(), BUDGET), text(30), [30])
+
+
+# A config in place of the model.
+
+
+@pytest.mark.parametrize("policy", ["streaming", "knorm", "lagkv"])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_a_cache_built_with_a_config_equals_one_built_with_the_model(policy: str, positions: str) -> None:
+    model = models.tiny("llama")
+    twin = models.twin_of(model)
+    plain, own = build(twin.config, policy, positions=positions), build(model, policy, positions=positions)
+    ids, spans = torch.cat([text(50), text(28, 60)], 1), [30, *[1] * 20, 7, *[1] * 21]
+    found = feed(twin, plain, ids, spans, keep=0)
+    torch.testing.assert_close(found, feed(model, own, ids, spans, keep=0), rtol=0, atol=1e-4)
+    for one, other in zip(held(plain), held(own), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_the_model_a_batch_is_refused_when_pruning_begins_and_not_before() -> None:
+    twin = models.twin_of(models.tiny("llama"))
+    cache = build(twin.config, "streaming")
+    feed(twin, cache, torch.cat([text(20), text(20, 9)])[:, :BUDGET], [10, *[1] * 6])
+    with pytest.raises(UnsupportedError, match=r"hf_kvcaches\.enable\(model\)"):
+        feed(twin, cache, torch.cat([text(1, 40), text(1, 50)]))
+    assert cache.seen == BUDGET
+    with pytest.raises(UnsupportedError, match="may be padded"):
+        feed(twin, build(twin.config, "knorm"), text(30).expand(2, -1), [30])
+
+
+@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv"])
+def test_a_policy_that_needs_attention_is_refused_with_a_config_until_the_model_is_enabled(policy: str) -> None:
+    model = models.build("llama")
+    with pytest.raises(UnsupportedError, match=r"hf_kvcaches\.enable\(model\)"):
+        build(model.config, policy)
+    enable(model)
+    ids = torch.cat([text(50), text(50, 9)])
+    found = feed(model, build(model.config, policy), ids, steps(30, 50))
+    torch.testing.assert_close(found, feed(model, build(models.tiny("llama"), policy), ids, steps(30, 50)), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("rope", ["on_read", "rotated_keys"])
+def test_rotating_keys_for_each_query_is_refused_where_nobody_rotates_them(rope: str) -> None:
+    twin = models.twin_of(models.tiny("llama"))
+    with pytest.raises(UnsupportedError, match=r"hf_kvcaches\.enable\(model\)"):
+        feed(twin, build(twin.config, "streaming", rope=rope), text(30), [30])
+
+
+# Whose the slots are.
+
+
+def test_slots_name_their_tokens_and_empty_ones_say_so() -> None:
+    model = models.tiny("llama")
+    for policy in ("streaming", "h2o"):
+        cache = build(model, policy)
+        assert cache.kept_positions(0).numel() == 0
+        feed(model, cache, text(7), [5, 1, 1])
+        assert cache.kept_positions(1).tolist() == [[[*range(7), *[-1] * 9]] * 2]
+    cache = build(model, "streaming")
+    feed(model, cache, text(40), [20, *[1] * 20])
+    before = cache.kept_positions(0)
+    feed(model, cache, text(1, 50))
+    changed = (cache.kept_positions(0) != before).sum(-1)
+    assert changed.tolist() == [[1, 1]], "a new token takes one slot, and no other moves"
+
+
+def test_a_layer_without_slots_of_ours_has_no_kept_positions() -> None:
+    cache = build(models.tiny("gemma2"), "streaming")
+    with pytest.raises(ConfigError, match="layer_idx: expected a layer with full attention"):
+        cache.kept_positions(0)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "knorm", "lagkv"])
+def test_positions_count_padding_also_where_it_comes_in_the_middle(policy: str) -> None:
+    model = models.tiny("llama")
+    prompts = [text(12), text(20, 30), text(7, 60)]
+    questions = [text(2 + row, 80 + 3 * row) for row in range(3)]
+    replies = torch.cat([text(4, 70 + 5 * row) for row in range(3)])
+    ids, mask = left_padded(prompts)
+    asked, asked_mask = left_padded(questions)
+    real = torch.cat([mask, torch.ones_like(replies), asked_mask, torch.ones_like(replies)], 1)
+    whole = torch.cat([ids, replies, asked, replies.roll(1, 0)], 1)
+    cache = build(model, policy, 10, sinks=2)
+    start = 0
+    alone = [build(model, policy, 10, sinks=2) for _ in range(3)]
+    for span in [20, 1, 1, 1, 1, 4, 1, 1, 1, 1]:
+        stop = start + span
+        logits = feed(model, cache, whole[:, start:stop], [span], real[:, :stop])
+        for row, single in enumerate(alone):
+            new = whole[row, start:stop][real[row, start:stop].bool()][None]
+            expected = feed(model, single, new, [new.shape[1]])
+            torch.testing.assert_close(logits[row], expected[0], rtol=0, atol=1e-4)
+            # From a row's own count to the batch's, and -1 stays.
+            places = torch.cat([real[row].nonzero()[:, 0], torch.tensor([-1])])
+            for ours, theirs in zip(held(cache), held(single), strict=True):
+                assert torch.equal(ours[row], places[theirs[0]])
+        start = stop
+
+
+# Other models.
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_models_without_rotary_positions_have_nothing_to_compact(family: str, policy: str) -> None:
+    model = models.tiny(family)
+    expected = feed(model, build_reference(model, policy, positions="original"), text(70), steps(20, 70))
+    for positions in ("compact", "original"):
+        found = feed(model, build(model, policy, positions=positions), text(70), steps(20, 70))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_softcaps_windows_and_partly_rotated_keys_equal_the_reference(family: str, policy: str) -> None:
+    model, spans = models.tiny(family), [30, *[1] * 20, 8, *[1] * 10]
+    expected = feed(model, build_reference(model, policy), text(68), spans)
+    for rope in ("frames", "on_read", "rotated_keys"):
+        found = feed(model, build(model, policy, rope=rope), text(68), spans)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova"])
+@pytest.mark.parametrize(("positions", "rope"), SCHEMES)
+def test_a_position_bias_goes_with_its_tokens(policy: str, positions: Any, rope: Any) -> None:
+    torch.manual_seed(0)
+    model = models.build("llama", num_hidden_layers=1)
+    module, cache = model.model.layers[0].self_attn, build(model, policy, positions=positions, rope=rope)
+    total, spans = 45, [24, *[1] * 12, 5, 1, 1, 1, 1]
+    query, (keys, values) = torch.randn(1, 4, total, 16), torch.randn(2, 1, 2, total, 16)
+    # Any bias at all, which a wrong column would show; by distance within the cache it has to be a function of the distance.
+    by_distance = torch.randn(4, total)
+    bias = by_distance[:, (torch.arange(total)[:, None] - torch.arange(total)).clamp(min=0)][None]
+    geometry = cache.layers[0].frames.geometry or type(cache)(model, budget=8).layers[0].frames.geometry
+    start = 0
+    for span in spans:
+        stop, new = start + span, torch.arange(start, start + span)
+        before = held(cache)[0] if start else torch.empty(1, 2, 0, dtype=torch.long)
+        turned = [geometry.rotate(x[:, :, start:stop], new) for x in (query, keys)]
+        view, _ = cache.update(turned[1], values[:, :, start:stop], 0)
+        found, _ = _attend(module, turned[0], view, view, None, scaling=0.3, position_bias=bias[:, :, start:stop, :stop])
+        seen = held(cache)[0] if span == 1 else torch.cat([before, new.expand(1, 2, -1)], -1)
+        seen = seen[seen >= 0].view(1, 2, -1)
+        expected = attention_by_hand(query, keys, values, by_distance, seen, span, geometry, positions == "compact")
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        start = stop
+
+
+def attention_by_hand(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    by_distance: torch.Tensor,
+    seen: torch.Tensor,
+    span: int,
+    geometry: Any,
+    compact: bool,
+) -> torch.Tensor:
+    """(1, span, 4, 16): each head over the tokens `seen` by its key head, in order, of which the last `span` ask."""
+    output = torch.empty(1, span, 4, 16)
+    for head in range(4):
+        tokens = seen[0, head // 2]
+        places = torch.arange(tokens.numel()) if compact else tokens
+        turn = lambda x, at: geometry.rotate(x[None, None], at)[0, 0]  # noqa: E731
+        asking = turn(query[0, head, tokens[-span:]], places[-span:])
+        distance = places[-span:, None] - places
+        scores = asking @ turn(keys[0, head // 2, tokens], places).T * 0.3 + by_distance[head][distance.clamp(min=0)]
+        output[0, :, head] = scores.masked_fill(distance < 0, -torch.inf).softmax(-1) @ values[0, head // 2, tokens]
+    return output
+
+
+def test_other_backends_compute_the_same() -> None:
+    model = models.tiny("llama")
+    expected = feed(model, build(model, "h2o"), text(60), steps(30, 60))
+    for backend in ("torch", "reference"):
+        found = feed(model, build(model, "h2o", backend=backend), text(60), steps(30, 60))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+# Memory, copies, files.
+
+
+@pytest.mark.parametrize("prompt", [300, 20])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_streaming_takes_the_memory_of_its_budget_and_no_more(prompt: int, positions: str) -> None:
+    model = models.build("llama", head_dim=64, num_hidden_layers=1)
+    cache, budget = build(model, "streaming", 128, positions=positions), 128
+    ids = torch.randint(1, models.VOCABULARY, (2, prompt + 130))
+    feed(model, cache, ids, steps(prompt, prompt + 130))
+    a_token = 2 * 2 * 64 * 4  # keys and values, two heads, float32
+    assert cache.report().kept == (budget,)
+    assert cache.report().bytes <= 1.02 * 2 * budget * a_token
+
+
+def test_a_policy_with_scores_takes_a_few_bytes_a_slot_beside() -> None:
+    model = models.build("llama", head_dim=64, num_hidden_layers=1)
+    cache = build(model, "h2o", 128)
+    feed(model, cache, torch.randint(1, models.VOCABULARY, (1, 200)), steps(150, 200))
+    assert cache.report().bytes <= 128 * 2 * (2 * 64 * 4 + 8)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "snapkv", "lagkv"])
+def test_a_saved_cache_comes_back_with_policy_settings_and_slots(policy: str, tmp_path: Path) -> None:
+    model = models.tiny("llama")
+    ids, mask = left_padded([text(30), text(14, 50)])
+    cache = build(model, policy, [BUDGET, 20], recent=7, positions="original")
+    feed(model, cache, ids, [30], mask)
+    cache.save(tmp_path / "cache.safetensors")
+    again = EquipCache.load(tmp_path / "cache.safetensors", model)
+    assert again.policy == cache.policy
+    assert again.settings() == cache.settings()
+    for layer in range(2):
+        assert torch.equal(again.kept_positions(layer), cache.kept_positions(layer))
+    more = text(20, 60).expand(2, -1)
+    full = torch.cat([mask, torch.ones_like(more)], 1)
+    assert torch.equal(feed(model, again, more, mask=full), feed(model, cache, more, mask=full))
+
+
+def test_copies_go_their_own_ways() -> None:
+    model = models.tiny("llama")
+    cache, untouched = build(model, "h2o"), build(model, "h2o")
+    for made in (cache, untouched):
+        feed(model, made, text(30), [25, *[1] * 5])
+    fork = copy.deepcopy(cache)
+    feed(model, fork, text(20, 60), [20])
+    assert torch.equal(feed(model, cache, text(20, 40)), feed(model, untouched, text(20, 40)))
+    assert fork.seen == cache.seen == 50
+
+
+# Against the published presses.
+
+PUBLISHED = json.loads((Path(__file__).parent / "kvpress_kept.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return testbed.load("base")[0]
+
+
+def listed(spans: str) -> list[int]:
+    """`0-3 7` as 0, 1, 2, 3, 7."""
+    ends = [[int(end) for end in span.split("-")] for span in spans.split()]
+    return [position for span in ends for position in range(span[0], span[-1] + 1)]
+
+
+@pytest.mark.parametrize("name", PUBLISHED["kept"])
+def test_a_prompt_is_pruned_to_the_tokens_that_the_press_of_that_name_keeps(base: Any, name: str) -> None:
+    parameters = dict(PUBLISHED["settings"].get(name, {}))
+    sinks = parameters.pop("sinks", 0)
+    policy = policy_from_settings({"policy": name, **parameters})
+    for budget, layers in PUBLISHED["kept"][name].items():
+        cache = EquipCache(base, policy, int(budget), sinks=sinks, recent=0, positions="original")
+        base(torch.tensor([PUBLISHED["ids"]]), past_key_values=cache, logits_to_keep=1)
+        compared = 0
+        for layer, expected in enumerate(layers):
+            if expected is not None:  # else a choice between equals
+                assert cache.kept_positions(layer)[0].tolist() == [listed(head) for head in expected]
+                compared += 1
+        assert compared >= 3

@@ -1,0 +1,478 @@
+"""Pages: the same numbers as one buffer a row, no page lost or shared, and nothing changed where there is no room."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.paged import PagedEquipLayer
+from hf_kvcaches.equip.pages import PagePool
+from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError
+from tests import tiny
+
+BUDGET = 18
+SCHEMES = [{"rope": rope} for rope in ("frames", "on_read", "rotated_keys")] + [{"positions": "original"}]
+
+
+@cache
+def model() -> PreTrainedModel:
+    return tiny.llama(num_hidden_layers=2)
+
+
+def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(lengths)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return tiny.ids(len(lengths), width) * mask, mask
+
+
+@torch.no_grad()
+def feed(cache_: EquipCache, ids: torch.Tensor, prompt: int, mask: torch.Tensor | None = None, on: PreTrainedModel | None = None):
+    """A prompt, then token by token: all logits."""
+    start, logits, seen = 0, [], cache_.seen
+    for count in [prompt] + [1] * (ids.shape[1] - prompt):
+        stop = start + count
+        known = None if mask is None else mask[:, : seen + stop]
+        logits.append((on or model())(ids[:, start:stop], past_key_values=cache_, attention_mask=known).logits)
+        start = stop
+    return torch.cat(logits, 1)
+
+
+def paged_layers(cache_: EquipCache) -> list[PagedEquipLayer]:
+    return [layer for layer in cache_.layers if isinstance(layer, PagedEquipLayer)]
+
+
+def held_pages(cache_: EquipCache) -> list[int]:
+    return [page for layer in paged_layers(cache_) for row in layer.pages.rows for page in row]
+
+
+def check_conserved(pool: PagePool, *caches: EquipCache) -> None:
+    """Every page is free or belongs to one row."""
+    held = [page for each in caches for page in held_pages(each)]
+    assert len(held) == len(set(held))
+    assert all(1 <= page <= pool.pages for page in held)
+    assert len(held) + pool.free_pages == pool.pages
+
+
+def state(cache_: EquipCache) -> dict[str, torch.Tensor | list]:
+    found = {f"{name}": tensor.clone() for name, tensor in cache_.owned_tensors().items()}
+    counters = [[getattr(layer, name) for name in layer.counters] + [layer.is_initialized] for layer in paged_layers(cache_)]
+    return found | {"counters": counters, "pages": copy.deepcopy([layer.pages.rows for layer in paged_layers(cache_)])}
+
+
+def same_state(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(held, other[name]) if isinstance(held, torch.Tensor) else held == other[name] for name, held in one.items()
+    )
+
+
+# The same numbers
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova"])
+def test_logits_are_those_of_the_flat_layout_bit_for_bit(policy: str, scheme: dict) -> None:
+    for ids, mask in ((tiny.ids(1, 60), None), padded(60, 50, 37)):
+        flat = EquipCache(model(), policy, BUDGET, **scheme)
+        expected = feed(flat, ids, 40, mask)
+        for size in (1, 3, 16) if policy == "h2o" else (3,):
+            paged = EquipCache(model(), policy, BUDGET, page_size=size, **scheme)
+            assert torch.equal(feed(paged, ids, 40, mask), expected)
+            assert torch.equal(paged.kept_positions(1), flat.kept_positions(1))
+
+
+def test_a_cache_that_fills_token_by_token_equals_the_flat_layout() -> None:
+    ids, mask = padded(50, 30)
+    for policy in ("streaming", "h2o"):
+        expected = feed(EquipCache(model(), policy, BUDGET), ids, 21, mask)
+        assert torch.equal(feed(EquipCache(model(), policy, BUDGET, page_size=4), ids, 21, mask), expected)
+
+
+def test_models_without_rotation_and_with_sliding_layers_equal_the_flat_layout() -> None:
+    for other in (tiny.gpt2(), tiny.gemma2()):
+        ids, mask = padded(40, 31)
+        expected = feed(EquipCache(other, "h2o", BUDGET), ids, 25, mask, on=other)
+        assert torch.equal(feed(EquipCache(other, "h2o", BUDGET, page_size=5), ids, 25, mask, on=other), expected)
+
+
+def test_the_frames_of_a_long_stream_are_brought_together_as_in_the_flat_layout() -> None:
+    ids = tiny.ids(2, 70)
+    logits = []
+    for options in ({}, {"page_size": 5}):
+        made = EquipCache(model(), "h2o", BUDGET, rope="frames", **options)
+        for layer in made.layers:
+            layer.frames.limit = 20
+        logits.append(feed(made, ids, 30))
+    assert torch.equal(*logits)
+
+
+def test_a_model_that_attends_by_itself_gets_the_same_tensors() -> None:
+    plain = tiny.llama(num_hidden_layers=2, seed=1)
+    logits = [
+        feed(EquipCache(plain.config, "streaming", BUDGET, positions="original", **o), tiny.ids(1, 50), 30, on=plain)
+        for o in ({}, {"page_size": 4})
+    ]
+    assert torch.equal(*logits)
+
+
+def test_what_a_page_held_before_is_never_seen() -> None:
+    pool = PagePool(model(), pages=80, page_size=4)
+    ids, mask = padded(40, 22)
+    expected = feed(EquipCache(model(), "h2o", BUDGET), ids, 25, mask)
+    first = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    feed(first, tiny.ids(2, 40), 30)
+    for page in held_pages(first):
+        pool.stores["keys"][page] = pool.stores["values"][page] = torch.nan
+    first.reset()
+    assert torch.equal(feed(EquipCache(model(), "h2o", BUDGET, pool=pool), ids, 25, mask), expected)
+
+
+# Several on one pool
+
+
+def test_caches_that_take_turns_on_one_pool_don_t_see_each_other() -> None:
+    pool = PagePool(model(), pages=200, page_size=4)
+    kinds = [("streaming", {"rope": "rotated_keys"}), ("h2o", {}), ("tova", {"positions": "original"})]
+    texts = [tiny.ids(1, 45, seed=seed) for seed in range(3)]
+    expected = [feed(EquipCache(model(), policy, BUDGET, **options), ids, 10) for (policy, options), ids in zip(kinds, texts, strict=True)]
+    caches = [EquipCache(model(), policy, BUDGET, pool=pool, **options) for policy, options in kinds]
+    spans = [slice(0, 10)] + [slice(at, at + 1) for at in range(10, 45)]
+    logits = [[feed(each, ids[:, span], span.stop - span.start) for each, ids in zip(caches, texts, strict=True)] for span in spans]
+    for index, wanted in enumerate(expected):
+        assert torch.equal(torch.cat([step[index] for step in logits], 1), wanted)
+    check_conserved(pool, *caches)
+
+
+def test_threads_take_and_give_back_pages_at_once() -> None:
+    pool = PagePool(model(), pages=64, page_size=4)
+    pool.prepare(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+    owners: list[int | None] = [None] * 65
+    clashes = []
+
+    def work(me: int) -> None:
+        for turn in range(200):
+            pages = pool.take(1 + (turn + me) % 8)
+            clashes.extend(page for page in pages if owners[page] is not None)
+            for page in pages:
+                owners[page] = me
+            for page in pages:
+                owners[page] = None
+            pool.give(pages)
+
+    threads = [threading.Thread(target=work, args=(me,)) for me in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (clashes, pool.free_pages) == ([], 64)
+
+
+# What rows take
+
+
+@pytest.mark.parametrize("size", [1, 3, 16])
+def test_rows_take_the_pages_that_their_own_tokens_fill(size: int) -> None:
+    made = EquipCache(model(), "h2o", 40, page_size=size)
+    ids, mask = padded(30, 17, 1)
+    for stop in (20, *range(21, 31)):
+        start = made.seen
+        feed(made, ids[:, start:stop], stop - start, mask)
+        real = mask[:, :stop].sum(-1).tolist()
+        for layer in paged_layers(made):
+            assert [len(row) for row in layer.pages.rows] == [-(-count // size) for count in real]
+    report = made.report()
+    slot = 2 * 2 * 8 * 4  # keys and values, heads, head size, float32
+    assert report.bytes >= len(held_pages(made)) * size * slot
+    flat = EquipCache(model(), "h2o", 40)
+    feed(flat, ids, 30, mask)
+    assert report.bytes < flat.report().bytes
+
+
+def test_a_full_cache_takes_no_more_pages() -> None:
+    pool = PagePool(model(), pages=100, page_size=4)
+    made = EquipCache(model(), "streaming", BUDGET, pool=pool)
+    feed(made, tiny.ids(2, 60), 5)
+    assert len(held_pages(made)) == 2 * 2 * 5
+    check_conserved(pool, made)
+
+
+def test_pages_go_back_with_reset_and_with_the_cache() -> None:
+    pool = PagePool(model(), pages=100, page_size=4)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    feed(made, tiny.ids(2, 30), 25)
+    assert pool.free_pages < 100
+    made.reset()
+    assert pool.free_pages == 100
+    feed(made, tiny.ids(2, 30), 25)
+    gc.disable()  # the last reference is enough
+    try:
+        del made
+        assert pool.free_pages == 100
+    finally:
+        gc.enable()
+
+
+# No room
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_an_exhausted_pool_changes_nothing_and_work_goes_on_when_pages_are_free(policy: str) -> None:
+    ids, other = tiny.ids(2, 40), tiny.ids(1, 40, seed=2)
+    expected = feed(EquipCache(model(), policy, BUDGET), ids, 5)
+    pool = PagePool(model(), pages=25, page_size=4)  # full caches hold 20 and 10
+    waits, blocks = EquipCache(model(), policy, BUDGET, pool=pool), EquipCache(model(), policy, BUDGET, pool=pool)
+    feed(blocks, other, 30)
+    logits = []
+    for done in (5, *range(6, 13)):  # three pages for each row and layer
+        logits.append(feed(waits, ids[:, waits.seen : done], done - waits.seen))
+    before = state(waits), state(blocks)
+    with pytest.raises(PoolExhausted, match=r"4 more pages are needed, and 3 of 25 are free"):
+        feed(waits, ids[:, 12:13], 1)
+    assert same_state(before[0], state(waits))
+    assert same_state(before[1], state(blocks))
+    check_conserved(pool, waits, blocks)
+    blocks.reset()
+    logits.append(feed(waits, ids[:, 12:], 1))
+    assert torch.equal(torch.cat(logits, 1), expected)
+
+
+def test_a_prompt_that_does_not_fit_leaves_an_empty_cache_empty() -> None:
+    pool = PagePool(model(), pages=9, page_size=4)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    empty = state(made)
+    for _ in range(2):
+        with pytest.raises(PoolExhausted, match=r"10 more .* 9 of 9"):
+            feed(made, tiny.ids(1, 30), 30)
+        assert same_state(empty, state(made))
+    assert torch.equal(feed(made, tiny.ids(1, 16), 16), feed(EquipCache(model(), "h2o", BUDGET), tiny.ids(1, 16), 16))
+
+
+def test_rows_and_copies_that_don_t_fit_change_nothing() -> None:
+    pool = PagePool(model(), pages=30, page_size=4)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    feed(made, tiny.ids(2, 30), 25)
+    before = state(made)
+    for attempt in (lambda: made.batch_repeat_interleave(2), lambda: copy.deepcopy(made), lambda: made.batch_select_indices([0, 0, 1, 1])):
+        with pytest.raises(PoolExhausted):
+            attempt()
+        assert same_state(before, state(made))
+        check_conserved(pool, made)
+    made.reorder_cache(torch.tensor([1, 1]))  # into the pages of the row that goes
+    check_conserved(pool, made)
+
+
+def test_an_edit_that_does_not_fit_changes_nothing() -> None:
+    pool = PagePool(model(), pages=8, page_size=4)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    feed(made, tiny.ids(1, 14), 14)
+    before = state(made)
+    with pytest.raises(PoolExhausted):
+        made.edit(model(), 4, 6, list(range(3, 15)))
+    assert same_state(before, state(made))
+    feed(made, tiny.ids(1, 2), 1)
+    check_conserved(pool, made)
+
+
+# Rows and states
+
+
+def test_beams_repeats_and_selections_equal_the_flat_layout() -> None:
+    ids, mask = padded(40, 24, 33)
+    changes = [
+        lambda c: c.reorder_cache(torch.tensor([2, 0, 0])),
+        lambda c: c.batch_repeat_interleave(2),
+        lambda c: c.batch_select_indices(torch.tensor([5, 1, 1, 3])),
+        lambda c: c.reorder_cache(torch.tensor([3, 2, 1, 0])),
+    ]
+    for options in ({"rope": "rotated_keys"}, {"rope": "frames"}):
+        flat, paged = EquipCache(model(), "h2o", BUDGET, **options), EquipCache(model(), "h2o", BUDGET, page_size=4, **options)
+        for each in (flat, paged):
+            feed(each, ids, 30, mask)
+        for change in changes:
+            for each in (flat, paged):
+                change(each)
+            new = tiny.ids(len(flat.kept_positions(0)), 3, seed=3)
+            assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
+            check_conserved(paged.pool, paged)
+
+
+def test_beam_search_writes_what_it_writes_with_the_flat_layout() -> None:
+    ids, mask = padded(30, 22)
+    texts = [
+        model().generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=EquipCache(model(), "streaming", BUDGET, **options),
+            num_beams=3,
+            max_new_tokens=12,
+            pad_token_id=0,
+        )
+        for options in ({}, {"page_size": 4})
+    ]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_taking_tokens_back_restores_pages_and_gives_back_the_rest(policy: str) -> None:
+    pool = PagePool(model(), pages=60, page_size=2)
+    ids = tiny.ids(1, 40)
+    flat, paged = EquipCache(model(), policy, BUDGET), EquipCache(model(), policy, BUDGET, pool=pool)
+    for each in (flat, paged):
+        feed(each, ids[:, :12], 12)
+        each.activate_past_recording()
+    at = 12
+    for drafts, refused in ((4, 3), (5, 5), (6, 0), (7, 4)):
+        logits = [feed(each, ids[:, at : at + drafts], drafts) for each in (flat, paged)]
+        assert torch.equal(*logits)
+        for each in (flat, paged):
+            each.crop(-refused)
+        at += drafts - refused
+        check_conserved(pool, paged)
+        assert torch.equal(flat.kept_positions(0), paged.kept_positions(0))
+        assert all([len(row) for row in layer.pages.rows] == [-(-min(at, BUDGET) // 2)] for layer in paged_layers(paged))
+
+
+@pytest.mark.parametrize("options", [{"rope": "rotated_keys"}, {"rope": "frames"}], ids=str)
+def test_edits_equal_the_flat_layout_and_give_pages_back(options: dict) -> None:
+    pool = PagePool(model(), pages=60, page_size=2)
+    flat, paged = EquipCache(model(), "h2o", 30, **options), EquipCache(model(), "h2o", 30, pool=pool, **options)
+    ids, new = tiny.ids(1, 24), tiny.ids(1, 8, seed=3)
+    for each in (flat, paged):
+        feed(each, ids, 24)
+        each.evict([5, 6, 7, 8, 9])
+    assert [len(row) for row in paged_layers(paged)[1].pages.rows] == [10]
+    assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
+    for each in (flat, paged):
+        each.edit(model(), 12, 18, new[0, :2])
+    check_conserved(pool, paged)
+    assert [len(row) for row in paged_layers(paged)[1].pages.rows] == [-(-int((flat.kept_positions(1) >= 0).sum(-1).max()) // 2)]
+    assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
+
+
+def test_copies_pickles_and_files_go_on_alike(tmp_path) -> None:
+    ids, mask = padded(30, 18)
+    for options in ({"rope": "rotated_keys"}, {"rope": "frames"}):
+        made = EquipCache(model(), "h2o", BUDGET, page_size=4, **options)
+        feed(made, ids, 20, mask)
+        made.save(tmp_path / "cache.safetensors")
+        others = [copy.deepcopy(made), pickle.loads(pickle.dumps(made)), EquipCache.load(tmp_path / "cache.safetensors", model())]
+        new = tiny.ids(2, 12, seed=4)
+        expected = feed(made, new, 1)
+        for other in others:
+            assert other.pool is not made.pool
+            assert torch.equal(feed(other, new, 1), expected)
+            check_conserved(other.pool, other)
+
+
+def test_a_copy_on_a_shared_pool_has_pages_of_its_own() -> None:
+    pool = PagePool(model(), pages=60, page_size=4)
+    made = EquipCache(model(), "streaming", BUDGET, pool=pool)
+    feed(made, tiny.ids(1, 30), 25)
+    copied = copy.deepcopy(made)
+    assert copied.pool is pool
+    check_conserved(pool, made, copied)
+    before = state(made)
+    feed(copied, tiny.ids(1, 9, seed=5), 1)
+    assert same_state(before, state(made))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["feed", "block", "reset", "reorder", "repeat", "select", "delete", "copy"]), st.integers(0, 2)),
+        max_size=14,
+    )
+)
+def test_no_page_is_lost_or_shared_whatever_is_done(deeds: list[tuple[str, int]]) -> None:
+    small = tiny_one_layer()
+    pool = PagePool(small, pages=40, page_size=3)
+    caches = [EquipCache(small, policy, 10, sinks=2, pool=pool) for policy in ("streaming", "h2o", "tova")]
+    for deed, which in deeds:
+        made = caches[which]
+        rows = max(1, len(made.kept_positions(0)))
+        try:
+            if deed in ("feed", "block"):
+                feed(made, tiny.ids(rows, 4), 4 if deed == "block" else 1, on=small)
+            elif deed == "reset":
+                made.reset()
+            elif deed == "reorder":
+                made.reorder_cache(torch.zeros(rows, dtype=torch.long))
+            elif deed == "repeat":
+                made.batch_repeat_interleave(2)
+            elif deed == "select":
+                made.batch_select_indices(torch.tensor([rows - 1]))
+            elif deed == "copy":
+                caches[which] = copy.deepcopy(made)
+            else:
+                caches[which] = EquipCache(small, "knorm", 10, sinks=2, pool=pool)
+        except PoolExhausted:
+            made.reset()
+        del made
+        check_conserved(pool, *caches)
+
+
+@cache
+def tiny_one_layer() -> PreTrainedModel:
+    return tiny.llama(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16)
+
+
+# What is refused
+
+
+def test_a_pool_that_does_not_fit_is_refused() -> None:
+    pool = PagePool(model(), pages=50, page_size=4)
+    with pytest.raises(ConfigError, match="page_size: expected that of the pool, 4"):
+        EquipCache(model(), page_size=8, pool=pool)
+    with pytest.raises(ConfigError, match="1 key heads of size 8"):
+        EquipCache(tiny_one_layer(), pool=pool)
+    for options in ({"dtype": torch.bfloat16}, {"device": "meta"}):
+        other = EquipCache(model(), budget=BUDGET, pool=PagePool(model(), 50, 4, **options))
+        with pytest.raises(ConfigError, match="room for 2 heads of size 8"):
+            feed(other, tiny.ids(1, 10), 10)
+    for wrong in ({"page_size": 0}, {"pages": 0}, {"page_size": 2.5}, {"pages": True}):
+        with pytest.raises(ConfigError):
+            PagePool(model(), **wrong)
+    with pytest.raises(ConfigError, match="page_size"):
+        EquipCache(model(), page_size=0)
+
+
+def test_gradients_other_rows_and_pickled_pools_are_refused() -> None:
+    pool = PagePool(model(), pages=50, page_size=4)
+    made = EquipCache(model(), budget=BUDGET, pool=pool)
+    with pytest.raises(UnsupportedError, match="no_grad"):
+        model()(tiny.ids(1, 10), past_key_values=made)
+    feed(made, tiny.ids(1, 10), 10)
+    with pytest.raises(ConfigError, match="1 rows"):
+        feed(made, tiny.ids(2, 1), 1)
+    with pytest.raises(UnsupportedError, match="save"):
+        pickle.dumps(made)
+    with pytest.raises(UnsupportedError, match="offload"):
+        made.layers[0].offload()
+
+
+def test_a_cache_filled_in_inference_mode_goes_on_outside() -> None:
+    ids = tiny.ids(1, 40)
+    expected = feed(EquipCache(model(), "h2o", BUDGET, page_size=4), ids, 20)
+    made = EquipCache(model(), "h2o", BUDGET, page_size=4)
+    with torch.inference_mode():
+        first = feed(made, ids[:, :25], 20)
+    assert torch.equal(torch.cat([first, feed(made, ids[:, 25:], 1)], 1), expected)
+
+
+def test_a_pool_says_what_it_has() -> None:
+    pool = PagePool(model(), pages=50, page_size=4)
+    assert pool.bytes == 0
+    made = EquipCache(model(), budget=BUDGET, pool=pool)
+    feed(made, tiny.ids(1, 10), 10)
+    assert pool.bytes == 51 * 4 * 2 * 8 * 4 * 2
+    assert repr(pool) == "PagePool(pages=50, free_pages=44, page_size=4, 0.02 MiB)"
+    assert made.settings()["page_size"] == 4
