@@ -289,11 +289,10 @@ def _step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: to
     if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
     places = torch.arange(layer.capacity, device=keys.device)
-    far: int | torch.Tensor | None = None
     if layer.positions is None:
         slot = torch.where(before.kept < layer.slots, before.kept, before.cursor)[:1]
         valid = places[None, None] < now.kept[:1]
-        far = sinks
+        far = (places < sinks)[None, None]  # as a mask it has the keys read once, for both queries
     else:
         slot = _oldest(layer, places)
         layer.positions.scatter_(2, slot, before.fed.to(layer.positions.dtype).expand_as(slot))
