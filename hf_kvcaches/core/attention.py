@@ -74,7 +74,7 @@ class MaskRecipe:
         self._newest: torch.Tensor | None = None
         # What transformers asks for where the cache may be compiled. A graph that looked at the padding mask itself, which grows, would
         # be compiled once more.
-        if arguments["q_length"] == 1 and arguments.get("allow_is_causal_skip") is False and not torch.compiler.is_compiling():
+        if arguments.get("q_length") == 1 and arguments.get("allow_is_causal_skip") is False and not torch.compiler.is_compiling():
             newest = self.newest(1)
             self._newest = None if newest is None else newest.clone()
 

@@ -55,6 +55,7 @@ class ClockedStorage(SlotStorage):
         origin: `seen`, `fed`, how many slots are in use, `cursor` and how far the frames are apart, (1 or batch, 5).
         behind: Whether a graph has moved the clock since the counters were read from it.
         wound: Whether `origin` and `clock` are right.
+        gappy: Whether tokens were taken out of the middle, so that others than sinks are far, or will be.
     """
 
     shared_tensors = ("clock", "origin")
@@ -62,6 +63,7 @@ class ClockedStorage(SlotStorage):
     origin: torch.Tensor | None = None
     behind = False
     wound = False
+    gappy = False
     seen: Any = _Counter()
     fed: Any = _Counter()
     filled: Any = _Counter()
@@ -75,6 +77,7 @@ class ClockedStorage(SlotStorage):
     recording: Recording | None
     config: Any
     positions: torch.Tensor | None
+    first: torch.Tensor | None
 
     def __init__(self) -> None:
         self.kept_rows = self.offset_rows = None
@@ -83,7 +86,9 @@ class ClockedStorage(SlotStorage):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` may take single tokens: the oldest goes, and the far keys are the sinks."""
-        if not self.settings.policy.order_only or self.frames.unrotated or self.recording is not None or not is_enabled(self.config):
+        if not self.settings.policy.order_only or self.frames.unrotated or not is_enabled(self.config):
+            return False
+        if self.recording is not None or self.gappy:
             return False
         sinks, budget, recent = self.settings.sinks, self.settings.budget, self.settings.recent
         if self.slots:
@@ -138,13 +143,16 @@ class ClockedStorage(SlotStorage):
         if stepped and self.wound:
             assert self.clock is not None
             self.clock.add_(1)
-        elif self.is_compileable:
+        elif self.settings.policy.order_only and not (stepped and self.gappy):
             self.write_down()
 
     def write_down(self) -> None:
         """Makes the counters as they are now the origin."""
-        self.wound = False
+        self.wound = self.gappy = False
         if self.keys is None or not self.is_compileable:
+            return
+        self.gappy = self.frames.two and self._has_gaps()
+        if self.gappy:
             return
         numbers = torch.tensor([[self.seen, self.fed, self.filled, self.cursor, self.offset]], device=self.keys.device)
         if self.kept_rows is not None or self.offset_rows is not None:
@@ -165,6 +173,16 @@ class ClockedStorage(SlotStorage):
             exact_frequencies(self.frames, self.keys.device)
         self.wound = True
         _mark_static(self.keys, self.values, self.clock, self.origin)
+
+    def _has_gaps(self) -> bool:
+        """Whether a row lacks a token between its sinks and its newest ones, or has an older one instead."""
+        held = self.positions
+        if held is None:
+            return False
+        sinks, first = self.settings.sinks, torch.zeros((), device=held.device) if self.first is None else self.first[:, None, None]
+        older = (held >= first + sinks) & (held < self.fed - (self.slots - sinks))
+        wanted = (self.fed - first).clamp(max=self.slots)
+        return bool((older.any(-1, keepdim=True) | ((held >= 0).sum(-1, keepdim=True) != wanted)).any())
 
     def restore(self, before: dict[str, Any]) -> None:
         super().restore(before)
@@ -289,11 +307,10 @@ def _step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: to
     if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
     places = torch.arange(layer.capacity, device=keys.device)
-    far: int | torch.Tensor | None = None
     if layer.positions is None:
         slot = torch.where(before.kept < layer.slots, before.kept, before.cursor)[:1]
         valid = places[None, None] < now.kept[:1]
-        far = sinks
+        far = (places < sinks)[None, None]  # as a mask it has the keys read once, for both queries
     else:
         slot = _oldest(layer, places)
         layer.positions.scatter_(2, slot, before.fed.to(layer.positions.dtype).expand_as(slot))

@@ -241,6 +241,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
     """
 
     counters: ClassVar[tuple[str, ...]] = (*EquipLayer.counters, "room")
+    is_compileable = False  # which pages are written to is known in Python only
 
     def __init__(self, settings: Settings, frames: Frames, passes: Passes, config: Any, book: PageBook) -> None:
         super().__init__(settings, frames, passes, config)

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_kvcaches.core.attention import disable, enable
+from hf_kvcaches.equip import compiled as compiled_steps
 from hf_kvcaches.equip.cache import EquipCache
 from tests.conformance import models
 from tests.conformance.driving import feed, generate, left_padded, tokens
@@ -255,6 +256,7 @@ def test_the_flag_says_no_where_steps_cannot_be_compiled(model: Any) -> None:
     assert EquipCache(model, "streaming", 0.5).is_compileable
     assert not EquipCache(model, "h2o", BUDGET).is_compileable
     assert not EquipCache(model, "streaming", BUDGET, recent=3).is_compileable  # far tokens besides the sinks
+    assert not EquipCache(model, "streaming", BUDGET, page_size=4).is_compileable
     for rope in ("on_read", "rotated_keys"):
         assert not EquipCache(model, "streaming", BUDGET, rope=rope).is_compileable  # type: ignore[arg-type]
     assert not EquipCache(models.tiny("gemma2"), "streaming", BUDGET).is_compileable  # sliding layers of transformers
@@ -269,8 +271,41 @@ def test_the_flag_says_no_where_steps_cannot_be_compiled(model: Any) -> None:
         enable(model)
 
 
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_taking_tokens_out_is_followed_or_ends_compiling(model: Any, plain: Any, positions: Any) -> None:
+    one, other = make(model, positions=positions), make(plain, positions=positions)
+    for own, cache in ((model, one), (plain, other)):
+        feed(own, cache, tokens(20, seed=1), [20])
+        cache.evict([12, 13, 17])
+    assert one.is_compileable == (positions == "original")  # tokens before the gap stand far from the others, besides the sinks
+    more = tokens(30, seed=2)
+    expected = feed(plain, other, more)
+    if one.is_compileable:
+        with compiled(model):
+            torch.testing.assert_close(feed(model, one, more), expected, atol=1e-4, rtol=0)
+    else:
+        torch.testing.assert_close(feed(model, one, more), expected, atol=1e-4, rtol=0)
+    feed(model, one, tokens(15, seed=3), [15])
+    assert one.is_compileable  # after a block that leaves sinks and the newest
+
+
 def test_where_the_flag_says_no_a_graph_is_refused_with_the_reason(model: Any) -> None:
     cache = EquipCache(model, "h2o", BUDGET)
     feed(model, cache, tokens(9, seed=9), [9])
     with compiled(model), pytest.raises(Exception, match="is_compileable"):
         feed(model, cache, tokens(1, seed=9))
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_angles_are_exact_far_into_a_text(plain: Any, backend: str) -> None:
+    frames = make(plain).layers[0].frames
+    came, target = torch.tensor([[5_000_003]]), torch.tensor([[[5_000_000]]])
+
+    def turn(came: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return compiled_steps._turn(frames, came, target).halves()
+
+    cos, sin = torch.compile(turn, fullgraph=True, backend=backend)(came, target)
+    exact = frames.geometry.inv_freq
+    angles = 5_000_000 * exact - (torch.tensor(5_000_003.0) * exact.float()).double()
+    torch.testing.assert_close(cos[0, 0, 0], angles.cos().float(), atol=2e-7, rtol=0)
+    torch.testing.assert_close(sin[0, 0, 0], angles.sin().float(), atol=2e-7, rtol=0)
