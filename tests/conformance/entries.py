@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hf_kvcaches import GrowingCache, KVCache
-from hf_kvcaches.equip.cache import EquipCache
-from hf_kvcaches.equip.policies import LagKVPolicy, SnapKVPolicy
+from hf_kvcaches import EquipCache, GrowingCache, KVCache, LagKVPolicy, SnapKVPolicy
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
 BEAMS = frozenset({"reorder_cache", "beam_search", "beam_sampling"})
@@ -52,23 +50,26 @@ class KernelCache(GrowingCache):
 
 
 # Budgets that every row outgrows.
-EQUIP: list[tuple[str, Any, dict[str, Any]]] = [
-    ("streaming", "streaming", {}),
-    ("h2o", "h2o", {}),
-    ("tova", "tova", {}),
-    ("snapkv", SnapKVPolicy(window=3, kernel_size=3), {}),
-    ("lagkv", LagKVPolicy(lag_size=3), {}),
-    ("knorm", "knorm", {}),
-    ("random", "random", {}),
+EQUIP: list[tuple[str, Any]] = [
+    ("streaming", "streaming"),
+    ("h2o", "h2o"),
+    ("tova", "tova"),
+    ("snapkv", SnapKVPolicy(window=3, kernel_size=3)),
+    ("lagkv", LagKVPolicy(lag_size=3)),
+    ("knorm", "knorm"),
+    ("random", "random"),
 ]
 # One policy that needs nothing, one that scores by attention.
 EVERYWHERE = ("streaming", "h2o")
+# Pages are shared, and go back when they are not needed.
+NOT_ON_PAGES = frozenset({"gradients", "offload_and_prefetch"})
 
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
+    *(Entry(f"equip_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2), False, name in EVERYWHERE) for name, policy in EQUIP),
     *(
-        Entry(f"equip_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2, **options), False, name in EVERYWHERE)
-        for name, policy, options in EQUIP
+        Entry(f"paged_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2, page_size=4), False, False, NOT_ON_PAGES)
+        for name, policy in EQUIP
     ),
 ]
