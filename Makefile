@@ -33,7 +33,7 @@ help:
 	@echo 'make test         install into $(VENV) and run the whole test suite'
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff rewrite what it can'
-	@echo 'make test-floor   the conformance suite against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
+	@echo 'make test-floor   the conformance suite (but for pages) against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
 	@echo 'make clean        remove the environments and what tools left behind'
@@ -55,11 +55,13 @@ format: $(VENV)/.installed
 
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
-	$(VENV_FLOOR)/bin/python -m pytest tests/conformance $(PYTEST_ARGS)
+	$(VENV_FLOOR)/bin/python -m pytest tests/conformance -k 'not paged' $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
 		--csv docs/benchmarks/growing-$(DEVICE).csv --plot docs/benchmarks/growing-$(DEVICE).png
+	$(VENV)/bin/python scripts/bench_equip.py --device $(DEVICE) \
+		--csv docs/benchmarks/equip-$(DEVICE).csv --plot docs/benchmarks/equip-$(DEVICE).png
 
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK
