@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
@@ -41,13 +42,14 @@ class EquipCache(KVCache):
     tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; attention with learned sinks (gpt-oss);
     on pages, gradients and offloading.
 
-    **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 bytes a slot
-    and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages.
+    **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 to 16 bytes a
+    slot and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages.
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
         policy: "streaming", "h2o", "tova", "snapkv", "lagkv", "knorm", "random", or a `Policy`.
-        budget: Tokens to keep: a number, a fraction of the (longest) prompt, or one of these for each layer.
+        budget: Tokens to keep: a number, a fraction of the (longest) prompt, or one of these for each layer. The prompt is what the first
+            call brings: with `prefill_chunk_size` the first chunk, so give a number there.
         sinks: First tokens of each row that always stay.
         recent: Newest tokens that always stay; None for the policy's own number.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
@@ -75,6 +77,8 @@ class EquipCache(KVCache):
     ) -> None:
         self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
         self._options: dict[str, Any] = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
+        if not isinstance(budget, int | float | Sequence) or isinstance(budget, str):
+            raise ConfigError.of("budget", "a number of tokens, a fraction of the prompt, or one of these for each layer", budget)
         self._budget = budget if isinstance(budget, int | float) else list(budget)
         _check_options(self._options)
         if page_size is not None:
@@ -121,9 +125,22 @@ class EquipCache(KVCache):
         self._geometries.append(geometry)
         return Frames(scheme, geometry)
 
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if layer_idx == 0 and not torch.compiler.is_compiling():
+            lengths = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin)}
+            if len(lengths) > 1:
+                raise UnsupportedError(
+                    f"The layers of this cache saw {sorted(lengths)} tokens: a forward pass or a crop failed on the way. "
+                    "Call reset() and feed the text again."
+                )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def settings(self) -> dict[str, Any]:
         pages = {} if self.pool is None else {"page_size": self.pool.page_size}
-        return {**self._options, "policy": self.policy.settings(), "budget": self._budget, **pages}
+        # What "auto" came to depends on the device, and stored keys are rotated as it was.
+        schemes = {layer.frames.scheme for layer in self.layers if isinstance(layer, EquipLayer)} - {"given"}
+        rope = schemes.pop() if schemes else self._options["rope"]
+        return {**self._options, "rope": rope, "policy": self.policy.settings(), "budget": self._budget, **pages}
 
     @property
     def pool(self) -> PagePool | None:
@@ -147,6 +164,8 @@ class EquipCache(KVCache):
             positions: Indices among the tokens seen.
         """
         layers = [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+        if not self.seen and not len(positions):
+            return
         if len(layers) < len(self.layers):
             raise UnsupportedError("evict: this model has layers that keep their own window or state, and they can't forget tokens.")
         editing.evict(self, layers, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
@@ -162,6 +181,7 @@ class EquipCache(KVCache):
             stop: The one after the last; `start` to insert only.
             new_ids: Token ids, (tokens,) or (rows, tokens); none to delete only.
         """
+        self.require_attention("edit")
         ids = torch.as_tensor(new_ids, dtype=torch.long)
         if ids.ndim not in (1, 2):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
@@ -216,10 +236,13 @@ def _watch_drafts(model: PreTrainedModel, cache: EquipCache) -> weakref.finalize
     reference = weakref.ref(cache)
 
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("past_key_values")
-        if given is not None and given is reference():
-            keep = kwargs.get("logits_to_keep")
-            passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 else None
+        given = reference()
+        if given is None or id(kwargs.get("past_key_values")) != id(given):
+            return
+        keep, ids = kwargs.get("logits_to_keep"), kwargs.get("input_ids")
+        # Who wants the logits of a whole prompt does not draft.
+        whole = isinstance(ids, torch.Tensor) and ids.shape[1] == keep and not given.seen
+        passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 and not whole else None
 
     return weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
 

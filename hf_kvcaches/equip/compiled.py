@@ -189,7 +189,7 @@ class ClockedStorage(SlotStorage):
         self.write_down()
 
     def reset(self) -> None:
-        self.behind = self.wound = False
+        self.behind = self.wound = self.gappy = False
         super().reset()
         self.clock = self.origin = None
 

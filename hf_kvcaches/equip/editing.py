@@ -101,11 +101,15 @@ def edit(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, st
 
 def _check(cache: EquipCache, layers: list[EquipLayer], start: int, stop: int, new_ids: torch.Tensor) -> None:
     seen = cache.seen
+    if not seen:
+        raise ConfigError.of("start, stop", "positions among the tokens seen", (start, stop), "The cache is empty: feed it a text first.")
     if not 0 <= start <= stop <= seen:
         raise ConfigError.of("start, stop", f"0 <= start <= stop <= {seen}, positions among the tokens seen", (start, stop))
     if len(layers) < len(cache.layers):
         raise UnsupportedError("edit: this model has layers that keep their own window or state, and they can't be edited.")
-    if any(layer.first is not None or layer.fed != layer.seen for layer in layers):
+    if any(layer.fed != layer.seen for layer in layers):
+        raise UnsupportedError("edit: the counter of tokens seen was set forward, so positions say nothing of the text. Use a new cache.")
+    if any(layer.first is not None for layer in layers):
         raise UnsupportedError("edit: the rows are padded, so a position is not the same place in all of them. Edit a cache of one row.")
     rows = layers[0].rows
     if new_ids.shape[0] not in (1, rows):
@@ -168,6 +172,8 @@ def insert_block(
         running: The pass.
     """
     assert layer.inserting is not None
+    if call.bias is not None:
+        raise UnsupportedError("edit: this model adds a bias by position to its scores, which can't be opened in the middle.")
     start, tokens, frames = layer.inserting.start, keys.shape[2], layer.frames
     held = layer.slot_positions()
     earlier = (held >= 0) & (held < start)

@@ -88,6 +88,7 @@ class EquipLayer(PlacedSlots):
         running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
         if self.inserting is not None:
             return editing.insert_block(self, query, keys, values, call, running)
+        self._check_padding(running)
         block = self._block_length(tokens)
         if self.recording is not None:
             self.recording.note(self, running, query, keys, values, call, block)
@@ -95,6 +96,19 @@ class EquipLayer(PlacedSlots):
         self.seen += tokens
         self.wind(not block and tokens == 1 and running.valid is None)
         return output
+
+    def _check_padding(self, running: Pass) -> None:
+        """Refuses masks that hide what the cache took for text: it read them without this attention, or the caller changed them."""
+        before = running.real_before
+        if before is None or not self.fed or self.fed != self.seen:
+            return
+        held: int | torch.Tensor = self.fed if self.first is None else self.fed - self.first[:, None]
+        key = ("padding", None if self.first is None else id(self.first), self.fed)
+        if not running.shared(key, lambda: bool((before == held).all())):
+            raise UnsupportedError(
+                "attention_mask: it hides other tokens than when they were fed in, or the cache was filled before "
+                "hf_kvcaches.enable(model). Use a new cache; evict() forgets tokens that are to be hidden."
+            )
 
     def _block_length(self, tokens: int) -> int:
         """How many of the new tokens are one block; the others are steps, one after the other, as if they had come alone."""
@@ -198,6 +212,12 @@ class EquipLayer(PlacedSlots):
             raise UnsupportedError(
                 f"{needs} the model to ask the cache's attention, and it does not. Build the cache with the model instead of its "
                 "config, or call hf_kvcaches.enable(model) first."
+            )
+        apart = self.first is not None or self.kept_rows is not None or self.offset_rows is not None
+        if apart or (self.frames.two and self.fed and self.kept_count + self.frame_offset != self.seen):
+            raise UnsupportedError(
+                "This cache holds rows that differ, or keys that were moved, and the model no longer asks its attention. Call "
+                "hf_kvcaches.enable(model), or reset() the cache."
             )
         self.own(torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
         running = Pass(None, None, self.seen, tokens, keys.device)

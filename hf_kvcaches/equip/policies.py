@@ -347,7 +347,9 @@ class KeyNormPolicy(Policy):
     directions = False
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        return -torch.linalg.vector_norm(tokens.keys.detach(), dim=-1, dtype=torch.float32)
+        lengths = -torch.linalg.vector_norm(tokens.keys.detach(), dim=-1, dtype=torch.float32)
+        # Turning a key changes the last bit of its length, which is not to decide between equals.
+        return lengths if tokens.scores is None else torch.where(tokens.scores.isnan(), lengths, tokens.scores)
 
     def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
         batch, heads, _, width = tokens.keys.shape

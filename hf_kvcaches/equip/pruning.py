@@ -163,7 +163,7 @@ def _attend(
             query, keys = turn(query), turn(keys)
     kept = layer.used
     given = _given(layer, call, running)
-    if not kept and running.whole and given is None and call.bias is None:
+    if not layer.fed and running.whole and given is None and call.bias is None:
         output, _ = previous_attention(call.module, query, keys, values, call.mask, **call.options)
         output = output.to(values.dtype)
     else:
@@ -193,7 +193,7 @@ def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor | None:
     """A mask of the caller's own over slots and new tokens, (batch or 1, 1, tokens, slots + tokens)."""
     allowed, tokens = given_mask(call.mask, running), running.tokens
     if allowed is None or (not layer.used and allowed.shape[1] == 1):
-        return allowed
+        return allowed if allowed is None or not layer.fed else allowed[..., -tokens:]
     if allowed.shape[1] != 1 or layer.slot_positions().shape[1] != 1:
         raise UnsupportedError(
             "attention_mask: EquipCache can't follow a ready mask through slots that differ by head. Give the padding mask instead."
@@ -206,7 +206,7 @@ def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor | None:
 def _block_bias(layer: EquipLayer, call: Call, tokens: int) -> torch.Tensor | None:
     bias = call.bias
     if bias is None or not layer.used:
-        return bias
+        return bias if bias is None or not layer.fed else bias[..., -tokens:]
     if layer.compact:
         places = layer.slot_positions().argsort(-1).argsort(-1) + bias.shape[-1] - tokens - layer.used
     else:

@@ -24,7 +24,7 @@ class Tokens:
         complete: Whether `attention` has just got a complete window of observed queries; always so after a block.
         first: The position of each row's first real token, (batch,), or one number for all rows.
         scores: (batch, 1 or kv_heads, slots), what the policy said before about tokens that were kept; NaN for new ones. None in the
-            first block.
+            first block and after single steps.
     """
 
     keys: torch.Tensor

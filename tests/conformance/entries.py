@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from hf_kvcaches import EquipCache, GrowingCache, KVCache, LagKVPolicy, SnapKVPolicy
+import torch
+
+from hf_kvcaches import EquipCache, GrowingCache, KeyNormPolicy, KVCache, LagKVPolicy, SnapKVPolicy
+from hf_kvcaches.equip.tokens import Tokens
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
 BEAMS = frozenset({"reorder_cache", "beam_search", "beam_sampling"})
@@ -49,6 +52,16 @@ class KernelCache(GrowingCache):
     kernel_from = 0
 
 
+class RoundedKeyNorm(KeyNormPolicy):
+    """A word that comes again has a key of the same length but for rounding, which a batch and a single row do not share."""
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        return super().score(tokens).mul(2**10).round()
+
+    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
+        return self.score(tokens)
+
+
 # Budgets that every row outgrows.
 EQUIP: list[tuple[str, Any]] = [
     ("streaming", "streaming"),
@@ -56,7 +69,7 @@ EQUIP: list[tuple[str, Any]] = [
     ("tova", "tova"),
     ("snapkv", SnapKVPolicy(window=3, kernel_size=3)),
     ("lagkv", LagKVPolicy(lag_size=3)),
-    ("knorm", "knorm"),
+    ("knorm", RoundedKeyNorm()),
     ("random", "random"),
 ]
 # One policy that needs nothing, one that scores by attention.

@@ -1,0 +1,133 @@
+"""What must not pass unseen, and what an error leaves behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvcaches import ConfigError, EquipCache, UnsupportedError, disable, enable
+from hf_kvcaches.equip import cache as cache_module
+from tests.conformance import models
+from tests.conformance.driving import feed, left_padded, tokens
+
+
+def test_a_saved_cache_comes_back_with_the_rotation_that_it_was_kept_in(monkeypatch, tmp_path) -> None:
+    model, text = models.tiny("llama"), tokens(30, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_module, "_turns_for_nothing", lambda model: True)  # as on an accelerator in half precision
+        cache = EquipCache(model, "h2o", 12)
+    feed(model, cache, text, [24, *[1] * 6])
+    cache.save(tmp_path / "cache.safetensors")
+    again = EquipCache.load(tmp_path / "cache.safetensors", model)
+    assert again.settings()["rope"] == cache.settings()["rope"] == "on_read"
+    more = tokens(8, seed=2)
+    torch.testing.assert_close(feed(model, again, more), feed(model, cache, more))
+
+
+def test_editing_needs_the_attention() -> None:
+    model = models.twin_of(models.tiny("llama"))
+    cache = EquipCache(model.config, "streaming", 40)
+    feed(model, cache, tokens(20, seed=1), [20])
+    with pytest.raises(UnsupportedError, match="enable"):
+        cache.edit(model, 3, 5, [7])
+    assert cache.seen == 20
+
+
+@pytest.mark.parametrize("case", ["rebased", "edited", "padded"])
+def test_a_cache_whose_keys_were_moved_does_not_go_on_without_the_attention(case: str) -> None:
+    model = models.build("llama")
+    cache = EquipCache(model, "streaming", 12)
+    for layer in cache.layers:
+        layer.frames.limit = 6
+    if case == "padded":
+        ids, mask = left_padded([tokens(30, seed=1), tokens(8, seed=2)])
+        feed(model, cache, ids, [30], mask)
+    else:
+        feed(model, cache, tokens(40, seed=1), [10 if case == "edited" else 20, *[1] * (30 if case == "edited" else 20)])
+        if case == "edited":
+            cache.edit(model, 36, 38, [5])
+    disable(model)
+    with pytest.raises(UnsupportedError, match="enable"):
+        feed(model, cache, tokens(1, seed=3, rows=len(cache.layers[0].keys)))
+    enable(model)
+    more = tokens(2, seed=3, rows=len(cache.layers[0].keys))
+    mask = torch.nn.functional.pad(mask, (0, 2), value=1) if case == "padded" else None
+    assert torch.isfinite(feed(model, cache, more, mask=mask)).all()
+
+
+def test_an_ordinary_pruned_cache_does_go_on_without_the_attention() -> None:
+    model, text, more = models.build("llama"), tokens(40, seed=1), tokens(6, seed=2)
+    cache, other = EquipCache(model, "streaming", 12), EquipCache(model, "streaming", 12)
+    for each in (cache, other):
+        feed(model, each, text, [20, *[1] * 20])
+    expected = feed(model, other, more)
+    disable(model)
+    torch.testing.assert_close(feed(model, cache, more), expected, rtol=0, atol=1e-4)
+
+
+def test_padding_that_was_read_without_the_attention_is_noticed_afterwards() -> None:
+    model = models.build("llama")
+    cache = EquipCache(model.config, "streaming", 40)
+    ids, mask = left_padded([tokens(12, seed=1), tokens(8, seed=2)])
+    feed(model, cache, ids, [12], mask)
+    enable(model)
+    with pytest.raises(UnsupportedError, match="attention_mask"):
+        feed(model, cache, tokens(1, seed=3, rows=2), mask=torch.nn.functional.pad(mask, (0, 1), value=1))
+
+
+def test_logits_of_a_whole_prompt_are_no_drafts() -> None:
+    model, text = models.tiny("llama"), tokens(30, seed=1)
+    cache, plain = EquipCache(model, "streaming", 12), EquipCache(model, "streaming", 12)
+    cache.activate_past_recording()
+    torch.testing.assert_close(feed(model, cache, text, [30], keep=30), feed(model, plain, text, [30], keep=30))
+
+
+def test_after_a_pass_that_failed_on_the_way_a_cache_wants_to_be_reset() -> None:
+    model, text = models.tiny("gemma2"), tokens(20, seed=1)
+    cache = EquipCache(model, "streaming", 0.2, sinks=3)  # 4 slots; then the same for a prompt too short for it
+    with pytest.raises(ConfigError, match="budget"):
+        feed(model, cache, text[:, :10], [10])
+    with pytest.raises(UnsupportedError, match="reset"):
+        feed(model, cache, text, [20])
+    cache.reset()
+    assert torch.isfinite(feed(model, cache, text, [20])).all()
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_a_cache_that_forgot_everything_reads_on(policy: str) -> None:
+    model, text, more = models.tiny("llama"), tokens(30, seed=1), tokens(5, seed=2)
+    cache, fresh = EquipCache(model, policy, 40), EquipCache(model, policy, 40)
+    feed(model, cache, text, [30])
+    cache.evict(range(30))
+    assert cache.report().kept == (0, 0)
+    torch.testing.assert_close(feed(model, cache, more, [5]), feed(model, fresh, more, [5]), rtol=0, atol=1e-4)
+
+
+def test_an_empty_cache_has_nothing_to_forget_or_to_edit() -> None:
+    model = models.tiny("llama")
+    cache = EquipCache(model, "streaming", 40)
+    cache.evict([])
+    with pytest.raises(ConfigError, match="positions"):
+        cache.evict([0])
+    with pytest.raises(ConfigError, match="empty"):
+        cache.edit(model, 0, 0, [3, 4])
+    with pytest.raises(ConfigError, match="budget"):
+        EquipCache(model, "streaming", None)
+
+
+def test_a_gap_is_forgotten_with_the_text() -> None:
+    model = models.tiny("llama")
+    cache = EquipCache(model, "streaming", 40)
+    assert cache.is_compileable
+    feed(model, cache, tokens(30, seed=1), [30])
+    cache.evict([20])
+    assert not cache.is_compileable
+    cache.reset()
+    assert cache.is_compileable
+
+
+def test_a_mask_that_differs_by_head_is_refused() -> None:
+    model, text = models.tiny("llama"), tokens(6, seed=1)
+    mask = torch.ones(1, 4, 6, 6, dtype=torch.bool).tril()
+    with pytest.raises(UnsupportedError, match="head"), torch.no_grad():
+        model(input_ids=text, attention_mask=mask, past_key_values=EquipCache(model, "h2o", 12))
