@@ -259,8 +259,8 @@ class KVCache(Cache, ABC):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         length: int = super().get_seq_length(self._running(layer_idx))
-        # In a compiled graph it may be a tensor, for which an int would be one more break or constant.
-        return length if isinstance(length, torch.Tensor) else int(length)
+        # In a compiled graph an int would be one more break or constant. Elsewhere it is a copy: some versions' layers count in a tensor.
+        return length if torch.compiler.is_compiling() else int(length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._running(layer_idx))
