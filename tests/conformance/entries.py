@@ -27,6 +27,7 @@ class Entry:
         make: Builds the cache for a model (also a PEFT or compiled wrapper of one).
         lossless: Whether it must equal `DynamicCache`; otherwise it is held to what it must share with itself.
         every_family: Whether it is run with all families of models, or with Llamas only.
+        records: Whether it takes back only what it has recorded, and takes what it records one token at a time.
         refuses: Rows that must raise `UnsupportedError`, each for all models ("crop") or for one family ("crop@gemma2").
     """
 
@@ -35,6 +36,7 @@ class Entry:
     lossless: bool
     every_family: bool = True
     refuses: frozenset[str] = frozenset()
+    records: bool = False
 
     def refuses_row(self, row: str, family: str) -> bool:
         """Whether a row must raise.
@@ -80,9 +82,12 @@ NOT_ON_PAGES = frozenset({"gradients", "offload_and_prefetch"})
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
-    *(Entry(f"equip_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2), False, name in EVERYWHERE) for name, policy in EQUIP),
     *(
-        Entry(f"paged_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2, page_size=4), False, False, NOT_ON_PAGES)
+        Entry(f"equip_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2), False, name in EVERYWHERE, records=True)
+        for name, policy in EQUIP
+    ),
+    *(
+        Entry(f"paged_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2, page_size=4), False, False, NOT_ON_PAGES, True)
         for name, policy in EQUIP
     ),
 ]

@@ -136,10 +136,9 @@ def _assisted(entry: Entry, model: PreTrainedModel, dtype: torch.dtype, prompt: 
     _same_as_replayed(entry, model, dtype, output, [prompt], greedy=not options.get("do_sample"))
     # What the drafts left behind must not show afterwards either.
     more = torch.cat([output.sequences[:, -1:], tokens(3, seed=90)], dim=1)
-    if not entry.lossless and any(cache.is_sliding):
+    if entry.records and any(cache.is_sliding):
         return  # up to some version sliding layers want a crop after each pass that they record
-    # What a lossy cache still records counts as so many steps.
-    spans = [4] if entry.lossless else [1] * 4
+    spans = [1] * 4 if entry.records else [4]
     expected = replay(entry, model, torch.cat([output.sequences[:, :-1], more], dim=1), [prompt.shape[1], *[1] * 13, *spans])
     close(entry, dtype, feed(model, cache, more, spans)[0], expected[-len(spans) :], "logits after the drafts")
 

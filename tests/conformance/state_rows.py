@@ -71,7 +71,7 @@ def crop(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
         assert cache.get_seq_length() == text.shape[1]
         cache.crop(0)
         assert cache.get_seq_length() == text.shape[1]
-    if not entry.lossless and not all(cache.is_sliding):
+    if entry.records and not all(cache.is_sliding):
         # What was pruned before the recording began is gone, and who asks for it loses nothing else.
         with pytest.raises(UnsupportedError):
             cache.crop(-12)
