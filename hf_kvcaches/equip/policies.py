@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from hf_kvcaches.equip._scoring import lag_ranks, lots
 from hf_kvcaches.equip.tokens import Tokens, newest_from
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 _HIGHEST = torch.finfo(torch.float32).max
 
@@ -160,7 +160,9 @@ class Policy(ABC):
     def settings(self) -> dict[str, Any]:
         """The policy as plain values for JSON; `policy_from_settings` builds it again."""
         parameters: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
-        return {"policy": self.name or type(self).__name__, **parameters}
+        # A subclass of a built-in policy has its name, and is not it.
+        own = _BUILT_IN.get(self.name) is not type(self)
+        return {"policy": f"{type(self).__module__}.{type(self).__qualname__}" if own else self.name, **parameters}
 
 
 def _put(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
@@ -422,7 +424,10 @@ def policy_from_settings(settings: dict[str, Any]) -> Policy:
     parameters = dict(settings)
     name = parameters.pop("policy", None)
     if name not in _BUILT_IN:
-        raise ConfigError.of("policy", f"one of {', '.join(map(repr, _BUILT_IN))}", name, "Pass policies of your own as objects.")
+        raise UnsupportedError(
+            f"policy: {name!r} is none of this package's ({', '.join(_BUILT_IN)}), and a file does not bring the code of another. "
+            "Keep such a cache in memory."
+        )
     return _BUILT_IN[name](**parameters)
 
 

@@ -76,6 +76,8 @@ EQUIP: list[tuple[str, Any]] = [
 ]
 # One policy that needs nothing, one that scores by attention.
 EVERYWHERE = ("streaming", "h2o")
+# A file doesn't bring the code of a policy (here: of `RoundedKeyNorm`).
+OWN_POLICY = frozenset({"saved_and_loaded", "device_map_and_saving"})
 # Pages are shared, and go back when they are not needed.
 NOT_ON_PAGES = frozenset({"gradients", "offload_and_prefetch"})
 
@@ -83,11 +85,25 @@ ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
     *(
-        Entry(f"equip_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2), False, name in EVERYWHERE, records=True)
+        Entry(
+            f"equip_{name}",
+            partial(EquipCache, policy=policy, budget=10, sinks=2),
+            lossless=False,
+            every_family=name in EVERYWHERE,
+            refuses=OWN_POLICY if name == "knorm" else frozenset(),
+            records=True,
+        )
         for name, policy in EQUIP
     ),
     *(
-        Entry(f"paged_{name}", partial(EquipCache, policy=policy, budget=10, sinks=2, page_size=4), False, False, NOT_ON_PAGES, True)
+        Entry(
+            f"paged_{name}",
+            partial(EquipCache, policy=policy, budget=10, sinks=2, page_size=4),
+            lossless=False,
+            every_family=False,
+            refuses=NOT_ON_PAGES | (OWN_POLICY if name == "knorm" else frozenset()),
+            records=True,
+        )
         for name, policy in EQUIP
     ),
 ]

@@ -417,8 +417,16 @@ def test_an_unknown_policy_is_refused_with_the_names_there_are():
         resolve_policy("lru")
     with pytest.raises(ConfigError, match="not its class"):
         resolve_policy(H2OPolicy)
-    with pytest.raises(ConfigError, match="as objects"):
+    with pytest.raises(UnsupportedError, match="'Mine'"):
         policy_from_settings({"policy": "Mine"})
+
+
+def test_a_subclass_of_a_built_in_policy_does_not_pass_for_it():
+    class Mine(KeyNormPolicy):
+        pass
+
+    assert KeyNormPolicy().settings() == {"policy": "knorm"}
+    assert Mine().settings()["policy"].endswith("Mine")
 
 
 @pytest.mark.parametrize(
@@ -453,7 +461,7 @@ def test_a_policy_of_ones_own_is_one_method():
     scores, after = stepped(policy, tokens, 6, 4, seed=1)
     assert not scores.requires_grad
     torch.testing.assert_close(scores, -after.values.norm(dim=-1).detach())
-    assert policy.settings() == {"policy": "SmallValues"}
+    assert policy.settings()["policy"].endswith("SmallValues")
     assert (policy.observes, policy.recent(512, 4)) == (0, 1)
 
 
