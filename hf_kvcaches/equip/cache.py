@@ -138,7 +138,7 @@ class EquipCache(KVCache):
     def settings(self) -> dict[str, Any]:
         pages = {} if self.pool is None else {"page_size": self.pool.page_size}
         # What "auto" came to depends on the device, and stored keys are rotated as it was.
-        schemes = {layer.frames.scheme for layer in self.layers if isinstance(layer, EquipLayer)} - {"given"}
+        schemes = {layer.frames.scheme for layer in self._own_layers} - {"given"}
         rope = schemes.pop() if schemes else self._options["rope"]
         return {**self._options, "rope": rope, "policy": self.policy.settings(), "budget": self._budget, **pages}
 
@@ -163,7 +163,7 @@ class EquipCache(KVCache):
         Args:
             positions: Indices among the tokens seen.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+        layers = self._own_layers
         if not self.seen and not len(positions):
             return
         if len(layers) < len(self.layers):
@@ -185,7 +185,7 @@ class EquipCache(KVCache):
         ids = torch.as_tensor(new_ids, dtype=torch.long)
         if ids.ndim not in (1, 2):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
-        layers = [layer for layer in self.layers if isinstance(layer, EquipLayer)]
+        layers = self._own_layers
         device = compat.base_model(model).device
         editing.edit(self, model, layers, start, stop, ids.reshape(1, -1).to(device) if ids.ndim == 1 else ids.to(device))
 
@@ -202,10 +202,14 @@ class EquipCache(KVCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         # Asked between forward passes: the chance for what compiled ones leave undone.
         if not torch.compiler.is_compiling() and isinstance(self.layers[layer_idx], EquipLayer) and self.layers[layer_idx].behind:
-            for layer in self.layers:
-                if isinstance(layer, EquipLayer):
-                    layer.thaw()
+            for layer in self._own_layers:
+                layer.thaw()
         return super().get_seq_length(layer_idx)
+
+    @property
+    def _own_layers(self) -> list[EquipLayer]:
+        """The layers with full attention."""
+        return [layer for layer in self.layers if isinstance(layer, EquipLayer)]
 
     def _own(self, layer_idx: int) -> EquipLayer:
         layer = self.layers[layer_idx]

@@ -22,7 +22,7 @@ class PlacedSlots(SlotState):
         # Where the model attends by itself, nobody turns its queries.
         if not self.frames.two or not is_enabled(self.config) or (offset < limit if isinstance(offset, int) else self.fed % limit):
             return
-        near = self.slot_positions() >= self.fed - self.near
+        near = self.slot_positions() >= self.near_start
         delta = torch.where(near, -torch.as_tensor(offset, device=near.device), 0)
         keys, _ = self.held_now()
         self.replace_keys(self.frames.by(delta)(keys))
@@ -35,7 +35,7 @@ class PlacedSlots(SlotState):
         if self.is_ring:
             return min(self.settings.sinks, self.used)
         assert self.positions is not None
-        return self.positions[..., : self.used] < self.fed - self.near
+        return self.positions[..., : self.used] < self.near_start
 
     def placed_keys(self, running: Pass) -> torch.Tensor:
         """The keys in use, each at its place within the cache where positions are counted there.
@@ -65,7 +65,7 @@ class PlacedSlots(SlotState):
         """The position to which each slot's key is rotated, (batch, 1 or kv_heads, slots in use)."""
         held = self.slot_positions()[..., : self.used]
         ranks = place_ranks(held)
-        return torch.where(held >= self.fed - self.near, ranks + self.frame_offset, ranks)
+        return torch.where(held >= self.near_start, ranks + self.frame_offset, ranks)
 
     def near_keys(self, running: Pass) -> torch.Tensor:
         """The keys in use, in the frame of a block's queries.
@@ -81,7 +81,7 @@ class PlacedSlots(SlotState):
         offset = self.frame_offset
         if not self.frames.two or (isinstance(offset, int) and offset == 0):
             return keys
-        far = self.slot_positions()[..., : self.used] < self.fed - self.near
+        far = self.slot_positions()[..., : self.used] < self.near_start
         return self.frames.by(torch.where(far, torch.as_tensor(offset, device=far.device), 0))(keys)
 
     def slot_ranks(self, running: Pass) -> torch.Tensor:
@@ -139,7 +139,7 @@ class PlacedSlots(SlotState):
         if self.frames.two:
             assert found.stands is not None
             places = torch.arange(positions.shape[-1], device=keys.device)
-            wanted = torch.where(positions >= self.fed - self.near, places + offset, places)
+            wanted = torch.where(positions >= self.near_start, places + offset, places)
             delta = torch.where(positions < 0, 0, wanted - found.stands)
             if bool(delta.any()):
                 keys = self.frames.by(delta)(keys)

@@ -101,7 +101,16 @@ def prune_block(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, run
         else:
             replace_in_place(layer, candidates(layer, keys, values, running, observed, ordered=False), keys.shape[2])
         return
-    found = candidates(layer, keys, values, running, observed)
+    lay_out(layer, candidates(layer, keys, values, running, observed))
+
+
+def lay_out(layer: EquipLayer, found: Candidates) -> None:
+    """Makes of the candidates what the budget allows the content of the slots.
+
+    Args:
+        layer: Told of the new tokens (`fed`, `first`), with its old slots.
+        found: In order of position.
+    """
     before = (found.positions >= 0).sum(-1, keepdim=True)
     layer.absorb(prune(layer, found), before)
 
@@ -356,10 +365,10 @@ def prune(layer: EquipLayer, found: Candidates) -> Candidates:
         found: Kept and new tokens.
     """
     count = int((found.positions >= 0).sum(-1).max())
-    found.scores = None if layer.policy.order_only else score(layer, found)
+    scores = score(layer, found)
+    found.scores = None if layer.policy.order_only else scores
     if count <= layer.slots:
         return first_of(found, count) if count < found.positions.shape[-1] else found
-    scores = (found.positions - layer.fed).float() if found.scores is None else found.scores
     keep = layer.policy.keep(scores, found.positions, layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
     return found.pick(keep)
 

@@ -77,6 +77,11 @@ class SlotState(ClockedStorage):
         return max(1, self.slots - self.settings.sinks if self.policy.order_only else self.recent)
 
     @property
+    def near_start(self) -> int:
+        """The position from which on tokens stand in the near frame."""
+        return self.fed - self.near
+
+    @property
     def sinks_end(self) -> int | torch.Tensor:
         """The position before which tokens are sinks."""
         return self.settings.sinks if self.first is None else (self.first + self.settings.sinks)[:, None, None]

@@ -68,7 +68,7 @@ def _arrived(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, runnin
 def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int | torch.Tensor:
     live = None if running.valid is None else running.valid[:, None]
     layer.pass_over(running.valid, 1)
-    positions, near_start = layer.positions, layer.fed + 1 - layer.near
+    positions, near_start = layer.positions, layer.near_start + 1
     assert positions is not None
     if layer.frames.two:
         leaving = positions == near_start - 1
