@@ -11,7 +11,7 @@ from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.decode import decode_attention
+from hf_kvcaches.kernels.slots import slot_attention
 
 
 class GrowingLayer(TensorLayer):
@@ -147,24 +147,23 @@ class DenseView(torch.Tensor):
         extras = kwargs.get("softcap") is None and kwargs.get("position_bias") is None and not kwargs.get("dropout")
         if implementation != "sdpa" or not extras or kwargs.get("scaling") is None or not _is_plain(made, self.shape[-2]):
             return previous_attention(module, query, self, self.other, made, **kwargs)
-        return decode_attention(query, self, self.other, kwargs["scaling"], made), None
+        # Faster with ordinary tensors, and nothing is copied.
+        keys, values = self.as_subclass(torch.Tensor), self.other.as_subclass(torch.Tensor)
+        valid = None if made is None else made[:, 0]
+        return slot_attention(query, keys, values, kwargs["scaling"], valid=valid, backend="torch", check=False)
 
 
 LayerView.register(DenseView)
 
 
 def _is_plain(mask: torch.Tensor | None, tokens: int) -> bool:
-    """Whether a mask says only which tokens take part, and leaves every row one.
+    """Whether a mask says only which tokens take part.
 
     Args:
         mask: As made for sdpa, or None.
         tokens: The number of keys.
     """
-    if mask is None:
-        return True
-    shaped = mask.dtype == torch.bool and mask.shape[1:3] == (1, 1) and mask.shape[-1] == tokens
-    # A row of nothing but padding (a left-padded prompt fed token by token begins with some) is 0 for sdpa and not a number for softmax.
-    return shaped and bool(mask.any(-1).all())
+    return mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1) and mask.shape[-1] == tokens)
 
 
 class GrowingCache(KVCache):

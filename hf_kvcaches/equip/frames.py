@@ -49,10 +49,11 @@ class Turn:
             angles: (..., rotary_dim / 2), float64: one for each pair.
             layout: Which dimensions form a pair.
         """
-        cos, sin = angles.cos().float(), angles.sin().float()
         if layout == "interleaved":
-            return cls(cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2), layout)
-        return cls(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1), layout)
+            signed = torch.stack([-angles, angles], -1).flatten(-2)
+        else:
+            signed = torch.cat([-angles, angles], -1)
+        return cls(signed.cos().float(), signed.sin().float(), layout)
 
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine once a pair, (..., rotary_dim / 2)."""
@@ -192,10 +193,9 @@ class Pass:
 
     def _make(self, geometry: RotaryGeometry, target: torch.Tensor) -> Turn:
         exact = geometry.inv_freq.to(self.device)
-        came = self.positions()[:, None, :, None]
         # The model multiplies in float32: undoing its angle needs the rounded one.
-        rounded = (came.float() * exact.float()).double()
-        return Turn.by(target[..., None].double() * exact - rounded, geometry.layout)
+        rounded = self.positions()[:, None, :, None].float() * exact.float()
+        return Turn.by(torch.addcmul(-rounded.double(), target[..., None].double(), exact), geometry.layout)
 
 
 def _text_positions(ids: torch.Tensor | None) -> torch.Tensor | None:

@@ -165,12 +165,18 @@ class PagedStorage(SlotStorage):
     def write_keys(self, index: torch.Tensor, keys: torch.Tensor) -> None:
         self._write_at("keys", index, keys)
 
-    def turn_back(self, which: torch.Tensor) -> None:
+    def turn_back(self, which: torch.Tensor, start: int = 0) -> None:
         store, size = self.pool.stores["keys"], self.pool.page_size
         row, head, slot = which.expand(self.rows, self.kv_heads, which.shape[-1]).nonzero(as_tuple=True)
         if row.numel():
+            slot = slot + start
             at = self.table[row, slot // size].long(), head, slot % size
             store[at] = self.frames.back(store.device)(store[at][None, None])[0, 0]
+
+    def token_at(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        stores, size = self.pool.stores, self.pool.page_size
+        pages = self.table[:, slot // size].long()
+        return stores["keys"][pages, :, slot % size].unsqueeze(2), stores["values"][pages, :, slot % size].unsqueeze(2)
 
     def replace_keys(self, keys: torch.Tensor) -> None:
         self._scatter("keys", keys)

@@ -10,7 +10,7 @@ from hf_kvcaches.core.attention import is_enabled
 from hf_kvcaches.equip import pruning
 from hf_kvcaches.equip.call import Call
 from hf_kvcaches.equip.frames import Pass
-from hf_kvcaches.equip.state import SlotState, place_ranks
+from hf_kvcaches.equip.state import UNKNOWN, SlotState, place_ranks
 
 
 class PlacedSlots(SlotState):
@@ -34,6 +34,8 @@ class PlacedSlots(SlotState):
         """The slots whose keys stand in the far frame: the first so many, or (batch, 1 or kv_heads, slots in use)."""
         if self.is_ring:
             return min(self.settings.sinks, self.used)
+        if self.oldest_recent >= 0:
+            return self.slots - self.near
         assert self.positions is not None
         return self.positions[..., : self.used] < self.near_start
 
@@ -145,7 +147,7 @@ class PlacedSlots(SlotState):
                 keys = self.frames.by(delta)(keys)
         self.install(keys, found.values, kept)
         self.positions, self.attention, self.gathering, self.scores = positions, found.attention, found.gathering, None
-        self.ranks = None
+        self.ranks, self.oldest_recent = None, UNKNOWN
         if self.frames.unrotated:
             self.ranks = torch.arange(positions.shape[-1], device=keys.device, dtype=torch.int32).expand_as(positions).contiguous()
         self._settle_counts(kept, offset)
@@ -197,7 +199,7 @@ class PlacedSlots(SlotState):
             setattr(self, name, held)
         positions = found.positions[..., :used].expand(-1, heads, -1).contiguous()
         _replace(positions, found.positions, to, source, heads)
-        self.positions = positions
+        self.positions, self.oldest_recent = positions, UNKNOWN
         self.write_many(_spread(to, heads, kv_heads), found.keys, found.values, _spread(source, heads, kv_heads))
         self.count_evicted(found.keys.shape[2] - used)
         if self.frames.two:

@@ -43,6 +43,11 @@ class Policy(ABC):
     always_recent: ClassVar[int] = 0
     directions: ClassVar[bool] = True
 
+    @property
+    def chooses_by_rule(self) -> bool:
+        """Whether who goes in a step is left to this class."""
+        return type(self).victim is Policy.victim
+
     def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
         """Whether `rescore` reads keys after a step with so many tokens seen. Turning them back takes time that may be spared.
 
@@ -153,9 +158,7 @@ class Policy(ABC):
         held = (positions < sinks_end) | (positions >= recent_start)
         lowest = torch.where(held, torch.inf, scores).amin(-1, keepdim=True)
         # Also right where all scores are infinite, and where one is NaN: then the oldest goes.
-        held = held | (scores > lowest)
-        # Makes the held ones the youngest, but leaves the -1 of empty slots; four times faster than torch.where on a CPU.
-        return (positions | held.to(positions.dtype) * torch.iinfo(positions.dtype).max).argmin(-1, keepdim=True)
+        return ages(positions, held | (scores > lowest)).argmin(-1, keepdim=True)
 
     def settings(self) -> dict[str, Any]:
         """The policy as plain values for JSON; `policy_from_settings` builds it again."""
@@ -163,6 +166,17 @@ class Policy(ABC):
         # A subclass of a built-in policy has its name, and is not it.
         own = _BUILT_IN.get(self.name) is not type(self)
         return {"policy": f"{type(self).__module__}.{type(self).__qualname__}" if own else self.name, **parameters}
+
+
+def ages(positions: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Positions, with the greatest number for what is held, so that the least is that of the oldest token that is not.
+
+    Args:
+        positions: (batch, 1 or kv_heads, slots); -1 for empty slots, and stays so.
+        held: True for what must not be the least, of the same shape, or of more heads.
+    """
+    # Four times faster than torch.where on a CPU.
+    return positions | held.to(positions.dtype) * torch.iinfo(positions.dtype).max
 
 
 def _put(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:

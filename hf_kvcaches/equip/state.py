@@ -14,6 +14,9 @@ from hf_kvcaches.equip.frames import Frames, Pass, Passes
 from hf_kvcaches.equip.policies import Policy
 
 
+UNKNOWN = -2
+
+
 class SlotState(ClockedStorage):
     """Keeps at most a budget of tokens; a new one is written over the one that goes.
 
@@ -26,6 +29,8 @@ class SlotState(ClockedStorage):
         filled: Slots in use where all rows agree; they are the first ones. `kept_rows` has the numbers otherwise.
         offset: How far the near frame is ahead of the far one; `offset_rows` where rows differ.
         cursor: The ring's oldest slot.
+        oldest_recent: Where a policy scores and all slots are in use, the newest tokens mostly have a ring of their own behind all others:
+            its oldest slot. -1 where they have none, `UNKNOWN` where nobody looked.
         gathered: Queries in `gathering`, the attention of the observation window that is not yet complete, (batch, 1, 1).
     """
 
@@ -44,7 +49,7 @@ class SlotState(ClockedStorage):
         "offset_rows",
         "padding",
     )
-    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor")
+    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "oldest_recent")
     swapped: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
@@ -60,6 +65,7 @@ class SlotState(ClockedStorage):
         self.settings, self.frames, self.passes, self.config = settings, frames, passes, config
         self.backend = settings.backend
         self.fed = self.slots = self.recent = self.filled = self.offset = self.cursor = 0
+        self.oldest_recent = UNKNOWN
 
     @property
     def policy(self) -> Policy:
@@ -112,6 +118,19 @@ class SlotState(ClockedStorage):
     def is_ring(self) -> bool:
         """Whether slots are taken in turn, the same in all rows."""
         return self.policy.order_only and self.positions is None
+
+    def find_recents(self) -> None:
+        """Looks whether the newest tokens stand in order in the last slots, and no sink but in the first ones, in all rows and heads."""
+        self.oldest_recent = -1
+        held, start, sinks = self.positions, self.slots - self.near, self.settings.sinks
+        if held is None or self.filled < self.slots or self.kept_rows is not None or self.offset_rows is not None:
+            return
+        if not self.policy.chooses_by_rule or self.policy.order_only or self.frames.unrotated:
+            return
+        newest = torch.arange(self.fed - self.near, self.fed, device=held.device)
+        protected = held < self.sinks_end
+        if bool((held[..., start:] == newest).all() & protected[..., :sinks].all() & ~protected[..., sinks:].any()):
+            self.oldest_recent = start
 
     @property
     def compact(self) -> bool:
@@ -303,6 +322,17 @@ class SlotState(ClockedStorage):
                 self.scores = None
             return
         self.scores = torch.nn.functional.pad(scores, (0, self.capacity - scores.shape[-1])) if self.capacity > scores.shape[-1] else scores
+
+    def move_scores(self, slot: int, to: torch.Tensor) -> None:
+        """Takes what is remembered of a token along to another slot.
+
+        Args:
+            slot: Where it is, the same everywhere.
+            to: (batch, 1 or kv_heads, 1).
+        """
+        for held in (self.attention, self.gathering, self.scores):
+            if held is not None:
+                held.scatter_(2, to.expand(*held.shape[:2], 1), held[..., slot : slot + 1].clone())
 
     def add_attention(self, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor | bool:
         """Adds one query's attention to what the policy observes; whether its window is complete, of all rows or (batch, 1, 1).

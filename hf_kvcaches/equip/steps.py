@@ -9,6 +9,8 @@ import torch
 
 from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask
 from hf_kvcaches.equip.frames import Pass
+from hf_kvcaches.equip.policies import ages
+from hf_kvcaches.equip.state import UNKNOWN
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
@@ -29,45 +31,87 @@ def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running:
     Returns:
         The slot, where it is the same everywhere; else (batch, 1 or kv_heads, 1).
     """
-    layer.rebase_if_due()
+    if layer.frames.two:
+        layer.rebase_if_due()
     if layer.is_ring and running.valid is None:
         slot = _turn_ring(layer)
-        layer.write(slot, *_arrived(layer, keys, values, running))
+        layer.write(slot, _arrived(layer, keys, running), values)
         layer.fed += 1
         return slot
     layer.leave_ring()
     if running.valid is not None:
         layer.make_ragged()
+    if layer.oldest_recent == UNKNOWN and layer.filled == layer.slots:
+        layer.find_recents()
+    if running.valid is None and layer.oldest_recent >= 0:
+        return _insert_in_turn(layer, keys, values, running)
+    layer.oldest_recent = UNKNOWN if layer.filled < layer.slots else -1
     return _insert_by_score(layer, keys, values, running)
 
 
 def _turn_ring(layer: EquipLayer) -> int:
     """The slot for a token where the oldest one goes."""
-    if layer.filled < layer.slots:
-        layer.filled += 1
-        layer.reserve(layer.filled)
-        return layer.filled - 1
+    filled = layer.filled
+    if filled < layer.slots:
+        layer.filled = filled + 1
+        layer.reserve(filled + 1)
+        return filled
     slot = layer.cursor
     layer.cursor = slot + 1 if slot + 1 < layer.slots else layer.settings.sinks
     layer.count_evicted(1)
     return slot
 
 
-def _arrived(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> tuple[torch.Tensor, torch.Tensor]:
+def _arrived(layer: EquipLayer, keys: torch.Tensor, running: Pass) -> torch.Tensor:
     """New keys in the rotation in which they are kept."""
     frames = layer.frames
     if frames.geometry is None:
-        return keys, values
+        return keys
     if frames.unrotated:
         turn = running.turn(frames.geometry, 0, still=True)
     else:
         turn = running.turn(frames.geometry, layer.place + layer.frame_offset)
-    return (keys if turn is None else turn(keys)), values
+    return keys if turn is None else turn(keys)
+
+
+def _insert_in_turn(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int:
+    """As `_insert_by_score`, where the newest tokens have a ring of slots behind all others.
+
+    The one that leaves the ring takes the slot of the one that goes, if that is not itself, and the new one takes its place in the ring.
+    So nothing has to be looked for but the lowest score, and that not among the newest.
+    """
+    slot, start, sinks = layer.oldest_recent, layer.slots - layer.near, layer.settings.sinks
+    positions, scores, leaving = layer.positions, layer.victim_scores(), layer.fed - layer.near
+    assert positions is not None
+    candidates, worth = positions[..., sinks:start], scores[..., sinks:start]
+    if start > sinks:
+        lowest = torch.minimum(worth.amin(-1, keepdim=True), scores[..., slot : slot + 1])
+        oldest, index = ages(candidates, worth > lowest).min(-1, keepdim=True)
+        stays = oldest < torch.iinfo(positions.dtype).max  # the one that leaves the ring
+        if layer.frames.two:
+            layer.turn_back(candidates > torch.where(stays, oldest, leaving), sinks)
+        old_keys, old_values = layer.token_at(slot)
+        if layer.frames.two:
+            key = ("leaves", id(layer.frames.geometry), layer.offset)
+            back = running.shared(key, lambda: layer.frames.by(torch.tensor([-layer.offset - 1], device=positions.device)))
+            old_keys = back(old_keys)
+        # If it goes it is written where it was, before the new one is.
+        target = torch.where(stays, index + sinks, slot)
+        layer.write(target, old_keys, old_values)
+        positions.scatter_(2, target, leaving)
+        layer.move_scores(slot, target)
+    positions[..., slot] = layer.fed
+    layer.count_evicted(1)
+    layer.write(slot, _arrived(layer, keys, running), values)
+    layer.oldest_recent = slot + 1 if slot + 1 < layer.slots else start
+    layer.fed += 1
+    return slot
 
 
 def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int | torch.Tensor:
     live = None if running.valid is None else running.valid[:, None]
-    layer.pass_over(running.valid, 1)
+    if live is not None:
+        layer.pass_over(running.valid, 1)
     positions, near_start = layer.positions, layer.near_start + 1
     assert positions is not None
     if layer.frames.two:
@@ -91,10 +135,9 @@ def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor
     if evicted is not None:
         _close_gap(layer, evicted, index, near_start, live)
     layer.count_insertion(evicted, live)
+    keys = _arrived(layer, keys, running)
     if live is not None:
-        keys, values = layer.mix_dead_rows(live, index, *_arrived(layer, keys, values, running))
-    else:
-        keys, values = _arrived(layer, keys, values, running)
+        keys, values = layer.mix_dead_rows(live, index, keys, values)
     layer.write(slot, keys, values)
     assert positions is not None
     new = torch.full_like(index, layer.fed, dtype=positions.dtype)
@@ -144,8 +187,8 @@ def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: Pass) ->
         running: The pass.
     """
     valid = layer.holding()
-    given = _given(layer, call, running)
-    if given is not None:
+    if isinstance(call.mask, torch.Tensor):
+        given = _given(layer, call, running)
         valid = given if valid is None else valid & given
     frames, place, offset = layer.frames, layer.place, layer.frame_offset
     want = layer.policy.observes != 0
@@ -170,11 +213,10 @@ def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: Pass) ->
     return layer.attend_held(query, call, valid=valid, far=far, far_query=far_query, ranks=ranks, want_weights=want)
 
 
-def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor | None:
-    """What a mask of the caller's own says about the slots, (batch or 1, 1 or kv_heads, slots), or None where it says nothing."""
+def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor:
+    """What a mask of the caller's own says about the slots, (batch or 1, 1 or kv_heads, slots)."""
     allowed = given_mask(call.mask, running)
-    if allowed is None:
-        return None
+    assert allowed is not None
     if allowed.shape[1] != 1:
         raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")
     held = layer.kept_positions()[:, :, : layer.used].clamp(min=0)

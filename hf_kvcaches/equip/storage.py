@@ -225,18 +225,33 @@ class SlotStorage(TensorLayer):
         assert self.keys is not None
         self.keys.scatter_(2, index[..., None].expand_as(keys), keys)
 
-    def turn_back(self, which: torch.Tensor) -> None:
+    def turn_back(self, which: torch.Tensor, start: int = 0) -> None:
         """Turns keys back by one position.
 
         Args:
             which: True for those, (batch, 1 or kv_heads, slots).
+            start: The first of these slots.
         """
         assert self.keys is not None
-        used = which.shape[-1]
-        row, head, slot = which.expand(self.keys.shape[0], self.keys.shape[1], used).nonzero(as_tuple=True)
-        if row.numel():
-            keys = self.keys[row, head, slot]
-            self.keys[row, head, slot] = self.frames.back(keys.device)(keys[None, None])[0, 0]
+        if not self.keys.is_contiguous():
+            self.keys = self.keys.contiguous()
+        batch, heads, capacity, width = self.keys.shape
+        slots = which.shape[-1]
+        found = which.expand(batch, heads, slots).flatten().nonzero()[:, 0]
+        if found.numel():
+            # Whole tokens of a list of all: several times faster than an index for rows, heads and slots each.
+            tokens, keys = found.div(slots, rounding_mode="floor") * capacity + found % slots + start, self.keys.view(-1, width)
+            keys.index_copy_(0, tokens, self.frames.back(keys.device)(keys.index_select(0, tokens)[None, None])[0, 0])
+
+    def token_at(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the keys and values in one slot, the same everywhere, (batch, kv_heads, 1, head_dim) each.
+
+        Args:
+            slot: Which.
+        """
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys.narrow(2, slot, 1).clone(), self.values.narrow(2, slot, 1).clone()
 
     def replace_keys(self, keys: torch.Tensor) -> None:
         """Overwrites the keys of the first slots.
@@ -269,7 +284,7 @@ class SlotStorage(TensorLayer):
                 rotary = table.cos.shape[-1]
                 turned = torch.addcmul(keys[..., :rotary] * table.cos[ranks], self.held_swapped(used), table.sin[ranks]).to(keys.dtype)
                 keys = turned if rotary == keys.shape[-1] else torch.cat([turned, keys[..., rotary:]], -1)
-        return kernels.slot_attention(query, keys, values, scaling, turn=turn, backend=self.backend, **options)
+        return kernels.slot_attention(query, keys, values, scaling, turn=turn, backend=self.backend, check=False, **options)
 
     def _swap(self, keys: torch.Tensor) -> torch.Tensor:
         geometry = self.frames.geometry

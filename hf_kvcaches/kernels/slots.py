@@ -43,6 +43,7 @@ def slot_attention(
     softcap: float | None = None,
     want_weights: bool = False,
     backend: Backend = "auto",
+    check: bool = True,
 ) -> Attended:
     """Attention of one query token a row over slots in any order.
 
@@ -61,11 +62,13 @@ def slot_attention(
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
         want_weights: Whether the weights are wanted as well.
         backend: See the module.
+        check: Whether to look at the arguments first, which takes as long as a small product. Not for tensors that fit by construction.
 
     Returns:
         The output, (batch, 1, heads, value_dim), and None or float32 weights, (batch, kv_heads, slots): mean over the heads of a group.
     """
-    slots = check_attention(query, keys, values, None, valid, far, far_query, turn)
+    if check:
+        check_attention(query, keys, values, None, valid, far, far_query, turn)
     backend = choose(backend, query, keys, values)
     if backend == "torch":
         return _attention_torch(query, keys, values, scaling, valid, far, far_query, turn, softcap, want_weights)
@@ -81,7 +84,7 @@ def slot_attention(
         return slot_attention_reference(query, keys, values, scaling, **options)
     from hf_kvcaches.kernels import _slots_triton
 
-    return _slots_triton.attend(query, keys, values, None, slots, scaling, **options)
+    return _slots_triton.attend(query, keys, values, None, keys.shape[2], scaling, **options)
 
 
 def paged_attention(
@@ -246,35 +249,49 @@ def _attention_torch(
     want_weights: bool,
 ) -> Attended:
     batch, kv_heads, slots, dim = keys.shape
-    shared = query.shape[1] // kv_heads
+    heads = query.shape[1]
+    shared = heads // kv_heads
     if turn is not None:
         keys = _turned(keys, turn.cos[turn.positions], turn.sin[turn.positions], turn.layout)
-    # Half precision is scaled after the products, in float32: a scaled query would be rounded once more.
-    half = query.dtype.itemsize < 4
-    asking = [query] if far_query is None else [query, far_query]
-    near, *away = ((each if half else each * scaling).reshape(batch * kv_heads, shared, dim) for each in asking)
+    # A step of a small model is made of operations that do next to nothing: what is not needed for sure is asked for first.
     across = keys.flatten(0, 1).transpose(1, 2)
-    if far is None:
-        scores = torch.bmm(near, across)
-    elif isinstance(far, torch.Tensor):
+    near = query.reshape(batch * kv_heads, shared, dim)
+    away = None if far_query is None else far_query.reshape(batch * kv_heads, shared, dim)
+    if isinstance(far, torch.Tensor):
+        assert away is not None
         # Both queries read the keys at once.
-        both = torch.bmm(torch.cat([near, *away], 1), across).view(batch, kv_heads, 2 * shared, slots)
-        scores = torch.where(far.unsqueeze(2), both[:, :, shared:], both[:, :, :shared])
+        both = _scores(torch.cat([near, away], 1), across, scaling).view(batch, kv_heads, 2 * shared, slots)
+        scores = torch.where(far.unsqueeze(2), both[:, :, shared:], both[:, :, :shared]).flatten(0, 1)
+    elif far is not None and 8 * far > slots:
+        assert away is not None
+        parts = _scores(away, across.narrow(2, 0, far), scaling), _scores(near, across.narrow(2, far, slots - far), scaling)
+        scores = torch.cat(parts, 2)
     else:
-        scores = torch.cat([torch.bmm(away[0], across[:, :, :far]), torch.bmm(near, across)[:, :, far:]], 2)
-    scores = scores.view(batch, kv_heads, shared, slots)
-    if half:
-        scores = scores.float() * scaling
+        scores = _scores(near, across, scaling)
+        if far:  # so few that scoring them twice is cheaper than putting two parts together
+            assert away is not None
+            scores.narrow(2, 0, far).copy_(_scores(away, across.narrow(2, 0, far), scaling))
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    exact = torch.float32 if want_weights and scores.dtype.itemsize < 4 else None
     if valid is None:
-        weights = scores.softmax(-1)
+        weights = scores.softmax(-1, dtype=exact)
     else:
         # A finite number, and zeros afterwards: a row without any valid slot gives zeros, and its gradient too.
         hidden = ~valid.unsqueeze(2)
-        weights = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(hidden, 0)
-    output = torch.bmm(weights.to(values.dtype).view(batch * kv_heads, shared, slots), values.flatten(0, 1))
-    return output.view(batch, 1, query.shape[1], values.shape[-1]), weights.mean(2).float() if want_weights else None
+        seen = scores.view(batch, kv_heads, shared, slots).masked_fill(hidden, torch.finfo(scores.dtype).min)
+        weights = seen.softmax(-1, dtype=exact).masked_fill(hidden, 0).flatten(0, 1)
+    output = torch.bmm(weights if exact is None else weights.to(values.dtype), values.flatten(0, 1))
+    output = output.view(batch, 1, heads, values.shape[-1])
+    if not want_weights:
+        return output, None
+    weights = (weights if shared == 1 else weights.mean(1)).view(batch, kv_heads, slots)
+    return output, weights.float()
+
+
+def _scores(query: torch.Tensor, across: torch.Tensor, scaling: float) -> torch.Tensor:
+    """scaling * query @ across, scaled within the product: one operation, and nothing is rounded twice."""
+    return torch.baddbmm(query.narrow(2, 0, 1), query, across, beta=0, alpha=scaling)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -16,8 +16,8 @@ from tests import tiny
 def kernel_calls(monkeypatch):
     calls = []
     monkeypatch.setattr(GrowingCache, "kernel_from", 0)
-    original = growing.decode_attention
-    monkeypatch.setattr(growing, "decode_attention", lambda *arguments: calls.append(1) or original(*arguments))
+    original = growing.slot_attention
+    monkeypatch.setattr(growing, "slot_attention", lambda *arguments, **options: calls.append(1) or original(*arguments, **options))
     return calls
 
 
