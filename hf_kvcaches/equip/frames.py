@@ -49,10 +49,7 @@ class Turn:
             angles: (..., rotary_dim / 2), float64: one for each pair.
             layout: Which dimensions form a pair.
         """
-        if layout == "interleaved":
-            signed = torch.stack([-angles, angles], -1).flatten(-2)
-        else:
-            signed = torch.cat([-angles, angles], -1)
+        signed = torch.stack([-angles, angles], -1).flatten(-2) if layout == "interleaved" else torch.cat([-angles, angles], -1)
         return cls(signed.cos().float(), signed.sin().float(), layout)
 
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:

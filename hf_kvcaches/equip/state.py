@@ -13,7 +13,6 @@ from hf_kvcaches.equip.compiled import ClockedStorage
 from hf_kvcaches.equip.frames import Frames, Pass, Passes
 from hf_kvcaches.equip.policies import Policy
 
-
 UNKNOWN = -2
 
 
