@@ -1,0 +1,1 @@
+"""SubspaceCache: attention over coefficients in low-dimensional subspaces."""

@@ -1,0 +1,293 @@
+"""How far attention over coefficients can be from exact attention.
+
+Keys are stored as `encode @ k` and read as `decode @ encode @ k`, times gamma in the logits; values likewise, without gamma. With
+orthonormal rows B, `encode = B` and `decode = B.T` make an orthogonal projector; no bound here needs one, unless it says so: they hold for
+any two matrices. All is computed in float64, batched over leading dimensions.
+
+The manuscript "Online Subspace Projection for KV Caches" (section 8) gives these bounds. **Departs from the paper:**
+
+- Its bound on the logits, `gamma / sqrt(d) * ||K (I - P)|| * ||q||`, holds for gamma = 1 only: keys inside the subspace have no residual,
+  and yet their logits are off by the factor gamma. Here the residual is that of `k - gamma P k`, whatever gamma is.
+- It measures keys and values by the operator norm of all residuals together. No single logit or output can be off by more than the largest
+  residual *row*, which is never above the operator norm and up to sqrt(T) below it. Each bound takes either.
+- Its bound on what a sketch's basis misses, `sqrt(eps) + 2 eps / gap`, is false: with the eigenvalues 100, 1, 0, rank 1 and a sketch of 101
+  rows it gives 0.1, and the second direction alone misses 1. It also adds numbers of different units. See `sketched_residual_bound`.
+- That bound speaks of the tokens that the sketch has seen. A basis frozen at the start of a chunk serves tokens that came later, for which
+  only their measured residuals say anything.
+
+Its bounds on softmax (tight) and on the output are right as they stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvcaches.errors import ConfigError
+
+Number = float | torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionBounds:
+    """How far one query's attention can be off.
+
+    Args:
+        logits: Largest error of a logit.
+        weights: Sum of the absolute errors of the attention weights, at most 2.
+        output: Euclidean norm of the error of the output.
+    """
+
+    logits: torch.Tensor
+    weights: torch.Tensor
+    output: torch.Tensor
+
+
+def residual_rows(vectors: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0) -> torch.Tensor:
+    """What each token loses: the norms of `x - gamma decode encode x`, (..., tokens).
+
+    Their largest is the best possible `residual` of the bounds below.
+
+    Args:
+        vectors: Keys or values, (..., tokens, d).
+        encode: (..., r, d).
+        decode: (..., d, r), or None for the transpose of `encode`.
+        gamma: The factor on what is decoded.
+    """
+    return torch.linalg.vector_norm(_residuals(vectors, encode, decode, gamma), dim=-1)
+
+
+def residual_norm(vectors: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0) -> torch.Tensor:
+    """The operator norm of all residuals together, `||X (I - gamma P)||`, (...).
+
+    Args:
+        vectors: Keys or values, (..., tokens, d).
+        encode: (..., r, d).
+        decode: (..., d, r), or None for the transpose of `encode`.
+        gamma: The factor on what is decoded.
+    """
+    return _norm(_residuals(vectors, encode, decode, gamma))
+
+
+def residual_norm_from_gram(
+    gram: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0
+) -> torch.Tensor:
+    """Like `residual_norm`, from `X.T @ X` instead of X, which may then have any number of tokens.
+
+    Rounded up by what float64 may lose, so that it stays a bound. With an orthogonal projector that shows only where less than about 1e-6
+    of `||X||_F` is missed.
+
+    Args:
+        gram: (..., d, d), summed up in float64.
+        encode: (..., r, d).
+        decode: (..., d, r), or None for the transpose of `encode`.
+        gamma: The factor on what is decoded.
+    """
+    gram = gram.double()
+    if gram.ndim < 2 or gram.shape[-1] != gram.shape[-2]:
+        raise ConfigError.of("gram", "a shape (..., d, d)", tuple(gram.shape))
+    complement = _complement(encode, decode, gamma, gram.shape[-1])
+    left = complement @ gram @ complement.mT
+    # The trace, because eigenvalues of rank-deficient matrices are lost against all of the energy and not against what is left of it.
+    energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
+    stretch = (1 + abs(gamma) * _norm(encode) * (_norm(encode) if decode is None else _norm(decode))).square()
+    lost = 4 * gram.shape[-1] * torch.finfo(torch.float64).eps * stretch * energy
+    return (torch.linalg.eigvalsh((left + left.mT) / 2)[..., -1].clamp_min(0) + lost).sqrt()
+
+
+def scaled_residual(residual: Number, kept: Number, gamma: float, orthogonal: bool = True) -> torch.Tensor:
+    """The residual with a factor gamma, from those without: at most `||X (I - gamma P)||`.
+
+    `X - gamma XP` is `X(I - P) + (1 - gamma) XP`. For an orthogonal projector the two are at right angles to each other and their squares
+    add up, for single rows even exactly; else only the norms do.
+
+    Args:
+        residual: `||X (I - P)||`, or the norm of each row of it.
+        kept: `||X P||`, or the norm of each row of it.
+        gamma: The factor on what is decoded.
+        orthogonal: Whether P is an orthogonal projector.
+    """
+    residual, kept = _double(residual), abs(1 - gamma) * _double(kept)
+    return torch.hypot(*torch.broadcast_tensors(residual, kept)) if orthogonal else residual + kept
+
+
+def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> torch.Tensor:
+    """How far any logit can be off.
+
+    A logit is `scaling * q.k` and its estimate `scaling * gamma * q.Pk`, so their difference is `scaling * q.(k - gamma Pk)`, and by
+    Cauchy-Schwarz at most `|scaling| ||q|| ||k - gamma Pk||`. A query along the largest residual reaches it. What comes after keeps it: a
+    mask or bias adds the same to both, and a soft cap has no slope above 1.
+
+    Args:
+        residual: The largest of `residual_rows`, or `residual_norm`: both with the gamma of the logits.
+        query_norm: Of the query as it meets the keys: rotated, if they are.
+        scaling: What the model multiplies `q.k` with, often `1 / sqrt(d)`.
+    """
+    return _double(scaling).abs() * _double(query_norm) * _double(residual)
+
+
+def weight_error_bound(logit_error: Number) -> torch.Tensor:
+    """How far softmax can be off, as the sum of absolute differences: `2 tanh(e / 2)`.
+
+    No smaller bound holds. Half of the sum is what some set of tokens gains. If its true weight is p, it gains most when its logits rise by
+    e and all others fall by e: then its odds grow by exp(2e). The gain is largest for p = 1 / (1 + exp(e)), and there tanh(e / 2).
+
+    Softmax ignores what is added to all logits, so half the difference between the largest and the smallest error may be given, too.
+
+    Args:
+        logit_error: The largest error of a logit.
+    """
+    return 2 * torch.tanh(_double(logit_error) / 2)
+
+
+def output_error_bound(logit_error: Number, value_radius: Number, value_residual: Number) -> torch.Tensor:
+    """How far the output can be off.
+
+    The output's error is `sum (a - a') v + sum a' (v - Pv)`. The differences of weights sum up to 0, so any one vector may be taken from
+    all values in the first sum; the second is an average of residuals.
+
+    Args:
+        logit_error: The largest error of a logit.
+        value_radius: The largest distance of the values from some one vector; see `value_radius`.
+        value_residual: The largest of `residual_rows` of the values, or their `residual_norm`.
+    """
+    return weight_error_bound(logit_error) * _double(value_radius) + _double(value_residual)
+
+
+def value_radius(values: torch.Tensor) -> torch.Tensor:
+    """The largest distance of the values from 0 or from their mean, whichever is smaller, (...).
+
+    For a model with a learned sink in its softmax, whose value is 0, append a row of zeros.
+
+    Args:
+        values: (..., tokens, d), at least one token.
+    """
+    values = values.double()
+    centres = (values, values - values.mean(-2, keepdim=True))
+    largest = [torch.linalg.vector_norm(centred, dim=-1).amax(-1) for centred in centres]
+    return torch.minimum(*largest)
+
+
+def attention_error_bound(
+    key_residuals: torch.Tensor, value_residuals: torch.Tensor, query_norm: Number, value_radius: Number, scaling: Number
+) -> AttentionBounds:
+    """All three bounds over chunks that have bases of their own.
+
+    One softmax runs over all chunks, so the worst of them counts, and not their sum; the output's second term is an average over chunks.
+    Tokens that are kept exactly have residuals of 0 and need not be listed.
+
+    Args:
+        key_residuals: (..., chunks): the largest row or the operator norm of each chunk, with the gamma of the logits. The rows of all
+            tokens do, too. With none, logits are exact.
+        value_residuals: (..., chunks), likewise.
+        query_norm: (...).
+        value_radius: (...), over the values of all chunks and of the exact tokens.
+        scaling: What the model multiplies `q.k` with.
+    """
+    logits = logit_error_bound(_largest(key_residuals), query_norm, scaling)
+    return AttentionBounds(logits, weight_error_bound(logits), output_error_bound(logits, value_radius, _largest(value_residuals)))
+
+
+def tail_energies(gram: torch.Tensor) -> torch.Tensor:
+    """What the best subspace of each rank misses, `||X - X_r||_F ** 2` for r = 0 to d, (..., d + 1).
+
+    Args:
+        gram: `X.T @ X`, (..., d, d), summed up in float64.
+    """
+    energies = torch.linalg.eigvalsh(gram.double()).clamp_min(0)
+    return torch.nn.functional.pad(energies.cumsum(-1), (1, 0)).flip(-1)
+
+
+def frequent_directions_bound(tails: torch.Tensor, sketch_size: int) -> torch.Tensor:
+    """How far a Frequent Directions sketch can be from what it has seen, `||X'X - S'S||`: the least `tail_r / (sketch_size - r)`, (...).
+
+    Variants differ in what `sketch_size` is. Each shrinking takes the square of the l-th singular value from the squares of all, and it is
+    that l which counts: for a buffer of 2l rows that shrinks to l - 1 it is l; where half of l rows are freed at a time, l / 2.
+
+    Args:
+        tails: `tail_energies` of X from r = 0 on, or as many of them as are known, (..., ranks).
+        sketch_size: The number of the singular value that is taken off.
+    """
+    _check_sketch_size(sketch_size)
+    usable = tails.double()[..., :sketch_size]
+    if not usable.shape[-1]:
+        raise ConfigError.of("tails", "the tail energy of at least one rank", tuple(tails.shape))
+    return (usable / (sketch_size - torch.arange(usable.shape[-1], dtype=torch.float64, device=usable.device))).amin(-1)
+
+
+def frequent_directions_certificate(energy: Number, sketch_energy: Number, sketch_size: int) -> torch.Tensor:
+    """The same from two numbers that a stream knows: a shrinking by x takes x from at least `sketch_size` squared singular values.
+
+    Never above `frequent_directions_bound`. Summing up the x themselves is as good or better.
+
+    Args:
+        energy: `||X||_F ** 2`: the sum of the squares of all that the sketch has seen.
+        sketch_energy: `||S||_F ** 2`: that of the sketch.
+        sketch_size: The number of the singular value that is taken off.
+    """
+    _check_sketch_size(sketch_size)
+    energy = _double(energy)
+    # Both are sums of rounded squares, and their difference may be nothing.
+    return (energy - _double(sketch_energy)).clamp_min(0) / sketch_size + 64 * torch.finfo(torch.float64).eps * energy
+
+
+def sketched_residual_bound(next_singular_value: Number, covariance_error: Number, sides: int = 1) -> torch.Tensor:
+    """What a basis taken from a sketch can miss of the tokens that the sketch has seen: `||X (I - P)|| <= sqrt(s ** 2 + sides * error)`.
+
+    With P onto the first r right singular vectors of S, `||X (I - P)|| ** 2` is at most `||S (I - P)|| ** 2 + ||X'X - S'S||`, and the first
+    term is the square of the sketch's singular value r + 1. A Frequent Directions sketch is never longer than X in any direction, so the
+    singular value of X, being larger, does as well; that of X for any other sketch may be smaller than the sketch's by the error, which
+    then counts twice. No gap between singular values is needed: where they are close, a wrong direction costs little.
+
+    Args:
+        next_singular_value: Number r + 1 of the sketch or of the tokens; 0 where they have only r.
+        covariance_error: `||X'X - S'S||` or a bound on it.
+        sides: 2 if the singular value is that of the tokens and the sketch is not made by Frequent Directions.
+    """
+    if sides not in (1, 2):
+        raise ConfigError.of("sides", "1 or 2", sides)
+    return (_double(next_singular_value).square() + sides * _double(covariance_error)).sqrt()
+
+
+def _double(value: Number) -> torch.Tensor:
+    return value.double() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
+
+
+def _norm(matrices: torch.Tensor) -> torch.Tensor:
+    """Their operator norms; 0 for those without elements."""
+    if 0 in matrices.shape[-2:]:
+        return torch.zeros(matrices.shape[:-2], dtype=torch.float64, device=matrices.device)
+    return torch.linalg.matrix_norm(matrices.double(), ord=2)
+
+
+def _largest(residuals: torch.Tensor) -> torch.Tensor:
+    """The largest of each row; 0 where there are none."""
+    return torch.nn.functional.pad(residuals.double(), (0, 1)).amax(-1)
+
+
+def _maps(encode: torch.Tensor, decode: torch.Tensor | None, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in float64, checked against the vectors' size."""
+    encode = encode.double()
+    decode = encode.mT if decode is None else decode.double()
+    if encode.ndim < 2 or encode.shape[-1] != size:
+        raise ConfigError.of("encode", f"a shape (..., r, {size})", tuple(encode.shape))
+    if decode.ndim < 2 or decode.shape[-2:] != (size, encode.shape[-2]):
+        raise ConfigError.of("decode", f"a shape (..., {size}, {encode.shape[-2]})", tuple(decode.shape))
+    return encode, decode
+
+
+def _residuals(vectors: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None, gamma: float) -> torch.Tensor:
+    vectors = vectors.double()
+    encode, decode = _maps(encode, decode, vectors.shape[-1])
+    return vectors - gamma * (vectors @ encode.mT @ decode.mT)
+
+
+def _complement(encode: torch.Tensor, decode: torch.Tensor | None, gamma: float, size: int) -> torch.Tensor:
+    encode, decode = _maps(encode, decode, size)
+    return torch.eye(size, dtype=torch.float64, device=encode.device) - gamma * (decode @ encode)
+
+
+def _check_sketch_size(sketch_size: int) -> None:
+    if isinstance(sketch_size, bool) or not isinstance(sketch_size, int) or sketch_size < 1:
+        raise ConfigError.of("sketch_size", "an integer of at least 1", sketch_size)

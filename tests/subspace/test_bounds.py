@@ -1,0 +1,475 @@
+"""Every bound holds on every case, is reached or nearly reached on some, and the ones that were left aside do not hold."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.subspace import bounds
+from tests import testbed
+
+FEW = settings(max_examples=80, deadline=None)
+
+
+def covers(bound: torch.Tensor | float, found: torch.Tensor | float, scale: torch.Tensor | float = 0.0) -> bool:
+    """Whether a bound is not below what was found, but for the rounding of numbers of that scale."""
+    bound, found, scale = (torch.as_tensor(x, dtype=torch.float64) for x in (bound, found, scale))
+    return bool((found <= bound * (1 + 1e-9) + 1e-12 * scale).all())
+
+
+def operator_norm(x: torch.Tensor) -> float:
+    """By power iteration in plain steps, from many starts: never above the true norm."""
+    best = 0.0
+    for start in torch.eye(x.shape[1], dtype=torch.float64):
+        v = start + 0.1
+        for _ in range(60):
+            v = x.T @ (x @ v)
+            if not v.norm() > 0:
+                break
+            v = v / v.norm()
+        best = max(best, float((x @ v).norm()))
+    return best
+
+
+class Case(NamedTuple):
+    """One query over tokens whose keys and values go through the two maps of their chunk."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    chunks: list[slice]
+    encodes: list[tuple[torch.Tensor, torch.Tensor]]
+    decodes: list[tuple[torch.Tensor, torch.Tensor]]
+    gamma: float
+    scaling: float
+
+    def attention(self) -> tuple[torch.Tensor, ...]:
+        """Logits, weights and output, exact and approximate, token by token."""
+        key_back, value_back = torch.zeros_like(self.keys), torch.zeros_like(self.values)
+        for chunk, encode, decode in zip(self.chunks, self.encodes, self.decodes, strict=True):
+            for token in range(chunk.start, chunk.stop):
+                key_back[token] = decode[0] @ (encode[0] @ self.keys[token])
+                value_back[token] = decode[1] @ (encode[1] @ self.values[token])
+        found = []
+        for keys, values in ((self.keys, self.values), (self.gamma * key_back, value_back)):
+            logits = torch.stack([self.scaling * key @ self.query for key in keys])
+            weights = logits.softmax(0)
+            found += [logits, weights, weights @ values]
+        return tuple(found)
+
+
+def orthonormal(generator: torch.Generator, rank: int, size: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(size, rank, generator=generator, dtype=torch.float64)).Q.T
+
+
+@st.composite
+def tokens(draw: st.DrawFn, generator: torch.Generator, count: int, size: int) -> torch.Tensor:
+    x = torch.randn(count, size, generator=generator, dtype=torch.float64)
+    kind = draw(st.sampled_from(["plain", "decaying", "rank-deficient", "equal", "one far", "zero"]))
+    if kind == "decaying":
+        x = x * 0.5 ** torch.arange(size)
+    elif kind == "rank-deficient":
+        x = x[:, :1] @ torch.randn(1, size, generator=generator, dtype=torch.float64)
+    elif kind == "equal":
+        x = x[:1].expand(count, size).clone()
+    elif kind == "one far":
+        x[-1] *= 1e4
+    elif kind == "zero":
+        x = torch.zeros_like(x)
+    return x * 10.0 ** draw(st.integers(-3, 3))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    size, lengths = draw(st.integers(1, 9)), draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    count, ends = sum(lengths), torch.tensor(lengths).cumsum(0).tolist()
+    chunks = [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+    keys, values = draw(tokens(generator, count, size)), draw(tokens(generator, count, size))
+    oblique, fitted = draw(st.booleans()), draw(st.booleans())
+    encodes, decodes = [], []
+    for chunk in chunks:
+        pair = []
+        for x in (keys, values):
+            rank = draw(st.integers(1, size))
+            basis = torch.linalg.svd(x[chunk]).Vh[:rank] if fitted else orthonormal(generator, rank, size)
+            other = torch.linalg.pinv(basis + 0.3 * torch.randn(rank, size, generator=generator, dtype=torch.float64))
+            pair.append((basis, other if oblique else basis.T))
+        encodes.append((pair[0][0], pair[1][0]))
+        decodes.append((pair[0][1], pair[1][1]))
+    query = torch.randn(size, generator=generator, dtype=torch.float64) * 10.0 ** draw(st.integers(-3, 3))
+    gamma, scaling = draw(st.sampled_from([1.0, 1.1, 0.5, 0.0, -1.0])), draw(st.sampled_from([size**-0.5, 1.0, -0.2]))
+    return Case(query, keys, values, chunks, encodes, decodes, gamma, scaling)
+
+
+def residuals_of(case: Case, measure) -> tuple[torch.Tensor, torch.Tensor]:
+    """One number a chunk for the keys and one for the values."""
+    found = [
+        (measure(case.keys[chunk], encode[0], decode[0], case.gamma), measure(case.values[chunk], encode[1], decode[1], 1.0))
+        for chunk, encode, decode in zip(case.chunks, case.encodes, case.decodes, strict=True)
+    ]
+    return torch.stack([each[0] for each in found]), torch.stack([each[1] for each in found])
+
+
+def of_gram(x: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor, gamma: float) -> torch.Tensor:
+    return bounds.residual_norm_from_gram(x.T @ x, encode, decode, gamma)
+
+
+MEASURES = {
+    "rows": lambda *maps: bounds.residual_rows(*maps).amax(-1),
+    "norm": bounds.residual_norm,
+    "gram": of_gram,
+}
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@FEW
+@given(case=cases())
+def test_attention_over_chunks_is_never_further_off_than_the_bounds_say(measure: str, case: Case) -> None:
+    logits, weights, output, logits_, weights_, output_ = case.attention()
+    keys, values = residuals_of(case, MEASURES[measure])
+    found = bounds.attention_error_bound(keys, values, case.query.norm(), bounds.value_radius(case.values), case.scaling)
+    maps = [each for pairs in zip(case.encodes, case.decodes, strict=True) for each in zip(*pairs, strict=True)]
+    stretch = max(float(encode.norm() * decode.norm()) for encode, decode in maps)
+    size = abs(case.scaling) * case.query.norm() * case.keys.norm(dim=1).max() * (1 + stretch)
+    assert covers(found.logits, (logits - logits_).abs().max(), size)
+    # Weights and outputs inherit the rounding of the logits, which may be huge.
+    assert covers(found.weights, (weights - weights_).abs().sum(), 1 + size)
+    assert covers(found.output, (output - output_).norm(), (1 + size) * case.values.norm(dim=1).max() * (1 + stretch))
+
+
+@FEW
+@given(case=cases())
+def test_residuals_from_tokens_and_from_their_gram_matrix_are_those_of_a_plain_loop(case: Case) -> None:
+    for chunk, encode, decode in zip(case.chunks, case.encodes, case.decodes, strict=True):
+        x = case.keys[chunk]
+        slow = torch.stack([key - case.gamma * decode[0] @ encode[0] @ key for key in x])
+        size = float(x.norm() * (1 + decode[0].norm() * encode[0].norm()))
+        torch.testing.assert_close(
+            bounds.residual_rows(x, encode[0], decode[0], case.gamma), slow.norm(dim=1), rtol=1e-9, atol=1e-13 * size
+        )
+        norm = bounds.residual_norm(x, encode[0], decode[0], case.gamma)
+        assert covers(norm, operator_norm(slow), size)
+        assert covers(operator_norm(slow) * 1.01, norm, size)
+        gram = of_gram(x, encode[0], decode[0], case.gamma)
+        assert covers(gram, norm, size * 1e-3)
+        assert float(gram) <= float(norm) * (1 + 1e-6) + 1e-6 * size
+
+
+def test_a_gram_matrix_stands_for_any_number_of_tokens_and_all_leading_dimensions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 20000, 8, generator=generator, dtype=torch.float64)
+    encode = torch.stack([torch.stack([orthonormal(generator, 3, 8) for _ in range(3)]) for _ in range(2)])
+    gram = bounds.residual_norm_from_gram(x.mT @ x, encode)
+    torch.testing.assert_close(gram, bounds.residual_norm(x, encode), rtol=1e-6, atol=0.0)
+    assert gram.shape == (2, 3)
+    assert bounds.residual_rows(x.half(), encode.float()).dtype == torch.float64
+
+
+def test_the_gram_matrix_of_tokens_inside_the_subspace_shows_a_millionth_and_no_less_than_the_truth() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for size in (16, 64, 128):
+        encode = orthonormal(generator, size // 4, size)
+        x = torch.randn(2000, size // 4, generator=generator, dtype=torch.float64) @ encode
+        exact, rounded = bounds.residual_norm(x, encode), bounds.residual_norm_from_gram(x.T @ x, encode)
+        assert exact <= rounded <= 1e-6 * x.norm()
+
+
+def test_no_tokens_and_no_chunks_are_exact() -> None:
+    encode = torch.eye(2, 5)
+    assert bounds.residual_norm(torch.zeros(3, 0, 5), encode).tolist() == [0, 0, 0]
+    assert bounds.residual_norm_from_gram(torch.zeros(5, 5), encode) == 0
+    found = bounds.attention_error_bound(torch.zeros(4, 0), torch.zeros(4, 0), 3.0, 2.0, 0.5)
+    assert found.logits.tolist() == found.output.tolist() == [0] * 4
+
+
+def test_the_papers_bound_on_logits_says_0_where_gamma_changes_them() -> None:
+    keys, query = torch.tensor([[3.0, 0.0]], dtype=torch.float64), torch.tensor([2.0, 0.0], dtype=torch.float64)
+    encode, gamma, scaling = torch.tensor([[1.0, 0.0]], dtype=torch.float64), 0.5, 2**-0.5
+    error = float(scaling * query @ (keys - gamma * keys @ encode.T @ encode)[0])
+    papers = gamma * scaling * float(bounds.residual_norm(keys, encode)) * float(query.norm())
+    assert papers == 0 < error
+    ours = bounds.logit_error_bound(bounds.residual_rows(keys, encode, gamma=gamma).amax(), query.norm(), scaling)
+    assert float(ours) == pytest.approx(error, rel=1e-12)
+
+
+def test_the_bound_on_logits_is_reached_by_a_query_along_the_largest_residual() -> None:
+    generator = torch.Generator().manual_seed(2)
+    keys, encode = torch.randn(30, 8, generator=generator, dtype=torch.float64), orthonormal(generator, 3, 8)
+    lost = keys - 0.9 * keys @ encode.T @ encode
+    query = lost[lost.norm(dim=1).argmax()]
+    rows = bounds.residual_rows(keys, encode, gamma=0.9)
+    bound = bounds.logit_error_bound(rows.amax(), query.norm(), -0.25)
+    torch.testing.assert_close((0.25 * lost @ query).abs().max(), bound)
+    # All residuals together are more than the worst of them, by up to the root of their number.
+    norm = bounds.residual_norm(keys, encode, gamma=0.9)
+    assert rows.amax() < norm < 30**0.5 * rows.amax()
+
+
+@FEW
+@given(case=cases())
+def test_the_residual_with_gamma_follows_from_the_one_without(case: Case) -> None:
+    encode, decode, x = case.encodes[0][0], case.decodes[0][0], case.keys[case.chunks[0]]
+    orthogonal = torch.equal(encode.T, decode)
+    kept = x @ encode.T @ decode.T
+    size = float(x.norm() * (1 + decode.norm() * encode.norm()))
+    norm = bounds.scaled_residual(bounds.residual_norm(x, encode, decode), torch.linalg.matrix_norm(kept, ord=2), case.gamma, orthogonal)
+    assert covers(norm, bounds.residual_norm(x, encode, decode, case.gamma), size)
+    rows = bounds.scaled_residual(bounds.residual_rows(x, encode, decode), kept.norm(dim=1), case.gamma, orthogonal)
+    exact = bounds.residual_rows(x, encode, decode, case.gamma)
+    assert covers(rows, exact, size)
+    if orthogonal:
+        torch.testing.assert_close(rows, exact, rtol=1e-9, atol=1e-13 * size)
+
+
+def test_an_oblique_residual_with_gamma_is_more_than_the_root_of_the_squares() -> None:
+    x, encode, decode = torch.tensor([[1.0, 1.0]]), torch.tensor([[1.0, -0.5]]), torch.tensor([[1.0], [0.0]])
+    rest, kept = bounds.residual_norm(x, encode, decode), (x @ encode.T @ decode.T).norm()
+    exact = bounds.residual_norm(x, encode, decode, 0.5)
+    assert bounds.scaled_residual(rest, kept, 0.5) < exact <= bounds.scaled_residual(rest, kept, 0.5, orthogonal=False)
+
+
+def weights_error(logits: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    return (logits.softmax(-1) - (logits + errors).softmax(-1)).abs().sum(-1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    count=st.integers(1, 12),
+    error=st.floats(1e-6, 60),
+    spread=st.sampled_from([0.0, 1e-3, 1.0, 30.0, 1e4]),
+    levels=st.booleans(),
+)
+def test_softmax_never_moves_further_than_the_bound(seed: int, count: int, error: float, spread: float, levels: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(500, count, generator=generator, dtype=torch.float64) * spread
+    errors = (2 * torch.rand(500, count, generator=generator, dtype=torch.float64) - 1) * error
+    if levels:
+        # The worst cases: all logits of a group alike, and each error at one end.
+        group = torch.rand(500, count, generator=generator) < 0.5
+        gap = torch.randn(500, 1, generator=generator, dtype=torch.float64) + torch.tensor([error]).double()
+        logits, errors = torch.where(group, -gap, torch.zeros_like(gap)), torch.where(group, error, -error)
+    found = weights_error(logits, errors)
+    assert covers(bounds.weight_error_bound(errors.abs().amax(-1)), found, 1 + spread + error)
+    # What is added to all logits is nothing to softmax.
+    half = (errors.amax(-1) - errors.amin(-1)) / 2
+    assert covers(bounds.weight_error_bound(half), found, 1 + spread + error)
+
+
+@pytest.mark.parametrize("error", [1e-3, 0.1, 1.0, 3.0, 10.0])
+def test_no_smaller_bound_on_softmax_holds(error: float) -> None:
+    # The group that gains has the weight 1 / (1 + exp(error)); any number of tokens may be in it.
+    for inside, outside in ((1, 1), (3, 50)):
+        logits = torch.tensor([-error - math.log(inside)] * inside + [-math.log(outside)] * outside, dtype=torch.float64)
+        errors = torch.tensor([error] * inside + [-error] * outside, dtype=torch.float64)
+        assert float(weights_error(logits, errors)) == pytest.approx(2 * math.tanh(error / 2), rel=1e-9)
+        assert float(bounds.weight_error_bound(error)) == pytest.approx(2 * math.tanh(error / 2), rel=1e-12)
+
+
+def test_a_random_search_comes_close_to_the_bound_on_softmax_and_never_past_it() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for error in (0.2, 1.0, 4.0):
+        logits = torch.randn(20000, 2, generator=generator, dtype=torch.float64) * (1 + error)
+        errors = torch.tensor([error, -error], dtype=torch.float64)
+        best, bound = weights_error(logits, errors).max(), bounds.weight_error_bound(error)
+        assert 0.999 * bound < best <= bound * (1 + 1e-12)
+
+
+def test_the_output_reaches_its_bound_with_two_opposite_values() -> None:
+    error = 0.7
+    logits, errors = torch.tensor([-error, 0.0], dtype=torch.float64), torch.tensor([error, -error], dtype=torch.float64)
+    values = torch.tensor([[5.0, 1.0], [5.0, -1.0]]).double()
+    found = (logits.softmax(0) @ values - (logits + errors).softmax(0) @ values).norm()
+    # Only how far the values are apart counts, not how far from 0.
+    assert bounds.value_radius(values) == 1
+    torch.testing.assert_close(bounds.output_error_bound(error, bounds.value_radius(values), 0.0), found)
+    residual = torch.tensor(0.25).double()
+    torch.testing.assert_close(bounds.output_error_bound(0.0, 1.0, residual), residual)
+
+
+def test_values_around_0_are_measured_from_0() -> None:
+    values = torch.tensor([[3.0], [-1.0], [-1.0], [-1.0], [-1.0], [-1.0], [-1.0]])
+    assert float(bounds.value_radius(values)) == 3.0
+
+
+def sketched(x: torch.Tensor, size: int, buffer: int) -> tuple[torch.Tensor, float]:
+    """A plain sketch that takes off the square of singular value `size` whenever `buffer` rows are full, and the sum of what it took."""
+    rows: list[torch.Tensor] = []
+    taken = 0.0
+    for token in x:
+        rows.append(token)
+        if len(rows) == buffer:
+            _, values, directions = torch.linalg.svd(torch.stack(rows), full_matrices=False)
+            squares = values**2
+            off = float(squares[size - 1]) if len(squares) >= size else 0.0
+            taken += off
+            rows = [(square - off) ** 0.5 * direction for square, direction in zip(squares, directions, strict=True) if square > off]
+    return torch.stack(rows) if rows else x.new_zeros(1, x.shape[1]), taken
+
+
+@FEW
+@given(data=st.data(), seed=st.integers(0, 2**31), size=st.integers(1, 6), extra=st.sampled_from(["none", "as many", "half"]))
+def test_sketches_stay_within_their_bounds_and_so_do_bases_taken_from_them(data: st.DataObject, seed: int, size: int, extra: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    width = data.draw(st.integers(1, 7))
+    x = data.draw(tokens(generator, data.draw(st.integers(1, 40)), width))
+    buffer = {"none": size, "as many": 2 * size, "half": 2 * size}[extra]
+    sketch, taken = sketched(x, size, buffer)
+    gram = x.T @ x
+    energy = float(gram.trace())
+    error = torch.linalg.matrix_norm(gram - sketch.T @ sketch, ord=2)
+    certificate = bounds.frequent_directions_certificate(gram.trace(), sketch.square().sum(), size)
+    prior = bounds.frequent_directions_bound(bounds.tail_energies(gram), size)
+    assert covers(taken, error, energy)
+    assert covers(certificate, taken, energy)
+    assert covers(prior, certificate, energy)
+    values, directions = torch.linalg.svd(sketch)[1:]
+    own = torch.linalg.svdvals(x)
+    for rank in range(width + 1):
+        missed = torch.linalg.matrix_norm(x - x @ directions[:rank].T @ directions[:rank], ord=2)
+        for singular in (values, own):
+            following = singular[rank] if rank < len(singular) else 0.0
+            for bound in (error, certificate, prior):
+                # Squares were compared before the root was taken.
+                assert covers(bounds.sketched_residual_bound(following, bound) ** 2, missed**2, energy)
+
+
+def test_the_bound_on_a_sketch_is_the_least_over_the_ranks() -> None:
+    gram = torch.diag(torch.tensor([9.0, 4.0, 1.0, 0.0]))
+    tails = bounds.tail_energies(gram)
+    assert tails.tolist() == pytest.approx([14, 5, 1, 0, 0])
+    for size in range(1, 8):
+        slow = min(float(tails[rank]) / (size - rank) for rank in range(min(size, 5)))
+        assert float(bounds.frequent_directions_bound(tails, size)) == pytest.approx(slow)
+    # More rows than directions: nothing is ever lost. Fewer ranks are known: still a bound.
+    assert bounds.frequent_directions_bound(tails, 5) == 0
+    assert bounds.frequent_directions_bound(tails[:1], 5) == pytest.approx(14 / 5)
+
+
+def test_the_bound_on_a_sketch_is_nearly_reached() -> None:
+    # Equal directions in turn: each shrinking frees all rows at once, and almost everything is lost.
+    size, width = 4, 5
+    x = torch.eye(width, dtype=torch.float64).repeat(60, 1)
+    sketch, _ = sketched(x, size, size)
+    error = torch.linalg.matrix_norm(x.T @ x - sketch.T @ sketch, ord=2)
+    bound = bounds.frequent_directions_bound(bounds.tail_energies(x.T @ x), size)
+    assert 0.7 * bound < error <= bound
+
+
+def test_a_basis_from_a_sketch_misses_what_the_papers_bound_has_no_room_for() -> None:
+    x = torch.diag(torch.tensor([100.0, 1.0, 0.0]).double().sqrt())
+    size, rank, gap = 101, 1, 99.0
+    sketch, _ = sketched(x, size, 2 * size)
+    basis = torch.linalg.svd(sketch).Vh[:rank]
+    epsilon = float(bounds.tail_energies(x.T @ x)[rank]) / (size - rank)
+    missed = float(bounds.residual_norm(x, basis))
+    assert missed == pytest.approx(1.0)
+    assert epsilon**0.5 + 2 * epsilon / gap < 0.11
+    assert float(bounds.sketched_residual_bound(1.0, epsilon)) >= missed
+
+
+@FEW
+@given(seed=st.integers(0, 2**31), size=st.integers(2, 6), share=st.floats(0, 1), near=st.booleans())
+def test_any_other_sketch_needs_its_error_twice(seed: int, size: int, share: float, near: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(9, size, generator=generator, dtype=torch.float64) if not near else torch.eye(9, size, dtype=torch.float64)
+    gram = x.T @ x
+    noise = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    noise = share * (noise + noise.T) * torch.linalg.eigvalsh(gram)[0] / torch.linalg.matrix_norm(noise + noise.T, ord=2)
+    directions = torch.linalg.eigh(gram + noise).eigenvectors.flip(-1).T
+    error = torch.linalg.matrix_norm(noise, ord=2)
+    for rank in range(1, size):
+        bound = bounds.sketched_residual_bound(torch.linalg.svdvals(x)[rank], error, sides=2)
+        assert covers(bound, bounds.residual_norm(x, directions[:rank]), x.norm())
+
+
+def test_one_side_is_not_enough_for_a_sketch_that_may_be_longer_than_the_tokens() -> None:
+    # The error turns the order of two directions round.
+    x = torch.diag(torch.tensor([1.9, 1.0]).double().sqrt())
+    sketch = torch.diag(torch.tensor([1.4, 1.5]).double().sqrt())
+    missed = bounds.residual_norm(x, torch.linalg.svd(sketch).Vh[:1])
+    assert bounds.sketched_residual_bound(1.0, 0.5) < missed <= bounds.sketched_residual_bound(1.0, 0.5, sides=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: bounds.residual_rows(torch.zeros(3, 4), torch.zeros(2, 5)), "encode"),
+        (lambda: bounds.residual_norm(torch.zeros(3, 4), torch.zeros(2, 4), torch.zeros(2, 4)), "decode"),
+        (lambda: bounds.residual_norm_from_gram(torch.zeros(3, 4), torch.zeros(2, 4)), "gram"),
+        (lambda: bounds.frequent_directions_bound(torch.zeros(3), 0), "sketch_size"),
+        (lambda: bounds.frequent_directions_bound(torch.zeros(0), 2), "tails"),
+        (lambda: bounds.frequent_directions_certificate(1.0, 1.0, 2.0), "sketch_size"),
+        (lambda: bounds.sketched_residual_bound(1.0, 1.0, 3), "sides"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(call, name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        call()
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """Queries, keys and values of each layer of the testbed model over a held-out text, and its scaling."""
+    model, tokenizer = testbed.load("base")
+    ids = tokenizer(testbed.held_out(), return_tensors="pt").input_ids[:, :512]
+    queries, hooks = [], []
+    geometry = RotaryGeometry.from_config(model.config)
+    for layer in model.model.layers:
+        take = lambda _, __, out: queries.append(geometry.rotate(out.unflatten(-1, (-1, 64)).transpose(1, 2), 0 + torch.arange(512)))  # noqa: E731
+        hooks.append(layer.self_attn.q_proj.register_forward_hook(take))
+    with torch.no_grad():
+        cache = model(ids, use_cache=True).past_key_values
+    for hook in hooks:
+        hook.remove()
+    return [
+        (query[0].double(), layer.keys[0].double(), layer.values[0].double()) for query, layer in zip(queries, cache.layers, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("rank", [16, 48])
+def test_bounds_hold_and_say_something_on_a_models_own_keys_and_values(recorded, rank: int) -> None:
+    slack = []
+    for query, keys, values in recorded:
+        query = query[:, -64:].unflatten(0, (keys.shape[0], -1)).flatten(1, 2)
+        maps = [torch.linalg.eigh(x.mT @ x).eigenvectors[..., -rank:].mT for x in (keys, values)]
+        logits, logits_ = (query @ x.mT / 8 for x in (keys, keys @ maps[0].mT @ maps[0]))
+        output = logits.softmax(-1) @ values - logits_.softmax(-1) @ (values @ maps[1].mT @ maps[1])
+        rows = [bounds.residual_rows(x, each) for x, each in zip((keys, values), maps, strict=True)]
+        spread = lambda x: x.unsqueeze(1)  # noqa: E731
+        found = bounds.attention_error_bound(*map(spread, rows), query.norm(dim=-1), spread(bounds.value_radius(values)), 1 / 8)
+        error = (logits - logits_).abs().amax(-1)
+        assert covers(found.logits, error, query.norm(dim=-1).max() * keys.norm(dim=-1).max())
+        assert covers(found.weights, (logits.softmax(-1) - logits_.softmax(-1)).abs().sum(-1), 1000.0)
+        assert covers(found.output, output.norm(dim=-1), 1000.0)
+        norm = bounds.residual_norm(keys, maps[0])
+        grams = bounds.residual_norm_from_gram(keys.mT @ keys, maps[0])
+        assert (norm <= grams).all()
+        assert (grams <= norm * (1 + 1e-6) + 1e-6 * keys.norm()).all()
+        # Half of the dimensions of the first layer's keys are empty, so that rank 48 misses nothing of them.
+        if rank == 16 or keys is not recorded[0][1]:
+            slack.append(float((found.logits / error).median()))
+    assert len(slack) >= 3
+    assert all(1 <= each < 10 for each in slack)
+
+
+def test_a_sketch_of_a_models_own_keys_keeps_its_promises(recorded) -> None:
+    keys = recorded[1][1][0]
+    sketch, _ = sketched(keys, 32, 64)
+    gram = keys.T @ keys
+    error = torch.linalg.matrix_norm(gram - sketch.T @ sketch, ord=2)
+    certificate = bounds.frequent_directions_certificate(gram.trace(), sketch.square().sum(), 32)
+    prior = bounds.frequent_directions_bound(bounds.tail_energies(gram), 32)
+    assert error <= certificate <= prior < 0.1 * torch.linalg.matrix_norm(gram, ord=2)
+    values, directions = torch.linalg.svd(sketch)[1:]
+    missed = bounds.residual_norm(keys, directions[:16])
+    bound = bounds.sketched_residual_bound(values[16], certificate)
+    assert missed <= bound < 3 * missed
