@@ -1,0 +1,1 @@
+"""SubspaceCache: attention on a few coefficients per key and value."""
