@@ -109,9 +109,10 @@ def second_moment(rows: torch.Tensor) -> torch.Tensor:
     Args:
         rows: (..., n, d).
     """
-    total = torch.zeros((*rows.shape[:-2], rows.shape[-1], rows.shape[-1]), dtype=torch.float64, device=rows.device)
-    for piece in rows.split(_PIECE, dim=-2):
-        wide = piece.double()
+    wide = rows[..., :_PIECE, :].double()
+    total = wide.mT @ wide
+    for start in range(_PIECE, rows.shape[-2], _PIECE):
+        wide = rows[..., start : start + _PIECE, :].double()
         total += wide.mT @ wide
     return total
 

@@ -89,14 +89,18 @@ class Sketch(ABC):
 
 @dataclass(frozen=True)
 class Gram(Sketch):
-    """All outer products, added up: state (..., d, d). Sums beyond the range of float32 stay at its end."""
+    """All outer products, added up: state (..., d, d).
+
+    Entries from 1e-18 to 1e15 are safe: sums beyond the range of float32 stay at its end, and products below it are 0. The cost of
+    an update is mostly that of touching the state, so blocks of rows are far cheaper than single ones.
+    """
 
     def start(self, lead: Sequence[int], dim: int, device: torch.device | str | None = None) -> torch.Tensor:
         return torch.zeros((*lead, dim, dim), device=device)
 
     def update(self, state: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         rows = _usable(state, rows, valid)
-        return _single(state.double() + second_moment(rows))
+        return _single(second_moment(rows).add_(state))
 
     def gram(self, state: torch.Tensor) -> torch.Tensor:
         return state.double()
@@ -148,7 +152,7 @@ class FrequentDirections(Sketch):
         used = ((state != 0).any(-1) * numbers).amax(-1)
         full = used + new.sum(-1) > slots
         shrinking = int(full.sum())
-        if shrinking and shrinking == full.numel():
+        if shrinking == full.numel():
             return self._shrunk(state, rows)
         stored = new & ~full.unsqueeze(-1)
         # Free slots are zeros, so adding is writing; what is not stored adds zeros to the first.

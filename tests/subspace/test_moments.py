@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.rope_families import Layout
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.subspace.moments import Moments, allocate, in_metric, principal, rank_for_energy, rotation_average
 
@@ -32,11 +33,11 @@ def loss(projection: torch.Tensor, gram: torch.Tensor, metric: torch.Tensor) -> 
 
 
 def test_moments_sum_over_batches_blocks_and_merged_parts() -> None:
-    rows = cloud(0, 2, 3, 1500, 5)
-    valid = torch.rand(2, 1, 1500, generator=torch.Generator().manual_seed(1)) < 0.7
+    rows = cloud(0, 2, 3, 3000, 5)
+    valid = torch.rand(2, 1, 3000, generator=torch.Generator().manual_seed(1)) < 0.7
     first, second = Moments((3,), 5), Moments((3,), 5)
     first.add(rows[:1], valid[:1])
-    for block, block_valid in zip(rows[1:].split(400, -2), valid[1:].split(400, -1), strict=True):
+    for block, block_valid in zip(rows[1:].split(2500, -2), valid[1:].split(2500, -1), strict=True):
         second.add(block.masked_fill(~block_valid.unsqueeze(-1), float("nan")), block_valid)
     first.merge(second)
     kept = torch.cat([rows[i][:, valid[i, 0]] for i in range(2)], dim=-2)
@@ -184,14 +185,15 @@ def test_allocation_prefers_energy_for_its_cost_and_does_not_buy_nothing() -> No
     losses = [torch.tensor([8.0, 4, 0, 0]), torch.tensor([9.0, 9, 9, 9])]
     assert allocate(losses, 100, cost=1) == [2, 4]
     assert allocate(losses, 6, cost=[1, 4], minimum=0) == [2, 1]
+    assert allocate(losses, 4, cost=[1, 4], minimum=0) == [2, 0]
     assert allocate(losses, 7, cost=[4, 1], minimum=0) == [0, 4]
     assert allocate(losses, 8, cost=1, multiple_of=4) == [4, 4]
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize(("rotary_dim", "head_dim"), [(8, 8), (4, 8), (4, 7), (2, 3)])
-def test_rotation_average_is_the_sum_over_explicit_rotations(layout: str, rotary_dim: int, head_dim: int) -> None:
-    geometry = RotaryGeometry(10.0 ** -torch.arange(rotary_dim // 2, dtype=torch.float64), head_dim, layout=layout)  # type: ignore[arg-type]
+def test_rotation_average_is_the_sum_over_explicit_rotations(layout: Layout, rotary_dim: int, head_dim: int) -> None:
+    geometry = RotaryGeometry(10.0 ** -torch.arange(rotary_dim // 2, dtype=torch.float64), head_dim, layout=layout)
     moment = moment_of(cloud(11, 2, 30, head_dim))
     distances, weights = torch.tensor([0, 1, 2, 7, 1000]), torch.tensor([0.5, 0.2, 0.1, 0.1, 0.3])
     expected = torch.zeros_like(moment)
@@ -205,8 +207,8 @@ def test_rotation_average_is_the_sum_over_explicit_rotations(layout: str, rotary
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_the_averaged_metric_gives_the_logits_of_rotated_queries_and_keys(layout: str) -> None:
-    geometry = RotaryGeometry(10.0 ** -torch.arange(3, dtype=torch.float64), 6, layout=layout)  # type: ignore[arg-type]
+def test_the_averaged_metric_gives_the_logits_of_rotated_queries_and_keys(layout: Layout) -> None:
+    geometry = RotaryGeometry(10.0 ** -torch.arange(3, dtype=torch.float64), 6, layout=layout)
     queries, key = cloud(12, 20, 6), cloud(13, 1, 6)
     logits = [geometry.rotate(queries[None, None], 40) @ geometry.rotate(key[None, None], 40 - distance).mT for distance in (0, 3, 11)]
     metric = rotation_average(moment_of(queries), geometry, torch.tensor([0, 3, 11]))

@@ -211,12 +211,19 @@ def test_bases_agree_by_captured_energy() -> None:
 @pytest.mark.parametrize("angle", [1e-4, 0.1, 1.5])
 def test_bases_agree_by_their_largest_angle(angle: float) -> None:
     turn = torch.tensor(angle, dtype=torch.float64)
-    a = torch.eye(5, dtype=torch.float64)[:2]
-    b = torch.stack((turn.cos() * a[0] + turn.sin() * torch.eye(5, dtype=torch.float64)[4], a[1]))
-    mixed = torch.tensor([[0.6, 0.8], [-0.8, 0.6]], dtype=torch.float64) @ b
+    axes = torch.eye(6, dtype=torch.float64)
+    a, b = axes[:3], torch.cat((turn.cos() * axes[:2] + turn.sin() * axes[4:], axes[2:3]))
+    mixed = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)).Q @ b
     assert agree(a, mixed, tolerance=float(turn.sin()) * 1.001)
     assert not agree(a, mixed, tolerance=float(turn.sin()) * 0.999)
     assert not agree(mixed, a, tolerance=float(turn.sin()) * 0.999)
+
+
+def test_the_state_is_as_large_as_its_settings_say() -> None:
+    assert FrequentDirections(4).start((2, 3), 20).shape == (2, 3, 8, 20)
+    assert FrequentDirections(4, buffer=1).start((), 20).shape == (5, 20)
+    assert FrequentDirections(30).start((2,), 20).shape == (2, 40, 20)
+    assert Gram().start((2, 3), 20).shape == (2, 3, 20, 20)
 
 
 def test_wrong_arguments_are_named() -> None:
