@@ -1,0 +1,245 @@
+"""Sketches against the exact sum of outer products: the bound for any stream in any blocks, and what must change nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.subspace.sketch import FrequentDirections, Gram, Sketch, agree
+
+SKETCHES = [Gram(), FrequentDirections(3), FrequentDirections(4, buffer=1), FrequentDirections(20)]
+
+
+def exact(rows: torch.Tensor) -> torch.Tensor:
+    """The sum of outer products, one row after the other in float64."""
+    total = torch.zeros(*rows.shape[:-2], rows.shape[-1], rows.shape[-1], dtype=torch.float64)
+    for row in rows.double().unbind(-2):
+        total += row.unsqueeze(-1) * row.unsqueeze(-2)
+    return total
+
+
+def spectral(symmetric: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.eigvalsh(symmetric).abs().amax(-1)
+
+
+def fed(sketch: Sketch, rows: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """The state after the rows came in blocks, cut at these places."""
+    state = sketch.start(rows.shape[:-2], rows.shape[-1])
+    places = [0, *sorted(cuts), rows.shape[-2]]
+    for start, end in itertools.pairwise(places):
+        state = sketch.update(state, rows[..., start:end, :])
+    return state
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> torch.Tensor:
+    """(2, n, d) rows: spread out, in few directions, repeated, with zeros, from tiny to huge."""
+    n, dim = draw(st.integers(0, 70)), draw(st.integers(1, 12))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    rows = torch.randn(2, n, dim, generator=generator, dtype=torch.float64)
+    kind = draw(st.sampled_from(["spread", "decaying", "deficient", "repeated", "axes"]))
+    if kind == "decaying":
+        rows *= 3.0 ** -torch.arange(dim)
+    elif kind == "deficient":
+        rows = rows[..., :1] * torch.randn(2, 1, dim, generator=generator, dtype=torch.float64)
+    elif kind == "repeated":
+        rows = rows[:, :1].expand(2, n, dim).clone()
+    elif kind == "axes":
+        rows = torch.eye(dim, dtype=torch.float64)[torch.randint(dim, (2, n), generator=generator)]
+    if draw(st.booleans()):
+        rows[:, :: draw(st.integers(1, 4))] *= draw(st.sampled_from([0.0, 1e-3, 1e3]))
+    return (rows * 10.0 ** draw(st.sampled_from([-42, -25, -3, 0, 3, 18, 30]))).float()
+
+
+@settings(max_examples=1500, deadline=None)
+@given(rows=streams(), size=st.integers(1, 14), buffer=st.sampled_from([None, 1, 2, 9]), data=st.data())
+def test_frequent_directions_keeps_its_bound_in_any_blocks(rows: torch.Tensor, size: int, buffer: int | None, data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, rows.shape[-2]), max_size=12) | st.just(list(range(rows.shape[-2]))))
+    sketch = FrequentDirections(size, buffer)
+    state, truth = fed(sketch, rows, cuts), exact(rows)
+    assert state.dtype == torch.float32
+    assert state.isfinite().all()
+    energies = torch.linalg.eigvalsh(truth).flip(-1).clamp_min(0)
+    lost = truth - sketch.gram(state)
+    # Of float32 rows; below, what is smaller than the smallest float32 number.
+    rounding = 2e-6 * energies.sum(-1) + 1e-80
+    for r in range(min(size, rows.shape[-1]) + 1):
+        assert (spectral(lost) <= energies[:, r:].sum(-1) / (size + 1 - r) + rounding).all()
+    assert (torch.linalg.eigvalsh(lost)[:, 0] >= -rounding).all()
+    if rows.shape[-1] <= size:
+        assert (spectral(lost) <= rounding).all()
+
+
+def test_a_late_direction_in_small_pieces_is_not_lost() -> None:
+    early, late = torch.eye(8)[:4], 0.9 * torch.eye(8)[4:5].expand(400, 8)
+    state = fed(FrequentDirections(4, buffer=1), torch.cat((early, late)), list(range(404)))
+    assert FrequentDirections(4, buffer=1).basis(state, 1)[0, 4].abs() > 0.999
+
+
+@pytest.mark.parametrize(("slots_and_new", "dim"), [(9, 30), (30, 30), (31, 30), (200, 30)])
+def test_one_shrink_is_that_of_the_singular_values(slots_and_new: int, dim: int) -> None:
+    sketch, rows = FrequentDirections(4, buffer=2), torch.randn(3, slots_and_new, dim, generator=torch.Generator().manual_seed(1))
+    state = fed(sketch, rows, [6])
+    _, values, directions = torch.linalg.svd(rows.double(), full_matrices=False)
+    left = (values[:, :4] ** 2 - values[:, 4:5] ** 2).sqrt().unsqueeze(-1) * directions[:, :4]
+    assert torch.allclose(sketch.gram(state), left.mT @ left, rtol=1e-4, atol=1e-4)
+    assert (state[:, 4:] == 0).all()
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=streams(), data=st.data())
+def test_gram_is_the_sum_of_outer_products_in_any_blocks(rows: torch.Tensor, data: st.DataObject) -> None:
+    state = fed(Gram(), rows, data.draw(st.lists(st.integers(0, rows.shape[-2]), max_size=12)))
+    truth = exact(rows)
+    assert state.isfinite().all()
+    if float(rows.double().square().sum()) < torch.finfo(torch.float32).max:
+        assert torch.allclose(Gram().gram(state), truth, rtol=1e-5, atol=1e-6 * float(truth.abs().amax()) + 1e-42)
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+def test_rows_that_are_not_valid_change_nothing_whatever_they_hold(sketch: Sketch) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(2, 3, 60, 8, generator=generator)
+    valid = torch.rand(2, 3, 60, generator=generator) < torch.tensor([0.1, 0.5, 1.0]).unsqueeze(-1)
+    state = sketch.start((2, 3), 8)
+    alone = [[sketch.start((), 8) for _ in range(3)] for _ in range(2)]
+    for block, block_valid in zip(rows.split(7, -2), valid.split(7, -1), strict=True):
+        state = sketch.update(state, block.masked_fill(~block_valid.unsqueeze(-1), float("nan")), block_valid)
+        for i in range(2):
+            for j in range(3):
+                alone[i][j] = sketch.update(alone[i][j], block[i, j][block_valid[i, j]])
+    expected = torch.stack([torch.stack([sketch.gram(each) for each in line]) for line in alone])
+    assert torch.allclose(sketch.gram(state), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(sketch.update(state, torch.full((2, 3, 30, 8), float("nan")), torch.zeros(2, 1, 1, dtype=torch.bool)), state)
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+def test_an_update_leaves_the_old_state_and_the_rows_as_they_are(sketch: Sketch) -> None:
+    rows = torch.randn(2, 50, 8, dtype=torch.float64).half()
+    state = sketch.update(sketch.start((2,), 8), rows[:, :2])
+    before, rows_before = state.clone(), rows.clone()
+    for count in (1, 2, 50):
+        sketch.update(state, rows[:, :count])
+        assert torch.equal(state, before)
+        assert torch.equal(rows, rows_before)
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+@pytest.mark.parametrize("shape", [(0, 4, 6, 8), (3, 0, 8), (0, 8)])
+def test_empty_batches_and_empty_blocks_are_fine(sketch: Sketch, shape: tuple[int, ...]) -> None:
+    state = sketch.start(shape[:-2], 8)
+    assert torch.equal(sketch.update(state, torch.ones(shape)), state)
+    assert sketch.basis(state, 2).shape == (*shape[:-2], 2, 8)
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+@pytest.mark.parametrize("value", [0.0, 1e-45, 1.0, 3e38, -3e38])
+def test_any_finite_rows_give_finite_orthonormal_bases(sketch: Sketch, value: float) -> None:
+    rows = torch.full((2, 90, 8), value)
+    rows[1, ::2] *= -1
+    state = fed(sketch, rows, [1, 2, 3, 50, 51])
+    basis = sketch.basis(state, 5)
+    assert state.isfinite().all()
+    assert sketch.energies(state).isfinite().all()
+    assert basis.dtype == torch.float32
+    assert torch.allclose(basis @ basis.mT, torch.eye(5).expand(2, 5, 5), atol=1e-5)
+    if abs(value) >= 1:
+        assert torch.allclose(basis[:, 0].abs(), torch.full((2, 8), 8**-0.5), atol=1e-4)
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+def test_basis_and_energies_are_the_top_right_singular_directions(sketch: Sketch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(4, 200, 2, generator=generator) @ torch.randn(4, 2, 8, generator=generator)
+    state = fed(sketch, rows, [5, 6, 7, 100])
+    _, values, directions = torch.linalg.svd(rows.double(), full_matrices=False)
+    basis = sketch.basis(state, 2).double()
+    assert torch.allclose(basis.mT @ basis, directions[:, :2].mT @ directions[:, :2], atol=1e-4)
+    assert torch.allclose(sketch.energies(state)[:, :2], values[:, :2] ** 2, rtol=1e-4)
+    assert (sketch.energies(state)[:, 2:] <= 1e-4 * values[:, :1] ** 2).all()
+    assert ((basis * directions[:, :2]).sum(-1).abs() > 0.999).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=streams(), size=st.integers(1, 6), factor=st.sampled_from([0.0, 1e-60, 0.3, 4.0]))
+def test_scaling_weighs_what_came_before_and_keeps_the_bound(rows: torch.Tensor, size: int, factor: float) -> None:
+    sketch, early, late = FrequentDirections(size), rows[:, : rows.shape[1] // 2], rows[:, rows.shape[1] // 2 :]
+    factors = torch.tensor([factor, 1.0])
+    past = fed(sketch, early, [3] if early.shape[1] > 3 else [])
+    state = sketch.update(sketch.scaled(past, factors), late)
+    truth = factors.double()[:, None, None] * exact(early) + exact(late)
+    energies = torch.linalg.eigvalsh(truth).flip(-1).clamp_min(0)
+    rounding = 2e-6 * energies.sum(-1) + 1e-80
+    for r in range(min(size, rows.shape[-1]) + 1):
+        assert (spectral(truth - sketch.gram(state)) <= energies[:, r:].sum(-1) / (size + 1 - r) + rounding).all()
+
+
+@pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
+def test_scaled_multiplies_energies_and_forget_leaves_none(sketch: Sketch) -> None:
+    state = fed(sketch, torch.randn(3, 9, 8), [4])
+    assert torch.allclose(sketch.energies(sketch.scaled(state, 0.25)), sketch.energies(state) / 4, rtol=1e-4, atol=1e-4)
+    one = sketch.scaled(state, torch.tensor([1.0, 0.0, 1.0]))
+    assert torch.equal(one[::2], state[::2])
+    assert (one[1] == 0).all()
+    assert torch.equal(sketch.forget(state), sketch.start((3,), 8))
+
+
+def test_a_row_that_scaling_made_vanish_is_not_mistaken_for_the_end() -> None:
+    sketch = FrequentDirections(4)
+    state = fed(sketch, torch.stack((1e-30 * torch.eye(8)[0], torch.eye(8)[1])), [])
+    state = sketch.update(sketch.scaled(state, 1e-40), 1e-20 * torch.eye(8)[2:3])
+    assert torch.allclose(sketch.energies(state)[:2] * 1e40, torch.ones(2, dtype=torch.float64), rtol=1e-4)
+
+
+def test_bases_agree_by_captured_energy() -> None:
+    gram = torch.diag(torch.tensor([10.0, 5.0, 4.9, 0.1])).expand(2, 4, 4)
+    axes = torch.eye(4)
+    best, nearly, worse = axes[:2], axes[[0, 2]], axes[[0, 3]]
+    assert agree(nearly, best.expand(2, 2, 4), gram, tolerance=0.01).tolist() == [True, True]
+    assert agree(worse, best, gram, tolerance=0.01).tolist() == [False, False]
+    assert agree(best, worse, gram, tolerance=0.01).tolist() == [False, False]
+    assert agree(axes[:3], axes, gram, tolerance=0.01).all()
+    assert agree(best, worse, torch.zeros(2, 4, 4), tolerance=0.0).all()
+    assert agree(torch.stack((best, best)), torch.stack((best, worse)), gram, tolerance=0.01).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("angle", [1e-4, 0.1, 1.5])
+def test_bases_agree_by_their_largest_angle(angle: float) -> None:
+    turn = torch.tensor(angle, dtype=torch.float64)
+    axes = torch.eye(6, dtype=torch.float64)
+    a, b = axes[:3], torch.cat((turn.cos() * axes[:2] + turn.sin() * axes[4:], axes[2:3]))
+    mixed = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)).Q @ b
+    assert agree(a, mixed, tolerance=float(turn.sin()) * 1.001)
+    assert not agree(a, mixed, tolerance=float(turn.sin()) * 0.999)
+    assert not agree(mixed, a, tolerance=float(turn.sin()) * 0.999)
+
+
+def test_the_state_is_as_large_as_its_settings_say() -> None:
+    assert FrequentDirections(4).start((2, 3), 20).shape == (2, 3, 8, 20)
+    assert FrequentDirections(4, buffer=1).start((), 20).shape == (5, 20)
+    assert FrequentDirections(30).start((2,), 20).shape == (2, 40, 20)
+    assert Gram().start((2, 3), 20).shape == (2, 3, 20, 20)
+
+
+def test_wrong_arguments_are_named() -> None:
+    sketch = FrequentDirections(4)
+    state = sketch.start((2,), 8)
+    for call, argument in [
+        (lambda: FrequentDirections(0), "size"),
+        (lambda: FrequentDirections(True), "size"),
+        (lambda: FrequentDirections(3, buffer=0), "buffer"),
+        (lambda: sketch.update(state, torch.zeros(2, 5, 7)), "rows"),
+        (lambda: sketch.update(state, torch.zeros(3, 5, 8)), "rows"),
+        (lambda: sketch.update(state, torch.zeros(2, 5, 8), torch.ones(2, 5)), "valid"),
+        (lambda: sketch.update(state[:, :-1], torch.zeros(2, 5, 8)), "state"),
+        (lambda: sketch.basis(state, 9), "rank"),
+        (lambda: sketch.scaled(state, -1.0), "factor"),
+        (lambda: agree(torch.eye(4)[:2], torch.eye(4)[:3], tolerance=0.1), "basis_b"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"^{argument}: expected"):
+            call()
