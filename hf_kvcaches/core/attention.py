@@ -177,7 +177,8 @@ def previous_implementation(config: PreTrainedConfig) -> str:
 
 def is_enabled(config: PreTrainedConfig) -> bool:
     """Whether the model of that config asks our attention."""
-    return bool(config._attn_implementation == NAME)
+    # Asked in every layer of every step; the public property goes through the config's slow attribute access twice.
+    return bool(config._attn_implementation_internal == NAME)
 
 
 def enable(model: Any) -> None:

@@ -2,9 +2,9 @@
 
 A compiled graph takes a Python number that it reads for a constant, and is compiled anew when it changes. So a graph reads none of a
 layer's counters. It has `origin`, the counters as they were written down last, and `clock`, the number of tokens that came since, one
-at a time and each of them real; all else follows from the two. A graph only moves the clock. An uncompiled step moves it too, and
-whatever else happens to a layer has its origin written down anew. The other way round, the counters in Python are read from the clock
-when someone asks for them after a graph has run.
+at a time and each of them real; all else follows from the two. A graph only moves the clock. An uncompiled step leaves word for the
+next graph to move it too, and whatever else happens to a layer has its origin written down anew. The other way round, the counters in
+Python are read from the clock when someone asks for them after a graph has run.
 
 A graph never brings the two frames back together. It takes angles in float64, which is as exact; the next uncompiled step does it.
 """
@@ -54,7 +54,8 @@ class ClockedStorage(SlotStorage):
         clock: Tokens that came since `origin` was written down, one at a time, ().
         origin: `seen`, `fed`, how many slots are in use, `cursor` and how far the frames are apart, (1 or batch, 5).
         behind: Whether a graph has moved the clock since the counters were read from it.
-        wound: Whether `origin` and `clock` are right.
+        wound: Whether `origin` and `clock` are right, but for the ticks.
+        ticks: Tokens that came since and that the clock has not been told of. The next graph does it.
         gappy: Whether tokens were taken out of the middle, so that others than sinks are far, or will be.
     """
 
@@ -62,6 +63,7 @@ class ClockedStorage(SlotStorage):
     clock: torch.Tensor | None = None
     origin: torch.Tensor | None = None
     behind = False
+    ticks = 0
     wound = False
     gappy = False
     seen: Any = _Counter()
@@ -101,7 +103,7 @@ class ClockedStorage(SlotStorage):
 
     def get_seq_length(self) -> int:
         if torch.compiler.is_compiling() and self.origin is not None and self.clock is not None:
-            return self.origin[0, 0] + self.clock  # type: ignore[return-value]
+            return self.origin[0, 0] + self.clock + self.ticks  # type: ignore[return-value]
         return int(self.seen)
 
     def catch_up(self) -> None:
@@ -141,14 +143,14 @@ class ClockedStorage(SlotStorage):
             stepped: Whether it was one real token a row.
         """
         if stepped and self.wound:
-            assert self.clock is not None
-            self.clock.add_(1)
+            self.ticks += 1
         elif self.settings.policy.order_only and not (stepped and self.gappy):
             self.write_down()
 
     def write_down(self) -> None:
         """Makes the counters as they are now the origin."""
         self.wound = self.gappy = False
+        self.ticks = 0
         if self.keys is None or not self.is_compileable:
             return
         self.gappy = self.frames.two and self._has_gaps()
@@ -191,7 +193,7 @@ class ClockedStorage(SlotStorage):
     def reset(self) -> None:
         self.behind = self.wound = self.gappy = False
         super().reset()
-        self.clock = self.origin = None
+        self.clock, self.origin, self.ticks = None, None, 0
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         super().import_state(tensors, values)
@@ -254,6 +256,10 @@ def attend(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: t
             "torch.compile: of EquipCache only steps of the streaming policy can be compiled, with positions='original' or rope='frames', "
             "and without recording. Ask cache.is_compileable, and leave the model uncompiled where it says False."
         )
+    if layer.ticks:
+        assert layer.clock is not None
+        layer.clock.add_(layer.ticks)
+        layer.ticks = 0
     if not first and tokens > 1:
         raise UnsupportedError(
             "torch.compile: several tokens at once can be compiled as the first ones only. Feed them to the uncompiled model, or singly."

@@ -45,6 +45,7 @@ class EquipLayer(PlacedSlots):
         super().__init__(settings, frames, passes, config)
         self.recording: Recording | None = None
         self.inserting: editing.Insertion | None = None
+        self.has_plain_ring = self.policy.order_only and self.has_buffer and not frames.unrotated
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if is_enabled(self.config):
@@ -89,6 +90,12 @@ class EquipLayer(PlacedSlots):
         if self.inserting is not None:
             return editing.insert_block(self, query, keys, values, call, running)
         self._check_padding(running)
+        if tokens == 1 and self.has_plain_ring and self.recording is None and self.fed:
+            turned = steps.turn_ring(self, query, keys, values, call, running)
+            if not isinstance(turned, bool):
+                self.seen += 1
+                self.wind(True)
+                return turned
         block = self._block_length(tokens)
         if self.recording is not None:
             self.recording.note(self, running, query, keys, values, call, block)

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional
 
 from hf_kvcaches.equip._scoring import lag_ranks, lots
-from hf_kvcaches.equip.tokens import Tokens, newest_from
+from hf_kvcaches.equip.tokens import Tokens, ages, newest_from
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 _HIGHEST = torch.finfo(torch.float32).max
@@ -166,17 +166,6 @@ class Policy(ABC):
         # A subclass of a built-in policy has its name, and is not it.
         own = _BUILT_IN.get(self.name) is not type(self)
         return {"policy": f"{type(self).__module__}.{type(self).__qualname__}" if own else self.name, **parameters}
-
-
-def ages(positions: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Positions, with the greatest number for what is held, so that the least is that of the oldest token that is not.
-
-    Args:
-        positions: (batch, 1 or kv_heads, slots); -1 for empty slots, and stays so.
-        held: True for what must not be the least, of the same shape, or of more heads.
-    """
-    # Four times faster than torch.where on a CPU.
-    return positions | held.to(positions.dtype) * torch.iinfo(positions.dtype).max
 
 
 def _put(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:

@@ -9,14 +9,64 @@ import torch
 
 from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask
 from hf_kvcaches.equip.frames import Pass
-from hf_kvcaches.equip.policies import ages
 from hf_kvcaches.equip.state import UNKNOWN
-from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.equip.tokens import Tokens, ages
 from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.slots import slot_attention
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.call import Call
     from hf_kvcaches.equip.layer import EquipLayer
+
+
+def turn_ring(
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+) -> bool | torch.Tensor:
+    """`insert` and `attend` at once for a full ring, the usual step of the streaming policy; False where there is more to it.
+
+    What `insert` and `attend` ask of a layer takes as long as the attention of a small model, so here each thing is asked once.
+
+    Args:
+        layer: On buffers.
+        query: (batch, heads, 1, head_dim), as the model rotated it.
+        keys: (batch, kv_heads, 1, head_dim), likewise.
+        values: Like `keys`.
+        call: What the model said.
+        running: The pass, of one token.
+    """
+    frames, slots, key_buffer, value_buffer = layer.frames, layer.slots, layer.keys, layer.values
+    if layer.filled < slots or layer.positions is not None or layer.offset_rows is not None or running.valid is not None:
+        return False
+    if layer.offset >= frames.limit or torch.is_grad_enabled() or isinstance(call.mask, torch.Tensor) or call.bias is not None:
+        return False
+    assert key_buffer is not None
+    assert value_buffer is not None
+    if key_buffer.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    slot, sinks, far_query = layer.cursor, layer.settings.sinks, None
+    layer.offset = offset = layer.offset + 1
+    if frames.geometry is not None:
+        near = running.turn(frames.geometry, slots - 1 + offset)
+        if sinks:
+            far = running.turn(frames.geometry, slots - 1)
+            far_query = query if far is None else far(query)
+        if near is not None:
+            query, keys = near(query), near(keys)
+    key_buffer.narrow(2, slot, 1).copy_(keys)
+    value_buffer.narrow(2, slot, 1).copy_(values)
+    layer.cursor = slot + 1 if slot + 1 < slots else sinks
+    layer.fed += 1
+    return slot_attention(
+        query,
+        key_buffer,
+        value_buffer,
+        call.scaling,
+        far=None if far_query is None else sinks,
+        far_query=far_query,
+        softcap=call.softcap,
+        backend=layer.backend,
+        check=False,
+    )[0]
 
 
 def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int | torch.Tensor:
