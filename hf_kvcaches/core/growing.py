@@ -90,13 +90,14 @@ class GrowingLayer(TensorLayer):
         return {name: tensor[:, :, : self.seen] for name, tensor in tensors.items()}, values
 
 
-def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.Tensor:
+def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: int = 8) -> torch.Tensor:
     """Writes `new` behind the first `start` slots of a buffer, which is replaced by a larger one when it is full.
 
     Args:
         buffer: (batch, kv_heads, capacity, head_dim), or None for none yet.
         new: (batch, kv_heads, tokens, head_dim).
         start: How many slots of the buffer count.
+        reserve: A larger buffer has room for one token more for each so many, so each token is copied about as many times in all.
     """
     tokens = new.shape[-2]
     stop = start + tokens
@@ -106,8 +107,7 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.
         return new if buffer is None else torch.cat([buffer[:, :, :start], new], dim=-2)
     frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
     if buffer is None or stop > buffer.shape[-2] or frozen:
-        # An eighth more than needed: each token is copied some eight times in all, however long the text gets.
-        capacity = stop + max(64, stop // 8)
+        capacity = stop + max(64, stop // reserve)
         larger = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
         if buffer is not None:
             larger[:, :, :start] = buffer[:, :, :start]

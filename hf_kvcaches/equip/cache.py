@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.budgets import check_budget, resolve_budgets
-from hf_kvcaches.equip.call import Settings
-from hf_kvcaches.equip.frames import Frames, Passes, Scheme
+from hf_kvcaches.equip.settings import Settings
+from hf_kvcaches.equip.frames import Frames, Scheme, TurningPass
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
@@ -27,7 +24,7 @@ ROPE = ("auto", "frames", "on_read", "rotated_keys")
 BACKENDS = ("auto", "torch", "triton", "reference")
 
 
-class EquipCache(KVCache):
+class EquipCache(AnsweringCache):
     """Keeps a fixed number of tokens: a new one is written over the one that a policy gives up, and nothing is moved.
 
     EQUIP: EQUivariant preserving In-Place updates for Efficient token-pruning (Ramachandran et al.). Attention does not care in which order
@@ -60,6 +57,8 @@ class EquipCache(KVCache):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
+    pass_class = TurningPass
+
     def __init__(
         self,
         model: Any,
@@ -87,9 +86,7 @@ class EquipCache(KVCache):
             raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
-        self._passes = Passes()
         self._geometries: list[RotaryGeometry] = []
-        self._hook: weakref.finalize[[], EquipCache] | None = None
         super().__init__(model, offloading=offloading)
         if self.policy.observes != 0:
             self.require_attention(f"policy {self.policy.name or type(self.policy).__name__!r}")
@@ -104,8 +101,8 @@ class EquipCache(KVCache):
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is None:
-            return EquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config)
-        return PagedEquipLayer(settings, self._make_frames(layer_idx), self._passes, self.config, self._book)
+            return EquipLayer(settings, self._make_frames(layer_idx), self.passes, self.config)
+        return PagedEquipLayer(settings, self._make_frames(layer_idx), self.passes, self.config, self._book)
 
     def _make_frames(self, layer_idx: int) -> Frames:
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
@@ -124,16 +121,6 @@ class EquipCache(KVCache):
                 return Frames(scheme, known)
         self._geometries.append(geometry)
         return Frames(scheme, geometry)
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if layer_idx == 0 and not torch.compiler.is_compiling():
-            lengths = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin)}
-            if len(lengths) > 1:
-                raise UnsupportedError(
-                    f"The layers of this cache saw {sorted(lengths)} tokens: a forward pass or a crop failed on the way. "
-                    "Call reset() and feed the text again."
-                )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def settings(self) -> dict[str, Any]:
         pages = {} if self.pool is None else {"page_size": self.pool.page_size}
@@ -189,11 +176,6 @@ class EquipCache(KVCache):
         device = compat.base_model(model).device
         editing.edit(self, model, layers, start, stop, ids.reshape(1, -1).to(device) if ids.ndim == 1 else ids.to(device))
 
-    def activate_past_recording(self) -> None:
-        super().activate_past_recording()
-        if self._hook is None and self._model is not None and (model := self._model()) is not None:
-            self._hook = _watch_drafts(model, self)
-
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile(fullgraph=True)` can take single tokens: see `compiled.py`."""
@@ -216,40 +198,6 @@ class EquipCache(KVCache):
         if not isinstance(layer, EquipLayer):
             raise ConfigError.of("layer_idx", "a layer with full attention", layer_idx, f"It is a {type(layer).__name__} of transformers.")
         return layer
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_hook": None}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> EquipCache:
-        hook, self._hook = self._hook, None
-        try:
-            copied = super().__deepcopy__(memo)
-        finally:
-            self._hook = hook
-        if hook is not None:
-            copied.activate_past_recording()
-        return copied
-
-
-def _watch_drafts(model: PreTrainedModel, cache: EquipCache) -> weakref.finalize[[], EquipCache]:
-    """Tells a cache at each forward pass how many of the tokens are drafts.
-
-    Assisted generation feeds a prompt and the first drafts in one call, and only the number of logits it asks for tells them apart.
-    """
-    passes = cache._passes
-    reference = weakref.ref(cache)
-
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = reference()
-        if given is None or id(kwargs.get("past_key_values")) != id(given):
-            return
-        keep, ids = kwargs.get("logits_to_keep"), kwargs.get("input_ids")
-        # Who wants the logits of a whole prompt does not draft.
-        whole = isinstance(ids, torch.Tensor) and ids.shape[1] == keep and not given.seen
-        passes.drafts = keep - 1 if isinstance(keep, int) and keep > 0 and not whole else None
-
-    return weakref.finalize(cache, model.register_forward_pre_hook(before, with_kwargs=True).remove)
-
 
 def _turns_for_nothing(model: Any) -> bool:
     """Whether keys are read by a kernel that turns them on the way, and are too short to be turned more than once."""

@@ -25,7 +25,8 @@ from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.slots import slot_attention, write_slots
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.call import Call, Settings
+    from hf_kvcaches.core.calls import Call
+from hf_kvcaches.equip.settings import Settings
     from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.rollback import Recording
 
@@ -362,7 +363,7 @@ def _came(layer: EquipLayer, call: Call, places: torch.Tensor) -> torch.Tensor:
 
 
 def _turn(frames: Frames, came: torch.Tensor, target: torch.Tensor) -> Turn:
-    """The rotation from the model's positions to others, as in `Pass.turn`.
+    """The rotation from the model's positions to others, as in `TurningPass.turn`.
 
     Args:
         frames: How the layer's keys are rotated.

@@ -13,13 +13,13 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import pruning
-from hf_kvcaches.equip.blocks import Visibility, block_attention, observers
-from hf_kvcaches.equip.frames import Frames, Pass
+from hf_kvcaches.core.blocks import Visibility, block_attention, observers
+from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.cache import EquipCache
-    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
 
 
@@ -159,7 +159,7 @@ def _run(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, ne
 
 
 def insert_block(
-    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
 ) -> torch.Tensor:
     """Attention of new tokens in the middle of the text, which then take their slots: (batch, tokens, heads, head_dim).
 

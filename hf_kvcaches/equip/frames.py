@@ -13,16 +13,14 @@ angles stay small and exact at any number of tokens seen, where the model's own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from hf_kvcaches.core.attention import MaskRecipe
+from hf_kvcaches.core.passes import Pass
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.rope_families import Layout
-from hf_kvcaches.errors import UnsupportedError
 
 Scheme = Literal["given", "frames", "on_read", "rotated_keys"]
 
@@ -83,91 +81,8 @@ def swap_pairs(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     return x.roll(x.shape[-1] // 2, -1)
 
 
-class Pass:
-    """What all layers of one forward pass share: which new tokens are real, where the model put them, and the rotations made so far.
-
-    Args:
-        mask: What the model gave its attention.
-        position_ids: The model's positions of the new tokens, (batch or 1, tokens), or None where it does not tell.
-        seen: Tokens fed in before.
-        tokens: New ones.
-        device: Of keys and queries.
-    """
-
-    def __init__(
-        self, mask: MaskRecipe | torch.Tensor | None, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device
-    ) -> None:
-        self.key = (mask, position_ids, seen, tokens, device)
-        self.seen, self.tokens, self.device = seen, tokens, device
-        self.first, self.whole = 0, True  # where it begins in the model's call, and whether it is all of it
-        padding = mask.padding if isinstance(mask, MaskRecipe) else None
-        valid = None if padding is None else padding[:, seen : seen + tokens].to(device).bool()
-        self.valid = None if valid is None or bool(valid.all()) else valid
-        self.real_before = None if padding is None else padding[:, :seen].sum(-1, keepdim=True).to(device)
-        self.position_ids = _text_positions(position_ids)
-        self._turns: dict[Any, Any] = {}
-        self._parts: dict[tuple[int, int], Pass] = {}
-        self._start: int | Literal[False] | None = False
-
-    def part(self, start: int, stop: int) -> Pass:
-        """The pass of some of the new tokens alone.
-
-        Args:
-            start: The first.
-            stop: The one after the last.
-        """
-        if (start, stop) == (0, self.tokens):
-            return self
-        if (start, stop) not in self._parts:
-            mask, ids, seen, _, device = self.key
-            own = None if ids is None else ids[..., start:stop]
-            part = self._parts[start, stop] = Pass(mask, own, seen + start, stop - start, device)
-            part.first, part.whole = self.first + start, False
-        return self._parts[start, stop]
-
-    def matches(self, mask: Any, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device) -> bool:
-        """Whether this is the pass that a layer is in."""
-        own = self.key
-        # By identity: a recipe and its positions are made anew for each forward pass, and are kept alive here.
-        return mask is not None and own[0] is mask and own[1] is position_ids and own[2:] == (seen, tokens, device)
-
-    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What another layer has made under that key already, or what `make` gives.
-
-        Args:
-            key: Anything hashable.
-            make: Called once a pass.
-        """
-        if key not in self._turns:
-            self._turns[key] = make()
-        return self._turns[key]
-
-    @property
-    def start(self) -> int | None:
-        """The first token's position where all rows count on from the same one, else None."""
-        if self._start is False:
-            self._start = self._find_start()
-        return self._start
-
-    def _find_start(self) -> int | None:
-        ids = self.position_ids
-        if ids is None:
-            return self.seen if self.real_before is None and self.valid is None else None
-        first = int(ids[0, 0])
-        if ids.numel() == 1:
-            return first
-        expected = torch.arange(first, first + self.tokens, device=ids.device)
-        return first if bool((ids == expected).all()) else None
-
-    def positions(self) -> torch.Tensor:
-        """The model's positions of the new tokens, (batch or 1, tokens)."""
-        if self.position_ids is not None:
-            return self.position_ids.to(self.device)
-        steps = torch.arange(self.tokens, device=self.device)[None]
-        if self.real_before is None:
-            return steps + self.seen
-        valid = torch.ones_like(steps) if self.valid is None else self.valid
-        return (self.real_before + valid.cumsum(-1) - 1).clamp(min=0)
+class TurningPass(Pass):
+    """A pass that remembers the rotations made so far."""
 
     def turn(self, geometry: RotaryGeometry, target: int | torch.Tensor, *, still: bool = False) -> Turn | None:
         """The rotation from the model's positions to others; None where these are the same.
@@ -180,34 +95,23 @@ class Pass:
         if isinstance(target, torch.Tensor):
             return self._make(geometry, target)
         key = (id(geometry), target, still)
-        if key not in self._turns:
+        if key not in self._shared:
             if self.start == target and not still:
-                self._turns[key] = None
+                self._shared[key] = None
             elif self.tokens == 1 and self.start is not None:
                 # As below, for the price of half as many operations.
                 exact = geometry.inv_freq.to(self.device)
-                self._turns[key] = Turn.by((exact * target - exact.float() * self.start).view(1, 1, 1, -1), geometry.layout)
+                self._shared[key] = Turn.by((exact * target - exact.float() * self.start).view(1, 1, 1, -1), geometry.layout)
             else:
                 steps = torch.zeros(self.tokens, dtype=torch.long) if still else torch.arange(self.tokens)
-                self._turns[key] = self._make(geometry, (steps + target).to(self.device)[None, None])
-        return self._turns[key]
+                self._shared[key] = self._make(geometry, (steps + target).to(self.device)[None, None])
+        return self._shared[key]
 
     def _make(self, geometry: RotaryGeometry, target: torch.Tensor) -> Turn:
         exact = geometry.inv_freq.to(self.device)
         # The model multiplies in float32: undoing its angle needs the rounded one.
         rounded = self.positions()[:, None, :, None].float() * exact.float()
         return Turn.by(torch.addcmul(-rounded.double(), target[..., None].double(), exact), geometry.layout)
-
-
-def _text_positions(ids: torch.Tensor | None) -> torch.Tensor | None:
-    """Positions of text, (batch or 1, tokens), also where a model has one for each axis of an image."""
-    if ids is None or ids.ndim == 2:
-        return ids
-    if ids.ndim == 3 and bool((ids == ids[:1]).all()):
-        return ids[0]
-    raise UnsupportedError(
-        "position_ids: image tokens with a position for each axis have no place in compact positions. Use positions='original'."
-    )
 
 
 @dataclass(eq=False)
@@ -279,35 +183,3 @@ class Frames:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tables": {}}
-
-
-class Passes:
-    """The forward pass that is going on, shared by the layers of one cache.
-
-    Attributes:
-        drafts: How many of the call's last tokens are drafts that may be taken back, where the caller is known to draft; else None.
-    """
-
-    def __init__(self) -> None:
-        self.drafts: int | None = None
-        self._current: Pass | None = None
-
-    def enter(self, mask: Any, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device) -> Pass:
-        """The pass with these arguments: the running one, or a new one.
-
-        Args:
-            mask: What the model gave its attention.
-            position_ids: Of the new tokens.
-            seen: Tokens fed in before.
-            tokens: New ones.
-            device: Of keys and queries.
-        """
-        if self._current is None or not self._current.matches(mask, position_ids, seen, tokens, device):
-            self._current = Pass(mask, position_ids, seen, tokens, device)
-        return self._current
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Passes:
-        return Passes()
-
-    def __reduce__(self) -> tuple[type[Passes], tuple[()]]:
-        return Passes, ()

@@ -11,8 +11,10 @@ from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, is_enabled
 from hf_kvcaches.equip import compiled, editing, pruning, steps
-from hf_kvcaches.equip.call import Call, Settings
-from hf_kvcaches.equip.frames import Frames, Pass, Passes
+from hf_kvcaches.core.calls import Call
+from hf_kvcaches.equip.settings import Settings
+from hf_kvcaches.core.passes import Passes
+from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.placing import PlacedSlots
 from hf_kvcaches.equip.rollback import Recording
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -41,7 +43,7 @@ class EquipLayer(PlacedSlots):
 
     is_croppable = True
 
-    def __init__(self, settings: Settings, frames: Frames, passes: Passes, config: PreTrainedConfig) -> None:
+    def __init__(self, settings: Settings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
         super().__init__(settings, frames, passes, config)
         self.recording: Recording | None = None
         self.inserting: editing.Insertion | None = None
@@ -82,7 +84,7 @@ class EquipLayer(PlacedSlots):
             values: Like `keys`.
             call: What else the model said.
         """
-        call.check()
+        call.check("EquipCache")
         if torch.compiler.is_compiling():
             return compiled.attend(self, query, keys, values, call)
         tokens = keys.shape[-2]
@@ -104,7 +106,7 @@ class EquipLayer(PlacedSlots):
         self.wind(not block and tokens == 1 and running.valid is None)
         return output
 
-    def _check_padding(self, running: Pass) -> None:
+    def _check_padding(self, running: TurningPass) -> None:
         """Refuses masks that hide what the cache took for text: it read them without this attention, or the caller changed them."""
         before = running.real_before
         if before is None or not self.fed or self.fed != self.seen:
@@ -127,7 +129,7 @@ class EquipLayer(PlacedSlots):
         # Drafts behind more than the last chosen token follow a prompt.
         return tokens - drafts if drafts and tokens - drafts > 1 else 0
 
-    def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, block: int) -> torch.Tensor:
+    def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, block: int) -> torch.Tensor:
         """`attend` without its bookkeeping.
 
         Args:
@@ -227,7 +229,7 @@ class EquipLayer(PlacedSlots):
                 "hf_kvcaches.enable(model), or reset() the cache."
             )
         self.own(torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
-        running = Pass(None, None, self.seen, tokens, keys.device)
+        running = TurningPass(None, None, self.seen, tokens, keys.device)
         if not self.fed:
             self.resolve(running, tokens)
         if keys.shape[0] > 1 and self.filled + tokens > self.slots:

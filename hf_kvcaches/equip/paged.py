@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import torch
 
 from hf_kvcaches.core.attention import is_enabled
-from hf_kvcaches.equip.call import Call, Settings
-from hf_kvcaches.equip.frames import Frames, Pass, Passes
+from hf_kvcaches.core.calls import Call
+from hf_kvcaches.equip.settings import Settings
+from hf_kvcaches.core.passes import Passes
+from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import LayerPages, PageBook, PagePool
 from hf_kvcaches.equip.storage import SlotStorage
@@ -249,7 +251,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
     counters: ClassVar[tuple[str, ...]] = (*EquipLayer.counters, "room")
     is_compileable = False  # which pages are written to is known in Python only
 
-    def __init__(self, settings: Settings, frames: Frames, passes: Passes, config: Any, book: PageBook) -> None:
+    def __init__(self, settings: Settings, frames: Frames, passes: Passes[TurningPass], config: Any, book: PageBook) -> None:
         super().__init__(settings, frames, passes, config)
         self.book, self.index, self.room = book, len(book.layers), 0
         book.layers.append(LayerPages(settings.budget))
@@ -267,7 +269,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
         return result
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
-        call.check()
+        call.check("EquipCache")
         self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
         rows, tokens = keys.shape[0], keys.shape[-2]
         running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
@@ -283,7 +285,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
         self._took(wanted)
         return output
 
-    def _provide_all(self, running: Pass, rows: int, tokens: int, block: int) -> tuple[list[int], int]:
+    def _provide_all(self, running: TurningPass, rows: int, tokens: int, block: int) -> tuple[list[int], int]:
         """Takes the pages that this layer and those behind it need; returns the new tokens of each row, and of the longest prompt."""
         valid = running.valid
         real = [tokens] * rows if valid is None else valid.sum(-1).tolist()

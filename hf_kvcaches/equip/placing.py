@@ -8,8 +8,8 @@ import torch
 
 from hf_kvcaches.core.attention import is_enabled
 from hf_kvcaches.equip import pruning
-from hf_kvcaches.equip.call import Call
-from hf_kvcaches.equip.frames import Pass
+from hf_kvcaches.core.calls import Call
+from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.equip.state import UNKNOWN, SlotState, place_ranks
 
 
@@ -39,7 +39,7 @@ class PlacedSlots(SlotState):
         assert self.positions is not None
         return self.positions[..., : self.used] < self.near_start
 
-    def placed_keys(self, running: Pass) -> torch.Tensor:
+    def placed_keys(self, running: TurningPass) -> torch.Tensor:
         """The keys in use, each at its place within the cache where positions are counted there.
 
         Args:
@@ -69,7 +69,7 @@ class PlacedSlots(SlotState):
         ranks = place_ranks(held)
         return torch.where(held >= self.near_start, ranks + self.frame_offset, ranks)
 
-    def near_keys(self, running: Pass) -> torch.Tensor:
+    def near_keys(self, running: TurningPass) -> torch.Tensor:
         """The keys in use, in the frame of a block's queries.
 
         Args:
@@ -86,7 +86,7 @@ class PlacedSlots(SlotState):
         far = self.slot_positions()[..., : self.used] < self.near_start
         return self.frames.by(torch.where(far, torch.as_tensor(offset, device=far.device), 0))(keys)
 
-    def slot_ranks(self, running: Pass) -> torch.Tensor:
+    def slot_ranks(self, running: TurningPass) -> torch.Tensor:
         """The places of the slots within the cache, (batch or 1, 1 or kv_heads, slots in use).
 
         Args:

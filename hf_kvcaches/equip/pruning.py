@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_kvcaches.core.attention import previous_attention
-from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask, observers
-from hf_kvcaches.equip.frames import Pass
+from hf_kvcaches.core.blocks import Visibility, block_attention, given_mask, observers
+from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
 
 
@@ -69,7 +69,7 @@ class Candidates:
         )
 
 
-def take_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
+def take_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass) -> torch.Tensor:
     """Attends with a block of new tokens, then keeps what the budget allows: (batch, tokens, heads, head_dim).
 
     Args:
@@ -85,7 +85,7 @@ def take_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, value
     return output
 
 
-def prune_block(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass, observed: torch.Tensor | None = None) -> None:
+def prune_block(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, observed: torch.Tensor | None = None) -> None:
     """Takes a block of new tokens and keeps what the budget allows.
 
     Args:
@@ -115,7 +115,7 @@ def lay_out(layer: EquipLayer, found: Candidates) -> None:
     layer.absorb(prune(layer, found), before)
 
 
-def arrived(layer: EquipLayer, keys: torch.Tensor, running: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
+def arrived(layer: EquipLayer, keys: torch.Tensor, running: TurningPass) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A block's keys in the rotation in which they are kept, and where they stand then, (batch, 1 or kv_heads, tokens).
 
     Args:
@@ -161,7 +161,7 @@ def replace_in_place(layer: EquipLayer, found: Candidates, tokens: int) -> None:
 
 
 def _attend(
-    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     frames, tokens = layer.frames, keys.shape[-2]
     observe = layer.policy.observes != 0
@@ -198,7 +198,7 @@ def _attend(
     return result, observed
 
 
-def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor | None:
+def _given(layer: EquipLayer, call: Call, running: TurningPass) -> torch.Tensor | None:
     """A mask of the caller's own over slots and new tokens, (batch or 1, 1, tokens, slots + tokens)."""
     allowed, tokens = given_mask(call.mask, running), running.tokens
     if allowed is None or (not layer.used and allowed.shape[1] == 1):
@@ -227,7 +227,7 @@ def _block_bias(layer: EquipLayer, call: Call, tokens: int) -> torch.Tensor | No
     return torch.cat([bias.gather(-1, places), bias[..., -tokens:]], -1)
 
 
-def block_places(layer: EquipLayer, running: Pass) -> int | torch.Tensor:
+def block_places(layer: EquipLayer, running: TurningPass) -> int | torch.Tensor:
     """Where a block's tokens stand in the frame of its queries: the first of them, or each, (batch, 1 or kv_heads, tokens).
 
     Args:
@@ -245,7 +245,7 @@ def candidates(
     layer: EquipLayer,
     keys: torch.Tensor,
     values: torch.Tensor,
-    running: Pass,
+    running: TurningPass,
     observed: torch.Tensor | None = None,
     *,
     ordered: bool = True,

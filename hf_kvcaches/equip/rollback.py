@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_kvcaches.equip.frames import Pass
+from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
 
 
@@ -24,7 +24,7 @@ class Recording:
 
     def __init__(self) -> None:
         self._before: dict[str, Any] | None = None
-        self._calls: list[tuple[Pass, torch.Tensor, torch.Tensor, torch.Tensor, Call, int]] = []
+        self._calls: list[tuple[TurningPass, torch.Tensor, torch.Tensor, torch.Tensor, Call, int]] = []
 
     @property
     def tokens(self) -> int:
@@ -32,7 +32,7 @@ class Recording:
         return sum(running.tokens for running, *_ in self._calls)
 
     def note(
-        self, layer: EquipLayer, running: Pass, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, block: int
+        self, layer: EquipLayer, running: TurningPass, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, block: int
     ) -> None:
         """Remembers a call before the layer takes it.
 

@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.equip.budgets import check_budget, slots_for
-from hf_kvcaches.equip.call import Settings
+from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.equip.compiled import ClockedStorage
-from hf_kvcaches.equip.frames import Frames, Pass, Passes
+from hf_kvcaches.core.passes import Passes
+from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.policies import Policy
 
 UNKNOWN = -2
@@ -59,7 +60,7 @@ class SlotState(ClockedStorage):
     first: torch.Tensor | None = None
     padding: torch.Tensor | None = None
 
-    def __init__(self, settings: Settings, frames: Frames, passes: Passes, config: PreTrainedConfig) -> None:
+    def __init__(self, settings: Settings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
         super().__init__()
         self.settings, self.frames, self.passes, self.config = settings, frames, passes, config
         self.backend = settings.backend
@@ -182,7 +183,7 @@ class SlotState(ClockedStorage):
         inside = torch.take_along_dim(places[:, None], real.clamp(0, width - 1), -1)
         return torch.where(held < 0, -1, torch.where(real < count, inside, width + real - count))
 
-    def resolve(self, running: Pass, tokens: int) -> None:
+    def resolve(self, running: TurningPass, tokens: int) -> None:
         """Decides on the number of slots, when the first tokens are there.
 
         Args:

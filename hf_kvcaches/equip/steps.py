@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_kvcaches.equip.blocks import Visibility, block_attention, given_mask
-from hf_kvcaches.equip.frames import Pass
+from hf_kvcaches.core.blocks import Visibility, block_attention, given_mask
+from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.equip.state import UNKNOWN
 from hf_kvcaches.equip.tokens import Tokens, ages
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.slots import slot_attention
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.call import Call
+    from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
 
 
 def turn_ring(
-    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
 ) -> bool | torch.Tensor:
     """`insert` and `attend` at once for a full ring, the usual step of the streaming policy; False where there is more to it.
 
@@ -69,7 +69,7 @@ def turn_ring(
     )[0]
 
 
-def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int | torch.Tensor:
+def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass) -> int | torch.Tensor:
     """Writes one token a row into its slot, over the one that goes where there is no room, and returns the slot.
 
     Args:
@@ -112,7 +112,7 @@ def _turn_ring(layer: EquipLayer) -> int:
     return slot
 
 
-def _arrived(layer: EquipLayer, keys: torch.Tensor, running: Pass) -> torch.Tensor:
+def _arrived(layer: EquipLayer, keys: torch.Tensor, running: TurningPass) -> torch.Tensor:
     """New keys in the rotation in which they are kept."""
     frames = layer.frames
     if frames.geometry is None:
@@ -124,7 +124,7 @@ def _arrived(layer: EquipLayer, keys: torch.Tensor, running: Pass) -> torch.Tens
     return keys if turn is None else turn(keys)
 
 
-def _insert_in_turn(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int:
+def _insert_in_turn(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass) -> int:
     """As `_insert_by_score`, where the newest tokens have a ring of slots behind all others.
 
     The one that leaves the ring takes the slot of the one that goes, if that is not itself, and the new one takes its place in the ring.
@@ -158,7 +158,7 @@ def _insert_in_turn(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor,
     return slot
 
 
-def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> int | torch.Tensor:
+def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass) -> int | torch.Tensor:
     live = None if running.valid is None else running.valid[:, None]
     if live is not None:
         layer.pass_over(running.valid, 1)
@@ -200,7 +200,7 @@ def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor
     return slot
 
 
-def _promote(layer: EquipLayer, leaving: torch.Tensor, running: Pass) -> None:
+def _promote(layer: EquipLayer, leaving: torch.Tensor, running: TurningPass) -> None:
     """Turns the token that leaves the recent ones from the near frame into the far one."""
     offset = layer.frame_offset
     if isinstance(offset, int):
@@ -227,7 +227,7 @@ def _close_gap(layer: EquipLayer, evicted: torch.Tensor, index: torch.Tensor, ne
         layer.ranks.sub_((behind if live is None else behind & live).to(layer.ranks.dtype))
 
 
-def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: Pass) -> tuple[torch.Tensor, torch.Tensor | None]:
+def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: TurningPass) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one query a row over the slots: (batch, 1, heads, head_dim), and its weights where the policy observes them.
 
     Args:
@@ -263,7 +263,7 @@ def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: Pass) ->
     return layer.attend_held(query, call, valid=valid, far=far, far_query=far_query, ranks=ranks, want_weights=want)
 
 
-def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor:
+def _given(layer: EquipLayer, call: Call, running: TurningPass) -> torch.Tensor:
     """What a mask of the caller's own says about the slots, (batch or 1, 1 or kv_heads, slots)."""
     allowed = given_mask(call.mask, running)
     assert allowed is not None
@@ -274,7 +274,7 @@ def _given(layer: EquipLayer, call: Call, running: Pass) -> torch.Tensor:
 
 
 def _attend_with_bias(
-    layer: EquipLayer, query: torch.Tensor, call: Call, running: Pass, valid: torch.Tensor | None
+    layer: EquipLayer, query: torch.Tensor, call: Call, running: TurningPass, valid: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention with a bias by position, which is permuted as the slots are."""
     keys, values = layer.near_keys(running), layer.held_now()[1]
@@ -307,7 +307,7 @@ def _attend_with_bias(
     return output, None if weights is None else weights[..., :-1]
 
 
-def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.Tensor, running: Pass) -> None:
+def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.Tensor, running: TurningPass) -> None:
     """Remembers what a query gave to each slot, and scores the slots anew.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a layer is built with, and what a model's attention asks of it."""
+"""What a model's attention asks of a cache layer that answers queries itself."""
 
 from __future__ import annotations
 
@@ -9,28 +9,7 @@ import torch
 from torch import nn
 
 from hf_kvcaches.core.attention import MaskRecipe
-from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels._slots_checks import Backend
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user asked of one layer.
-
-    Args:
-        budget: Slots, or a fraction of the prompt.
-        sinks: First tokens of each row that always stay.
-        recent: Newest tokens that always stay; None for the policy's own number.
-        policy: Who goes.
-        backend: Of the kernels.
-    """
-
-    budget: int | float
-    sinks: int
-    recent: int | None
-    policy: Policy
-    backend: Backend = "auto"
 
 
 @dataclass(frozen=True)
@@ -63,10 +42,14 @@ class Call:
         """Added to the scores, (batch or 1, heads or 1, queries, tokens seen)."""
         return self.options.get("position_bias")
 
-    def check(self) -> None:
-        """Refuses what attention over slots leaves out."""
+    def check(self, cache: str) -> None:
+        """Refuses what a cache that answers queries itself leaves out.
+
+        Args:
+            cache: Its name.
+        """
         for name in ("s_aux", "head_mask", "cu_seq_lens_q"):
             if self.options.get(name) is not None:
-                raise UnsupportedError(f"EquipCache does not support attention with {name}. Use another cache with this model.")
+                raise UnsupportedError(f"{cache} does not support attention with {name}. Use another cache with this model.")
         if self.options.get("dropout"):
-            raise UnsupportedError("EquipCache does not support dropout of attention weights. Call model.eval(), or set it to 0.")
+            raise UnsupportedError(f"{cache} does not support dropout of attention weights. Call model.eval(), or set it to 0.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.equip.frames import Pass
+from hf_kvcaches.core.passes import Pass
 
 # How many attention weights are held at a time.
 PIECE = 2**24

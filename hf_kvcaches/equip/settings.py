@@ -1,0 +1,26 @@
+"""What a layer is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hf_kvcaches.equip.policies import Policy
+from hf_kvcaches.kernels._slots_checks import Backend
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked of one layer.
+
+    Args:
+        budget: Slots, or a fraction of the prompt.
+        sinks: First tokens of each row that always stay.
+        recent: Newest tokens that always stay; None for the policy's own number.
+        policy: Who goes.
+        backend: Of the kernels.
+    """
+
+    budget: int | float
+    sinks: int
+    recent: int | None
+    policy: Policy
+    backend: Backend = "auto"

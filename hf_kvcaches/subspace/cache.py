@@ -1,0 +1,92 @@
+"""`SubspaceCache`: attention over coefficients in low-dimensional subspaces."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.answering import AnsweringCache
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.subspace.bases import SubspaceBases
+from hf_kvcaches.subspace.layer import SubspaceLayer
+from hf_kvcaches.subspace.maps import LayerSource
+from hf_kvcaches.subspace.store import Settings
+
+
+class SubspaceCache(AnsweringCache):
+    """Keeps a few coefficients of each key and value, in bases that were calibrated for each head, and attends to these.
+
+    Online Subspace Projection for KV Caches: Training-Free Low-Rank Attention at Inference Time. Logits are products of the coefficients
+    with the projected query; the weighted sum of value coefficients is taken back to the head's dimensions once.
+
+    **Departs from the paper**: bases are those of keys before rotation unless calibrated otherwise, fitted where attention feels the
+    error, with ranks of their own for each head; the first `sinks` and the last `recent` tokens are exact (both may be 0). A prompt attends
+    exactly to itself.
+
+    **Refuses**: models that do not ask this package's attention; ready masks that differ by head; position biases; taking back tokens
+    that were not recorded (`activate_past_recording`) once the window has moved on; `torch.compile` (`is_compileable` is False).
+
+    **Memory per token**: the sum of all heads' ranks, for keys and for values, times bytes per element (1 with `coefficients="int8"`, and a
+    scale for 16 tokens of a head); a fixed number of exact tokens and the bases, which caches of one model share, besides.
+
+    Args:
+        model: A transformers model.
+        bases: Made for it by `SubspaceBases.calibrate`.
+        sinks: First tokens of each row that stay exact.
+        recent: Newest tokens that stay exact.
+        coefficients: "int8" for 8 bits with a scale for each tile; None for the model's own precision.
+        bases_dtype: Of the bases; None for the model's own.
+        backend: Of the kernels: "auto", "torch", "triton" or "reference".
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+    """
+
+    needs_attention = True
+
+    def __init__(
+        self,
+        model: Any,
+        bases: SubspaceBases,
+        *,
+        sinks: int = 4,
+        recent: int = 64,
+        coefficients: Literal["int8"] | None = None,
+        bases_dtype: torch.dtype | None = None,
+        backend: Literal["auto", "torch", "triton", "reference"] = "auto",
+        offloading: bool = False,
+    ) -> None:
+        if not isinstance(bases, SubspaceBases):
+            raise ConfigError.of("bases", "a SubspaceBases", type(bases).__name__, "SubspaceBases.calibrate makes one for a model.")
+        for name, value in (("sinks", sinks), ("recent", recent)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError.of(name, "a number of tokens, 0 or more", value)
+        if coefficients not in (None, "int8"):
+            raise ConfigError.of("coefficients", "None or 'int8'", coefficients)
+        if bases_dtype is not None and not (isinstance(bases_dtype, torch.dtype) and bases_dtype.is_floating_point):
+            raise ConfigError.of("bases_dtype", "a floating-point torch.dtype", bases_dtype)
+        self.bases = bases
+        self._settings = Settings(sinks, recent, coefficients, bases_dtype, backend)
+        super().__init__(model, offloading=offloading)
+        self.require_attention("SubspaceCache")
+        bases.require_model(model)
+
+    def make_layer(self, layer_idx: int) -> SubspaceLayer:
+        own = self.bases.layers[layer_idx] if layer_idx < len(self.bases.layers) else None
+        if own is None:
+            raise ConfigError.of("bases", f"bases for layer {layer_idx}", f"{len(self.bases.layers)} layers", "Calibrate with this model.")
+        geometry = None
+        if self.bases.settings.rotation == "aware":
+            geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
+            if geometry.kind in ("learned", "none"):
+                geometry = None
+            elif geometry.kind != "rope" or geometry.refusal is not None:
+                why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
+                raise UnsupportedError(f"bases: {why}. Calibrate with rotation='post'.")
+        return SubspaceLayer(self._settings, self._source(layer_idx, own), geometry, self.passes, self.config)
+
+    def _source(self, layer_idx: int, own: Any) -> LayerSource:
+        # Caches of one model share the bases on its device.
+        shared: dict[int, LayerSource] = self.bases.__dict__.setdefault("_sources", {})
+        return shared.setdefault(layer_idx, LayerSource(own))

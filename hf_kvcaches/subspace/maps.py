@@ -1,0 +1,128 @@
+"""The bases of one layer as its cache uses them: by groups of heads with the same ranks, on one device, in one precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_kvcaches.subspace.bases import LayerBases
+
+
+class Ranks(NamedTuple):
+    """How many coefficients a head keeps of a token.
+
+    Args:
+        keys: Of its key.
+        values: Of its value.
+    """
+
+    keys: int
+    values: int
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGroup:
+    """Key heads whose coefficients have one shape, and so lie in one tensor.
+
+    Args:
+        heads: Which, ascending.
+        ranks: Theirs.
+        key_encode: (heads, r_k, d).
+        key_decode: (heads, d, r_k), with the head's gamma in it: what it gives is scored as a key.
+        value_encode: (heads, r_v, d_v).
+        value_decode: (heads, d_v, r_v).
+    """
+
+    heads: tuple[int, ...]
+    ranks: Ranks
+    key_encode: torch.Tensor
+    key_decode: torch.Tensor
+    value_encode: torch.Tensor
+    value_decode: torch.Tensor
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors by name."""
+        names = ("key_encode", "key_decode", "value_encode", "value_decode")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, eq=False)
+class LayerMaps:
+    """All heads of a layer.
+
+    Args:
+        groups: By ranks.
+        back: For each head its place among the groups' heads, one group after the other; None where these are in order already.
+    """
+
+    groups: tuple[HeadGroup, ...]
+    back: torch.Tensor | None
+
+    @classmethod
+    def of(cls, bases: LayerBases, dtype: torch.dtype, device: torch.device) -> LayerMaps:
+        """The maps of a layer.
+
+        Coefficients are scaled so that all of a head are equally large over the calibration texts. That changes nothing but that one
+        scale fits them all, should they be quantised.
+
+        Args:
+            bases: As calibrated.
+            dtype: Of the maps.
+            device: Where they are needed.
+        """
+        ranks = [Ranks(key.shape[0], value.shape[0]) for key, value in zip(bases.key_encode, bases.value_encode, strict=True)]
+        groups = []
+        for own in sorted(set(ranks)):
+            heads = tuple(head for head, each in enumerate(ranks) if each == own)
+            keys = [_scaled(bases.key_encode[h], bases.key_decode[h] * bases.gamma[h], bases.key_energies[h]) for h in heads]
+            values = [_scaled(bases.value_encode[h], bases.value_decode[h], bases.value_energies[h]) for h in heads]
+            parts = (torch.stack([pair[side] for pair in pairs]).to(device, dtype) for pairs in (keys, values) for side in (0, 1))
+            groups.append(HeadGroup(heads, own, *parts))
+        order = torch.tensor([head for group in groups for head in group.heads], device=device)
+        back = order.argsort()
+        return cls(tuple(groups), None if bool((back == order).all() and (order.diff() > 0).all()) else back)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors of all groups by name."""
+        return {f"group_{index}.{name}": tensor for index, group in enumerate(self.groups) for name, tensor in group.tensors().items()}
+
+
+class LayerSource:
+    """Where the caches of one model get a layer's maps from: made once for each device and precision.
+
+    Args:
+        bases: As calibrated.
+    """
+
+    def __init__(self, bases: LayerBases) -> None:
+        self.bases = bases
+        self.groups = len({(len(key), len(value)) for key, value in zip(bases.key_encode, bases.value_encode, strict=True)})
+        self._made: dict[tuple[torch.dtype, torch.device], LayerMaps] = {}
+
+    def on(self, dtype: torch.dtype, device: torch.device) -> LayerMaps:
+        """The maps there.
+
+        Args:
+            dtype: Of the maps.
+            device: Where they are needed.
+        """
+        if (dtype, device) not in self._made:
+            self._made[dtype, device] = LayerMaps.of(self.bases, dtype, device)
+        return self._made[dtype, device]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSource:
+        return self  # nothing in it belongs to a sequence
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_made": {}}
+
+
+def _scaled(encode: torch.Tensor, decode: torch.Tensor, energies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both maps, with coefficients as large as the first one."""
+    kept = energies[: encode.shape[0]].double()
+    share = kept / kept[:1].clamp(min=torch.finfo(torch.float64).tiny)
+    # A direction in which next to nothing was seen stays as it is.
+    size = torch.where(share > 1e-12, share, 1.0).sqrt()
+    return encode.double() / size[:, None], decode.double() * size
