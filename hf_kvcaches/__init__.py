@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         PoolExhausted,
         UnsupportedError,
     )
+    from hf_kvcaches.subspace.bases import SubspaceBases
 
 __version__ = "0.1.0"
 
@@ -60,6 +61,7 @@ _HOMES = {
     "LagKVPolicy": "equip.policies",
     "KeyNormPolicy": "equip.policies",
     "RandomPolicy": "equip.policies",
+    "SubspaceBases": "subspace.bases",
     "KVCacheError": "errors",
     "ConfigError": "errors",
     "UnsupportedError": "errors",
@@ -91,6 +93,7 @@ __all__ = [
     "RotaryGeometry",
     "SnapKVPolicy",
     "StreamingPolicy",
+    "SubspaceBases",
     "TOVAPolicy",
     "UnsupportedError",
     "VerifyReport",

@@ -1,0 +1,338 @@
+"""One pass of a model over texts, with a cache that holds nothing and measures what goes by."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.subspace.bases import BasesSettings, SubspaceBases
+from hf_kvcaches.subspace.fitting import Choices, fit
+from hf_kvcaches.subspace.measuring import LayerMeter, Pick, Sampler, Sizes
+
+# A block's number and its token ids.
+_Block = tuple[int, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How texts are read; described in `SubspaceBases.calibrate`. Checked when made."""
+
+    block: int = 512
+    batch_size: int = 1
+    max_tokens: int | None = None
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("block", 2), ("batch_size", 1), ("max_tokens", 2)):
+            value = getattr(self, name)
+            if value is None and name == "max_tokens":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError.of(name, f"an integer of at least {least}", value)
+
+
+class _MeterView(LayerView):
+    """Keys and values of one forward pass, which attends as ever and is measured on the way."""
+
+    def __init__(self, cache: MeterCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
+        self.measured = False
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # Layers that share another's keys come back with the same view.
+        if not self.measured:
+            self.measured = True
+            self.cache.meters[self.layer_idx].observe(module, query, self.keys, self.values, kwargs, self.cache.picks)
+        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its attention can't be measured.")
+
+
+class _MeterLayer(KVLayer):
+    """Holds nothing, and hands out the view that measures."""
+
+    kept = 0
+
+    def __init__(self, cache: MeterCache, layer_idx: int) -> None:
+        super().__init__()
+        self.cache, self.layer_idx = cache, layer_idx
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def reset(self) -> None:
+        self.seen = 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.seen += key_states.shape[-2]
+        view = _MeterView(self.cache, self.layer_idx, key_states, value_states)
+        return view, view
+
+
+class MeterCache(KVCache):
+    """Lets a model attend as ever to the sequence at hand, and measures its full-attention layers.
+
+    Args:
+        model: The model.
+        choices: What the user asked.
+        block: The longest sequence.
+    """
+
+    needs_attention = True
+
+    def __init__(self, model: PreTrainedModel, choices: Choices, block: int) -> None:
+        self.choices, self.block = choices, block
+        self.meters: dict[int, LayerMeter] = {}
+        self.picks: list[Pick] = []
+        super().__init__(model)
+        if not self.meters:
+            raise UnsupportedError(f"calibrate: {type(model).__name__} has no layers with full attention, and only those have bases.")
+
+    def make_layer(self, layer_idx: int) -> KVLayer:
+        geometry = _geometry(self.config, layer_idx) if self.choices.rotation == "aware" else None
+        self.meters[layer_idx] = LayerMeter(geometry, self.choices.metric == "attention", self.block)
+        return _MeterLayer(self, layer_idx)
+
+
+def _geometry(config: Any, layer_idx: int) -> RotaryGeometry | None:
+    """How a layer rotates its keys; None if it does not."""
+    geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
+    if geometry.kind in ("learned", "none", "alibi"):
+        return None
+    if geometry.kind != "rope" or geometry.refusal is not None:
+        why = geometry.refusal or f"the config does not say how keys carry positions (kind {geometry.kind!r})"
+        raise UnsupportedError(f"rotation='aware': {why}. rotation='post' works.")
+    return geometry
+
+
+def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], choices: Choices, reading: Reading) -> SubspaceBases:
+    """See `SubspaceBases.calibrate`.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, or None.
+        texts: Strings, or token ids.
+        choices: Which bases.
+        reading: How texts are read.
+    """
+    base, config = compat.split_model(model)
+    assert base is not None
+    if base.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise UnsupportedError(f"calibrate: {type(base).__name__} has cross-attention, whose keys and values are of another kind.")
+    limit = getattr(config, "max_position_embeddings", None)
+    block = min(reading.block, limit) if isinstance(limit, int) and limit >= 2 else reading.block
+    used_tokenizer = _Once(tokenizer)
+    blocks: Iterable[_Block] = enumerate(_blocks(_sequences(texts, used_tokenizer, base), block, reading.max_tokens))
+    with _as_found(base), torch.no_grad():
+        cache = MeterCache(base, choices, block)
+        sampler = Sampler()
+        count, tokens = _read(base, cache, sampler, blocks, reading, isinstance(texts, Sequence))
+        _join_processes(cache, sampler)
+        layers = dict(zip(cache.meters, fit(list(cache.meters.values()), choices), strict=True))
+    sizes = {index: meter.sizes for index, meter in cache.meters.items() if meter.sizes is not None}
+    settings = BasesSettings(
+        rule=choices.rule,
+        rotation=choices.rotation,
+        metric=choices.metric,
+        gamma=choices.gamma,
+        share=choices.share,
+        multiple_of=choices.multiple_of,
+        percentile=choices.percentile,
+        head_dim=next(iter(sizes.values())).key_dim,
+        block=block,
+        blocks=count,
+        tokens=tokens,
+        unprojected=tuple(index for index, each in sizes.items() if not each.projected and choices.metric == "attention"),
+    )
+    fingerprint = ModelFingerprint.of(model, tokenizer if used_tokenizer.used else None)
+    return SubspaceBases(tuple(layers.get(index) for index in range(len(cache.layers))), settings, fingerprint)
+
+
+def _read(
+    base: PreTrainedModel, cache: MeterCache, sampler: Sampler, blocks: Iterable[_Block], reading: Reading, listed: bool
+) -> tuple[int, int]:
+    """Feeds this process' share of the blocks in; returns how many blocks and tokens all processes read."""
+    process, processes = _process()
+    total = reading.max_tokens
+    if listed:
+        # Token ids are small, and a bar should know its end.
+        blocks = list(blocks)
+        total = sum(len(ids) for _, ids in blocks)
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    if "logits_to_keep" in inspect.signature(base.forward).parameters:
+        options["logits_to_keep"] = 1
+    totals = [0, 0]
+    with tqdm(total=total, unit=" tokens", desc="Calibrating", disable=not reading.progress or process > 0) as bar:
+
+        def counted() -> Iterator[_Block]:
+            for number, ids in blocks:
+                totals[0], totals[1] = totals[0] + 1, totals[1] + len(ids)
+                if number % processes == process:
+                    yield number, ids
+                bar.update(len(ids))
+
+        for numbers, ids in _batches(counted(), cache.block, reading.batch_size):
+            cache.reset()
+            cache.picks = sampler.pick(numbers, ids.shape[1])
+            base(input_ids=ids.to(base.device), **options)
+            for meter in cache.meters.values():
+                meter.forget(sampler)
+            if numbers[0] == process:
+                # The first one: what can't work should not take an hour to say so.
+                cache.choices.check_sizes(_measured(cache))
+    if totals[0] == 0:
+        raise ConfigError.of("texts", "at least 2 tokens", "none", "Sequences of one token have nothing to attend to.")
+    return totals[0], totals[1]
+
+
+def _measured(cache: MeterCache) -> list[Sizes]:
+    """The sizes of all layers."""
+    missing = [index for index, meter in cache.meters.items() if meter.sizes is None]
+    if missing:
+        raise UnsupportedError(f"calibrate: the layers {missing} did not ask the cache's attention, so they can't be measured.")
+    return [meter.sizes for meter in cache.meters.values() if meter.sizes is not None]
+
+
+class _Once:
+    """A tokenizer, and whether it was needed."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        # A processor's first argument is an image.
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer) if not hasattr(tokenizer, "get_vocab") else tokenizer
+        self.used = False
+
+    def encode(self, text: str) -> list[int]:
+        self.used = True
+        # A long text would draw a warning about a length that the blocks keep to.
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        return ids
+
+
+def _sequences(texts: Iterable[str | Sequence[int]], tokenizer: _Once, model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    """Token ids of each text, 1-D."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ConfigError.of("texts", "a list of strings or of lists of token ids", type(texts).__name__, "Pass [text].")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    for index, text in enumerate(texts):
+        if isinstance(text, str) and tokenizer.tokenizer is None:
+            raise ConfigError.of("tokenizer", "the model's tokenizer, since texts holds strings", None, "Or pass lists of token ids.")
+        try:
+            ids = torch.as_tensor(tokenizer.encode(text) if isinstance(text, str) else text)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError.of(f"texts[{index}]", "a string or a list of token ids", type(text).__name__) from error
+        if not ids.numel():
+            continue
+        if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+            shape = f"{ids.dtype} of shape {tuple(ids.shape)}"
+            raise ConfigError.of(f"texts[{index}]", "a string or a list of token ids", shape, "Pass [ids] for a single text.")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ConfigError.of(f"texts[{index}]", f"token ids of 0 to {vocabulary - 1}", (int(ids.min()), int(ids.max())))
+        yield ids.to("cpu", torch.long)
+
+
+def _blocks(sequences: Iterable[torch.Tensor], block: int, max_tokens: int | None) -> Iterator[torch.Tensor]:
+    """Texts cut into sequences; what is left of one token is left out."""
+    left = float("inf") if max_tokens is None else max_tokens
+    for sequence in sequences:
+        for piece in sequence.split(block):
+            ids = piece[: int(min(left, len(piece)))]
+            if len(ids) >= 2:
+                left -= len(ids)
+                yield ids
+            if left < 2:
+                return
+
+
+def _batches(blocks: Iterable[_Block], block: int, batch_size: int) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Sequences of one length together, so that nothing is padded: whole blocks wait for others, short ones go alone."""
+    waiting: list[_Block] = []
+    for number, ids in blocks:
+        if len(ids) < block:
+            yield [number], ids[None]
+            continue
+        waiting.append((number, ids))
+        if len(waiting) == batch_size:
+            yield [each for each, _ in waiting], torch.stack([each for _, each in waiting])
+            waiting = []
+    if waiting:
+        yield [each for each, _ in waiting], torch.stack([each for _, each in waiting])
+
+
+@contextmanager
+def _as_found(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode; in the end every module's mode and attention implementation are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    implementations = [(part.config, part.config._attn_implementation_internal) for part in compat.models_inside(model)]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for config, implementation in implementations:
+            config._attn_implementation_internal = implementation
+
+
+def _process() -> tuple[int, int]:
+    """The number of this process and of all, if the program runs under `accelerate`; else (0, 1)."""
+    if "accelerate" not in sys.modules:
+        return 0, 1
+    from accelerate import PartialState
+
+    # Made by the user's Accelerator; asking for one would start it.
+    if not PartialState._shared_state:
+        return 0, 1
+    state = PartialState()
+    return int(state.process_index), int(state.num_processes)
+
+
+def _join_processes(cache: MeterCache, sampler: Sampler) -> None:
+    """Adds up what all processes measured, so that each has everything."""
+    process, processes = _process()
+    if processes > 1:
+        from accelerate import PartialState
+        from accelerate.utils import broadcast_object_list, gather_object, reduce
+
+        device = PartialState().device
+        # The first process always has a block; one without any learns from it what a layer looks like.
+        if not all(gather_object([all(meter.sizes is not None for meter in cache.meters.values())])):
+            known = [[(meter.sizes, meter.output.cpu()) for meter in cache.meters.values()]] if process == 0 else [None]
+            for meter, (sizes, output) in zip(cache.meters.values(), broadcast_object_list(known)[0] or (), strict=True):
+                if meter.sizes is None:
+                    meter.open(sizes, device)
+                    meter.output = output.to(device)
+        for meter in cache.meters.values():
+            for each in meter.sums():
+                each.copy_(reduce(each.to(device), reduction="sum"))
+        for kept in gather_object([sampler.kept]):
+            sampler.kept |= kept
+        sampler.trim()
+        for meter in cache.meters.values():
+            meter.forget(sampler)
+            for sample in gather_object([{block: tokens.to("cpu") for block, tokens in meter.sample.items()}]):
+                meter.sample |= {block: tokens.to(meter.met.device) for block, tokens in sample.items()}
+    for meter in cache.meters.values():
+        # Summed in one order, whoever read which block.
+        meter.sample = dict(sorted(meter.sample.items()))
