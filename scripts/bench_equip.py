@@ -160,7 +160,7 @@ class Run:
         return lambda: [memory(cell, self.models(cell), self.size.shape)]
 
     def _flat_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]]]:
-        return lambda: flatness(cell, self.models(cell), max(7, self.size.rounds), self.size.steps)
+        return lambda: flatness(cell, self.models(cell), self.size.rounds if self.size.quick else 25, self.size.steps)
 
     def _decode_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]] | None]:
         def work() -> list[dict[str, Any]] | None:

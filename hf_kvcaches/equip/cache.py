@@ -88,7 +88,7 @@ class EquipCache(KVCache):
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
         self._passes = Passes()
-        self._geometries: list[RotaryGeometry] = []
+        self._frames: list[Frames] = []
         self._hook: weakref.finalize[[], EquipCache] | None = None
         super().__init__(model, offloading=offloading)
         if self.policy.observes != 0:
@@ -119,11 +119,11 @@ class EquipCache(KVCache):
             # Scored tokens are turned now and then in the far frame, and in half precision each time rounds them. On an accelerator the
             # kernel can turn all keys while it reads them; elsewhere that takes longer than all the rest.
             scheme = "frames" if self.policy.order_only or not _turns_for_nothing(self._model) else "on_read"
-        for known in self._geometries:
-            if _same_angles(known, geometry):
-                return Frames(scheme, known)
-        self._geometries.append(geometry)
-        return Frames(scheme, geometry)
+        for known in self._frames:  # shared with their tables
+            if known.geometry is not None and _same_angles(known.geometry, geometry):
+                return known
+        self._frames.append(Frames(scheme, geometry))
+        return self._frames[-1]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if layer_idx == 0 and not torch.compiler.is_compiling():

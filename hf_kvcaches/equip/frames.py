@@ -263,6 +263,25 @@ class Frames:
             held = self._tables[device] = self.by(torch.arange(max(64, 2 * length), device=device))
         return held
 
+    def numbers(self, rows: int, capacity: int, start: int, slots: int, device: torch.device) -> torch.Tensor:
+        """Which slots of all rows and heads the ones from `start` on are, if all are counted one behind the other, (rows * slots,).
+
+        Args:
+            rows: Rows times heads.
+            capacity: Slots that each has.
+            start: The first one wanted.
+            slots: How many of each are wanted.
+            device: Of the result.
+        """
+        key = ("numbers", rows, capacity, start, slots, device)
+        if key not in self._tables:
+            for old in [each for each in self._tables if isinstance(each, tuple) and each[0] == "numbers" and each[1] != rows]:
+                del self._tables[old]  # of another batch
+            places = torch.arange(start, start + slots, device=device)
+            self._tables[key] = (torch.arange(rows, device=device)[:, None] * capacity + places).flatten()
+        numbers: torch.Tensor = self._tables[key]
+        return numbers
+
     def back(self, device: torch.device) -> Turn:
         """The rotation by one position back: what an eviction does to the far keys behind it.
 
