@@ -56,7 +56,7 @@ class Size:
 
 
 PRESETS = {
-    "cpu": Size(Shape(512, 4, 8, 1408, 512)),
+    "cpu": Size(Shape(512, 4, 8, 1408, 512), rounds=9),
     # The width of a 7B model. Each of its layers does the same work, so a few show what all cost.
     "gpu": Size(Shape(4096, 8, 32, 11008, 32000), rounds=7, steps=16, heavy=float("inf")),
 }
@@ -160,7 +160,7 @@ class Run:
         return lambda: [memory(cell, self.models(cell), self.size.shape)]
 
     def _flat_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]]]:
-        return lambda: flatness(cell, self.models(cell), max(7, self.size.rounds), self.size.steps)
+        return lambda: flatness(cell, self.models(cell), self.size.rounds if self.size.quick else 25, self.size.steps)
 
     def _decode_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]] | None]:
         def work() -> list[dict[str, Any]] | None:

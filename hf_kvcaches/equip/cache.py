@@ -86,7 +86,7 @@ class EquipCache(AnsweringCache):
             raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
-        self._geometries: list[RotaryGeometry] = []
+        self._frames: list[Frames] = []
         super().__init__(model, offloading=offloading)
         if self.policy.observes != 0:
             self.require_attention(f"policy {self.policy.name or type(self.policy).__name__!r}")
@@ -116,11 +116,11 @@ class EquipCache(AnsweringCache):
             # Scored tokens are turned now and then in the far frame, and in half precision each time rounds them. On an accelerator the
             # kernel can turn all keys while it reads them; elsewhere that takes longer than all the rest.
             scheme = "frames" if self.policy.order_only or not _turns_for_nothing(self._model) else "on_read"
-        for known in self._geometries:
-            if _same_angles(known, geometry):
-                return Frames(scheme, known)
-        self._geometries.append(geometry)
-        return Frames(scheme, geometry)
+        for known in self._frames:  # shared with their tables
+            if known.geometry is not None and _same_angles(known.geometry, geometry):
+                return known
+        self._frames.append(Frames(scheme, geometry))
+        return self._frames[-1]
 
     def settings(self) -> dict[str, Any]:
         pages = {} if self.pool is None else {"page_size": self.pool.page_size}

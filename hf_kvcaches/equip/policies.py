@@ -35,6 +35,7 @@ class Policy(ABC):
         order_only: Whether the oldest token goes whatever it holds, so that no scores are needed.
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
         directions: Whether it reads more of the keys than their lengths, and wants them as the model rotated them.
+        scores_are_sums: Whether scores after a step are the attention received from all queries so far, as it is.
     """
 
     name: ClassVar[str] = ""
@@ -42,6 +43,7 @@ class Policy(ABC):
     order_only: ClassVar[bool] = False
     always_recent: ClassVar[int] = 0
     directions: ClassVar[bool] = True
+    scores_are_sums: bool = False
 
     @property
     def chooses_by_rule(self) -> bool:
@@ -225,6 +227,10 @@ class H2OPolicy(Policy):
 
     def recent(self, budget: int, sinks: int) -> int:
         return max(1, min(budget // 2, budget - sinks))
+
+    @property
+    def scores_are_sums(self) -> bool:  # type: ignore[override]
+        return not self.average and type(self).score is H2OPolicy.score and type(self).rescore is H2OPolicy.rescore
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.observed / (tokens.seen - tokens.positions) if self.average else tokens.observed

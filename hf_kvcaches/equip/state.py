@@ -334,6 +334,17 @@ class SlotState(ClockedStorage):
             if held is not None:
                 held.scatter_(2, to.expand(*held.shape[:2], 1), held[..., slot : slot + 1].clone())
 
+    def add_to_sums(self, weights: torch.Tensor, slot: int) -> None:
+        """`add_attention` for a policy that observes all queries.
+
+        Args:
+            weights: (batch, kv_heads, slots in use), float32.
+            slot: Where the new token is, the same everywhere, whose slot had another's.
+        """
+        assert self.attention is not None
+        self.attention.narrow(2, slot, 1).zero_()
+        self.attention.narrow(2, 0, weights.shape[-1]).add_(weights)
+
     def add_attention(self, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor | bool:
         """Adds one query's attention to what the policy observes; whether its window is complete, of all rows or (batch, 1, 1).
 

@@ -34,17 +34,18 @@ def turn_ring(
         call: What the model said.
         running: The pass, of one token.
     """
-    frames, slots, key_buffer, value_buffer = layer.frames, layer.slots, layer.keys, layer.values
-    if layer.filled < slots or layer.positions is not None or layer.offset_rows is not None or running.valid is not None:
+    counters, frames, slots = layer.counters_now(), layer.frames, layer.slots
+    key_buffer, value_buffer = layer.keys, layer.values
+    if counters["filled"] < slots or layer.positions is not None or counters["offset_rows"] is not None or running.valid is not None:
         return False
-    if layer.offset >= frames.limit or torch.is_grad_enabled() or isinstance(call.mask, torch.Tensor) or call.bias is not None:
+    if counters["offset"] >= frames.limit or torch.is_grad_enabled() or isinstance(call.mask, torch.Tensor) or call.bias is not None:
         return False
     assert key_buffer is not None
     assert value_buffer is not None
     if key_buffer.is_inference() and not torch.is_inference_mode_enabled():
         return False
-    slot, sinks, far_query = layer.cursor, layer.settings.sinks, None
-    layer.offset = offset = layer.offset + 1
+    slot, sinks, far_query = counters["cursor"], layer.settings.sinks, None
+    offset = counters["offset"] + 1
     if frames.geometry is not None:
         near = running.turn(frames.geometry, slots - 1 + offset)
         if sinks:
@@ -54,8 +55,7 @@ def turn_ring(
             query, keys = near(query), near(keys)
     key_buffer.narrow(2, slot, 1).copy_(keys)
     value_buffer.narrow(2, slot, 1).copy_(values)
-    layer.cursor = slot + 1 if slot + 1 < slots else sinks
-    layer.fed += 1
+    counters["offset"], counters["cursor"], counters["fed"] = offset, slot + 1 if slot + 1 < slots else sinks, counters["fed"] + 1
     return slot_attention(
         query,
         key_buffer,
@@ -318,6 +318,10 @@ def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.T
     """
     policy = layer.policy
     if policy.order_only:
+        return
+    if policy.scores_are_sums and layer.scores is None and isinstance(slot, int) and running.valid is None:
+        assert weights is not None
+        layer.add_to_sums(weights.detach(), slot)
         return
     index = layer.slot_index(slot)
     complete: torch.Tensor | bool = True

@@ -236,11 +236,11 @@ class SlotStorage(TensorLayer):
         if not self.keys.is_contiguous():
             self.keys = self.keys.contiguous()
         batch, heads, capacity, width = self.keys.shape
-        slots = which.shape[-1]
-        found = which.expand(batch, heads, slots).flatten().nonzero()[:, 0]
-        if found.numel():
-            # Whole tokens of a list of all: several times faster than an index for rows, heads and slots each.
-            tokens, keys = found.div(slots, rounding_mode="floor") * capacity + found % slots + start, self.keys.view(-1, width)
+        # Whole tokens of a list of all: several times faster than an index for rows, heads and slots each.
+        numbers = self.frames.numbers(batch * heads, capacity, start, which.shape[-1], self.keys.device)
+        tokens = numbers[which.expand(batch, heads, -1).flatten()]
+        if tokens.numel():
+            keys = self.keys.view(-1, width)
             keys.index_copy_(0, tokens, self.frames.back(keys.device)(keys.index_select(0, tokens)[None, None])[0, 0])
 
     def token_at(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
