@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from hf_kvcaches.subspace.bases import SubspaceBases
+    from hf_kvcaches.subspace.cache import SubspaceCache
 
 __version__ = "0.1.0"
 
@@ -62,6 +63,7 @@ _HOMES = {
     "KeyNormPolicy": "equip.policies",
     "RandomPolicy": "equip.policies",
     "SubspaceBases": "subspace.bases",
+    "SubspaceCache": "subspace.cache",
     "KVCacheError": "errors",
     "ConfigError": "errors",
     "UnsupportedError": "errors",
@@ -94,6 +96,7 @@ __all__ = [
     "SnapKVPolicy",
     "StreamingPolicy",
     "SubspaceBases",
+    "SubspaceCache",
     "TOVAPolicy",
     "UnsupportedError",
     "VerifyReport",

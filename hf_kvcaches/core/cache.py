@@ -100,6 +100,21 @@ class KVCache(Cache, ABC):
         """The constructor's arguments, besides the model, that build this cache again; saved with it as JSON."""
         return {}
 
+    def shared_state(self) -> dict[str, torch.Tensor]:
+        """Tensors that the constructor's arguments are made of, and that no layer has; saved with the cache."""
+        return {}
+
+    @classmethod
+    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
+        """An empty cache from what `settings` and `shared_state` gave.
+
+        Args:
+            model: The model to go on with.
+            settings: From JSON.
+            shared: By name.
+        """
+        return cls(model, **settings)
+
     def take_prefill(self, call: prefill.PrefillCall) -> int:
         """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
 

@@ -32,7 +32,7 @@ def save(cache: KVCache, path: Path) -> None:
         cache: A cache that was built with its model.
         path: The file.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors = {f"shared.{name}": tensor for name, tensor in cache.shared_state().items()}
     layers = []
     for index, layer in enumerate(cache.layers):
         own, values = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
@@ -65,7 +65,8 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
     if header["class"] != cls.__name__:
         raise ArtifactError(f"{path} holds a {header['class']}, not a {cls.__name__}. Load it with {header['class']}.load.")
     ModelFingerprint.from_dict(header["fingerprint"]).require_same(ModelFingerprint.of(model), f"The cache in {path}")
-    cache = cls(model, **header["settings"])
+    shared = {name.removeprefix("shared."): tensor for name, tensor in tensors.items() if name.startswith("shared.")}
+    cache = cls.rebuild(model, header["settings"], shared)
     _, _, decoder_layers = compat.decoder_layers(cache.model)
     kinds = [type(layer).__name__ for layer in cache.layers]
     if kinds != [layer["class"] for layer in header["layers"]]:

@@ -12,12 +12,12 @@ from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.budgets import check_budget, resolve_budgets
-from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.equip.frames import Frames, Scheme, TurningPass
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
+from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
@@ -198,6 +198,7 @@ class EquipCache(AnsweringCache):
         if not isinstance(layer, EquipLayer):
             raise ConfigError.of("layer_idx", "a layer with full attention", layer_idx, f"It is a {type(layer).__name__} of transformers.")
         return layer
+
 
 def _turns_for_nothing(model: Any) -> bool:
     """Whether keys are read by a kernel that turns them on the way, and are too short to be turned more than once."""

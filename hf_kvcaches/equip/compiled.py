@@ -26,9 +26,9 @@ from hf_kvcaches.kernels.slots import slot_attention, write_slots
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
-from hf_kvcaches.equip.settings import Settings
     from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.rollback import Recording
+    from hf_kvcaches.equip.settings import Settings
 
 
 class _Counter:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import pruning
-from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.core.calls import Call
+    from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.equip.layer import EquipLayer
 
 

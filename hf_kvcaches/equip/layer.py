@@ -10,13 +10,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, is_enabled
-from hf_kvcaches.equip import compiled, editing, pruning, steps
 from hf_kvcaches.core.calls import Call
-from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.core.passes import Passes
+from hf_kvcaches.equip import compiled, editing, pruning, steps
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.placing import PlacedSlots
 from hf_kvcaches.equip.rollback import Recording
+from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
@@ -129,7 +129,9 @@ class EquipLayer(PlacedSlots):
         # Drafts behind more than the last chosen token follow a prompt.
         return tokens - drafts if drafts and tokens - drafts > 1 else 0
 
-    def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, block: int) -> torch.Tensor:
+    def take(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, block: int
+    ) -> torch.Tensor:
         """`attend` without its bookkeeping.
 
         Args:

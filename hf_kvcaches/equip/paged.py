@@ -9,11 +9,11 @@ import torch
 
 from hf_kvcaches.core.attention import is_enabled
 from hf_kvcaches.core.calls import Call
-from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import LayerPages, PageBook, PagePool
+from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.equip.storage import SlotStorage
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import slots as kernels

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.attention import is_enabled
-from hf_kvcaches.equip import pruning
 from hf_kvcaches.core.calls import Call
+from hf_kvcaches.equip import pruning
 from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.equip.state import UNKNOWN, SlotState, place_ranks
 

@@ -69,7 +69,9 @@ class Candidates:
         )
 
 
-def take_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass) -> torch.Tensor:
+def take_block(
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
+) -> torch.Tensor:
     """Attends with a block of new tokens, then keeps what the budget allows: (batch, tokens, heads, head_dim).
 
     Args:
@@ -85,7 +87,9 @@ def take_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, value
     return output
 
 
-def prune_block(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, observed: torch.Tensor | None = None) -> None:
+def prune_block(
+    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, observed: torch.Tensor | None = None
+) -> None:
     """Takes a block of new tokens and keeps what the budget allows.
 
     Args:

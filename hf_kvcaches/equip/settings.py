@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.kernels._slots_checks import Backend
 

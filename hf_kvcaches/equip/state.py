@@ -7,12 +7,12 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.equip.budgets import check_budget, slots_for
-from hf_kvcaches.equip.settings import Settings
-from hf_kvcaches.equip.compiled import ClockedStorage
 from hf_kvcaches.core.passes import Passes
+from hf_kvcaches.equip.budgets import check_budget, slots_for
+from hf_kvcaches.equip.compiled import ClockedStorage
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.policies import Policy
+from hf_kvcaches.equip.settings import Settings
 
 UNKNOWN = -2
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
-from hf_kvcaches import compat
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -85,6 +84,22 @@ class SubspaceCache(AnsweringCache):
                 why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
                 raise UnsupportedError(f"bases: {why}. Calibrate with rotation='post'.")
         return SubspaceLayer(self._settings, self._source(layer_idx, own), geometry, self.passes, self.config)
+
+    def settings(self) -> dict[str, Any]:
+        own = self._settings
+        dtype = None if own.bases_dtype is None else str(own.bases_dtype).removeprefix("torch.")
+        options = {"sinks": own.sinks, "recent": own.recent, "coefficients": own.coefficients, "backend": own.backend}
+        return options | {"bases_dtype": dtype, "bases": self.bases.metadata()}
+
+    def shared_state(self) -> dict[str, torch.Tensor]:
+        return self.bases.tensors()
+
+    @classmethod
+    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
+        options = dict(settings)
+        dtype = options.pop("bases_dtype")
+        bases = SubspaceBases.restore(shared, options.pop("bases"))
+        return cls(model, bases, bases_dtype=None if dtype is None else getattr(torch, dtype), **options)
 
     def _source(self, layer_idx: int, own: Any) -> LayerSource:
         # Caches of one model share the bases on its device.

@@ -145,9 +145,7 @@ class SubspaceLayer(SubspaceStore):
         output, _ = kernels.merge_attention(parts)
         return output
 
-    def _attend_middle(
-        self, query: torch.Tensor, call: Call, real: torch.Tensor | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _attend_middle(self, query: torch.Tensor, call: Call, real: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Attention of one query a row over coefficients: parts to be merged, each of all heads."""
         batch, heads, _, dim = query.shape
         maps = self.maps
@@ -192,7 +190,7 @@ class SubspaceLayer(SubspaceStore):
             return None
         start, tokens = piece.start + self.settings.sinks, piece.keys.shape[2]
         places = None if self.places is None else self.places[:, start : start + tokens, 0]
-        return kernels.Rotation(geometry.inv_freq, start, places, geometry.layout)
+        return kernels.Rotation(geometry.inv_freq, geometry.layout, places, start, geometry.attention_scaling)
 
     def _held(self, running: Pass) -> Held:
         """Where all columns are after the pass; the same for all layers."""
@@ -288,7 +286,11 @@ class SubspaceLayer(SubspaceStore):
                 (group.key_decode, [(piece.keys, piece.key_scale) for piece in pieces]),
                 (group.value_decode, [(piece.values, piece.value_scale) for piece in pieces]),
             )
-            own = [torch.cat([_widened(data, scale, self.dtype) for data, scale in side] or [_none(self, decode)], 2) @ decode.to(self.dtype).mT for decode, side in sides]
+            own = [
+                torch.cat([_widened(data, scale, self.dtype) for data, scale in side] or [_none(self, decode)], 2)
+                @ decode.to(self.dtype).mT
+                for decode, side in sides
+            ]
             found.append((own[0], own[1]))
         keys, values = (torch.cat(side, 1) for side in zip(*found, strict=True))
         if maps.back is not None:
@@ -300,7 +302,9 @@ class SubspaceLayer(SubspaceStore):
 
 def _widened(data: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Coefficients as numbers of that type."""
-    return data.to(dtype) if scale is None else kernels.dequantize_tiles(data, scale).to(dtype)
+    if scale is None:
+        return data.to(dtype)
+    return (data.unflatten(2, (-1, kernels.TILE)) * scale[..., None, None].float()).flatten(2, 3).to(dtype)
 
 
 def _none(layer: SubspaceLayer, decode: torch.Tensor) -> torch.Tensor:

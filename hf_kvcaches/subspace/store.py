@@ -22,6 +22,7 @@ from hf_kvcaches.subspace.maps import LayerMaps, LayerSource
 # Buffers have room for one token more for each so many: coefficients are small, and copying them often is cheap.
 RESERVE = 32
 SIDES = ("key", "value")
+_PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class SubspaceStore(TensorLayer):
     places: torch.Tensor | None = None
 
     def __init__(self, settings: Settings, source: LayerSource, geometry: RotaryGeometry | None) -> None:
-        kinds = ("coefficients", "scales", "loose") if settings.coefficients == "int8" else ("coefficients",)
+        kinds = ("coefficients", "loose", "scales") if settings.coefficients == "int8" else ("coefficients",)
         own = [f"{side}_{kind}_{index}" for index in range(source.groups) for kind in kinds for side in SIDES]
         for name in own:
             setattr(self, name, None)
@@ -226,7 +227,9 @@ class SubspaceStore(TensorLayer):
             group: Its number.
         """
         count = self.count(self.seen)
-        own = {side: {kind: getattr(self, f"{side}_{kind}_{group}", None) for kind in ("coefficients", "scales", "loose")} for side in SIDES}
+        own = {
+            side: {kind: getattr(self, f"{side}_{kind}_{group}", None) for kind in ("coefficients", "scales", "loose")} for side in SIDES
+        }
         keys, values = own["key"], own["value"]
         if self.settings.coefficients != "int8":
             return [Piece(0, keys["coefficients"][:, :, :count], values["coefficients"][:, :, :count])] if count else []
@@ -329,6 +332,25 @@ class SubspaceStore(TensorLayer):
     def reset(self) -> None:
         super().reset()
         self.recording = False
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, values = super().export_state()
+        count, tiles = self.count(self.seen), self.count(self.seen) // TILE
+        quantized = self.settings.coefficients == "int8"
+        used = {"coefficients": tiles * TILE if quantized else count, "scales": tiles}
+        for name, tensor in tensors.items():
+            if name in ("real", "places"):
+                tensors[name] = tensor[:, : self.seen]
+            elif (kind := name.split("_")[1]) in used:
+                tensors[name] = tensor[:, :, : used[kind]]
+        return tensors, values
+
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        super().import_state(tensors, values)
+        # Coefficients in 8 bits don't tell the model's precision; all others do.
+        like = next((tensors[name] for name in self.row_tensors if name in tensors and tensors[name].dtype in _PRECISIONS), None)
+        if like is not None:
+            self.lazy_initialization(like, like)
 
     def owned_tensors(self) -> dict[str, torch.Tensor]:
         """The declared tensors, and the bases, which all caches of a model share."""

@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches import EquipCache, GrowingCache, KeyNormPolicy, KVCache, LagKVPolicy, SnapKVPolicy
+from hf_kvcaches import (
+    EquipCache,
+    GrowingCache,
+    KeyNormPolicy,
+    KVCache,
+    LagKVPolicy,
+    SnapKVPolicy,
+    SubspaceBases,
+    SubspaceCache,
+)
 from hf_kvcaches.equip.tokens import Tokens
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
@@ -81,6 +90,19 @@ OWN_POLICY = frozenset({"saved_and_loaded", "device_map_and_saving"})
 # Pages are shared, and go back when they are not needed.
 NOT_ON_PAGES = frozenset({"gradients", "offload_and_prefetch"})
 
+
+def subspace(model: Any, **options: Any) -> SubspaceCache:
+    """A cache in bases of the model's own random text; all directions unless told otherwise."""
+    ranks = {"rank": options.pop("rank", None), "bytes_ratio": options.pop("bytes_ratio", None)}
+    config = model.config.get_text_config(decoder=True)
+    if ranks["rank"] is None and ranks["bytes_ratio"] is None:
+        ranks["rank"] = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
+    texts = [torch.randint(3, config.vocab_size, (48,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(2)]
+    rotation = options.pop("rotation", "aware")
+    bases = SubspaceBases.calibrate(model, None, texts, rotation=rotation, multiple_of=1, progress=False, **ranks)
+    return SubspaceCache(model, bases, **options)
+
+
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
@@ -105,5 +127,15 @@ ENTRIES = [
             records=True,
         )
         for name, policy in EQUIP
+    ),
+    Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True),
+    Entry("subspace_full_post", partial(subspace, rotation="post", sinks=0, recent=0), lossless=True, records=True),
+    Entry("subspace", partial(subspace, bytes_ratio=0.5, sinks=2, recent=4), lossless=False, every_family=False, records=True),
+    Entry(
+        "subspace_int8",
+        partial(subspace, bytes_ratio=0.5, sinks=2, recent=4, coefficients="int8"),
+        lossless=False,
+        every_family=False,
+        records=True,
     ),
 ]

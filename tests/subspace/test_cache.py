@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from hf_kvcaches.kernels.coefficients import TILE
 from transformers import DynamicCache
 
 from hf_kvcaches import SubspaceBases, SubspaceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.kernels.coefficients import TILE
 from tests import tiny
 from tests.reference.subspace import SubspaceOracle
 
@@ -142,7 +142,12 @@ def test_bytes_are_those_of_coefficients_and_ends() -> None:
 
 @pytest.mark.parametrize(
     ("options", "name"),
-    [({"sinks": -1}, "sinks"), ({"recent": 1.5}, "recent"), ({"coefficients": "int4"}, "coefficients"), ({"bases_dtype": torch.int8}, "bases_dtype")],
+    [
+        ({"sinks": -1}, "sinks"),
+        ({"recent": 1.5}, "recent"),
+        ({"coefficients": "int4"}, "coefficients"),
+        ({"bases_dtype": torch.int8}, "bases_dtype"),
+    ],
 )
 def test_what_makes_no_sense_is_refused_by_name(options: dict[str, Any], name: str) -> None:
     model, bases = pair()

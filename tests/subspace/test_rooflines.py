@@ -26,7 +26,7 @@ from transformers import (
 
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.subspace.roofline import Roofline, Work, roofline
+from hf_kvcaches.subspace.rooflines import Roofline, Work, roofline
 from tests import tiny
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
