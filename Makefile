@@ -6,6 +6,7 @@
 #                  none   pip's own sources
 #                  a URL  that index, beside pip's own sources
 #   PYTEST_ARGS  more arguments for pytest
+#   WORKERS      processes that run the tests, each on one thread: tiny models are slower on two
 #   DEMO_ARGS    arguments for scripts/demo.py
 #   DEVICE       what `make bench` measures: cpu or cuda
 
@@ -17,6 +18,7 @@ TORCH_INDEX ?= auto
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 FLOOR_TRANSFORMERS := 5.17.0
 PYTEST_ARGS ?=
+WORKERS ?= 2
 DEMO_ARGS ?=
 DEVICE ?= cpu
 
@@ -42,7 +44,7 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/python scripts/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -55,7 +57,7 @@ format: $(VENV)/.installed
 
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
-	$(VENV_FLOOR)/bin/python -m pytest tests/conformance -k 'not paged' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV_FLOOR)/bin/python -m pytest tests/conformance -n $(WORKERS) -k 'not paged' $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
@@ -103,7 +105,7 @@ $(VENV_FLOOR)/.installed: pyproject.toml constraints.txt
 	@echo 'transformers==$(FLOOR_TRANSFORMERS)' >>$(VENV_FLOOR)/constraints.txt
 	$(call install_torch,$(VENV_FLOOR),$(VENV_FLOOR)/constraints.txt)
 	@echo 'Installing hf-kvcaches with transformers $(FLOOR_TRANSFORMERS) into $(VENV_FLOOR) ...'
-	@$(VENV_FLOOR)/bin/python $(PIP_INSTALL) -c $(VENV_FLOOR)/constraints.txt -e . pytest pytest-timeout hypothesis peft accelerate
+	@$(VENV_FLOOR)/bin/python $(PIP_INSTALL) -c $(VENV_FLOOR)/constraints.txt -e . pytest pytest-timeout pytest-xdist hypothesis peft accelerate
 	@touch $@
 
 # $(call make_venv,FOLDER)

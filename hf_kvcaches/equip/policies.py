@@ -45,11 +45,6 @@ class Policy(ABC):
     directions: ClassVar[bool] = True
     scores_are_sums: bool = False
 
-    @property
-    def chooses_by_rule(self) -> bool:
-        """Whether who goes in a step is left to this class."""
-        return type(self).victim is Policy.victim
-
     def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
         """Whether `rescore` reads keys after a step with so many tokens seen. Turning them back takes time that may be spared.
 

@@ -125,7 +125,8 @@ class SlotState(ClockedStorage):
         held, start, sinks = self.positions, self.slots - self.near, self.settings.sinks
         if held is None or self.filled < self.slots or self.kept_rows is not None or self.offset_rows is not None:
             return
-        if not self.policy.chooses_by_rule or self.policy.order_only or self.frames.unrotated:
+        # A policy of one's own may choose in another way.
+        if type(self.policy).victim is not Policy.victim or self.policy.order_only or self.frames.unrotated:
             return
         newest = torch.arange(self.fed - self.near, self.fed, device=held.device)
         protected = held < self.sinks_end
