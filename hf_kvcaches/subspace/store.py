@@ -89,10 +89,10 @@ class SubspaceStore(TensorLayer):
     def __init__(self, settings: Settings, source: LayerSource, geometry: RotaryGeometry | None) -> None:
         kinds = ("coefficients", "loose", "scales") if settings.coefficients == "int8" else ("coefficients",)
         own = [f"{side}_{kind}_{index}" for index in range(source.groups) for kind in kinds for side in SIDES]
-        for name in own:
-            setattr(self, name, None)
         exact = ("sink_keys", "sink_values", "recent_keys", "recent_values", "real", "places")
         self.row_tensors = (*exact, *own)  # type: ignore[misc]
+        for name in own:
+            setattr(self, name, None)
         super().__init__()
         self.settings, self.source, self.geometry = settings, source, geometry
         self.recording = False
