@@ -107,7 +107,7 @@ def test_they_show_themselves_in_a_line(bases: SubspaceBases) -> None:
 
 def test_tensors_that_do_not_fit_are_refused_by_name(bases: SubspaceBases) -> None:
     tensors = bases.tensors()
-    for broken in ({"layers.1.key_decode.0": torch.zeros(8, 7)}, {"layers.1.gamma": torch.ones(1)}):
+    for broken in ({"layers.1.key_decode.0": torch.zeros(8, 9)}, {"layers.1.gamma": torch.ones(1)}):
         with pytest.raises(ArtifactError, match=r"layers\.1\."):
             SubspaceBases.restore({**tensors, **broken}, bases.metadata())
     SubspaceBases.restore(tensors, bases.metadata())

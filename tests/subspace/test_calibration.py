@@ -129,6 +129,19 @@ def test_a_stake_is_what_small_errors_of_logits_do_to_the_output() -> None:
     assert torch.allclose(meter.stake / meter.watched, found, rtol=0.05)
 
 
+def test_keys_that_another_layer_reads_again_count_once() -> None:
+    model = tiny.llama()
+    cache = MeterCache(model, Choices(rank=2), 40)
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2))
+    with torch.no_grad():
+        view, _ = cache.update(keys, keys, 0)
+        outputs = [view.attend(model.model.layers[index].self_attn, query, None, scaling=1.0)[0] for index in (0, 1)]
+    assert cache.meters[0].keys.count.tolist() == [40, 40]
+    assert cache.meters[0].queries.count.tolist() == [40] * 4
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "phi3"])
 def test_the_output_projection_is_found_in_other_families(family: str) -> None:
     bases = calibrate(models.build(family))
@@ -289,6 +302,12 @@ def test_at_full_rank_logits_and_values_are_exact(rotation: str, metric: str, sh
         true = logits(rotated(model, query), turned)
         assert torch.allclose(own.gamma.repeat_interleave(2)[:, None] * logits(rotated(model, query), estimate), true, atol=1e-4)
         assert torch.allclose(decoded(values, own.value_encode, own.value_decode), values, atol=1e-5)
+
+
+def test_at_full_rank_the_basis_is_the_identity_so_that_nothing_is_rounded() -> None:
+    for layer in calibrate(tiny.llama(), energy=1.0, multiple_of=3).layers:
+        for each in (*layer.key_encode, *layer.key_decode, *layer.value_encode, *layer.value_decode):
+            assert torch.equal(each, torch.eye(8))
 
 
 @pytest.mark.parametrize("share", ["head", "layer"])
