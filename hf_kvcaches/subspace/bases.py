@@ -102,7 +102,7 @@ class BasesSettings:
     unprojected: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SubspaceBases(Artifact):
     """Bases of the subspaces in which a model's keys and values are kept, for `SubspaceCache`.
 
@@ -205,6 +205,12 @@ class SubspaceBases(Artifact):
         """
         if self.fingerprint is not None:
             ModelFingerprint.of(model, tokenizer).require_same(self.fingerprint, "SubspaceBases")
+
+    def __repr__(self) -> str:
+        made = self.settings
+        kinds = f"rotation={made.rotation!r}, metric={made.metric!r}, share={made.share!r}"
+        layers = f"{sum(layer is not None for layer in self.layers)} of {len(self.layers)} layers"
+        return f"SubspaceBases({layers}, {self.bytes_ratio:.3f} of the bytes, {kinds}, model {self.fingerprint})"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
