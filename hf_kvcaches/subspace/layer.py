@@ -200,7 +200,7 @@ class SubspaceLayer(SubspaceStore):
 
     def _find_held(self) -> Held:
         sinks, first = self.settings.sinks, max(0, self.seen - self.settings.recent)
-        start = first if self.real is not None else max(first, sinks)
+        start = first if self.real is not None else min(max(first, sinks), self.seen)
         recent = torch.arange(start, self.seen, device=self.device)
         whole = 0 < self.window == len(recent)
         if whole:  # attention does not care for order

@@ -37,6 +37,7 @@ class Entry:
         lossless: Whether it must equal `DynamicCache`; otherwise it is held to what it must share with itself.
         every_family: Whether it is run with all families of models, or with Llamas only.
         records: Whether it takes back only what it has recorded, and takes what it records one token at a time.
+        without: Families that it can't be built for; a test of its own says so.
         refuses: Rows that must raise `UnsupportedError`, each for all models ("crop") or for one family ("crop@gemma2").
     """
 
@@ -44,6 +45,7 @@ class Entry:
     make: Callable[[Any], KVCache]
     lossless: bool
     every_family: bool = True
+    without: frozenset[str] = frozenset()
     refuses: frozenset[str] = frozenset()
     records: bool = False
 
@@ -103,6 +105,9 @@ def subspace(model: Any, **options: Any) -> SubspaceCache:
     return SubspaceCache(model, bases, **options)
 
 
+# Models with no layer of full attention have nothing to calibrate.
+SLIDING = frozenset({"mistral_sliding"})
+
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
@@ -128,8 +133,8 @@ ENTRIES = [
         )
         for name, policy in EQUIP
     ),
-    Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True),
-    Entry("subspace_full_post", partial(subspace, rotation="post", sinks=0, recent=0), lossless=True, records=True),
+    Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True, without=SLIDING),
+    Entry("subspace_full_post", partial(subspace, rotation="post", sinks=0, recent=2), lossless=True, records=True, without=SLIDING),
     Entry("subspace", partial(subspace, bytes_ratio=0.5, sinks=2, recent=4), lossless=False, every_family=False, records=True),
     Entry(
         "subspace_int8",
