@@ -12,6 +12,7 @@ import argparse
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,18 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Cache, DynamicCache
 from transformers.utils import logging
 
-from hf_kvcaches import ConfigError, EquipCache, GrowingCache, KVCacheError, MissingDependencyError, UnsupportedError, VerifyReport, verify
+from hf_kvcaches import (
+    ConfigError,
+    EquipCache,
+    GrowingCache,
+    KVCacheError,
+    MissingDependencyError,
+    SubspaceBases,
+    SubspaceCache,
+    UnsupportedError,
+    VerifyReport,
+    verify,
+)
 from hf_kvcaches.core.verify import attention_kept
 from hf_kvcaches.errors import require
 from tests.testbed.documents import Document, Filler, fit_document
@@ -29,11 +41,22 @@ from tests.testbed.documents import Document, Filler, fit_document
 TESTBED = ROOT / "tests" / "testbed"
 FULL_CACHE = "DynamicCache"
 
+CALIBRATION = 40_000  # characters of the book, from its end, which the document does not use
+
+
+@cache
+def bases(model: Any, tokenizer: Any) -> SubspaceBases:
+    """Bases for a model, in three eighths of the bytes of its keys and values."""
+    text = (TESTBED / "prose.txt").read_text(encoding="utf-8")[-CALIBRATION:]
+    return SubspaceBases.calibrate(model, tokenizer, [text], bytes_ratio=0.375, progress=False)
+
+
 # Every cache of the package in the setting to show, beside the full cache.
-CACHES: dict[str, Callable[[Any], Cache]] = {
-    "GrowingCache": GrowingCache,
-    "EquipCache (streaming, half)": lambda model: EquipCache(model, "streaming", budget=0.5),
-    "EquipCache (h2o, half)": lambda model: EquipCache(model, "h2o", budget=0.5),
+CACHES: dict[str, Callable[[Any, Any], Cache]] = {
+    "GrowingCache": lambda model, tokenizer: GrowingCache(model),
+    "EquipCache (streaming, half)": lambda model, tokenizer: EquipCache(model, "streaming", budget=0.5),
+    "EquipCache (h2o, half)": lambda model, tokenizer: EquipCache(model, "h2o", budget=0.5),
+    "SubspaceCache (three eighths)": lambda model, tokenizer: SubspaceCache(model, bases(model, tokenizer)),
 }
 
 
@@ -98,9 +121,9 @@ def run(model: Any, tokenizer: Any, inputs: BatchEncoding, new_tokens: int) -> t
             progress.set_description(name)
             try:
                 with attention_kept(model):
-                    texts = write(model, tokenizer, inputs, factory(model), new_tokens)
+                    texts = write(model, tokenizer, inputs, factory(model, tokenizer), new_tokens)
                 progress.update()
-                report = verify(model, lambda factory=factory: factory(model), inputs, max_new_tokens=new_tokens)
+                report = verify(model, lambda factory=factory: factory(model, tokenizer), inputs, max_new_tokens=new_tokens)
                 outcomes.append(Outcome(name, texts, texts == full, report))
             except UnsupportedError as error:
                 refused.append(f"{name} refuses this model: {error}")

@@ -98,7 +98,7 @@ def _check_side(name: str, side: Coefficients, rows: torch.Size, basis_of: torch
     batch, kv_heads, tokens, rank = data.shape
     one, many = (kv_heads, rank), (batch, kv_heads, rank)
     bank = decode.ndim == 5
-    if (*decode.shape[:-2], rank) != one and (not bank or (*decode.shape[:2], decode.shape[-1]) != many) or decode.shape[-1] != rank:
+    if ((*decode.shape[:-2], rank) != one and (not bank or (*decode.shape[:2], decode.shape[-1]) != many)) or decode.shape[-1] != rank:
         wanted = f"shape ({kv_heads}, dim, {rank}) or ({batch}, {kv_heads}, bases, dim, {rank})"
         raise ConfigError.of(f"{name}.decode", wanted, tuple(decode.shape))
     tiles = (batch, kv_heads, -(-tokens // TILE))

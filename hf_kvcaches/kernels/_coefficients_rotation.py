@@ -244,9 +244,7 @@ def _asked(asking: torch.Tensor, decode: torch.Tensor, scaling: float, rotation:
     return parts[0], parts[1]
 
 
-def _rebuilt(
-    asking: torch.Tensor, keys: Coefficients, scaling: float, rotation: Rotation, basis_of: torch.Tensor | None
-) -> torch.Tensor:
+def _rebuilt(asking: torch.Tensor, keys: Coefficients, scaling: float, rotation: Rotation, basis_of: torch.Tensor | None) -> torch.Tensor:
     """`turned_logits` for any positions and any bases."""
     batch, kv_heads, _, dim = asking.shape
     tokens = keys.data.shape[2]

@@ -348,7 +348,9 @@ def coefficient_attention_reference(
 
 def _rotated_reference(keys: torch.Tensor, rotation: Rotation, row: int, token: int) -> torch.Tensor:
     if rotation.positions is not None:
-        position = int(rotation.positions.expand(row + 1, -1)[row, token]) if len(rotation.positions) == 1 else int(rotation.positions[row, token])
+        position = (
+            int(rotation.positions.expand(row + 1, -1)[row, token]) if len(rotation.positions) == 1 else int(rotation.positions[row, token])
+        )
     else:
         position = token + int(rotation.start if isinstance(rotation.start, int) else rotation.start[row])
     keys, pairs = keys.clone(), len(rotation.inv_freq)

@@ -150,7 +150,7 @@ class SubspaceLayer(SubspaceStore):
         batch, heads, _, dim = query.shape
         maps = self.maps
         kv_heads = sum(len(group.heads) for group in maps.groups)
-        grouped = query.view(batch, kv_heads, heads // kv_heads, dim)
+        grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
         found: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for index, group in enumerate(maps.groups):
             own = grouped if len(maps.groups) == 1 else grouped[:, list(group.heads)]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hf_kvcaches.kernels.coefficients import TILE
 from transformers import DynamicCache
 
 from hf_kvcaches import SubspaceBases, SubspaceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.coefficients import TILE
 from tests import tiny
 from tests.reference.subspace import SubspaceOracle
 
