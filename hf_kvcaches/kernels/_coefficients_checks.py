@@ -1,4 +1,4 @@
-"""What the functions of `coefficients.py` take: types and checks of the arguments."""
+"""What the functions of `coefficients.py` take: types, checks of the arguments, and dtypes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels._slots_checks import Layout
+
+Part = tuple[torch.Tensor, torch.Tensor]
 
 TILE = 16  # Tokens that share a scale and a basis: no matrix product of a GPU takes fewer.
 
@@ -32,8 +34,8 @@ class Rotation(NamedTuple):
     Args:
         inv_freq: Angle per position of each pair, (rotary_dim / 2,), float64. Dimensions from rotary_dim on pass unchanged.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
-        positions: Of the tokens, (batch or 1, tokens), int32 or int64. Where they count up by one in each row, it is as fast as `start`.
-            Those of invalid tokens may be anything.
+        positions: Of the tokens, from 0 on, (batch or 1, tokens), int32 or int64. Those of invalid tokens may be anything. Where they
+            count up by one in each row, this is as fast as `start`.
         start: Without `positions`: where the first token stands, and the others behind it one by one; a number, or one a row, (batch,).
         attention_scaling: What the model multiplies cosines and sines with (yarn).
     """
@@ -96,9 +98,8 @@ def _check_side(name: str, side: Coefficients, rows: torch.Size, basis_of: torch
     if data.stride(3) != 1 and data.shape[3] > 1:
         raise ConfigError.of(f"{name}.data", "a contiguous last dimension", data.stride(), "Call .contiguous() on it.")
     batch, kv_heads, tokens, rank = data.shape
-    one, many = (kv_heads, rank), (batch, kv_heads, rank)
     bank = decode.ndim == 5
-    if ((*decode.shape[:-2], rank) != one and (not bank or (*decode.shape[:2], decode.shape[-1]) != many)) or decode.shape[-1] != rank:
+    if tuple(decode.shape[: -2 - bank]) != ((batch, kv_heads) if bank else (kv_heads,)) or decode.shape[-1] != rank:
         wanted = f"shape ({kv_heads}, dim, {rank}) or ({batch}, {kv_heads}, bases, dim, {rank})"
         raise ConfigError.of(f"{name}.decode", wanted, tuple(decode.shape))
     tiles = (batch, kv_heads, -(-tokens // TILE))
@@ -118,7 +119,7 @@ def _check_side(name: str, side: Coefficients, rows: torch.Size, basis_of: torch
 def _check_rotation(rotation: Rotation, batch: int, tokens: int, dim: int) -> None:
     frequencies, layout, positions, start, _ = rotation
     if frequencies.ndim != 1 or frequencies.dtype != torch.float64 or not 0 < 2 * len(frequencies) <= dim:
-        got = (tuple(frequencies.shape), frequencies.dtype)
+        got = (frequencies.dtype, tuple(frequencies.shape))
         raise ConfigError.of("rotation.inv_freq", f"1 to {dim // 2} numbers in float64, which keeps large positions exact", got)
     if layout not in ("half", "interleaved"):
         raise ConfigError.of("rotation.layout", "'half' or 'interleaved'", layout)
@@ -129,3 +130,20 @@ def _check_rotation(rotation: Rotation, batch: int, tokens: int, dim: int) -> No
             raise ConfigError.of("rotation.positions", f"int32 or int64 of shape ({batch} or 1, {tokens})", got)
     if isinstance(start, torch.Tensor) and (tuple(start.shape) != (batch,) or start.dtype not in (torch.int32, torch.int64)):
         raise ConfigError.of("rotation.start", f"a number, or integers of shape ({batch},)", (start.dtype, tuple(start.shape)))
+
+
+def computing(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype to compute in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def nothing(query: torch.Tensor, value_dim: int) -> Part:
+    """Attention over no tokens at all."""
+    batch, heads = query.shape[:2]
+    lse = torch.full((batch, heads), -torch.inf, dtype=precise(query.device), device=query.device)
+    return query.new_zeros(batch, 1, heads, value_dim), lse
+
+
+def precise(device: torch.device) -> torch.dtype:
+    """The dtype of a log sum exp."""
+    return torch.float32 if device.type == "mps" else torch.float64
