@@ -109,6 +109,7 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: 
     if buffer is None or stop > buffer.shape[-2] or frozen:
         capacity = stop + max(64, stop // reserve)
         larger = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
+        larger[..., stop:, :].zero_()  # what was in that memory before is nobody's business
         if buffer is not None:
             larger[:, :, :start] = buffer[:, :, :start]
         buffer = larger
