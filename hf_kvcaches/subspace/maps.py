@@ -61,24 +61,23 @@ class LayerMaps:
     back: torch.Tensor | None
 
     @classmethod
-    def of(cls, bases: LayerBases, dtype: torch.dtype, device: torch.device) -> LayerMaps:
+    def of(cls, bases: LayerBases, dtype: torch.dtype, device: torch.device, even: bool = False) -> LayerMaps:
         """The maps of a layer.
-
-        Coefficients are scaled so that all of a head are equally large over the calibration texts. That changes nothing but that one
-        scale fits them all, should they be quantised.
 
         Args:
             bases: As calibrated.
             dtype: Of the maps.
             device: Where they are needed.
+            even: Whether all coefficients of a head are to be equally large over the calibration texts, so that one scale fits them all.
         """
         ranks = [Ranks(key.shape[0], value.shape[0]) for key, value in zip(bases.key_encode, bases.value_encode, strict=True)]
         groups = []
         for own in sorted(set(ranks)):
             heads = tuple(head for head, each in enumerate(ranks) if each == own)
-            keys = [_scaled(bases.key_encode[h], bases.key_decode[h] * bases.gamma[h], bases.key_energies[h]) for h in heads]
-            values = [_scaled(bases.value_encode[h], bases.value_decode[h], bases.value_energies[h]) for h in heads]
-            parts = (torch.stack([pair[side] for pair in pairs]).to(device, dtype) for pairs in (keys, values) for side in (0, 1))
+            keys = [(bases.key_encode[h], bases.key_decode[h] * bases.gamma[h], bases.key_energies[h]) for h in heads]
+            values = [(bases.value_encode[h], bases.value_decode[h], bases.value_energies[h]) for h in heads]
+            pairs = [[_scaled(*each) if even else each[:2] for each in side] for side in (keys, values)]
+            parts = (torch.stack([pair[way] for pair in side]).to(device, dtype) for side in pairs for way in (0, 1))
             groups.append(HeadGroup(heads, own, *parts))
         order = torch.tensor([head for group in groups for head in group.heads], device=device)
         back = order.argsort()
@@ -99,18 +98,19 @@ class LayerSource:
     def __init__(self, bases: LayerBases) -> None:
         self.bases = bases
         self.groups = len({(len(key), len(value)) for key, value in zip(bases.key_encode, bases.value_encode, strict=True)})
-        self._made: dict[tuple[torch.dtype, torch.device], LayerMaps] = {}
+        self._made: dict[tuple[torch.dtype, torch.device, bool], LayerMaps] = {}
 
-    def on(self, dtype: torch.dtype, device: torch.device) -> LayerMaps:
+    def on(self, dtype: torch.dtype, device: torch.device, even: bool) -> LayerMaps:
         """The maps there.
 
         Args:
             dtype: Of the maps.
             device: Where they are needed.
+            even: As in `LayerMaps.of`.
         """
-        if (dtype, device) not in self._made:
-            self._made[dtype, device] = LayerMaps.of(self.bases, dtype, device)
-        return self._made[dtype, device]
+        if (dtype, device, even) not in self._made:
+            self._made[dtype, device, even] = LayerMaps.of(self.bases, dtype, device, even)
+        return self._made[dtype, device, even]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSource:
         return self  # nothing in it belongs to a sequence

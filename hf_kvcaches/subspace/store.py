@@ -111,7 +111,7 @@ class SubspaceStore(TensorLayer):
     @property
     def maps(self) -> LayerMaps:
         """The bases, where and how the layer needs them."""
-        return self.source.on(self.settings.bases_dtype or self.dtype, self.device)
+        return self.source.on(self.settings.bases_dtype or self.dtype, self.device, self.settings.coefficients == "int8")
 
     @property
     def window(self) -> int:
@@ -139,6 +139,7 @@ class SubspaceStore(TensorLayer):
             if self.real is None:
                 self.real = torch.ones(rows, self.seen, 1, dtype=torch.bool, device=self.device)
             new = torch.ones(rows, tokens, dtype=torch.bool, device=self.device) if valid is None else valid
+            self._check_padding(new)
             self.real = append(self.real[:, None], new[:, None, :, None], self.seen, RESERVE)[:, 0]
         if places is not None or self.places is not None:
             columns = torch.arange(self.seen + tokens, dtype=torch.int32, device=self.device)
@@ -146,6 +147,15 @@ class SubspaceStore(TensorLayer):
                 self.places = columns[: self.seen, None].repeat(rows, 1, 1)
             new = (columns[None, self.seen :] if places is None else places.to(torch.int32)).expand(rows, -1)
             self.places = append(self.places[:, None], new[:, None, :, None], self.seen, RESERVE)[:, 0]
+
+    def _check_padding(self, new: torch.Tensor) -> None:
+        """Refuses padding that would leave a row fewer exact tokens than others, or other tiles."""
+        assert self.real is not None
+        before = self.real[:, : self.seen, 0].any(1, keepdim=True) | (new.cumsum(1) > 0)
+        if bool((before & ~new).any()):
+            raise UnsupportedError("SubspaceCache takes padding before a row's first token only. Feed rows of different lengths singly.")
+        if self.settings.coefficients == "int8" and not bool(new.all()):
+            raise UnsupportedError("coefficients='int8' takes no padding: tiles would begin elsewhere in each row. Feed the rows singly.")
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, final: bool) -> None:
         """Puts new columns where they belong.
