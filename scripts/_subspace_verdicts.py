@@ -135,7 +135,7 @@ def _recall(rows: Rows, window: Window, ratio: float, most: float) -> str:
     if full is None or not own:
         return f"{claim}: {NOT_MEASURED}no such run"
     best = max(own, key=lambda row: row["share"])
-    lost = 100 * (full["share"] - best["share"])
+    lost = round(100 * (full["share"] - best["share"]), 6)
     numbers = f"{100 * best['share']:.1f}% of {best['questions']}, full cache {100 * full['share']:.1f}%, {best['variant']}"
     return f"{claim}: {_met(lost <= most)} ({numbers})"
 
