@@ -47,7 +47,7 @@ def _line(number: int, claim: str, verdict: str, numbers: str) -> str:
 
 def _small_rank(whole: Rows) -> str:
     claim = f"some rank far below the head size costs at most 1% perplexity (at most {SMALL} of the bytes, no window)"
-    small = [row for row in whole if _window(row) == NONE and row["bytes_ratio"] <= SMALL]
+    small = [row for row in whole if _window(row) == NONE and row["bytes_ratio"] <= SMALL and not row["coefficients"]]
     if not small:
         return _line(1, claim, NOT_MEASURED + "perplexity of a small cache", "")
     best = min(small, key=lambda row: row["change_percent"])
@@ -77,21 +77,21 @@ def _pairs(whole: Rows) -> list[tuple[str, float, float]]:
 
 def _growth(texts: Rows, tokens: int) -> str:
     claim = f"the loss does not grow sharply with the context (last span at most {GROWTH}x the mean of the others, or below {NEGLIGIBLE}%)"
-    grown, worst, measured = [], "", 0
+    grown: dict[bool, list[str]] = {False: [], True: []}
+    calm = []
     for name in dict.fromkeys(row["variant"] for row in texts if _window(row) == NONE and row["bytes_ratio"] <= SMALL):
         own = [row for row in texts if row["variant"] == name and _window(row) == NONE and (row["from"], row["to"]) != (2, tokens)]
         if len(own) < 2:
             continue
-        measured += 1
         *earlier, last = (row["change_percent"] for row in sorted(own, key=lambda row: row["from"]))
         before = sum(earlier) / len(earlier)
-        if last > max(GROWTH * before, NEGLIGIBLE):
-            grown.append(f"{name}: {before:+.2f}% to {last:+.2f}%")
-        elif not worst:
-            worst = f"{name}: {before:+.2f}% to {last:+.2f}%"
-    if not measured:
+        sharp = last > max(GROWTH * before, NEGLIGIBLE)
+        # A wrong factor on all logits does more harm the more of them there are; that is no matter of positions.
+        (grown[own[0]["gamma"] == "paper"] if sharp else calm).append(f"{name}: {before:+.2f}% to {last:+.2f}%")
+    if not (calm or any(grown.values())):
         return _line(3, claim, NOT_MEASURED + "spans of a small cache", "")
-    return _line(3, claim, _held(not grown), "; ".join(grown) or f"{measured} caches, among them {worst}")
+    apart = f"; with the paper's gamma it does: {'; '.join(grown[True])}" if grown[True] else ""
+    return _line(3, claim, _held(not grown[False]), "; ".join(grown[False] or calm) + apart)
 
 
 def _prediction(bounds: Rows) -> str:
@@ -109,13 +109,8 @@ def _prediction(bounds: Rows) -> str:
 
 
 def _cost(name: str, whole: Rows, window: Window, ratio: float, most: float, coefficients: str) -> str:
-    own = [
-        row
-        for row in whole
-        if (row["mode"], row["rotation"], row["coefficients"]) == ("static", "aware", coefficients)
-        and _window(row) == window
-        and row["bytes_ratio"] <= ratio
-    ]
+    kind = ("static", "aware", coefficients)
+    own = [row for row in whole if _kind(row) == kind and _window(row) == window and row["bytes_ratio"] <= ratio]
     claim = f"  {name}: at most {most:g}% perplexity at {ratio:g} of the bytes"
     if not own:
         return f"{claim}: {NOT_MEASURED}no such run"
@@ -127,11 +122,8 @@ def _cost(name: str, whole: Rows, window: Window, ratio: float, most: float, coe
 def _recall(rows: Rows, window: Window, ratio: float, most: float) -> str:
     claim = f"  static aware, {window[0]} + {window[1]} exact: at most {most:g} points of recall at {ratio:g} of the bytes"
     full = next((row for row in rows if row["variant"] == FULL), None)
-    own = [
-        row
-        for row in rows
-        if (row["mode"], row.get("rotation")) == ("static", "aware") and _window(row) == window and row["bytes_ratio"] <= ratio
-    ]
+    kind = ("static", "aware", "")
+    own = [row for row in rows if _kind(row) == kind and _window(row) == window and row["bytes_ratio"] <= ratio]
     if full is None or not own:
         return f"{claim}: {NOT_MEASURED}no such run"
     best = max(own, key=lambda row: row["share"])
@@ -145,6 +137,10 @@ def _adaptive_bar(whole: Rows) -> str:
     if not pairs:
         return NOT_MEASURED + "adaptive mode"
     return f"{_met(all(adaptive <= 1.5 * static for _, static, adaptive in pairs))} ({len(pairs)} pairs)"
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, str | None, str | None]:
+    return row["mode"], row.get("rotation"), row.get("coefficients")
 
 
 def _window(row: dict[str, Any]) -> Window:

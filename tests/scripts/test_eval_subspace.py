@@ -163,7 +163,16 @@ def test_a_full_rank_has_no_errors_and_a_small_one_those_of_its_decoded_keys(scr
 
 
 def row(change: float, ratio: float = 0.36, **other: Any) -> dict[str, Any]:
-    base = {"variant": "v", "mode": "static", "rotation": "aware", "coefficients": "", "sinks": 0, "recent": 0, "rule": "rank=8"}
+    base = {
+        "variant": "v",
+        "mode": "static",
+        "rotation": "aware",
+        "coefficients": "",
+        "sinks": 0,
+        "recent": 0,
+        "rule": "rank=8",
+        "gamma": "one",
+    }
     return {**base, "from": 2, "to": 512, "change_percent": change, "bytes_ratio": ratio, **other}
 
 
@@ -192,6 +201,9 @@ def test_adaptive_rows_are_compared_with_static_ones_of_the_same_ranks(script):
 def test_growth_compares_the_last_span_with_those_before(script, last, verdict):
     spans = [row(1.0, to=64), row(1.0, **{"from": 65, "to": 256}), row(last, **{"from": 257})]
     assert verdict in judged(script, perplexity=[row(1.2), *spans])[3]
+    line = judged(script, perplexity=[each | {"gamma": "paper"} for each in (row(1.2), *spans)])[3]
+    assert ": held" in line
+    assert ("with the paper's gamma it does: v: +1.00% to +2.10%" in line) == (last > 2)
 
 
 @pytest.mark.parametrize(("right", "verdict"), [(0.98, ": met"), (0.97, ": NOT MET")])
