@@ -35,6 +35,7 @@ def verdicts(found: dict[str, Rows], tokens: int) -> list[str]:
         _cost("static aware, no window", whole, NONE, 0.375, 1.0, coefficients=""),
         _cost("static aware, 4 + 64 exact", whole, ENDS, 0.375, 0.3, coefficients=""),
         _cost("static aware int8, 4 + 64 exact", whole, ENDS, 0.20, 0.5, coefficients="int8"),
+        _cost("static aware int8, no window", whole, NONE, 0.375, 1.0, coefficients="int8"),
         _recall(found.get("recall", ()), ENDS, 0.375, 2.0),
         "  adaptive aware within 1.5x of static's loss at the same bytes: " + (_adaptive_bar(whole)),
     ]

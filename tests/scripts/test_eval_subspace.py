@@ -75,7 +75,7 @@ def test_all_falsifiers_and_bars_are_judged_or_said_not_to_be_measured(quick):
     lines = quick[1].stdout.splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("The paper's falsifiers"))
     judged = [line for line in lines[start:] if line.startswith("  ")]
-    assert len(judged) == 9
+    assert len(judged) == 10
     assert all(any(word in line for word in (": held", ": FAILED", ": met", ": NOT MET", ": not measured")) for line in judged)
     assert "not measured: adaptive mode" in judged[1]
 
@@ -193,7 +193,7 @@ def test_costs_are_held_against_the_limits_of_bytes_and_of_perplexity(script):
 def test_adaptive_rows_are_compared_with_static_ones_of_the_same_ranks(script):
     lines = judged(script, perplexity=[row(1.0), row(1.4, mode="adaptive")])
     assert ": FAILED (rank=8: +1.40% against +1.00%)" in lines[2]
-    assert ": met (1 pairs)" in lines[10]
+    assert ": met (1 pairs)" in lines[11]
     assert ": held (1 pairs)" in judged(script, perplexity=[row(1.0), row(0.9, mode="adaptive")])[2]
 
 
@@ -209,7 +209,7 @@ def test_growth_compares_the_last_span_with_those_before(script, last, verdict):
 @pytest.mark.parametrize(("right", "verdict"), [(0.98, ": met"), (0.97, ": NOT MET")])
 def test_recall_is_held_against_that_of_the_full_cache(script, right, verdict):
     full = {"variant": "full cache", "mode": "full", "share": 1.0, "bytes_ratio": 1.0, "sinks": "", "recent": ""}
-    assert verdict in judged(script, recall=[full, row(0, sinks=4, recent=64, share=right, questions=100)])[9]
+    assert verdict in judged(script, recall=[full, row(0, sinks=4, recent=64, share=right, questions=100)])[10]
 
 
 @pytest.mark.parametrize(("correlation", "verdict"), [(0.6, ": held"), (0.4, ": FAILED")])
