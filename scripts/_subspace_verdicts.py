@@ -1,0 +1,156 @@
+"""What the numbers of `eval_subspace.py` say: the paper's four falsifiers, and what the caches are asked to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from _subspace_variants import ENDS, FULL, MODES, NONE, Window
+
+Rows = Sequence[dict[str, Any]]
+
+# A subspace is called small if the cache takes at most this share of the bytes.
+SMALL = 0.375
+# What an error may grow by from the first spans to the last one, and what is too little to speak of, in percent.
+GROWTH, NEGLIGIBLE = 2.0, 0.3
+# Rank correlation from which a bound is said to predict.
+PREDICTS = 0.5
+NOT_MEASURED = "not measured: "
+
+
+def verdicts(found: dict[str, Rows], tokens: int) -> list[str]:
+    """One line for each falsifier and each bar.
+
+    Args:
+        found: The rows of each task that ran.
+        tokens: Length of the rows that perplexity was measured on.
+    """
+    texts = [row for row in found.get("perplexity", ()) if row["mode"] != "full"]
+    whole = [row for row in texts if (row["from"], row["to"]) == (2, tokens)]
+    lines = ["The paper's falsifiers (held: the paper's claim stands)"]
+    lines += [_small_rank(whole), _adaptive(whole), _growth(texts, tokens), _prediction(found.get("bounds", ()))]
+    lines.append("Bars")
+    lines += [
+        _cost("static aware, no window", whole, NONE, 0.375, 1.0, coefficients=""),
+        _cost("static aware, 4 + 64 exact", whole, ENDS, 0.375, 0.3, coefficients=""),
+        _cost("static aware int8, 4 + 64 exact", whole, ENDS, 0.20, 0.5, coefficients="int8"),
+        _cost("static aware int8, no window", whole, NONE, 0.375, 1.0, coefficients="int8"),
+        _recall(found.get("recall", ()), ENDS, 0.375, 2.0),
+        "  adaptive aware within 1.5x of static's loss at the same bytes: " + (_adaptive_bar(whole)),
+    ]
+    return lines
+
+
+def _line(number: int, claim: str, verdict: str, numbers: str) -> str:
+    return f"  {number}. {claim}: {verdict}{f' ({numbers})' if numbers else ''}"
+
+
+def _small_rank(whole: Rows) -> str:
+    claim = f"some rank far below the head size costs at most 1% perplexity (at most {SMALL} of the bytes, no window)"
+    small = [row for row in whole if _window(row) == NONE and row["bytes_ratio"] <= SMALL and not row["coefficients"]]
+    if not small:
+        return _line(1, claim, NOT_MEASURED + "perplexity of a small cache", "")
+    best = min(small, key=lambda row: row["change_percent"])
+    held = best["change_percent"] <= 1
+    return _line(1, claim, _held(held), f"best {best['change_percent']:+.2f}% at {best['bytes_ratio']:.3f}: {best['variant']}")
+
+
+def _adaptive(whole: Rows) -> str:
+    claim = "adaptive bases are no worse than static ones at the same rank"
+    pairs = _pairs(whole)
+    if not pairs:
+        return _line(2, claim, NOT_MEASURED + "adaptive mode", "")
+    worse = [f"{rule}: {other:+.2f}% against {static:+.2f}%" for rule, static, other in pairs if other > static]
+    return _line(2, claim, _held(not worse), "; ".join(worse) or f"{len(pairs)} pairs")
+
+
+def _pairs(whole: Rows) -> list[tuple[str, float, float]]:
+    """(rule, loss of static, loss of adaptive) where both have the same ranks, rotation, coefficients and window."""
+    key = lambda row: tuple(row[name] for name in ("rule", "rotation", "coefficients", "sinks", "recent"))  # noqa: E731
+    by_mode: dict[str, dict[Any, float]] = {mode: {} for mode in MODES}
+    for row in whole:
+        best = by_mode[row["mode"]]
+        best[key(row)] = min(best.get(key(row), float("inf")), row["change_percent"])
+    static, adaptive = (by_mode[mode] for mode in MODES)
+    return [(str(each[0]), static[each], adaptive[each]) for each in static if each in adaptive]
+
+
+def _growth(texts: Rows, tokens: int) -> str:
+    claim = f"the loss does not grow sharply with the context (last span at most {GROWTH}x the mean of the others, or below {NEGLIGIBLE}%)"
+    grown: dict[bool, list[str]] = {False: [], True: []}
+    calm = []
+    for name in dict.fromkeys(row["variant"] for row in texts if _window(row) == NONE and row["bytes_ratio"] <= SMALL):
+        own = [row for row in texts if row["variant"] == name and _window(row) == NONE and (row["from"], row["to"]) != (2, tokens)]
+        if len(own) < 2:
+            continue
+        *earlier, last = (row["change_percent"] for row in sorted(own, key=lambda row: row["from"]))
+        before = sum(earlier) / len(earlier)
+        sharp = last > max(GROWTH * before, NEGLIGIBLE)
+        # A wrong factor on all logits does more harm the more of them there are; that is no matter of positions.
+        (grown[own[0]["gamma"] == "paper"] if sharp else calm).append(f"{name}: {before:+.2f}% to {last:+.2f}%")
+    if not (calm or any(grown.values())):
+        return _line(3, claim, NOT_MEASURED + "spans of a small cache", "")
+    apart = f"; with the paper's gamma it does: {'; '.join(grown[True])}" if grown[True] else ""
+    return _line(3, claim, _held(not grown[False]), "; ".join(grown[False] or calm) + apart)
+
+
+def _prediction(bounds: Rows) -> str:
+    claim = f"operator-norm residuals predict errors (median rank correlation of at least {PREDICTS} over heads and ranks)"
+    own = [row for row in bounds if row["rank"] == "all" and row["bound"] == "operator norm"]
+    if not own:
+        return _line(4, claim, NOT_MEASURED + "bounds", "")
+    parts, held = [], True
+    for what in ("logits", "output"):
+        numbers = [row["spearman"] for row in own if row["what"] == what]
+        held &= median(numbers) >= PREDICTS
+        parts.append(f"{what} {median(numbers):.2f}, by layer {min(numbers):.2f} to {max(numbers):.2f}")
+    above = sum(row["above_bound"] for row in bounds)
+    return _line(4, claim, _held(held), "; ".join(parts) + f"; {above} errors above their bound; sketches: {NOT_MEASURED}adaptive mode")
+
+
+def _cost(name: str, whole: Rows, window: Window, ratio: float, most: float, coefficients: str) -> str:
+    kind = ("static", "aware", coefficients)
+    own = [row for row in whole if _kind(row) == kind and _window(row) == window and row["bytes_ratio"] <= ratio]
+    claim = f"  {name}: at most {most:g}% perplexity at {ratio:g} of the bytes"
+    if not own:
+        return f"{claim}: {NOT_MEASURED}no such run"
+    best = min(own, key=lambda row: row["change_percent"])
+    numbers = f"{best['change_percent']:+.3f}% at {best['bytes_ratio']:.3f}, {best['variant']}"
+    return f"{claim}: {_met(best['change_percent'] <= most)} ({numbers})"
+
+
+def _recall(rows: Rows, window: Window, ratio: float, most: float) -> str:
+    claim = f"  static aware, {window[0]} + {window[1]} exact: at most {most:g} points of recall at {ratio:g} of the bytes"
+    full = next((row for row in rows if row["variant"] == FULL), None)
+    kind = ("static", "aware", "")
+    own = [row for row in rows if _kind(row) == kind and _window(row) == window and row["bytes_ratio"] <= ratio]
+    if full is None or not own:
+        return f"{claim}: {NOT_MEASURED}no such run"
+    best = max(own, key=lambda row: row["share"])
+    lost = round(100 * (full["share"] - best["share"]), 6)
+    numbers = f"{100 * best['share']:.1f}% of {best['questions']}, full cache {100 * full['share']:.1f}%, {best['variant']}"
+    return f"{claim}: {_met(lost <= most)} ({numbers})"
+
+
+def _adaptive_bar(whole: Rows) -> str:
+    pairs = _pairs(whole)
+    if not pairs:
+        return NOT_MEASURED + "adaptive mode"
+    return f"{_met(all(adaptive <= 1.5 * static for _, static, adaptive in pairs))} ({len(pairs)} pairs)"
+
+
+def _kind(row: dict[str, Any]) -> tuple[str, str | None, str | None]:
+    return row["mode"], row.get("rotation"), row.get("coefficients")
+
+
+def _window(row: dict[str, Any]) -> Window:
+    return int(row["sinks"] or 0), int(row["recent"] or 0)
+
+
+def _held(held: bool) -> str:
+    return "held" if held else "FAILED"
+
+
+def _met(met: bool) -> str:
+    return "met" if met else "NOT MET"
