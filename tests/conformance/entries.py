@@ -37,7 +37,7 @@ class Entry:
         lossless: Whether it must equal `DynamicCache`; otherwise it is held to what it must share with itself.
         every_family: Whether it is run with all families of models, or with Llamas only.
         records: Whether it takes back only what it has recorded, and takes what it records one token at a time.
-        without: Families that it can't be built for; a test of its own says so.
+        without: Families that it can't be built for, and rows of a dtype ("forced_tokens@bfloat16"); tests of its own stand for these.
         refuses: Rows that must raise `UnsupportedError`, each for all models ("crop") or for one family ("crop@gemma2").
     """
 
@@ -105,8 +105,12 @@ def subspace(model: Any, **options: Any) -> SubspaceCache:
     return SubspaceCache(model, bases, **options)
 
 
+# Padding after a row's first token, and any where coefficients are in tiles.
+CHAT = frozenset({"chat_of_a_padded_batch"})
+PADDED = CHAT | {"left_padded_batch", "left_padded_steps", "chunked_prefill_of_a_padded_batch"}
 # Models with no layer of full attention have nothing to calibrate.
-SLIDING = frozenset({"mistral_sliding"})
+# In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
+SUBSPACE = frozenset({"mistral_sliding", "forced_tokens@bfloat16"})
 
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
@@ -133,14 +137,24 @@ ENTRIES = [
         )
         for name, policy in EQUIP
     ),
-    Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True, without=SLIDING),
-    Entry("subspace_full_post", partial(subspace, rotation="post", sinks=0, recent=2), lossless=True, records=True, without=SLIDING),
-    Entry("subspace", partial(subspace, bytes_ratio=0.5, sinks=2, recent=4), lossless=False, every_family=False, records=True),
+    Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True, without=SUBSPACE, refuses=CHAT),
+    Entry(
+        "subspace_full_post",
+        partial(subspace, rotation="post", sinks=0, recent=2),
+        lossless=True,
+        records=True,
+        without=SUBSPACE,
+        refuses=CHAT,
+    ),
+    Entry(
+        "subspace", partial(subspace, bytes_ratio=0.5, sinks=2, recent=4), lossless=False, every_family=False, records=True, refuses=CHAT
+    ),
     Entry(
         "subspace_int8",
         partial(subspace, bytes_ratio=0.5, sinks=2, recent=4, coefficients="int8"),
         lossless=False,
         every_family=False,
         records=True,
+        refuses=PADDED,
     ),
 ]

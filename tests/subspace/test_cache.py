@@ -106,6 +106,29 @@ def test_full_rank_equals_a_dynamic_cache(rotation: str) -> None:
     torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("rotation", ["aware", "post"])
+def test_full_rank_in_bfloat16_is_no_further_from_float32_than_a_dynamic_cache(rotation: str) -> None:
+    exact, half, plain = tiny.llama(), tiny.llama().bfloat16(), tiny.llama().bfloat16()
+    size = half.config.head_dim
+    bases = SubspaceBases.calibrate(half, None, [tiny.ids(1, 96)[0].tolist()], rank=(size, size), rotation=rotation, progress=False)
+    text, chunks = tiny.ids(2, 100), [30, 10, *STEPS, 30]
+    expected = run(exact.bfloat16().float(), DynamicCache(config=exact.config), text, chunks)
+    usual = (run(plain, DynamicCache(config=plain.config), text, chunks).float() - expected).abs().mean()
+    ours = (run(half, SubspaceCache(half, bases, sinks=1, recent=3), text, chunks).float() - expected).abs().mean()
+    assert ours < 1.25 * usual
+
+
+@pytest.mark.parametrize("options", [{}, {"coefficients": "int8"}])
+def test_padding_that_it_cannot_follow_is_refused_before_anything_is_taken(options: dict[str, Any]) -> None:
+    model, bases = pair()
+    given = SubspaceCache(model, bases, **options)
+    text, mask = tiny.ids(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, 5 if not options else 0] = 0
+    with pytest.raises(UnsupportedError, match="padding"):
+        run(model, given, text, [20], mask)
+    assert given.seen == 0
+
+
 @pytest.mark.parametrize("coefficients", [None, "int8"])
 @pytest.mark.parametrize("recent", [0, 6])
 def test_recorded_tokens_are_taken_back_exactly(coefficients: Any, recent: int) -> None:
