@@ -91,7 +91,7 @@ def coefficient_attention(
     """
     if check:
         check_coefficient_attention(query, keys, values, valid, rotation, key_basis_of, value_basis_of)
-    backend = choose(backend, query, keys.data, keys.decode, values.data, values.decode)
+    wanted, backend = backend, choose(backend, query, keys.data, keys.decode, values.data, values.decode)
     options: dict[str, Any] = {
         "valid": valid,
         "rotation": rotation,
@@ -103,11 +103,12 @@ def coefficient_attention(
         return coefficient_attention_reference(query, keys, values, scaling, **options)
     if keys.data.shape[2] == 0:
         return nothing(query, values.decode.shape[-2])
-    if backend == "torch":
-        return _attention_torch(query, keys, values, scaling, **options)
-    from hf_kvcaches.kernels import _coefficients_triton
+    if backend == "triton":
+        from hf_kvcaches.kernels import _coefficients_triton
 
-    return _coefficients_triton.attend(query, keys, values, scaling, **options)
+        if wanted == "triton" or _coefficients_triton.fits(query, keys, values, rotation):
+            return _coefficients_triton.attend(query, keys, values, scaling, **options)
+    return _attention_torch(query, keys, values, scaling, **options)
 
 
 def exact_attention(

@@ -1,0 +1,415 @@
+"""The Triton kernels behind `coefficients.py`, with their launcher. Import it inside a function: it needs Triton as soon as it is imported.
+
+A program attends for one row and KV head, with all the query heads that share it, over a run of its tokens, of which it reads nothing but
+the coefficients and their scales. Values are summed up in coefficient space. `combine_kernel` puts the runs together and multiplies by
+the basis of the values, once.
+
+With a bank of bases a program takes a tile at a time, loads a basis of keys when it changes, and multiplies by a basis of values when it
+ends.
+
+**Rotation.** Keys are rebuilt on the tensor cores and rotated in registers. Where positions count up, the query is turned back to the
+first token of each block, and all that is left are the same few angles in every block. An angle is taken as a whole number of 2^-64
+turns, which wraps around by itself: it is exact at any position.
+
+Options come to the kernels as tuples of a tensor and its strides, or as None, which leaves their code out.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels._coefficients_checks import TILE, Coefficients, Part, Rotation, precise
+
+# Triton's interpreter multiplies matrices of bfloat16 by their bits.
+WIDE = tl.constexpr(triton.knobs.runtime.interpret)
+A_TILE = tl.constexpr(TILE)
+# Bytes of bases of keys and of values that a program can hold beside what else it needs, as compiled for sm_80.
+LARGEST = 32 * 1024, 64 * 1024
+
+
+@triton.jit
+def _dot(one, other):
+    """A matrix product in float32."""
+    if WIDE:
+        result = tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="tf32x3")
+    else:
+        result = tl.dot(one, other, input_precision="tf32x3")
+    return result
+
+
+@triton.jit
+def _turns(positions, turning):
+    """Cosines and sines, (positions, pairs), of positions times 2^-64 turns."""
+    turned = ((positions[:, None] * turning[None, :]) >> 32).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
+    return tl.cos(turned), tl.sin(turned)
+
+
+@triton.jit
+def _halves(at, pairs, ranks, RANK: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, dtype: tl.constexpr):
+    """The rows of a basis for the first and the second dimensions of all pairs, transposed: (ranks, pairs) each."""
+    first = pairs * 2 if INTERLEAVED else pairs
+    second = first + 1 if INTERLEAVED else pairs + PAIRS
+    mask = (ranks < RANK)[:, None] & (pairs < PAIRS)[None, :]
+    one = tl.load(at + first[None, :] * RANK + ranks[:, None], mask=mask, other=0.0)
+    two = tl.load(at + second[None, :] * RANK + ranks[:, None], mask=mask, other=0.0)
+    return one.to(dtype), two.to(dtype)
+
+
+@triton.jit
+def _finite(highest):
+    """The running maximum, or 0 where no token was valid: minus infinity must not be taken from itself."""
+    return tl.where(highest == float("-inf"), 0.0, highest)
+
+
+@triton.jit
+def _capped(scores, softcap):
+    if softcap is not None:
+        # The hyperbolic tangent, by an exponential that can't overflow.
+        falling = tl.exp(-2 * tl.abs(scores / softcap))
+        size = softcap * (1 - falling) / (1 + falling)
+        scores = tl.where(scores < 0, -size, size)
+    return scores
+
+
+@triton.jit
+def _option(s, live, b, h, option):
+    """What an optional tensor says of tokens or tiles."""
+    return tl.load(option[0] + b * option[1] + h * option[2] + s * option[3], mask=live, other=0)
+
+
+@triton.jit
+def _rows(s, live, b, h, buffer, dims, DIM: tl.constexpr, dtype: tl.constexpr):
+    """Coefficients of a block of tokens, (tokens, dims), zeros where one is not live."""
+    at = buffer[0] + b * buffer[1] + h * buffer[2] + s.to(tl.int64) * buffer[3]
+    data = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0)
+    return data.to(tl.float32).to(dtype)  # Nothing else turns int8 into bfloat16, also on a GPU.
+
+
+@triton.jit
+def _basis(tile, b, h, basis_of):
+    return tl.load(basis_of[0] + b * basis_of[1] + h * basis_of[2] + tile * basis_of[3]).to(tl.int64)
+
+
+@triton.jit
+def _in_bank(b, h, basis, bank):
+    """Where a basis of one row and KV head lies."""
+    return bank[0] + b * bank[1] + h * bank[2] + basis * bank[3]
+
+
+@triton.jit
+def _plain(b, h, basis, asked, heads, ranks, GROUP: tl.constexpr, RANK: tl.constexpr, dtype: tl.constexpr):
+    """The query in coefficients of one basis, (heads, ranks)."""
+    at = _in_bank(b, h, basis, asked) + heads[:, None] * RANK + ranks[None, :]
+    return tl.load(at, mask=(heads < GROUP)[:, None] & (ranks < RANK)[None, :], other=0.0).to(dtype)
+
+
+@triton.jit
+def _decoded(sums, b, h, basis, bank, dims, ranks, DIM: tl.constexpr, RANK: tl.constexpr):
+    """(heads, ranks) times a basis: (heads, dims)."""
+    at = _in_bank(b, h, basis, bank) + dims[None, :] * RANK + ranks[:, None]
+    return _dot(sums, tl.load(at, mask=(dims < DIM)[None, :] & (ranks < RANK)[:, None], other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _asking(
+    query, row, heads, pairs, factor, DIM: tl.constexpr, GROUP: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """The first and the second dimensions of all pairs of the query, times a factor, (heads, pairs) each, in float32."""
+    at = query + (row * GROUP + heads)[:, None] * DIM + (pairs * 2 if INTERLEAVED else pairs)[None, :]
+    mask = (heads < GROUP)[:, None] & (pairs < PAIRS)[None, :]
+    one, two = tl.load(at, mask=mask, other=0.0), tl.load(at + (1 if INTERLEAVED else PAIRS), mask=mask, other=0.0)
+    return one.to(tl.float32) * factor, two.to(tl.float32) * factor
+
+
+@triton.jit
+def _turned_products(data, first, second, one, two, turns):
+    """Rebuilds keys, (tokens, pairs) twice, rotates them and multiplies with the halves of the query: (heads, tokens)."""
+    key_one, key_two = _dot(data, first), _dot(data, second)
+    turned_one = (key_one * turns[0] - key_two * turns[1]).to(data.dtype)
+    turned_two = (key_two * turns[0] + key_one * turns[1]).to(data.dtype)
+    return _dot(one.to(data.dtype), tl.trans(turned_one)) + _dot(two.to(data.dtype), tl.trans(turned_two))
+
+
+@triton.jit
+def _leave(row, heads, numbers, dims, highest, total, parts, stats, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Stores what a program has found for `combine_kernel`."""
+    part = (row * tl.num_programs(1) + tl.program_id(1)) * GROUP + heads
+    tl.store(parts + part[:, None] * DIM + dims[None, :], numbers, mask=(heads < GROUP)[:, None] & (dims < DIM)[None, :])
+    tl.store(stats + part * 2, highest, mask=heads < GROUP)
+    tl.store(stats + part * 2 + 1, total, mask=heads < GROUP)
+
+
+@triton.jit
+def attend_kernel(
+    query, asked, keys, key_scales, key_basis_of, values, value_scales, value_basis_of, valid,
+    key_bank, value_bank, turning, positions, starts, start, attention_scaling, parts, stats, scaling, softcap, tokens, chunk,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_RANK_PAD: tl.constexpr,
+    PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Attention of one row and KV head over a run of its tokens. Leaves a maximum, a total, and sums, which are in coefficients.
+
+    `query`: (batch * heads, DIM). `asked`: what of it is multiplied with coefficients, None or (pointer, strides) of (GROUP, RANK).
+    `keys`, `values`: (pointer, strides). Of their tiles: None or (scales, strides), and None or (bases, strides). `valid`: None or
+    (pointer, strides). `key_bank`: of (DIM, RANK), if keys are turned. `value_bank`: of (VALUE_DIM, VALUE_RANK), if there are several.
+    `turning`: 2^-64 turns a position. `positions`: None or (pointer, stride). `starts`: None or (batch,), instead of `start`.
+    `parts`: (batch * kv_heads, splits, GROUP, VALUE_RANK, or VALUE_DIM with a bank); `stats`: (..., 2).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    b, h = row // KV_HEADS, row % KV_HEADS
+    dtype: tl.constexpr = query.dtype.element_ty
+    heads, ranks, value_ranks = tl.arange(0, HEADS), tl.arange(0, RANK_PAD), tl.arange(0, VALUE_RANK_PAD)
+    value_dims, pairs = tl.arange(0, VALUE_PAD), tl.arange(0, PAIRS_PAD)
+    begin, end = tl.program_id(1) * chunk, tl.minimum((tl.program_id(1) + 1) * chunk, tokens)
+    key_basis = row * 0 if key_basis_of is None else _basis(begin // A_TILE, b, h, key_basis_of)
+    value_basis = row * 0 if value_basis_of is None else _basis(begin // A_TILE, b, h, value_basis_of)
+    if asked is not None:
+        plain = _plain(b, h, key_basis, asked, heads, ranks, GROUP, RANK, dtype)
+    if key_bank is not None:
+        one, two = _asking(query, row, heads, pairs, attention_scaling, DIM, GROUP, PAIRS, INTERLEAVED)
+        turn = tl.load(turning + pairs, mask=pairs < PAIRS, other=0)
+        first, second = _halves(_in_bank(b, h, key_basis, key_bank), pairs, ranks, RANK, PAIRS, INTERLEAVED, dtype)
+        if positions is None:
+            within = _turns(tl.arange(0, BLOCK).to(tl.int64), turn)
+            begins = tl.full([1], 0, tl.int64) + (start if starts is None else tl.load(starts + b))
+    highest, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
+    sums, done = tl.zeros([HEADS, VALUE_RANK_PAD], tl.float32), tl.zeros([HEADS, VALUE_PAD], tl.float32)
+    for from_token in range(begin, end, BLOCK):
+        s = from_token + tl.arange(0, BLOCK)
+        live = s < end if valid is None else (s < end) & (_option(s, s < end, b, h, valid) != 0)
+        if key_basis_of is not None:
+            basis = _basis(from_token // A_TILE, b, h, key_basis_of)
+            if basis != key_basis:
+                if asked is not None:
+                    plain = _plain(b, h, basis, asked, heads, ranks, GROUP, RANK, dtype)
+                if key_bank is not None:
+                    first, second = _halves(_in_bank(b, h, basis, key_bank), pairs, ranks, RANK, PAIRS, INTERLEAVED, dtype)
+                key_basis = basis
+        data = _rows(s, live, b, h, keys, ranks, RANK, dtype)
+        scores = tl.zeros([HEADS, BLOCK], tl.float32) if asked is None else _dot(plain, tl.trans(data))
+        if key_bank is not None and positions is None:
+            cos, sin = _turns(begins + from_token, turn)
+            scores += _turned_products(data, first, second, one * cos + two * sin, two * cos - one * sin, within)
+        elif key_bank is not None:
+            position = tl.load(positions[0] + b * positions[1] + s, mask=live, other=0).to(tl.int64)
+            scores += _turned_products(data, first, second, one, two, _turns(position, turn))
+        if key_scales is not None:
+            scores *= _option(s // A_TILE, live, b, h, key_scales).to(tl.float32)[None, :]
+        scores = tl.where(live[None, :], _capped(scores * scaling, softcap), float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        shares, shrink = tl.exp(scores - _finite(higher)[:, None]), tl.exp(highest - _finite(higher))
+        total, highest = total * shrink + tl.sum(shares, 1), higher
+        if value_scales is not None:
+            shares *= _option(s // A_TILE, live, b, h, value_scales).to(tl.float32)[None, :]
+        if value_bank is not None:
+            basis = _basis(from_token // A_TILE, b, h, value_basis_of)
+            if basis != value_basis:
+                done += _decoded(sums, b, h, value_basis, value_bank, value_dims, value_ranks, VALUE_DIM, VALUE_RANK)
+                sums = tl.zeros([HEADS, VALUE_RANK_PAD], tl.float32)
+                value_basis = basis
+            done = done * shrink[:, None]
+        value = _rows(s, live, b, h, values, value_ranks, VALUE_RANK, dtype)
+        sums = sums * shrink[:, None] + _dot(shares.to(dtype), value)
+    if value_bank is not None:
+        done += _decoded(sums, b, h, value_basis, value_bank, value_dims, value_ranks, VALUE_DIM, VALUE_RANK)
+        _leave(row, heads, done, value_dims, highest, total, parts, stats, GROUP, VALUE_DIM)
+    else:
+        _leave(row, heads, sums, value_ranks, highest, total, parts, stats, GROUP, VALUE_RANK)
+
+
+@triton.jit
+def combine_kernel(
+    parts, stats, decode, output, lse, splits,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Puts the runs of one row and KV head together, for DIMS dimensions of its values.
+
+    `parts`, `stats`: as `attend_kernel` leaves them, WIDTH numbers a head. `decode`: None, if these are values already, or (pointer,
+    strides) of (VALUE_DIM, WIDTH). `output`: (batch * heads, VALUE_DIM); `lse`: (batch * heads), float64.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, HEADS)
+    dims = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
+    widths = dims if decode is None else tl.arange(0, WIDTH_PAD)
+    told = (heads < GROUP)[:, None] & (widths < WIDTH)[None, :]
+    highest, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
+    sums = tl.zeros([HEADS, DIMS if decode is None else WIDTH_PAD], tl.float32)
+    for split in range(splits):
+        part = (row * splits + split) * GROUP + heads
+        high = tl.load(stats + part * 2, mask=heads < GROUP, other=float("-inf"))
+        higher = tl.maximum(highest, high)
+        shrink, share = tl.exp(highest - _finite(higher)), tl.exp(high - _finite(higher))
+        total = total * shrink + tl.load(stats + part * 2 + 1, mask=heads < GROUP, other=0.0) * share
+        sums = sums * shrink[:, None]
+        sums += tl.load(parts + part[:, None] * WIDTH + widths[None, :], mask=told, other=0.0) * share[:, None]
+        highest = higher
+    some = total > 0
+    sums = sums / tl.where(some, total, 1.0)[:, None]
+    if decode is not None:
+        sums = _decoded(sums, row // KV_HEADS, row % KV_HEADS, 0, decode, dims, widths, VALUE_DIM, WIDTH)
+    mine = row * GROUP + heads
+    tl.store(output + mine[:, None] * VALUE_DIM + dims[None, :], sums, mask=(heads < GROUP)[:, None] & (dims < VALUE_DIM)[None, :])
+    said = highest.to(tl.float64) + tl.log(tl.where(some, total, 1.0).to(tl.float64))
+    tl.store(lse + mine, tl.where(some, said, float("-inf")), mask=heads < GROUP)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _padded(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _strided(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> tuple[Any, ...]:
+    """A tensor and the strides of its first three dimensions, 0 where it is repeated to `shape`."""
+    tensor = tensor if shape is None else tensor.expand(shape)
+    return (tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, *tensor.stride()[:3])
+
+
+def _bank(decode: torch.Tensor) -> tuple[Any, ...]:
+    """A basis or a bank of them, contiguous within, and the strides of row, head and basis."""
+    if not decode[(0,) * (decode.ndim - 2)].is_contiguous():
+        decode = decode.contiguous()
+    return (decode, 0, decode.stride(0), 0) if decode.ndim == 3 else (decode, *decode.stride()[:3])
+
+
+def _kept(side: Coefficients, basis_of: torch.Tensor | None) -> tuple[Any, ...]:
+    scale = None if side.scale is None else _strided(side.scale)
+    return _strided(side.data), scale, None if basis_of is None else _strided(basis_of)
+
+
+def _turning(frequencies: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Frequencies in 2^-64 turns a position, int64. More than half a turn is less than half a turn back."""
+    turns = frequencies.to(device) / (2 * math.pi)
+    return ((turns - turns.round()) * 2.0**64).to(torch.int64)
+
+
+def _turned(rotation: Rotation | None, batch: int, device: torch.device) -> tuple[Any, ...]:
+    """`turning`, `positions`, `starts`, `start` and `attention_scaling` of `attend_kernel`."""
+    if rotation is None:
+        return None, None, None, 0, 1.0
+    positions, turning = rotation.positions, _turning(rotation.inv_freq, device)
+    if positions is not None:
+        at = positions.contiguous(), positions.shape[1] if len(positions) == batch else 0
+        return turning, at, None, 0, rotation.attention_scaling
+    start = rotation.start
+    starts, first = (start.to(device), 0) if isinstance(start, torch.Tensor) else (None, start)
+    return turning, None, starts, first, rotation.attention_scaling
+
+
+def _asked(query: torch.Tensor, decode: torch.Tensor, kv_heads: int, turned: int) -> tuple[Any, ...] | None:
+    """The query in coefficient space, but for its first `turned` dimensions; the strides of row, head and basis. None if none are left."""
+    batch, heads, _, dim = query.shape
+    if turned == dim:
+        return None
+    asking = query.view(batch, kv_heads, heads // kv_heads, dim)[..., turned:]
+    decode = decode[..., turned:, :].to(query.dtype)
+    asked = torch.matmul(asking if decode.ndim == 3 else asking.unsqueeze(2), decode)
+    return (asked, *asked.stride()[:2], 0) if decode.ndim == 3 else (asked, *asked.stride()[:3])
+
+
+def fits(query: torch.Tensor, keys: Coefficients, values: Coefficients, rotation: Rotation | None) -> bool:
+    """Whether a program can hold the bases that it needs: those of keys that are turned, and those of values in a bank.
+
+    Args:
+        query: For its dtype.
+        keys: For their rank.
+        values: For their basis.
+        rotation: For the number of pairs.
+    """
+    of_keys = 0 if rotation is None else 2 * _padded(len(rotation.inv_freq)) * _padded(keys.data.shape[3]) * query.element_size()
+    of_values = math.prod(map(_padded, values.decode.shape[-2:])) * 4 if values.decode.ndim == 5 else 0
+    return of_keys <= LARGEST[0] and of_values <= LARGEST[1]
+
+
+def block_size(rank: int, value_rank: int, pairs: int) -> int:
+    """So many tokens at a time that registers hardly spill and shared memory suffices, as compiled for sm_80 and sm_90.
+
+    Args:
+        rank: Of keys.
+        value_rank: Of values.
+        pairs: That are turned, 0 for none.
+    """
+    widest = max(_padded(rank), _padded(value_rank))
+    most = 8192 // widest if not pairs else min(4096 // widest, 2048 // _padded(pairs))
+    return min(128, max(TILE, most))
+
+
+def warps(rank: int, value_rank: int, single: bool) -> int:
+    """So many warps that registers hardly spill. Arguments as of `block_size`; `single`: whether products are in float32."""
+    return 8 if single or max(rank, value_rank) > 64 else 4
+
+
+def attend(
+    query: torch.Tensor,
+    keys: Coefficients,
+    values: Coefficients,
+    scaling: float,
+    *,
+    valid: torch.Tensor | None,
+    rotation: Rotation | None,
+    key_basis_of: torch.Tensor | None,
+    value_basis_of: torch.Tensor | None,
+    softcap: float | None,
+    splits: int | None = None,
+    block: int | None = None,
+) -> Part:
+    """`coefficient_attention`, whose arguments these are, checked, and two more.
+
+    Args:
+        splits: How many programs share the tokens of a row and KV head; None: enough to fill the GPU.
+        block: Tokens that a program takes at a time, a power of two from 16 on; None: what fits into registers. A tile, with a bank.
+    """
+    batch, heads, _, dim = query.shape
+    kv_heads, tokens, rank = keys.data.shape[1:]
+    value_dim, value_rank = values.decode.shape[-2:]
+    pairs = 0 if rotation is None else len(rotation.inv_freq)
+    if not fits(query, keys, values, rotation):
+        raise UnsupportedError("backend='triton': such large bases, rotated or in a bank, do not fit a GPU. Use backend='torch'.")
+    banked = key_basis_of is not None or value_basis_of is not None
+    block = TILE if banked else block or block_size(rank, value_rank, pairs)
+    chunk = triton.cdiv(triton.cdiv(tokens, splits or triton.cdiv(2 * _processors(query.device), batch * kv_heads)), block) * block
+    grid = batch * kv_heads, triton.cdiv(tokens, chunk)
+    query = query.contiguous()
+    width = value_rank if value_basis_of is None else value_dim
+    parts, stats = (query.new_empty(batch * heads * grid[1] * n, dtype=torch.float32) for n in (width, 2))
+    sizes = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "HEADS": _padded(heads // kv_heads), "VALUE_DIM": value_dim}
+    attend_kernel[grid](
+        query,
+        _asked(query, keys.decode, kv_heads, 2 * pairs),
+        *_kept(keys, key_basis_of),
+        *_kept(values, value_basis_of),
+        None if valid is None else _strided(valid, (batch, kv_heads, tokens)),
+        None if rotation is None else _bank(keys.decode),
+        None if value_basis_of is None else _bank(values.decode),
+        *_turned(rotation, batch, query.device),
+        *(parts, stats, scaling, softcap, tokens, chunk),
+        DIM=dim,
+        RANK=rank,
+        RANK_PAD=_padded(rank),
+        VALUE_PAD=_padded(value_dim),
+        VALUE_RANK=value_rank,
+        VALUE_RANK_PAD=_padded(value_rank),
+        PAIRS=pairs,
+        PAIRS_PAD=_padded(pairs),
+        INTERLEAVED=rotation is not None and rotation.layout == "interleaved",
+        BLOCK=block,
+        num_stages=2,
+        num_warps=warps(rank, value_rank, query.dtype == torch.float32),
+        **sizes,
+    )
+    output, lse = query.new_empty(batch, 1, heads, value_dim), query.new_empty(batch, heads, dtype=precise(query.device))
+    bank, dims = None if value_basis_of is not None else _bank(values.decode), min(64, _padded(value_dim))
+    arguments = (parts, stats, bank, output, lse, grid[1])
+    combine_kernel[(grid[0], triton.cdiv(value_dim, dims))](*arguments, WIDTH=width, WIDTH_PAD=_padded(width), DIMS=dims, **sizes)
+    return output, lse
