@@ -271,8 +271,7 @@ class SubspaceLayer(SubspaceStore):
             visible = Visibility(None, kept, running.valid, torch.cat([real, new], -1))
         else:
             visible = Visibility(None if real is None else real[:, :, 0], kept, running.valid)
-        everything = (torch.cat(each, 2) if len(each) > 1 else each[0] for each in (all_keys, all_values))
-        output, _ = block_attention(query, *everything, call.scaling, visible, softcap=call.softcap)
+        output, _ = block_attention(query, torch.cat(all_keys, 2), torch.cat(all_values, 2), call.scaling, visible, softcap=call.softcap)
         assert output is not None
         return output
 

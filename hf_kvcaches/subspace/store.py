@@ -237,19 +237,18 @@ class SubspaceStore(TensorLayer):
             group: Its number.
         """
         count = self.count(self.seen)
-        own = {
-            side: {kind: getattr(self, f"{side}_{kind}_{group}", None) for kind in ("coefficients", "scales", "loose")} for side in SIDES
-        }
-        keys, values = own["key"], own["value"]
+
+        def held(kind: str, span: slice) -> list[torch.Tensor]:
+            return [getattr(self, f"{side}_{kind}_{group}")[:, :, span] for side in SIDES]
+
         if self.settings.coefficients != "int8":
-            return [Piece(0, keys["coefficients"][:, :, :count], values["coefficients"][:, :, :count])] if count else []
+            return [Piece(0, *held("coefficients", slice(count)))] if count else []
         closed, found = count // TILE * TILE, []
         if closed:
-            scales = (side["scales"][:, :, : closed // TILE, 0] for side in (keys, values))
-            found.append(Piece(0, keys["coefficients"][:, :, :closed], values["coefficients"][:, :, :closed], *scales))
+            scales = (scale[..., 0] for scale in held("scales", slice(closed // TILE)))
+            found.append(Piece(0, *held("coefficients", slice(closed)), *scales))
         if count > closed:
-            span = slice(closed - self.loose_from, count - self.loose_from)
-            found.append(Piece(closed, keys["loose"][:, :, span], values["loose"][:, :, span]))
+            found.append(Piece(closed, *held("loose", slice(closed - self.loose_from, count - self.loose_from))))
         return found
 
     def _store_sinks(self, keys: torch.Tensor, values: torch.Tensor) -> None:
