@@ -48,7 +48,7 @@ CALIBRATION = 40_000  # characters of the book, from its end, which the document
 def bases(model: Any, tokenizer: Any) -> SubspaceBases:
     """Bases for a model, in three eighths of the bytes of its keys and values."""
     text = (TESTBED / "prose.txt").read_text(encoding="utf-8")[-CALIBRATION:]
-    return SubspaceBases.calibrate(model, tokenizer, [text], bytes_ratio=0.375, progress=False)
+    return SubspaceBases.calibrate(model, tokenizer, [text], bytes_ratio=0.375, multiple_of=1, progress=False)
 
 
 # Every cache of the package in the setting to show, beside the full cache.

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -107,7 +108,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
     # The library makes its files private to their owner; ours are shared as any new file is.
     permissions = path.stat().st_mode
     try:
-        save_file(_unshared(tensors), path, dict(metadata or {}))
+        # The library has a temporary file of its own beside the one it is given. In a folder with our mark it can be swept.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=TEMPORARY_SUFFIX) as scratch:
+            inside = Path(scratch) / "tensors"
+            save_file(_unshared(tensors), inside, dict(metadata or {}))
+            inside.replace(path)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(f"tensors: safetensors can't store them: {error}. Convert them to a dtype that it knows.") from error
     path.chmod(permissions)

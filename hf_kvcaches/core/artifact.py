@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -276,7 +277,7 @@ def _sweep(folder: Path, keep: str) -> None:
         if stale or path.name.endswith(TEMPORARY_SUFFIX):
             # On Windows a file that a reader has open stays, until the next save.
             with contextlib.suppress(OSError):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _read_manifest(path: Path, artifact_type: str, format_version: int) -> dict[str, Any]:

@@ -25,9 +25,9 @@ class SubspaceCache(AnsweringCache):
     error, with ranks of their own for each head; the first `sinks` and the last `recent` tokens are exact (both may be 0). A prompt attends
     exactly to itself.
 
-    **Refuses**: padding other than before a row's first token, and any with `coefficients="int8"`; models that do not ask this package's
-    attention; ready masks that differ by head; position biases; taking back tokens that were not recorded (`activate_past_recording`) once
-    the window has moved on; `torch.compile` (`is_compileable` is False).
+    **Refuses**: padding other than before a row's first token; models that do not ask this package's attention; ready masks that differ by
+    head; position biases; taking back tokens that were not recorded (`activate_past_recording`) once the window has moved on;
+    `torch.compile` (`is_compileable` is False).
 
     **Memory per token**: the sum of all heads' ranks, for keys and for values, times bytes per element (1 with `coefficients="int8"`, and a
     scale for 16 tokens of a head); a fixed number of exact tokens and the bases, which caches of one model share, besides.

@@ -149,13 +149,11 @@ class SubspaceStore(TensorLayer):
             self.places = append(self.places[:, None], new[:, None, :, None], self.seen, RESERVE)[:, 0]
 
     def _check_padding(self, new: torch.Tensor) -> None:
-        """Refuses padding that would leave a row fewer exact tokens than others, or other tiles."""
+        """Refuses padding that would leave a row fewer exact tokens than others."""
         assert self.real is not None
         before = self.real[:, : self.seen, 0].any(1, keepdim=True) | (new.cumsum(1) > 0)
         if bool((before & ~new).any()):
             raise UnsupportedError("SubspaceCache takes padding before a row's first token only. Feed rows of different lengths singly.")
-        if self.settings.coefficients == "int8" and not bool(new.all()):
-            raise UnsupportedError("coefficients='int8' takes no padding: tiles would begin elsewhere in each row. Feed the rows singly.")
 
     def store(self, keys: torch.Tensor, values: torch.Tensor, final: bool) -> None:
         """Puts new columns where they belong.

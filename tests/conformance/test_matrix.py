@@ -54,12 +54,18 @@ BFLOAT16_FAMILIES = ("llama", "gemma2", "gpt2")
 
 
 def cases() -> Iterator[tuple[Entry, Row, str, torch.dtype]]:
+    for entry, row, family, dtype in _all_cases():
+        if family not in entry.without and f"{row.__name__}@{str(dtype).removeprefix('torch.')}" not in entry.without:
+            yield entry, row, family, dtype
+
+
+def _all_cases() -> Iterator[tuple[Entry, Row, str, torch.dtype]]:
     for entry in ENTRIES:
         for row in ROWS:
             yield entry, row, "llama", torch.float32
         for family in models.FAMILIES if entry.every_family else ():
             for row in FOR_ALL_FAMILIES:
-                if family != "llama" and family not in entry.without:
+                if family != "llama":
                     yield entry, row, family, torch.float32
         # Without groups no copy is made of keys on the way to attention, and with one group only.
         for family in ("llama_mha", "llama_mqa"):
@@ -67,8 +73,7 @@ def cases() -> Iterator[tuple[Entry, Row, str, torch.dtype]]:
                 yield entry, row, family, torch.float32
         for family in BFLOAT16_FAMILIES if entry.every_family else BFLOAT16_FAMILIES[:1]:
             for row in FOR_BFLOAT16:
-                if f"{row.__name__}@bfloat16" not in entry.without:
-                    yield entry, row, family, torch.bfloat16
+                yield entry, row, family, torch.bfloat16
 
 
 def run_row(entry: Entry, row: Row, family: str, dtype: torch.dtype) -> None:

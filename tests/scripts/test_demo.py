@@ -47,15 +47,16 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("cache "))
-    full, growing, streaming, h2o = (cells(lines[header + 2 + row]) for row in range(4))
+    full, growing, streaming, h2o, subspace = (cells(lines[header + 2 + row]) for row in range(5))
     assert [name.strip() for name in (full[0], growing[0])] == ["DynamicCache", "GrowingCache"]
     assert [name.strip() for name in (streaming[0], h2o[0])] == ["EquipCache (streaming, half)", "EquipCache (h2o, half)"]
+    assert subspace[0].strip() == "SubspaceCache (three eighths)"
     assert growing[1].strip() == "yes"
     assert float(growing[2]) < 1e-9
     assert int(growing[3].replace(",", "")) >= int(full[3].replace(",", "")) > 0
-    assert all(0.4 < int(row[3].replace(",", "")) / int(full[3].replace(",", "")) < 0.8 for row in (streaming, h2o))
-    assert all(float(row[column]) > 0 for row in (full, growing, streaming, h2o) for column in (4, 5))
-    assert done.stdout.count("the notes say") == 8, "two questions to four caches, none of which random weights can answer"
+    assert all(0.4 < int(row[3].replace(",", "")) / int(full[3].replace(",", "")) < 0.8 for row in (streaming, h2o, subspace))
+    assert all(float(row[column]) > 0 for row in (full, growing, streaming, h2o, subspace) for column in (4, 5))
+    assert done.stdout.count("the notes say") == 10, "two questions to five caches, none of which random weights can answer"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -118,15 +118,26 @@ def test_full_rank_in_bfloat16_is_no_further_from_float32_than_a_dynamic_cache(r
     assert ours < 1.25 * usual
 
 
-@pytest.mark.parametrize("options", [{}, {"coefficients": "int8"}])
-def test_padding_that_it_cannot_follow_is_refused_before_anything_is_taken(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("coefficients", [None, "int8"])
+def test_padding_that_it_cannot_follow_is_refused_before_anything_is_taken(coefficients: Any) -> None:
     model, bases = pair()
-    given = SubspaceCache(model, bases, **options)
+    given = SubspaceCache(model, bases, coefficients=coefficients)
     text, mask = tiny.ids(2, 20), torch.ones(2, 20, dtype=torch.long)
-    mask[0, 5 if not options else 0] = 0
+    mask[0, 5] = 0
     with pytest.raises(UnsupportedError, match="padding"):
         run(model, given, text, [20], mask)
     assert given.seen == 0
+
+
+def test_a_padded_row_in_eight_bits_is_that_row_alone_but_for_the_rounding() -> None:
+    model, bases = pair()
+    text, mask = tiny.ids(2, 60), torch.ones(2, 60, dtype=torch.long)
+    mask[0, :11] = 0
+    options: dict[str, Any] = {"sinks": 2, "recent": 6}
+    together = run(model, SubspaceCache(model, bases, coefficients="int8", **options), text, [30, *STEPS], mask)[0, 11:]
+    alone = run(model, SubspaceCache(model, bases, coefficients="int8", **options), text[:1, 11:], [19, *STEPS])[0]
+    exact = run(model, SubspaceCache(model, bases, **options), text[:1, 11:], [19, *STEPS])[0]
+    assert (together - exact).abs().mean() < 1.5 * (alone - exact).abs().mean() + 1e-6
 
 
 @pytest.mark.parametrize("coefficients", [None, "int8"])
