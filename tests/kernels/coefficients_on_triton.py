@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels import _coefficients_triton
 from hf_kvcaches.kernels.coefficients import Coefficients, Rotation, coefficient_attention
-from tests.kernels.coefficients_cases import Case, assert_same
+from tests.kernels.coefficients_cases import NAN, Case, assert_same
 from tests.kernels.slots_on_triton import moved
 
 CASES = {
@@ -65,6 +65,36 @@ def test_attention_equals_the_reference(shape: dict[str, Any], chosen: dict[str,
     got = attend(case, options, splits=splits, block=16)
     assert not got[0].isnan().any()
     assert_same(got, coefficient_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference"), case.dtype, case.dtype)
+
+
+@pytest.mark.parametrize("turn", ["", "half"])
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("kept", [None, torch.int8])
+def test_bases_that_change_within_a_run_are_followed(turn: str, splits: int, kept: torch.dtype | None) -> None:
+    case = Case(1, 2, 3, 100, 20, 8, 20, 5, bases=3, kept=kept, poison_values=True)
+    case.query *= 3  # Scores that differ, so that the maximum rises on the way.
+    options = case.options(True, turn, rest=2)
+    for name in ("key_basis_of", "value_basis_of"):
+        assert (options[name].diff(dim=-1) != 0).sum(-1).min() > 1
+    expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference")
+    assert_same(attend(case, options, splits=splits), expected, case.dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_memory_behind_the_tokens_and_beyond_a_rank_is_not_looked_at(splits: int) -> None:
+    """Buffers with room behind each head's tokens and behind each basis, all of it not a number."""
+    case = Case(2, 2, 3, 21, 20, 5, 12, 3, poison_values=True)
+    options = case.options(True, "half")
+    expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference")
+    roomy = []
+    for data, decode, _ in (case.keys, case.values):
+        room = torch.full((2, 2, 32, data.shape[3] + 3), NAN)
+        room[:, :, :21, : data.shape[3]] = data
+        bases = torch.full((4, *decode.shape[1:]), NAN)
+        bases[::2] = decode
+        roomy.append(Coefficients(room[:, :, :21, : data.shape[3]], bases[::2]))
+    case.keys, case.values = roomy
+    assert_same(attend(case, options, splits=splits, block=16), expected, case.dtype)
 
 
 @pytest.mark.parametrize("tokens", [1, 63, 250])

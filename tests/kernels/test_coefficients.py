@@ -170,6 +170,24 @@ def test_turning_all_positions_and_the_query_by_the_same_changes_nothing(where: 
     assert_same(after, before, torch.float64)
 
 
+def test_positions_that_count_up_but_for_invalid_tokens_rebuild_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case()
+    options = case.options(True, "half", where="padded")
+    assert not case.valid.any(1).all()
+    expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, **REFERENCE)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_kvcaches.kernels._coefficients_rotation._rebuilt", None)
+        assert_same(coefficient_attention(case.query, case.keys, case.values, 0.3, **options), expected, torch.float32)
+
+
+def test_positions_that_skip_valid_tokens_are_followed() -> None:
+    case = Case(poison=0.0)
+    options = case.options(True, "half", where="any")
+    options["valid"] = torch.ones_like(case.valid)
+    expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, **REFERENCE)
+    assert_same(coefficient_attention(case.query, case.keys, case.values, 0.3, **options), expected, torch.float32)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     frequencies=st.lists(st.floats(0, 3.2), min_size=1, max_size=12),
@@ -292,7 +310,7 @@ def test_parts_of_coefficients_merge_to_the_whole() -> None:
 @given(
     tiles=st.integers(0, 3),
     rank=st.sampled_from([1, 3, 20]),
-    size=st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e3]),
+    size=st.sampled_from([0.0, 1e-30, 1e-5, 1e-3, 1.0, 1e3]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
     scale_dtype=st.sampled_from([torch.float32, torch.float16]),
     seed=st.integers(0, 1000),
