@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import MaskRecipe
+from hf_kvcaches.core.attention import LayerView, MaskRecipe
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -53,3 +53,37 @@ class Call:
                 raise UnsupportedError(f"{cache} does not support attention with {name}. Use another cache with this model.")
         if self.options.get("dropout"):
             raise UnsupportedError(f"{cache} does not support dropout of attention weights. Call model.eval(), or set it to 0.")
+
+
+class AnsweringLayer(Protocol):
+    """A layer that takes new tokens together with their queries.
+
+    Attributes:
+        no_tensors: Why it has no keys and values to read from, and what to do instead: the end of an error.
+    """
+
+    no_tensors: ClassVar[str]
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
+        """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim)."""
+
+
+class NewTokens(LayerView):
+    """What such a layer hands out in place of keys and values: the new ones, on their way to its `attend`.
+
+    Args:
+        layer: The layer.
+        keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
+        values: Like `keys`.
+    """
+
+    def __init__(self, layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.layer, self.keys, self.values = layer, keys, values
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.layer.attend(query, self.keys, self.values, Call(module, mask, kwargs)), None
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(f"This model reads {name!r} from the keys or values that its cache returns, and {self.layer.no_tensors}")

@@ -130,6 +130,22 @@ class Passes(Generic[P]):
             self._current = self.kind(mask, position_ids, seen, tokens, device)
         return self._current
 
+    def block_length(self, tokens: int, begun: bool, recording: bool) -> int:
+        """How many of a call's tokens are one block; the others are steps, one after the other, as if they had come alone.
+
+        Args:
+            tokens: New ones.
+            begun: Whether the layer has taken tokens before.
+            recording: Whether these may be taken back.
+        """
+        if not recording:
+            return 0 if tokens == 1 and begun else tokens
+        drafts = self.drafts
+        if not begun:
+            return max(1, tokens - (drafts or 0))
+        # Drafts behind more than the last chosen token follow a prompt.
+        return tokens - drafts if drafts and tokens - drafts > 1 else 0
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Passes[P]:
         return Passes(self.kind)
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, is_enabled
-from hf_kvcaches.core.calls import Call
+from hf_kvcaches.core.attention import is_enabled
+from hf_kvcaches.core.calls import Call, NewTokens
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip import compiled, editing, pruning, steps
 from hf_kvcaches.equip.frames import Frames, TurningPass
@@ -20,28 +19,14 @@ from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
-class SlotView(LayerView):
-    """What the layer hands out in place of keys and values: the new ones, on their way to `EquipLayer.attend`."""
-
-    def __init__(self, layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.layer.attend(query, self.keys, self.values, Call(module, mask, kwargs)), None
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(
-            f"This model reads {name!r} from the keys or values that its cache returns, and EquipCache returns slots. "
-            "Call hf_kvcaches.disable(model) and build the cache with the model's config, so that it hands out plain tensors."
-        )
-
-
 class EquipLayer(PlacedSlots):
     """Keeps at most a budget of tokens; a new one is written over the one that goes."""
 
     is_croppable = True
+    no_tensors = (
+        "EquipCache returns slots. Call hf_kvcaches.disable(model) and build the cache with the model's config, so that it hands out "
+        "plain tensors."
+    )
 
     def __init__(self, settings: Settings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
         super().__init__(settings, frames, passes, config)
@@ -72,7 +57,7 @@ class EquipLayer(PlacedSlots):
             self.lazy_initialization(key_states, value_states)
         if not is_enabled(self.config):
             return self._update_plainly(key_states, value_states)
-        view = SlotView(self, key_states, value_states)
+        view = NewTokens(self, key_states, value_states)
         return view, view
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
@@ -98,7 +83,7 @@ class EquipLayer(PlacedSlots):
                 self.seen += 1
                 self.wind(True)
                 return turned
-        block = self._block_length(tokens)
+        block = self.passes.block_length(tokens, begun=bool(self.fed), recording=self.recording is not None)
         if self.recording is not None:
             self.recording.note(self, running, query, keys, values, call, block)
         output = self.take(query, keys, values, call, running, block)
@@ -118,16 +103,6 @@ class EquipLayer(PlacedSlots):
                 "attention_mask: it hides other tokens than when they were fed in, or the cache was filled before "
                 "hf_kvcaches.enable(model). Use a new cache; evict() forgets tokens that are to be hidden."
             )
-
-    def _block_length(self, tokens: int) -> int:
-        """How many of the new tokens are one block; the others are steps, one after the other, as if they had come alone."""
-        if self.recording is None:
-            return 0 if tokens == 1 and self.fed else tokens
-        drafts = self.passes.drafts
-        if not self.fed:
-            return max(1, tokens - (drafts or 0))
-        # Drafts behind more than the last chosen token follow a prompt.
-        return tokens - drafts if drafts and tokens - drafts > 1 else 0
 
     def take(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, block: int

@@ -5,36 +5,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, is_enabled, previous_attention
+from hf_kvcaches.core.attention import is_enabled, previous_attention
 from hf_kvcaches.core.blocks import Visibility, block_attention, given_mask
-from hf_kvcaches.core.calls import Call
+from hf_kvcaches.core.calls import Call, NewTokens
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import coefficients as kernels
 from hf_kvcaches.subspace.maps import LayerSource
 from hf_kvcaches.subspace.store import Piece, Settings, SubspaceStore
-
-
-class SubspaceView(LayerView):
-    """What the layer hands out in place of keys and values: the new ones, on their way to `SubspaceLayer.attend`."""
-
-    def __init__(self, layer: SubspaceLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.layer.attend(query, self.keys, self.values, Call(module, mask, kwargs)), None
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(
-            f"This model reads {name!r} from the keys or values that its cache returns, and SubspaceCache has none to give. "
-            "Use another cache with it."
-        )
 
 
 class Held(NamedTuple):
@@ -59,6 +40,7 @@ class SubspaceLayer(SubspaceStore):
     """Keeps a few tokens exactly, and of all others only their coefficients."""
 
     is_croppable = True
+    no_tensors = "SubspaceCache has none to give. Use another cache with it."
 
     def __init__(
         self, settings: Settings, source: LayerSource, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig
@@ -83,7 +65,7 @@ class SubspaceLayer(SubspaceStore):
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        view = SubspaceView(self, key_states, value_states)
+        view = NewTokens(self, key_states, value_states)
         return view, view
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -108,7 +90,7 @@ class SubspaceLayer(SubspaceStore):
             raise UnsupportedError("SubspaceCache does not support attention with a position bias. Use another cache with this model.")
         tokens = keys.shape[2]
         running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
-        block, outputs = self._block_length(tokens), []
+        block, outputs = self.passes.block_length(tokens, begun=bool(self.seen), recording=self.recording), []
         if block:
             own, span = running.part(0, block), slice(0, block)
             outputs.append(self._attend_block(query[:, :, span], keys[:, :, span], values[:, :, span], call, own))
@@ -116,16 +98,6 @@ class SubspaceLayer(SubspaceStore):
             own, span = running.part(index, index + 1), slice(index, index + 1)
             outputs.append(self._step(query[:, :, span], keys[:, :, span], values[:, :, span], call, own))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-
-    def _block_length(self, tokens: int) -> int:
-        """How many of the new tokens are one block; the others are steps, one after the other, as if they had come alone."""
-        if not self.recording:
-            return 0 if tokens == 1 and self.seen else tokens
-        drafts = self.passes.drafts
-        if not self.seen:
-            return max(1, tokens - (drafts or 0))
-        # Drafts behind more than the last chosen token follow a prompt.
-        return tokens - drafts if drafts and tokens - drafts > 1 else 0
 
     def _take(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, final: bool) -> None:
         places = None if running.start == self.seen else running.positions()
