@@ -12,6 +12,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.subspace.bases import SubspaceBases
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import LayerSource
+from hf_kvcaches.subspace.static import StaticLayer
 from hf_kvcaches.subspace.store import Settings
 
 
@@ -84,7 +85,7 @@ class SubspaceCache(AnsweringCache):
             elif geometry.kind != "rope" or geometry.refusal is not None:
                 why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
                 raise UnsupportedError(f"bases: {why}. Calibrate with rotation='post'.")
-        return SubspaceLayer(self._settings, self._source(layer_idx, own), geometry, self.passes, self.config)
+        return StaticLayer(self._settings, self._source(layer_idx, own), geometry, self.passes, self.config)
 
     def settings(self) -> dict[str, Any]:
         own = self._settings

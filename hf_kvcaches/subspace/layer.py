@@ -14,26 +14,38 @@ from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import coefficients as kernels
-from hf_kvcaches.subspace.maps import LayerSource
+from hf_kvcaches.subspace.numbering import Span, turning
 from hf_kvcaches.subspace.store import Piece, Settings, SubspaceStore
 
 
 class Held(NamedTuple):
-    """Which columns are where, and which of them count.
+    """Which tokens are exact, and where, after so many; the same for all layers of a pass.
 
     Args:
-        sinks: Columns of the sinks, (batch or 1, sinks).
-        recent: Columns that are exact besides, as they lie in their buffer if that is `whole`, else ascending, (columns,).
-        whole: Whether these are all of the buffer.
-        exact_real: True where a sink or recent column counts, (batch, columns), or None for all.
-        middle_real: True where a column with coefficients counts, (batch, columns), or None for all.
+        sinks: How many slots of the sinks are used.
+        recent: Slots of the recent tokens in use, (slots,), or None for all of them.
+        numbers: Of the exact tokens, sinks first, (batch or 1, tokens).
+        exact: True where a row has the exact token, (batch, tokens), or None for all.
+        coefficients: Which coefficients each row has.
     """
 
-    sinks: torch.Tensor
-    recent: torch.Tensor
-    whole: bool
-    exact_real: torch.Tensor | None
-    middle_real: torch.Tensor | None
+    sinks: int
+    recent: torch.Tensor | None
+    numbers: torch.Tensor
+    exact: torch.Tensor | None
+    coefficients: Span
+
+
+class Seen(NamedTuple):
+    """What of the held tokens counts.
+
+    Args:
+        exact: Of the exact ones, (batch or 1, queries or 1, tokens), or None for all.
+        middle: Of those with coefficients, as the pieces lie one behind the other, likewise.
+    """
+
+    exact: torch.Tensor | None
+    middle: torch.Tensor | None
 
 
 class SubspaceLayer(SubspaceStore):
@@ -43,9 +55,9 @@ class SubspaceLayer(SubspaceStore):
     no_tensors = "SubspaceCache has none to give. Use another cache with it."
 
     def __init__(
-        self, settings: Settings, source: LayerSource, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig
+        self, settings: Settings, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig, groups: int
     ) -> None:
-        super().__init__(settings, source, geometry)
+        super().__init__(settings, geometry, groups)
         self.passes, self.config = passes, config
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -99,46 +111,46 @@ class SubspaceLayer(SubspaceStore):
             outputs.append(self._step(query[:, :, span], keys[:, :, span], values[:, :, span], call, own))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    def _take(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, final: bool) -> None:
-        places = None if running.start == self.seen else running.positions()
-        self.note(running.valid, places, keys.shape[0], keys.shape[2])
-        self.store(keys, values, final)
-
     def _step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
-        self._take(keys, values, running, final=False)
-        held = self._held(running)
-        real = self._counted(call, running, held)
+        arrival = self.arrive(running, keys.shape[0])
+        self.take(query, keys, values, call, running, final=False)
+        held = self._held(running, arrival.numbers.stops)
+        pieces = self.all_pieces(held.coefficients)
+        seen = self._seen(call, running, held, pieces[0])
         exact_keys, exact_values = self._exact(held, keys, values)
-        split, parts = exact_keys.shape[2], []
-        if split:
-            exact_real = None if real is None else real[:, :, 0, :split]
-            parts.append(kernels.exact_attention(query, exact_keys, exact_values, call.scaling, valid=exact_real, softcap=call.softcap))
-        parts += self._attend_middle(query, call, None if real is None else real[:, :, 0, split:])
-        output, _ = kernels.merge_attention(parts)
+        parts = []
+        if exact_keys.shape[2]:
+            parts.append(kernels.exact_attention(query, exact_keys, exact_values, call.scaling, valid=seen.exact, softcap=call.softcap))
+        output, _ = kernels.merge_attention(parts + self._attend_middle(query, call, pieces, seen.middle))
         return output
 
-    def _attend_middle(self, query: torch.Tensor, call: Call, real: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _attend_middle(
+        self, query: torch.Tensor, call: Call, pieces: list[list[Piece]], seen: torch.Tensor | None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Attention of one query a row over coefficients: parts to be merged, each of all heads."""
         batch, heads, _, dim = query.shape
-        maps = self.maps
-        kv_heads = sum(len(group.heads) for group in maps.groups)
+        groups = self.grouping.heads
+        kv_heads = sum(map(len, groups))
         grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
         found: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
-        for index, group in enumerate(maps.groups):
-            own = grouped if len(maps.groups) == 1 else grouped[:, list(group.heads)]
-            own = own.reshape(batch, -1, 1, dim)
-            for place, piece in enumerate(self.pieces(index)):
-                span = slice(piece.start, piece.start + piece.keys.shape[2])
+        for mine, own_pieces in zip(groups, pieces, strict=True):
+            own = grouped if len(groups) == 1 else grouped[:, list(mine)]
+            own, first = own.reshape(batch, -1, 1, dim), 0
+            for place, piece in enumerate(own_pieces):
+                tokens = piece.keys.data.shape[2]
                 part = kernels.coefficient_attention(
                     own,
-                    kernels.Coefficients(piece.keys, group.key_decode, piece.key_scale),
-                    kernels.Coefficients(piece.values, group.value_decode, piece.value_scale),
+                    piece.keys,
+                    piece.values,
                     call.scaling,
-                    valid=None if real is None else real[..., span],
+                    valid=None if seen is None else seen[..., first : first + tokens],
                     rotation=self._rotation(piece),
+                    key_basis_of=piece.key_basis_of,
+                    value_basis_of=piece.value_basis_of,
                     softcap=call.softcap,
                     backend=self.settings.backend,
                 )
+                first += tokens
                 if place == len(found):
                     found.append([])
                 found[place].append(part)
@@ -149,7 +161,7 @@ class SubspaceLayer(SubspaceStore):
         if len(parts) == 1:
             return parts[0]
         output, mass = torch.cat([part[0] for part in parts], 2), torch.cat([part[1] for part in parts], 1)
-        back = self.maps.back
+        back = self.grouping.back
         if back is not None:
             shared = heads // len(back)
             index = (back[:, None] * shared + torch.arange(shared, device=back.device)).flatten()
@@ -160,63 +172,73 @@ class SubspaceLayer(SubspaceStore):
         geometry = self.geometry
         if geometry is None:
             return None
-        start, tokens = piece.start + self.settings.sinks, piece.keys.shape[2]
-        places = None if self.places is None else self.places[:, start : start + tokens, 0]
-        return kernels.Rotation(geometry.inv_freq, geometry.layout, places, start, geometry.attention_scaling)
+        positions, start = None, 0
+        if self.places is None and piece.places.same:
+            start = piece.places.starts[0] + self.settings.sinks
+        else:
+            positions = self.places_of(piece.places.moved(self.settings.sinks))
+        return kernels.Rotation(geometry.inv_freq, geometry.layout, positions, start, geometry.attention_scaling)
 
-    def _held(self, running: Pass) -> Held:
-        """Where all columns are after the pass; the same for all layers."""
-        key = ("held", self.settings.sinks, self.settings.recent, self.window, self.seen)
-        held: Held = running.shared(key, self._find_held)
+    def _held(self, running: Pass, lengths: tuple[int, ...]) -> Held:
+        """What a row of so many tokens has."""
+        key = ("held", self.settings.sinks, self.window, lengths)
+        held: Held = running.shared(key, lambda: self._find_held(lengths))
         return held
 
-    def _find_held(self) -> Held:
-        sinks, first = self.settings.sinks, max(0, self.seen - self.settings.recent)
-        start = first if self.real is not None else min(max(first, sinks), self.seen)
-        recent = torch.arange(start, self.seen, device=self.device)
-        whole = 0 < self.window == len(recent)
-        if whole:  # attention does not care for order
-            recent = torch.empty_like(recent).index_copy_(0, recent % self.window, recent)
-        if self.real is None:
-            return Held(torch.arange(min(sinks, self.seen), device=self.device)[None], recent, whole, None, None)
-        real = self.real[:, : self.seen, 0]
-        ranks = real.cumsum(1)
-        chosen = real[:, None] & (ranks[:, None] == torch.arange(1, sinks + 1, device=self.device)[:, None])
-        inner = real & (ranks > sinks)
-        exact = torch.cat([chosen.any(-1), inner[:, recent]], 1)
-        return Held(chosen.int().argmax(-1), recent, whole, exact, inner[:, sinks : sinks + self.count(self.seen)])
+    def _find_held(self, lengths: tuple[int, ...]) -> Held:
+        window, device = self.window, self.device
+        rows = Span((0,) * len(lengths), lengths, device)
+        coefficients = Span(rows.starts, tuple(map(self.count, lengths)), device)
+        sinks = min(self.settings.sinks, max(lengths))
+        first = torch.arange(sinks, device=device)
+        if rows.same:
+            recent = torch.arange(min(self.first_exact(lengths[0]), lengths[0]), lengths[0], device=device)
+            slots = None
+            if len(recent) < window:
+                slots = recent % window
+            else:  # attention does not care for order
+                recent = turning(rows.last[:1], window)[0] if window else recent
+            return Held(sinks, slots, torch.cat([first, recent])[None], None, coefficients)
+        numbers = torch.cat([first.expand(len(lengths), -1), turning(rows.last, window)], 1) if window else first.expand(len(lengths), -1)
+        exact = numbers < rows.last
+        exact[:, sinks:] &= (numbers >= torch.tensor([[self.first_exact(each)] for each in lengths], device=device))[:, sinks:]
+        return Held(sinks, None, numbers, exact, coefficients)
 
     def _exact(self, held: Held, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the exact columns, sinks first; new ones are given for their shape."""
+        """Keys and values of the exact tokens, sinks first; new ones are given for their shape."""
         found = []
-        sides = ((self.sink_keys, self.recent_keys, keys), (self.sink_values, self.recent_values, values))
-        for sinks, recent, new in sides:
-            parts = [] if sinks is None else [sinks[:, :, : held.sinks.shape[1]]]
-            if recent is not None and len(held.recent):
-                parts.append(recent if held.whole else recent.index_select(2, held.recent % self.window))
+        for sinks, recent, new in ((self.sink_keys, self.recent_keys, keys), (self.sink_values, self.recent_values, values)):
+            parts = [] if sinks is None else [sinks[:, :, : held.sinks]]
+            if recent is not None:
+                parts.append(recent if held.recent is None else recent.index_select(2, held.recent))
             found.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0] if parts else new[:, :, :0])
         return found[0], found[1]
 
-    def _counted(self, call: Call, running: Pass, held: Held) -> torch.Tensor | None:
-        """What each new query may see of what is held, (batch or 1, 1, queries or 1, exact, then with coefficients); None for all.
-
-        Padding, and what a mask of the caller's own says.
-        """
-        real = None
-        if held.exact_real is not None and held.middle_real is not None:
-            real = torch.cat([held.exact_real, held.middle_real], 1)[:, None, None]
+    def _seen(self, call: Call, running: Pass, held: Held, pieces: list[Piece]) -> Seen:
+        """What each new query may see: what its row has, and a mask of the caller's own allows."""
+        places = [piece.places for piece in pieces]
+        middle = None
+        if any(each.inside is not None for each in places):
+            inside = [torch.ones_like(each.index, dtype=torch.bool) if each.inside is None else each.inside for each in places]
+            middle = torch.cat(inside, 1)[:, None]
+        exact = None if held.exact is None else held.exact[:, None]
         allowed = given_mask(call.mask, running)
         if allowed is None:
-            return real
+            return Seen(exact, middle)
         if allowed.shape[1] != 1:
             raise UnsupportedError("attention_mask: SubspaceCache can't follow a mask that differs by head. Give one for all heads.")
-        rows = held.sinks.shape[0]
-        middle = torch.arange(self.settings.sinks, self.settings.sinks + self.count(self.seen), device=self.device)
-        columns = torch.cat([held.sinks, held.recent.expand(rows, -1), middle.expand(rows, -1)], 1)
-        batch = max(rows, allowed.shape[0])
-        index = columns[:, None, None].expand(batch, 1, allowed.shape[2], -1)
-        allowed = allowed.expand(batch, -1, -1, -1).gather(-1, index)
-        return allowed if real is None else real & allowed
+        rows = len(held.coefficients.starts)
+        sinks = self.settings.sinks
+        numbers = torch.cat([held.numbers.expand(rows, -1), *(each.index + sinks for each in places)], 1).clamp(min=0)
+        if self.real is not None:
+            columns = (~self.real[:, : self.seen, 0]).to(torch.uint8).argsort(dim=1, stable=True)
+            numbers = columns.gather(1, numbers.clamp(max=self.seen - 1))
+        index = numbers[:, None].expand(-1, allowed.shape[2], -1)
+        both = allowed[:, 0].expand(rows, -1, -1).gather(2, index)
+        split = held.numbers.shape[1]
+        own = both[..., :split], both[..., split:]
+        parts = (new if old is None else new & old for new, old in zip(own, (exact, middle), strict=True))
+        return Seen(*parts)
 
     def _attend_block(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
         """Attention of several new tokens, which are exact to each other, and takes them."""
@@ -224,59 +246,75 @@ class SubspaceLayer(SubspaceStore):
             output, _ = previous_attention(call.module, query, keys, values, call.mask, **call.options)
         else:
             output = self._attend_mixed(query, keys, values, call, running)
-        self._take(keys, values, running, final=True)
+        self.take(query, keys, values, call, running, final=True)
         return output
 
     def _attend_mixed(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
         """Attention of several new tokens to themselves and to what is held, which is decoded for them."""
-        held = self._find_held()
-        exact_keys, exact_values = self._exact(held, keys, values)
-        all_keys, all_values = [keys], [values]
+        all_keys, all_values, given = [keys], [values], given_mask(call.mask, running)
+        slots: torch.Tensor | None = None
         if self.seen:
-            middle_keys, middle_values = self._decoded()
+            # What is held, then the new tokens.
+            held = self._held(running, self.arrive(running, keys.shape[0]).numbers.starts)
+            pieces = self.all_pieces(held.coefficients)
+            seen = self._seen(call, running, held, pieces[0])
+            exact_keys, exact_values = self._exact(held, keys, values)
+            middle_keys, middle_values = self._decoded(pieces, keys, values)
             all_keys, all_values = [exact_keys, middle_keys, keys], [exact_values, middle_values, values]
+            slots = _side_by_side(seen, (exact_keys.shape[2], middle_keys.shape[2]))
+            if given is not None and slots is not None:
+                new = given[..., self.seen :].expand(slots.shape[0], -1, -1, -1)
+                given = torch.cat([slots[:, None], new], -1)
+                slots = None
         kept = sum(each.shape[2] for each in all_keys) - keys.shape[2]
-        real, allowed = self._counted(call, running, held), given_mask(call.mask, running)
-        if allowed is not None:
-            assert real is not None
-            new = allowed[..., self.seen :].expand(real.shape[0], -1, -1, -1)
-            visible = Visibility(None, kept, running.valid, torch.cat([real, new], -1))
-        else:
-            visible = Visibility(None if real is None else real[:, :, 0], kept, running.valid)
+        visible = Visibility(slots, kept, running.valid, given)
         output, _ = block_attention(query, torch.cat(all_keys, 2), torch.cat(all_values, 2), call.scaling, visible, softcap=call.softcap)
         assert output is not None
         return output
 
-    def _decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all columns with coefficients, as far as these tell, (batch, kv_heads, columns, head_dim)."""
-        count, start, maps = self.count(self.seen), self.settings.sinks, self.maps
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, group in enumerate(maps.groups):
-            pieces = self.pieces(index)
-            sides = (
-                (group.key_decode, [(piece.keys, piece.key_scale) for piece in pieces]),
-                (group.value_decode, [(piece.values, piece.value_scale) for piece in pieces]),
-            )
-            own = [
-                torch.cat([_widened(data, scale, self.dtype) for data, scale in side] or [_none(self, decode)], 2)
-                @ decode.to(self.dtype).mT
-                for decode, side in sides
-            ]
-            found.append((own[0], own[1]))
-        keys, values = (torch.cat(side, 1) for side in zip(*found, strict=True))
-        if maps.back is not None:
-            keys, values = keys.index_select(1, maps.back), values.index_select(1, maps.back)
-        if self.geometry is not None and count:
-            keys = self.geometry.rotate(keys, self._places_of(start, start + count))
-        return keys, values
+    def _decoded(self, pieces: list[list[Piece]], keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens with coefficients, as far as these tell, (batch, kv_heads, tokens, head_dim)."""
+        places = [piece.places for piece in pieces[0]]
+        if not places:
+            return keys[:, :, :0], values[:, :, :0]
+        middle_keys, middle_values = (
+            torch.cat([torch.cat([decoded(*side(piece), self.dtype) for piece in own], 2) for own in pieces], 1)
+            for side in (lambda piece: (piece.keys, piece.key_basis_of), lambda piece: (piece.values, piece.value_basis_of))
+        )
+        back = self.grouping.back
+        if back is not None:
+            middle_keys, middle_values = middle_keys.index_select(1, back), middle_values.index_select(1, back)
+        if self.geometry is not None:
+            numbers = [self.places_of(each.moved(self.settings.sinks)) for each in places]
+            rows = max(len(each) for each in numbers)
+            middle_keys = self.geometry.rotate(middle_keys, torch.cat([each.expand(rows, -1) for each in numbers], 1))
+        return middle_keys, middle_values
 
 
-def _widened(data: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Coefficients as numbers of that type."""
-    if scale is None:
-        return data.to(dtype)
-    return (data.unflatten(2, (-1, kernels.TILE)) * scale[..., None, None].float()).flatten(2, 3).to(dtype)
+def _side_by_side(seen: Seen, sizes: tuple[int, int]) -> torch.Tensor | None:
+    """What counts of exact tokens and of the others, (batch or 1, queries or 1, tokens), or None for all."""
+    given = [each for each in seen if each is not None]
+    if not given:
+        return None
+    shape = torch.broadcast_shapes(*(each.shape[:2] for each in given))
+    parts = [given[0].new_ones(*shape, size) if each is None else each.expand(*shape, -1) for each, size in zip(seen, sizes, strict=True)]
+    return torch.cat(parts, -1)
 
 
-def _none(layer: SubspaceLayer, decode: torch.Tensor) -> torch.Tensor:
-    return torch.empty(layer.rows, decode.shape[0], 0, decode.shape[2], dtype=layer.dtype, device=layer.device)
+def decoded(kept: kernels.Coefficients, basis_of: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Keys or values as far as their coefficients tell, (batch, heads, tokens, dim).
+
+    Args:
+        kept: The coefficients.
+        basis_of: Which basis each tile is in, (batch, heads, tiles); None where there is one.
+        dtype: Of the result.
+    """
+    data, decode = kept.data.to(dtype), kept.decode.to(dtype).mT
+    if kept.scale is not None:
+        data = (kept.data.unflatten(2, (-1, kernels.TILE)) * kept.scale[..., None, None].float()).flatten(2, 3).to(dtype)
+    if basis_of is None:
+        return data @ (decode if decode.ndim == 3 else decode.squeeze(2))
+    tokens, tiles = data.shape[2], basis_of.shape[2]
+    whole = torch.nn.functional.pad(data, (0, 0, 0, tiles * kernels.TILE - tokens)).unflatten(2, (tiles, kernels.TILE))
+    own = decode.gather(2, basis_of.long()[..., None, None].expand(-1, -1, -1, *decode.shape[3:]))
+    return (whole @ own).flatten(2, 3)[:, :, :tokens]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,20 +24,44 @@ class Ranks(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadGroup:
-    """Key heads whose coefficients have one shape, and so lie in one tensor.
+class Grouping:
+    """Key heads of a layer by their ranks: those of one group lie in one tensor.
 
     Args:
-        heads: Which, ascending.
-        ranks: Theirs.
+        heads: Of each group, ascending.
+        ranks: Of each group.
+        back: For each head its place among the groups' heads, one group after the other; None where these are in order already.
+    """
+
+    heads: tuple[tuple[int, ...], ...]
+    ranks: tuple[Ranks, ...]
+    back: torch.Tensor | None
+
+    @classmethod
+    def of(cls, ranks: Sequence[Ranks], device: torch.device) -> Grouping:
+        """The groups of heads with these ranks.
+
+        Args:
+            ranks: Of each head.
+            device: Where `back` is needed.
+        """
+        own = sorted(set(ranks))
+        heads = tuple(tuple(head for head, each in enumerate(ranks) if each == one) for one in own)
+        order = torch.tensor([head for group in heads for head in group], device=device)
+        return cls(heads, tuple(own), None if bool((order.diff() > 0).all()) else order.argsort())
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGroup:
+    """The maps of a group of heads.
+
+    Args:
         key_encode: (heads, r_k, d).
         key_decode: (heads, d, r_k), with the head's gamma in it: what it gives is scored as a key.
         value_encode: (heads, r_v, d_v).
         value_decode: (heads, d_v, r_v).
     """
 
-    heads: tuple[int, ...]
-    ranks: Ranks
     key_encode: torch.Tensor
     key_decode: torch.Tensor
     value_encode: torch.Tensor
@@ -53,12 +78,12 @@ class LayerMaps:
     """All heads of a layer.
 
     Args:
-        groups: By ranks.
-        back: For each head its place among the groups' heads, one group after the other; None where these are in order already.
+        grouping: Which heads are in which group.
+        groups: Their maps.
     """
 
+    grouping: Grouping
     groups: tuple[HeadGroup, ...]
-    back: torch.Tensor | None
 
     @classmethod
     def of(cls, bases: LayerBases, dtype: torch.dtype, device: torch.device, even: bool = False) -> LayerMaps:
@@ -71,17 +96,14 @@ class LayerMaps:
             even: Whether all coefficients of a head are to be equally large over the calibration texts, so that one scale fits them all.
         """
         ranks = [Ranks(key.shape[0], value.shape[0]) for key, value in zip(bases.key_encode, bases.value_encode, strict=True)]
-        groups = []
-        for own in sorted(set(ranks)):
-            heads = tuple(head for head, each in enumerate(ranks) if each == own)
+        grouping, groups = Grouping.of(ranks, device), []
+        for heads in grouping.heads:
             keys = [(bases.key_encode[h], bases.key_decode[h] * bases.gamma[h], bases.key_energies[h]) for h in heads]
             values = [(bases.value_encode[h], bases.value_decode[h], bases.value_energies[h]) for h in heads]
             pairs = [[_scaled(*each) if even else each[:2] for each in side] for side in (keys, values)]
             parts = (torch.stack([pair[way] for pair in side]).to(device, dtype) for side in pairs for way in (0, 1))
-            groups.append(HeadGroup(heads, own, *parts))
-        order = torch.tensor([head for group in groups for head in group.heads], device=device)
-        back = order.argsort()
-        return cls(tuple(groups), None if bool((back == order).all() and (order.diff() > 0).all()) else back)
+            groups.append(HeadGroup(*parts))
+        return cls(grouping, tuple(groups))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of all groups by name."""

@@ -1,26 +1,27 @@
 """Where tokens lie: a few exactly, all others as coefficients.
 
-Tokens are numbered by *column*, as they were fed in, padding included. The first real `sinks` tokens of each row and the last `recent`
-columns are exact, each in a buffer of their own. Every column before the recent ones has coefficients, but for the first `sinks` columns,
-which are exact or padding in every row. What a row doesn't have is not attended to.
+Tokens are numbered in each row by themselves: padding has no number and is not kept. Of each row the first `sinks` tokens and the last
+`recent` ones are exact, each in a buffer of their own; those between them are coefficients. So a row is kept as if it were alone.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
-from hf_kvcaches.core.growing import append
+from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.layers import TensorLayer
+from hf_kvcaches.core.passes import Pass
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.kernels.coefficients import TILE, quantize_tiles
-from hf_kvcaches.subspace.maps import LayerMaps, LayerSource
+from hf_kvcaches.kernels.coefficients import TILE, Coefficients, quantize_tiles
+from hf_kvcaches.subspace.maps import Grouping
+from hf_kvcaches.subspace.numbering import Arrival, Span, gathered, latest, resized
 
-# Buffers have room for one token more for each so many: coefficients are small, and copying them often is cheap.
-RESERVE = 32
 SIDES = ("key", "value")
 _PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -45,40 +46,39 @@ class Settings:
 
 
 class Piece(NamedTuple):
-    """Neighbouring tokens of a group of heads.
+    """Neighbouring tokens of a group of heads, for the kernels.
 
     Args:
-        start: Which coefficient the first one is.
-        keys: (batch, heads, tokens, r_k).
-        values: (batch, heads, tokens, r_v).
-        key_scale: Of whole tiles in 8 bits, (batch, heads, tiles).
-        value_scale: Likewise.
+        places: Which coefficients they are.
+        keys: (batch, heads, tokens, r_k), and how to read them.
+        values: (batch, heads, tokens, r_v), likewise.
+        key_basis_of: Which of several bases each tile of keys is in, (batch, heads, tiles), or None where there is one.
+        value_basis_of: Likewise.
     """
 
-    start: int
-    keys: torch.Tensor
-    values: torch.Tensor
-    key_scale: torch.Tensor | None = None
-    value_scale: torch.Tensor | None = None
+    places: Span
+    keys: Coefficients
+    values: Coefficients
+    key_basis_of: torch.Tensor | None = None
+    value_basis_of: torch.Tensor | None = None
 
 
 class SubspaceStore(TensorLayer):
     """Writes tokens where they belong, and says what is where.
 
     For each group of heads there are, with its number behind the name: `key_coefficients`, (batch, heads, capacity, r_k), and
-    `value_coefficients`. In 8 bits these are whole tiles, with `key_scales` and `value_scales`, (batch, heads, tiles, 1), and what is not
-    yet a tile is in `key_loose` and `value_loose`, (batch, heads, tokens, r).
+    `value_coefficients`; coefficient i is that of token sinks + i. In 8 bits these are whole tiles, with `key_scales` and `value_scales`,
+    (batch, heads, tiles, 1), and what is not yet a tile is in the rings `key_loose` and `value_loose`, (batch, heads, slots, r).
 
     Attributes:
-        sink_keys: The first real tokens of each row, as the model rotated them, (batch, kv_heads, sinks, head_dim); and `sink_values`.
-        recent_keys: Column c is in slot c % (number of slots), (batch, kv_heads, slots, head_dim); and `recent_values`.
+        sink_keys: The first tokens of each row, as the model rotated them, (batch, kv_heads, sinks, head_dim); and `sink_values`.
+        recent_keys: The last ones, token n in slot n % (number of slots), (batch, kv_heads, slots, head_dim); and `recent_values`.
         real: False where a column is padding, (batch, capacity, 1); None while nothing is padded.
-        places: The model's position of each column, (batch, capacity, 1), int32; None while it is the column itself.
+        places: The model's position of each token, (batch, capacity, 1), int32; None while that is its number.
         open: Newest columns that may be taken back, while that is recorded.
-        loose_from: How many coefficients are in tiles only.
     """
 
-    counters: ClassVar[tuple[str, ...]] = ("seen", "open", "loose_from")
+    counters: ClassVar[tuple[str, ...]] = ("seen", "open")
     sink_keys: torch.Tensor | None = None
     sink_values: torch.Tensor | None = None
     recent_keys: torch.Tensor | None = None
@@ -86,17 +86,61 @@ class SubspaceStore(TensorLayer):
     real: torch.Tensor | None = None
     places: torch.Tensor | None = None
 
-    def __init__(self, settings: Settings, source: LayerSource, geometry: RotaryGeometry | None) -> None:
+    def __init__(self, settings: Settings, geometry: RotaryGeometry | None, groups: int) -> None:
+        self.declare(settings, groups)
+        super().__init__()
+        self.settings, self.geometry = settings, geometry
+        self.recording = False
+        self.open = 0
+
+    def declare(self, settings: Settings, groups: int, *more: str) -> None:
+        """Names the tensors that there may be.
+
+        Args:
+            settings: What the user asked for.
+            groups: Of heads.
+            *more: Others than those of all such layers.
+        """
         kinds = ("coefficients", "loose", "scales") if settings.coefficients == "int8" else ("coefficients",)
-        own = [f"{side}_{kind}_{index}" for index in range(source.groups) for kind in kinds for side in SIDES]
+        own = (*(f"{side}_{kind}_{index}" for index in range(groups) for kind in kinds for side in SIDES), *more)
         exact = ("sink_keys", "sink_values", "recent_keys", "recent_values", "real", "places")
         self.row_tensors = (*exact, *own)  # type: ignore[misc]
         for name in own:
             setattr(self, name, None)
-        super().__init__()
-        self.settings, self.source, self.geometry = settings, source, geometry
-        self.recording = False
-        self.open = self.loose_from = 0
+
+    @property
+    @abstractmethod
+    def grouping(self) -> Grouping:
+        """Which heads lie in one tensor."""
+
+    @abstractmethod
+    def decoders(self, group: int) -> list[torch.Tensor]:
+        """What reads the coefficients of a group of heads: of keys, and of values; as `Coefficients.decode`.
+
+        Args:
+            group: Its number.
+        """
+
+    @abstractmethod
+    def bases_of(self, group: int, tiles: Span) -> list[torch.Tensor | None]:
+        """In which of several bases tiles are, of keys and of values; None where there is one.
+
+        Args:
+            group: Of heads.
+            tiles: Which tiles.
+        """
+
+    @abstractmethod
+    def encode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival) -> None:
+        """Writes the coefficients of what is no longer exact with new tokens.
+
+        Args:
+            query: Of all new columns.
+            keys: Of the new real tokens, as the model rotated them.
+            values: Like `keys`.
+            call: What else the model said.
+            arrival: Which tokens these are.
+        """
 
     @property
     def kept(self) -> int:
@@ -109,201 +153,210 @@ class SubspaceStore(TensorLayer):
         return next((tensor.shape[0] for tensor in held if tensor is not None), 0)
 
     @property
-    def maps(self) -> LayerMaps:
-        """The bases, where and how the layer needs them."""
-        return self.source.on(self.settings.bases_dtype or self.dtype, self.device, self.settings.coefficients == "int8")
-
-    @property
     def window(self) -> int:
         """How many slots there are for recent tokens by now."""
         return 0 if self.recent_keys is None else self.recent_keys.shape[2]
 
-    def count(self, seen: int) -> int:
-        """How many coefficients a row has after so many columns.
+    def count(self, tokens: int) -> int:
+        """How many coefficients a row with so many tokens has.
 
         Args:
-            seen: Columns.
+            tokens: Real ones.
         """
-        return max(0, seen - self.settings.recent - self.settings.sinks)
+        return max(0, tokens - self.settings.recent - self.settings.sinks)
 
-    def note(self, valid: torch.Tensor | None, places: torch.Tensor | None, rows: int, tokens: int) -> None:
-        """Remembers of new columns what is not in their keys.
+    def first_exact(self, tokens: int) -> int:
+        """The first token behind those with coefficients, in a row with so many.
 
         Args:
-            valid: True where a token is real, (batch, tokens), or None for all.
-            places: Where the model put them, (batch or 1, tokens), or None where that is the column.
+            tokens: Real ones.
+        """
+        return self.settings.sinks + self.count(tokens)
+
+    def slots(self, lengths: Sequence[int]) -> int:
+        """How many recent tokens must be held before rows get as long as that.
+
+        Args:
+            lengths: Real tokens of each row.
+        """
+        return self.settings.recent
+
+    def lengths(self, columns: int, rows: int) -> list[int]:
+        """How many real tokens each row has among the first columns.
+
+        Args:
+            columns: How many.
             rows: Sequences.
-            tokens: New ones.
         """
-        if valid is not None or self.real is not None:
-            if self.real is None:
-                self.real = torch.ones(rows, self.seen, 1, dtype=torch.bool, device=self.device)
-            new = torch.ones(rows, tokens, dtype=torch.bool, device=self.device) if valid is None else valid
-            self._check_padding(new)
-            self.real = append(self.real[:, None], new[:, None, :, None], self.seen, RESERVE)[:, 0]
-        if places is not None or self.places is not None:
-            columns = torch.arange(self.seen + tokens, dtype=torch.int32, device=self.device)
-            if self.places is None:
-                self.places = columns[: self.seen, None].repeat(rows, 1, 1)
-            new = (columns[None, self.seen :] if places is None else places.to(torch.int32)).expand(rows, -1)
-            self.places = append(self.places[:, None], new[:, None, :, None], self.seen, RESERVE)[:, 0]
-
-    def _check_padding(self, new: torch.Tensor) -> None:
-        """Refuses padding that would leave a row fewer exact tokens than others."""
-        assert self.real is not None
-        before = self.real[:, : self.seen, 0].any(1, keepdim=True) | (new.cumsum(1) > 0)
-        if bool((before & ~new).any()):
-            raise UnsupportedError("SubspaceCache takes padding before a row's first token only. Feed rows of different lengths singly.")
-
-    def store(self, keys: torch.Tensor, values: torch.Tensor, final: bool) -> None:
-        """Puts new columns where they belong.
-
-        Args:
-            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-            values: Like `keys`.
-            final: Whether they will not be taken back.
-        """
-        sinks, tokens = self.settings.sinks, keys.shape[2]
-        before, after = self.count(self.seen), self.count(self.seen + tokens)
-        if self.recording and not final:
-            self.open += tokens
-            self._widen(self.settings.recent + self.open)
-        if after > before:
-            self._encode(*self._columns(sinks + before, sinks + after, keys, values), before)
-        self._store_sinks(keys, values)
-        self._store_recent(keys, values)
-        self.seen += tokens
-
-    def _columns(self, start: int, stop: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact keys and values of columns, of which the last may be among the new ones."""
-        found = []
-        for held, new in ((self.recent_keys, keys), (self.recent_values, values)):
-            later = new[:, :, max(start, self.seen) - self.seen : max(stop, self.seen) - self.seen]
-            if start < self.seen:
-                assert held is not None
-                columns = torch.arange(start, min(stop, self.seen), device=held.device)
-                earlier = held.index_select(2, columns % self.window)
-                later = torch.cat([earlier, later], 2) if later.shape[2] else earlier
-            found.append(later)
-        return found[0], found[1]
-
-    def _places_of(self, start: int, stop: int) -> torch.Tensor:
-        """The model's positions of columns, (batch or 1, tokens)."""
-        if self.places is not None:
-            return self.places[:, start:stop, 0]
-        return torch.arange(start, stop, device=self.device)[None]
-
-    def _encode(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Writes the coefficients of tokens, the first of which is coefficient `start`."""
-        column, tokens = start + self.settings.sinks, keys.shape[2]
-        if self.geometry is not None:
-            keys = self.geometry.unrotate(keys.float(), self._places_of(column, column + tokens))
-        for index, group in enumerate(self.maps.groups):
-            heads = list(group.heads)
-            for side, states, encode in (("key", keys, group.key_encode), ("value", values, group.value_encode)):
-                own = states if len(heads) == states.shape[1] else states[:, heads]
-                found = torch.matmul(own.to(encode.dtype), encode.mT).to(self.dtype)
-                if self.settings.coefficients == "int8":
-                    self._quantize(f"{side}_{{}}_{index}", found, start)
-                else:
-                    name = f"{side}_coefficients_{index}"
-                    setattr(self, name, append(getattr(self, name), found, start, RESERVE))
-        if self.settings.coefficients == "int8":
-            self.loose_from = self._kept_loose(start + tokens)
-
-    def _kept_loose(self, count: int) -> int:
-        """From which coefficient on they are kept as they were, if there are so many."""
-        # What may be taken back may end within a tile that is closed by then.
-        return max(self.loose_from, (count - min(count, self.open)) // TILE * TILE)
-
-    def _quantize(self, name: str, found: torch.Tensor, start: int) -> None:
-        held, kept = getattr(self, name.format("loose")), self.loose_from
-        loose = found if held is None else torch.cat([held[:, :, : start - kept], found], 2)
-        count = start + found.shape[2]
-        closed, closing = start // TILE * TILE, count // TILE * TILE
-        if closing > closed:
-            data, scale = quantize_tiles(loose[:, :, closed - kept : closing - kept])
-            tiles = append(getattr(self, name.format("coefficients")), data, closed, RESERVE)
-            setattr(self, name.format("coefficients"), tiles)
-            setattr(self, name.format("scales"), append(getattr(self, name.format("scales")), scale[..., None], closed // TILE, RESERVE))
-        setattr(self, name.format("loose"), loose[:, :, self._kept_loose(count) - kept :].clone())
-
-    def pieces(self, group: int) -> list[Piece]:
-        """The coefficients of a group of heads, as they are kept.
-
-        Args:
-            group: Its number.
-        """
-        count = self.count(self.seen)
-
-        def held(kind: str, span: slice) -> list[torch.Tensor]:
-            return [getattr(self, f"{side}_{kind}_{group}")[:, :, span] for side in SIDES]
-
-        if self.settings.coefficients != "int8":
-            return [Piece(0, *held("coefficients", slice(count)))] if count else []
-        closed, found = count // TILE * TILE, []
-        if closed:
-            scales = (scale[..., 0] for scale in held("scales", slice(closed // TILE)))
-            found.append(Piece(0, *held("coefficients", slice(closed)), *scales))
-        if count > closed:
-            found.append(Piece(closed, *held("loose", slice(closed - self.loose_from, count - self.loose_from))))
+        if self.real is None:
+            return [columns] * rows
+        found: list[int] = self.real[:, :columns, 0].sum(1).tolist()
         return found
 
-    def _store_sinks(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        sinks, rows, tokens = self.settings.sinks, keys.shape[0], keys.shape[2]
-        if not sinks or (self.real is None and self.seen >= sinks):
+    def arrive(self, running: Pass, rows: int) -> Arrival:
+        """Which tokens come with a pass, or with a part of it; the same for all layers.
+
+        Args:
+            running: The pass or the part.
+            rows: Sequences.
+        """
+
+        def find() -> Arrival:
+            return Arrival(self.lengths(self.seen, rows), running.valid, running.tokens, running.device)
+
+        arrival: Arrival = running.shared(("arrival", self.seen), find)
+        return arrival
+
+    def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, final: bool) -> None:
+        """Puts the new tokens of a pass where they belong.
+
+        Args:
+            query: (batch, heads, tokens, head_dim), as the model rotated them.
+            keys: (batch, kv_heads, tokens, head_dim), likewise.
+            values: Like `keys`.
+            call: What else the model said.
+            running: The pass, or the part of it that these are.
+            final: Whether they will not be taken back.
+        """
+        rows, tokens, valid = keys.shape[0], keys.shape[2], running.valid
+        arrival = self.arrive(running, rows)
+        if valid is not None or self.real is not None:
+            if self.real is None:
+                self.real = torch.ones(rows, self.seen, 1, dtype=torch.bool, device=keys.device)
+            new = torch.ones(rows, tokens, dtype=torch.bool, device=keys.device) if valid is None else valid
+            columns = Span((self.seen,) * rows, (self.seen + tokens,) * rows, keys.device)
+            self.real = columns.put(self.real[:, None], new[:, None, :, None])[:, 0]
+        if arrival.numbers.longest:
+            places = running.shared(("places", self.seen), lambda: _places(running, arrival))
+            if places is not None or self.places is not None:
+                self._note_places(arrival.numbers, places)
+            self._store(query, arrival.real(keys), arrival.real(values), call, arrival, final)
+        self.seen += tokens
+
+    def _note_places(self, numbers: Span, places: torch.Tensor | None) -> None:
+        if self.places is None:
+            most = max(numbers.starts)
+            self.places = torch.arange(most, dtype=torch.int32, device=numbers.device)[:, None].repeat(len(numbers.starts), 1, 1)
+        new = numbers.index if places is None else places
+        self.places = numbers.put(self.places[:, None], new.to(torch.int32)[:, None, :, None])[:, 0]
+
+    def _store(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival, final: bool) -> None:
+        numbers = arrival.numbers
+        if self.recording and not final:
+            self.open += numbers.longest
+        self._make_room(keys, values, numbers)
+        self.encode(query, keys, values, call, arrival)
+        self._store_sinks(keys, values, numbers)
+        self._store_recent(keys, values, numbers)
+
+    def states(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span, wanted: Span) -> tuple[torch.Tensor, torch.Tensor]:
+        """Exact keys and values of tokens, which are new or among the recent ones; the keys before rotation if bases are for these.
+
+        Args:
+            keys: The new ones, as the model rotated them.
+            values: Like `keys`.
+            numbers: Of the new ones.
+            wanted: Of those to give.
+        """
+        keys, values = latest(self.recent_keys, keys, numbers, wanted), latest(self.recent_values, values, numbers, wanted)
+        if self.geometry is None:
+            return keys, values
+        return self.geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), self.places_of(wanted)), values
+
+    def places_of(self, wanted: Span) -> torch.Tensor:
+        """The model's positions of tokens, (batch or 1, longest).
+
+        Args:
+            wanted: Their numbers.
+        """
+        if self.places is not None:
+            return wanted.take(self.places[:, None])[:, 0, :, 0]
+        return wanted.index[:1] if wanted.same else wanted.index
+
+    def write(self, name: str, found: torch.Tensor, span: Span) -> None:
+        """Puts coefficients behind those of a group of heads.
+
+        Args:
+            name: Of the group's tensors, with {} for the kind.
+            found: (batch, heads, longest, rank).
+            span: Which ones they are.
+        """
+        kept = name.format("coefficients")
+        if self.settings.coefficients != "int8":
+            setattr(self, kept, span.put(getattr(self, kept), found))
             return
-        if self.real is None:
-            whole = torch.arange(self.seen, self.seen + tokens, device=keys.device)[None].expand(rows, -1)
-        else:
-            ranks = self.real[:, : self.seen + tokens, 0].cumsum(1) - 1
-            whole = torch.where(self.real[:, self.seen : self.seen + tokens, 0], ranks[:, self.seen :], -1)
+        loose_name, scales_name = name.format("loose"), name.format("scales")
+        loose = self._loose_ring(getattr(self, loose_name), found, span)
+        tiles = Span.of([start // TILE for start in span.starts], [stop // TILE for stop in span.stops], found.device).evened()
+        if tiles.longest:
+            # What a row with fewer tiles gets besides will be overwritten, and only must be numbers.
+            data, scale = quantize_tiles(latest(loose, found, span, tiles.times(TILE)))
+            setattr(self, kept, tiles.times(TILE).put(getattr(self, kept), data))
+            setattr(self, scales_name, tiles.put(getattr(self, scales_name), scale[..., None]))
+        setattr(self, loose_name, span.put_turning(loose, found))
+
+    def _loose_ring(self, held: torch.Tensor | None, found: torch.Tensor, span: Span) -> torch.Tensor:
+        """Room for what is not yet a tile, also after as many have been taken back as may be."""
+        slots = -(-(TILE + self.open) // TILE) * TILE
+        if held is None:
+            return found.new_zeros(*found.shape[:2], slots, found.shape[3])
+        return held if held.shape[2] >= slots else resized(held, span.first, slots)
+
+    def all_pieces(self, held: Span) -> list[list[Piece]]:
+        """The coefficients of each group of heads, as they are kept.
+
+        Args:
+            held: Those of each row, from 0 on.
+        """
+        return [self._pieces(group, held) for group in range(len(self.grouping.heads))] if held.longest else [[]]
+
+    def _pieces(self, group: int, held: Span) -> list[Piece]:
+        def own(kind: str) -> list[torch.Tensor]:
+            return [getattr(self, f"{side}_{kind}_{group}") for side in SIDES]
+
+        def piece(places: Span, data: list[torch.Tensor], scales: list[Any]) -> Piece:
+            keys, values = (Coefficients(*each) for each in zip(data, self.decoders(group), scales, strict=True))
+            tiles = Span(tuple(s // TILE for s in places.starts), tuple(-(-s // TILE) for s in places.stops), places.device)
+            return Piece(places, keys, values, *self.bases_of(group, tiles))
+
+        if self.settings.coefficients != "int8":
+            return [piece(held, [held.take(each) for each in own("coefficients")], [None, None])]
+        found = []
+        if held.tiles.longest:
+            tokens = held.tiles.times(TILE)
+            scales = [held.tiles.take(each)[..., 0] for each in own("scales")]
+            found.append(piece(tokens, [tokens.take(each) for each in own("coefficients")], scales))
+        if held.loose.longest:
+            found.append(piece(held.loose, [held.loose.take_turning(each) for each in own("loose")], [None, None]))
+        return found
+
+    def _store_sinks(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+        sinks = self.settings.sinks
+        if min(numbers.starts) >= sinks:
+            return
+        behind = torch.arange(sinks, device=keys.device) - numbers.first
+        came = ((behind >= 0) & (behind < numbers.last - numbers.first))[:, None, :, None]
         for name, new in (("sink_keys", keys), ("sink_values", values)):
             held = getattr(self, name)
             held = new.new_zeros(*new.shape[:2], sinks, new.shape[3]) if held is None else held
-            # (batch, sinks, tokens): which new token is a row's n-th real one.
-            chosen = whole[:, None] == torch.arange(sinks, device=keys.device)[:, None]
-            came = chosen.any(-1)[:, None, :, None]
-            index = chosen.int().argmax(-1)[:, None, :, None].expand_as(held)
-            setattr(self, name, torch.where(came, new.gather(2, index), held))
+            setattr(self, name, torch.where(came, gathered(new, behind.clamp(0, new.shape[2] - 1)), held))
 
-    def _store_recent(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if not self.settings.recent and not self.window:
+    def _store_recent(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+        if self.recent_keys is None or self.recent_values is None:
             return
-        if self.recent_keys is None:
-            self._widen(self.settings.recent, keys, values)
-        assert self.recent_keys is not None
-        assert self.recent_values is not None
-        tokens = min(keys.shape[2], self.window)
-        slots = torch.arange(self.seen + keys.shape[2] - tokens, self.seen + keys.shape[2], device=keys.device) % self.window
+        self.recent_keys = numbers.put_turning(self.recent_keys, keys)
+        self.recent_values = numbers.put_turning(self.recent_values, values)
+
+    def _make_room(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+        """Sees to it that there are slots for all tokens that are to be exact."""
+        # Whole tiles of those that may be taken back, so that not every token moves all.
+        slots = self.slots(numbers.stops) + -(-self.open // TILE) * TILE
+        if slots <= self.window:
+            return
         for name, new in (("recent_keys", keys), ("recent_values", values)):
             held = getattr(self, name)
-            new = new[:, :, new.shape[2] - tokens :]
-            if torch.is_grad_enabled() and (held.requires_grad or new.requires_grad):
-                held = held.index_copy(2, slots, new)
-            else:
-                if held.is_inference() and not torch.is_inference_mode_enabled():
-                    held = held.clone()
-                held.index_copy_(2, slots, new)
-            setattr(self, name, held)
-
-    def _widen(self, slots: int, *like: torch.Tensor) -> None:
-        """Makes room for so many recent columns."""
-        if slots <= self.window and not like:
-            return
-        for name, new in zip(("recent_keys", "recent_values"), like or (self.recent_keys, self.recent_values), strict=True):
-            held = getattr(self, name)
-            if new is None:
-                return
-            wider = new.new_zeros(*new.shape[:2], slots, new.shape[3])
-            if held is not None:
-                columns = torch.arange(max(0, self.seen - held.shape[2]), self.seen, device=held.device)
-                wider = wider.index_copy(2, columns % slots, held.index_select(2, columns % held.shape[2]))
-            setattr(self, name, wider)
-
-    def recent_columns(self) -> torch.Tensor:
-        """The last columns, those that are exact, in ascending order."""
-        return torch.arange(max(0, self.seen - self.settings.recent), self.seen, device=self.device)
+            empty = held is None
+            setattr(self, name, new.new_zeros(*new.shape[:2], slots, new.shape[3]) if empty else resized(held, numbers.first, slots))
 
     def take_back(self, tokens: int) -> None:
         """Forgets the last columns, as if they had never come.
@@ -311,15 +364,22 @@ class SubspaceStore(TensorLayer):
         Args:
             tokens: How many.
         """
-        left = self.seen - tokens
-        exact = self.seen <= self.window or tokens + min(self.settings.recent, left) <= self.window or not self.settings.recent
-        whole = self.settings.coefficients != "int8" or self.loose_from <= self.count(left) // TILE * TILE
-        if tokens and not (exact and whole):
-            raise UnsupportedError(
-                f"crop: {tokens} tokens are to be taken back, and what came before them is no longer as it was then. Call "
-                "activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
-            )
-        self.seen, self.open = left, 0
+        if tokens:
+            rows = self.rows
+            before, left = self.lengths(self.seen, rows), self.lengths(self.seen - tokens, rows)
+            if not all(self._holds(after, now) for after, now in zip(left, before, strict=True)):
+                raise UnsupportedError(
+                    f"crop: {tokens} tokens are to be taken back, and what came before them is no longer as it was then. Call "
+                    "activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
+                )
+        self.seen, self.open = self.seen - tokens, 0
+
+    def _holds(self, tokens: int, now: int) -> bool:
+        """Whether all is there that a row of so many tokens is made of, now that it has more."""
+        count, first = self.count(tokens), min(tokens, self.first_exact(tokens))
+        loose = count % TILE if self.settings.coefficients == "int8" else 0
+        whole = first == tokens or now - first <= self.settings.recent + self.open
+        return whole and (not loose or self.count(now) - (count - loose) <= TILE + self.open)
 
     def activate_past_recording(self) -> None:
         """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
@@ -342,12 +402,13 @@ class SubspaceStore(TensorLayer):
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
-        count, tiles = self.count(self.seen), self.count(self.seen) // TILE
+        most = max(self.lengths(self.seen, self.rows), default=0)
+        count, tiles = self.count(most), self.count(most) // TILE
         quantized = self.settings.coefficients == "int8"
         used = {"coefficients": tiles * TILE if quantized else count, "scales": tiles}
         for name, tensor in tensors.items():
             if name in ("real", "places"):
-                tensors[name] = tensor[:, : self.seen]
+                tensors[name] = tensor[:, : self.seen if name == "real" else most]
             elif (kind := name.split("_")[1]) in used:
                 tensors[name] = tensor[:, :, : used[kind]]
         return tensors, values
@@ -359,13 +420,15 @@ class SubspaceStore(TensorLayer):
         if like is not None:
             self.lazy_initialization(like, like)
 
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
-        """The declared tensors, and the bases, which all caches of a model share."""
-        bases = self.maps.tensors() if self.is_initialized else {}
-        return super().owned_tensors() | {f"bases.{name}": tensor for name, tensor in bases.items()}
 
-    def _move(self, device: torch.device | str) -> None:
-        for name in self.row_tensors:
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.to(device, non_blocking=True))
+def _places(running: Pass, arrival: Arrival) -> torch.Tensor | None:
+    """The model's positions of the new real tokens, (batch, longest), or None where these are their numbers."""
+    numbers = arrival.numbers
+    if numbers.same and running.start == numbers.starts[0]:
+        return None
+    positions = running.positions().expand(len(numbers.starts), -1)
+    positions = positions if arrival.order is None else positions.gather(1, arrival.order)
+    off = positions != numbers.index
+    if numbers.inside is not None:
+        off = off & numbers.inside
+    return positions if bool(off.any()) else None

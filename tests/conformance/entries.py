@@ -105,10 +105,6 @@ def subspace(model: Any, **options: Any) -> SubspaceCache:
     return SubspaceCache(model, bases, **options)
 
 
-# Padding after a row's first token.
-CHAT = frozenset({"chat_of_a_padded_batch"})
-# Tiles begin elsewhere in a padded row, which is rounded otherwise than alone.
-TILES = frozenset({"left_padded_batch@float32"})
 # Models with no layer of full attention have nothing to calibrate.
 # In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
 SUBSPACE = frozenset({"mistral_sliding", "forced_tokens@bfloat16"})
@@ -138,25 +134,20 @@ ENTRIES = [
         )
         for name, policy in EQUIP
     ),
-    Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True, without=SUBSPACE, refuses=CHAT),
+    Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True, without=SUBSPACE),
     Entry(
         "subspace_full_post",
         partial(subspace, rotation="post", sinks=0, recent=2),
         lossless=True,
         records=True,
         without=SUBSPACE,
-        refuses=CHAT,
     ),
-    Entry(
-        "subspace", partial(subspace, bytes_ratio=0.5, sinks=2, recent=4), lossless=False, every_family=False, records=True, refuses=CHAT
-    ),
+    Entry("subspace", partial(subspace, bytes_ratio=0.5, sinks=2, recent=4), lossless=False, every_family=False, records=True),
     Entry(
         "subspace_int8",
         partial(subspace, bytes_ratio=0.5, sinks=2, recent=4, coefficients="int8"),
         lossless=False,
         every_family=False,
         records=True,
-        refuses=CHAT,
-        without=TILES,
     ),
 ]
