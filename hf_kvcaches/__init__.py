@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         PoolExhausted,
         UnsupportedError,
     )
+    from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
     from hf_kvcaches.subspace.bases import SubspaceBases
     from hf_kvcaches.subspace.cache import SubspaceCache
 
@@ -62,6 +63,7 @@ _HOMES = {
     "LagKVPolicy": "equip.policies",
     "KeyNormPolicy": "equip.policies",
     "RandomPolicy": "equip.policies",
+    "AdaptiveSubspace": "subspace.adaptive",
     "SubspaceBases": "subspace.bases",
     "SubspaceCache": "subspace.cache",
     "KVCacheError": "errors",
@@ -74,6 +76,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AdaptiveSubspace",
     "ArtifactError",
     "CacheReport",
     "ConfigError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any, Literal, Self
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
+from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer
 from hf_kvcaches.subspace.bases import SubspaceBases
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import LayerSource
@@ -49,8 +52,9 @@ class SubspaceCache(AnsweringCache):
     def __init__(
         self,
         model: Any,
-        bases: SubspaceBases,
+        bases: SubspaceBases | None = None,
         *,
+        adaptive: AdaptiveSubspace | None = None,
         sinks: int = 4,
         recent: int = 64,
         coefficients: Literal["int8"] | None = None,
@@ -58,8 +62,13 @@ class SubspaceCache(AnsweringCache):
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
         offloading: bool = False,
     ) -> None:
-        if not isinstance(bases, SubspaceBases):
+        if (bases is None) == (adaptive is None):
+            got = "none" if bases is None else "both"
+            raise ConfigError.of("bases, adaptive", "one of them", got, "SubspaceBases.calibrate makes bases for a model.")
+        if bases is not None and not isinstance(bases, SubspaceBases):
             raise ConfigError.of("bases", "a SubspaceBases", type(bases).__name__, "SubspaceBases.calibrate makes one for a model.")
+        if adaptive is not None and not isinstance(adaptive, AdaptiveSubspace):
+            raise ConfigError.of("adaptive", "an AdaptiveSubspace", type(adaptive).__name__, "Try AdaptiveSubspace(rank=(16, 32)).")
         for name, value in (("sinks", sinks), ("recent", recent)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError.of(name, "a number of tokens, 0 or more", value)
@@ -67,43 +76,60 @@ class SubspaceCache(AnsweringCache):
             raise ConfigError.of("coefficients", "None or 'int8'", coefficients)
         if bases_dtype is not None and not (isinstance(bases_dtype, torch.dtype) and bases_dtype.is_floating_point):
             raise ConfigError.of("bases_dtype", "a floating-point torch.dtype", bases_dtype)
-        self.bases = bases
+        self.bases, self.adaptive = bases, adaptive
         self._settings = Settings(sinks, recent, coefficients, bases_dtype, backend)
         super().__init__(model, offloading=offloading)
         self.require_attention("SubspaceCache")
-        bases.require_model(model)
+        if bases is not None:
+            bases.require_model(model)
 
     def make_layer(self, layer_idx: int) -> SubspaceLayer:
+        if self.adaptive is not None:
+            geometry = self._geometry(layer_idx, self.adaptive.rotation, "adaptive", "Use rotation='post'.")
+            return AdaptiveLayer(self._settings, self.adaptive, geometry, self.passes, self.config)
+        assert self.bases is not None
         own = self.bases.layers[layer_idx] if layer_idx < len(self.bases.layers) else None
         if own is None:
             raise ConfigError.of("bases", f"bases for layer {layer_idx}", f"{len(self.bases.layers)} layers", "Calibrate with this model.")
-        geometry = None
-        if self.bases.settings.rotation == "aware":
-            geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
-            if geometry.kind in ("learned", "none"):
-                geometry = None
-            elif geometry.kind != "rope" or geometry.refusal is not None:
-                why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
-                raise UnsupportedError(f"bases: {why}. Calibrate with rotation='post'.")
+        geometry = self._geometry(layer_idx, self.bases.settings.rotation, "bases", "Calibrate with rotation='post'.")
         return StaticLayer(self._settings, self._source(layer_idx, own), geometry, self.passes, self.config)
+
+    def _geometry(self, layer_idx: int, rotation: str, argument: str, hint: str) -> RotaryGeometry | None:
+        """How a layer's keys are rotated where bases are for keys before that, else None."""
+        if rotation != "aware":
+            return None
+        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
+        if geometry.kind in ("learned", "none"):
+            return None
+        if geometry.kind != "rope" or geometry.refusal is not None:
+            why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
+            raise UnsupportedError(f"{argument}: {why}. {hint}")
+        return geometry
 
     def settings(self) -> dict[str, Any]:
         own = self._settings
         dtype = None if own.bases_dtype is None else str(own.bases_dtype).removeprefix("torch.")
         options = {"sinks": own.sinks, "recent": own.recent, "coefficients": own.coefficients, "backend": own.backend}
-        return options | {"bases_dtype": dtype, "bases": self.bases.metadata()}
+        made_from = {"adaptive": asdict(self.adaptive)} if self.bases is None and self.adaptive is not None else {}
+        if self.bases is not None:
+            made_from = {"bases": self.bases.metadata()}
+        return options | {"bases_dtype": dtype} | made_from
 
     def shared_state(self) -> dict[str, torch.Tensor]:
-        return self.bases.tensors()
+        return {} if self.bases is None else self.bases.tensors()
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
         options = dict(settings)
         dtype = options.pop("bases_dtype")
-        bases = SubspaceBases.restore(shared, options.pop("bases"))
-        return cls(model, bases, bases_dtype=None if dtype is None else getattr(torch, dtype), **options)
+        if "adaptive" in options:
+            options["adaptive"] = AdaptiveSubspace(**options["adaptive"])
+        else:
+            options["bases"] = SubspaceBases.restore(shared, options["bases"])
+        return cls(model, bases_dtype=None if dtype is None else getattr(torch, dtype), **options)
 
     def _source(self, layer_idx: int, own: Any) -> LayerSource:
         # Caches of one model share the bases on its device.
+        assert self.bases is not None
         shared: dict[int, LayerSource] = self.bases.__dict__.setdefault("_sources", {})
         return shared.setdefault(layer_idx, LayerSource(own))

@@ -109,7 +109,7 @@ def fit(meters: Sequence[LayerMeter], choices: Choices) -> list[LayerBases]:
 
 def _spectra(meter: LayerMeter, choices: Choices) -> _Spectra:
     keys, values = meter.keys.mean, meter.value_moment
-    key_metric, value_metric = _metrics(meter) if choices.metric == "attention" else (None, None)
+    key_metric, value_metric = metrics(meter) if choices.metric == "attention" else (None, None)
     if choices.share == "layer":
         keys, values = keys.mean(0, keepdim=True), values.mean(0, keepdim=True)
         if key_metric is not None and value_metric is not None:
@@ -128,8 +128,12 @@ def _project(gram: torch.Tensor, metric: torch.Tensor | None) -> Projection:
     return full._replace(energies=full.energies * size[:, None])
 
 
-def _metrics(meter: LayerMeter) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an error of a key and of a value costs, (kv_heads, d, d) and (kv_heads, e, e); see `measuring`."""
+def metrics(meter: LayerMeter) -> tuple[torch.Tensor, torch.Tensor]:
+    """What an error of a key and of a value costs, (kv_heads, d, d) and (kv_heads, e, e); see `measuring`.
+
+    Args:
+        meter: Of the layer.
+    """
     sizes = _sizes(meter)
     moment, scaling = meter.queries.mean, sizes.scaling
     if meter.geometry is not None:

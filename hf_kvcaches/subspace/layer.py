@@ -119,15 +119,18 @@ class SubspaceLayer(SubspaceStore):
         seen = self._seen(call, running, held, pieces[0])
         exact_keys, exact_values = self._exact(held, keys, values)
         parts = []
-        if exact_keys.shape[2]:
+        if exact_keys.shape[2] or not pieces[0]:
             parts.append(kernels.exact_attention(query, exact_keys, exact_values, call.scaling, valid=seen.exact, softcap=call.softcap))
-        output, _ = kernels.merge_attention(parts + self._attend_middle(query, call, pieces, seen.middle))
+        parts += self._attend_middle(query, call, pieces, seen.middle)
+        output, _ = kernels.merge_attention(parts)
         return output
 
     def _attend_middle(
         self, query: torch.Tensor, call: Call, pieces: list[list[Piece]], seen: torch.Tensor | None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Attention of one query a row over coefficients: parts to be merged, each of all heads."""
+        if not pieces[0]:
+            return []
         batch, heads, _, dim = query.shape
         groups = self.grouping.heads
         kv_heads = sum(map(len, groups))

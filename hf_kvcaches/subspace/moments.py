@@ -159,14 +159,23 @@ def in_metric(gram: torch.Tensor, metric: torch.Tensor, rank: int, damping: floa
         raise ConfigError.of("metric", f"{gram.shape[-1]} columns, as gram", tuple(metric.shape))
     if not damping > 0:
         raise ConfigError.of("damping", "a number above 0", damping)
+    root, inverse = roots(metric, damping)
+    best = principal(root @ gram.double() @ root, rank)
+    return Projection(best.encode @ root, inverse @ best.decode, best.energies)
+
+
+def roots(metric: torch.Tensor, damping: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+    """M^(1/2), and its inverse, of a damped metric M, as in `in_metric`; (..., d, d) each, in float64.
+
+    Args:
+        metric: Symmetric and not negative, (..., d, d).
+        damping: Relative to the mean of the metric's diagonal; above 0.
+    """
     weights, axes = _descending(metric)
     weights = weights.clamp_min(0.0)
     mean = weights.mean(-1, keepdim=True)
     weights = torch.where(mean > 0, weights + damping * mean, torch.ones_like(weights))
-    root = axes.mT @ (weights.sqrt().unsqueeze(-1) * axes)
-    inverse = axes.mT @ (weights.rsqrt().unsqueeze(-1) * axes)
-    best = principal(root @ gram.double() @ root, rank)
-    return Projection(best.encode @ root, inverse @ best.decode, best.energies)
+    return axes.mT @ (weights.sqrt().unsqueeze(-1) * axes), axes.mT @ (weights.rsqrt().unsqueeze(-1) * axes)
 
 
 def rank_for_energy(energies: torch.Tensor, share: float, minimum: int = 1) -> torch.Tensor:

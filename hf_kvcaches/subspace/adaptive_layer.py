@@ -1,0 +1,353 @@
+"""The adaptive mode: a layer that finds its bases in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_kvcaches.core.calls import Call
+from hf_kvcaches.core.passes import Pass, Passes
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.coefficients import TILE
+from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
+from hf_kvcaches.subspace.fitting import metrics
+from hf_kvcaches.subspace.following import Follower, Track
+from hf_kvcaches.subspace.layer import SubspaceLayer
+from hf_kvcaches.subspace.maps import Grouping, Ranks
+from hf_kvcaches.subspace.measuring import LayerMeter
+from hf_kvcaches.subspace.moments import allocate, principal, roots, second_moment
+from hf_kvcaches.subspace.numbering import Arrival, Span, latest, resized
+from hf_kvcaches.subspace.store import SIDES, Settings
+
+
+class Warm(NamedTuple):
+    """What rows begin with, of one side.
+
+    Args:
+        rows: The vectors of the first basis, (batch, kv_heads, tokens, d).
+        root: Of the metric, (batch, kv_heads, d, d); None for the identity.
+        energies: (batch, kv_heads, d), the largest first, comparable over sides and heads.
+    """
+
+    rows: torch.Tensor
+    root: torch.Tensor | None
+    energies: torch.Tensor
+
+
+class AdaptiveLayer(SubspaceLayer):
+    """Keeps tokens exactly until there are enough for a first basis, and then lets each head follow its text.
+
+    For each group of heads and each side there are a `Track`, with the names of its fields, and `key_basis`, (batch, heads, tiles, 1):
+    in which basis each tile is.
+
+    Attributes:
+        warm_queries: The first tokens' queries, (batch, heads, tokens, head_dim), until all rows have a basis.
+    """
+
+    warm_queries: torch.Tensor | None = None
+
+    def __init__(
+        self,
+        settings: Settings,
+        adaptive: AdaptiveSubspace,
+        geometry: RotaryGeometry | None,
+        passes: Passes[Pass],
+        config: PreTrainedConfig,
+    ) -> None:
+        super().__init__(settings, geometry, passes, config, 0)
+        self.adaptive = adaptive
+        self._grouping: Grouping | None = None
+        # What the followers' tensors were before tokens that may be taken back: the number of columns, and all of them.
+        self.past: list[tuple[int, Grouping | None, dict[str, torch.Tensor | None]]] = []
+        self._group((), None)
+
+    @property
+    def ready(self) -> int:
+        """How many tokens a row has when its first basis is made."""
+        return self.settings.sinks + self.adaptive.warmup
+
+    @property
+    def tail(self) -> int:
+        """How many of the newest tokens are exact."""
+        return self.settings.recent + self.adaptive.lookahead
+
+    @property
+    def grouping(self) -> Grouping:
+        return self._grouping or Grouping((), (), None)
+
+    def count(self, tokens: int) -> int:
+        return 0 if tokens < self.ready else max(0, tokens - self.tail - self.settings.sinks)
+
+    def slots(self, lengths: Sequence[int]) -> int:
+        # A tile more than is exact, so that it can be looked at when it is complete.
+        return self.ready if min(lengths) < self.ready else self.tail + TILE
+
+    def decoders(self, group: int) -> list[torch.Tensor]:
+        return [getattr(self, f"{side}_bank_{group}") for side in SIDES]
+
+    def bases_of(self, group: int, tiles: Span) -> list[torch.Tensor | None]:
+        return [
+            None if bank.shape[2] == 1 else tiles.take(getattr(self, f"{side}_basis_{group}"))[..., 0]
+            for side, bank in zip(SIDES, self.decoders(group), strict=True)
+        ]
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rank, most = self.adaptive.rank, (key_states.shape[-1], value_states.shape[-1])
+        if isinstance(rank, tuple) and any(own > dim for own, dim in zip(rank, most, strict=True)):
+            raise ConfigError.of("rank", f"1 to {most[0]} for keys and 1 to {most[1]} for values, the model's head size", rank)
+        super().lazy_initialization(key_states, value_states)
+
+    def encode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival) -> None:
+        numbers, sinks, ready = arrival.numbers, self.settings.sinks, self.ready
+        if self.recording:
+            self.past.append((self.seen, self._grouping, {name: getattr(self, name) for name in self._followed()}))
+        self._keep_queries(query, arrival)
+        coefficients = arrival.span("coefficients", self.count)
+        spans = list(zip(numbers.starts, numbers.stops, strict=True))
+        if all(start >= ready and stop - start <= 1 and not self._ends_tile(stop) for start, stop in spans):
+            if coefficients.longest:
+                self._only_encode(*self.states(keys, values, numbers, coefficients.moved(sinks)), coefficients)
+            return
+        begin = [row for row, (start, stop) in enumerate(spans) if start < ready <= stop]
+        if begin:
+            self._begin(begin, keys, values, numbers, call)
+        # From the last tile that is not yet whole, to the newest token.
+        firsts = [0 if start < ready else self.count(start) // TILE * TILE for start, _ in spans]
+        froms = [stop if stop < ready else sinks + first for first, (_, stop) in zip(firsts, spans, strict=True)]
+        own = self.states(keys, values, numbers, Span(tuple(froms), numbers.stops, numbers.device))
+        alike: dict[tuple[int, int], list[int]] = {}
+        for row, span in enumerate(spans):
+            if span[1] >= ready:
+                alike.setdefault(span, []).append(row)
+        for group, heads in enumerate(self.grouping.heads):
+            for side, states in zip(SIDES, own, strict=True):
+                self._advance(side, group, states if len(heads) == states.shape[1] else states[:, list(heads)], alike, coefficients)
+
+    def _ends_tile(self, tokens: int) -> bool:
+        """Whether a tile of new tokens or one of coefficients is whole with so many tokens."""
+        return (tokens - self.settings.sinks) % TILE == 0 or self.count(tokens) % TILE == 0
+
+    def _only_encode(self, keys: torch.Tensor, values: torch.Tensor, coefficients: Span) -> None:
+        for group, heads in enumerate(self.grouping.heads):
+            for side, states in (("key", keys), ("value", values)):
+                own = states if len(heads) == states.shape[1] else states[:, list(heads)]
+                encode = getattr(self, f"{side}_encode_{group}")
+                self.write(f"{side}_{{}}_{group}", torch.matmul(own.to(encode.dtype), encode.mT).to(self.dtype), coefficients)
+
+    def _advance(self, side: str, group: int, states: torch.Tensor, alike: dict[tuple[int, int], list[int]], coefficients: Span) -> None:
+        """Lets a group of heads follow its new tokens.
+
+        Args:
+            side: "key" or "value".
+            group: Its number.
+            states: Of each row, from the last tile of coefficients that was not whole, (batch, heads, tokens, d).
+            alike: Rows by how many tokens they had and have.
+            coefficients: Which ones are made.
+        """
+        follower, sinks = self._follower(side, group), self.settings.sinks
+        made = states.new_zeros(*states.shape[:2], coefficients.longest, follower.rank, dtype=self.dtype)
+        tiles: dict[int, torch.Tensor] = {}
+        first_tiles = [0] * len(states)
+        for (start, stop), rows in alike.items():
+            track = self._track(side, group, rows)
+            first_time, begin, end = start < self.ready, self.count(start), self.count(stop)
+            first = begin // TILE * TILE
+            fed = max(self.adaptive.warmup, start - sinks) // TILE
+            mine = (states if len(rows) == len(states) else states[rows])[:, :, : stop - sinks - first]
+            before = track.current[..., None]
+            track, found, bases = follower.advance(track, mine, first, begin, end, fed, self.tail)
+            made[rows, :, : end - begin] = found.to(self.dtype)
+            self._keep_track(side, group, rows, track, len(states))
+            bases = torch.cat([before, bases], 2) if first_time else bases
+            for place, row in enumerate(rows):
+                tiles[row], first_tiles[row] = bases[place], 0 if first_time else begin // TILE + 1
+        lengths = [tiles[row].shape[1] if row in tiles else 0 for row in range(len(states))]
+        span = Span(tuple(first_tiles), tuple(f + n for f, n in zip(first_tiles, lengths, strict=True)), states.device)
+        if span.longest:
+            name = f"{side}_basis_{group}"
+            new = torch.zeros(*states.shape[:2], span.longest, 1, dtype=torch.int16, device=states.device)
+            for row, found in tiles.items():
+                new[row, :, : found.shape[1], 0] = found.to(torch.int16)
+            setattr(self, name, span.put(getattr(self, name), new))
+        if coefficients.longest:
+            self.write(f"{side}_{{}}_{group}", made, coefficients)
+
+    def _follower(self, side: str, group: int) -> Follower:
+        own = self.adaptive
+        rank = getattr(self.grouping.ranks[group], f"{side}s")
+        return Follower(
+            sketch=own.summary(rank),
+            rank=rank,
+            chunk=own.chunk,
+            limit=own.tau_k if side == "key" else own.tau_v,
+            decay=own.forgetting,
+            agreement=own.agreement,
+            even=self.settings.coefficients == "int8",
+            dtype=self.settings.bases_dtype or self.dtype,
+        )
+
+    def _track(self, side: str, group: int, rows: list[int]) -> Track:
+        found = [getattr(self, f"{side}_{field}_{group}") for field in Track._fields]
+        return Track(*(tensor if tensor is None or len(rows) == len(tensor) else tensor[rows] for tensor in found))
+
+    def _keep_track(self, side: str, group: int, rows: list[int], track: Track, batch: int) -> None:
+        for field, new in track._asdict().items():
+            name = f"{side}_{field}_{group}"
+            held = getattr(self, name)
+            if new is None or held is new:
+                continue
+            if len(rows) < batch:
+                held = new.new_zeros(batch, *new.shape[1:]) if held is None else held
+                if field == "bank" and held.shape[2] != new.shape[2]:
+                    held, new = (_padded(each, max(held.shape[2], new.shape[2])) for each in (held, new))
+                new = held.index_put((torch.tensor(rows, device=new.device),), new)
+            setattr(self, name, new)
+
+    def _keep_queries(self, query: torch.Tensor, arrival: Arrival) -> None:
+        """Keeps the queries of the first tokens for as long as there is no basis."""
+        numbers, ready = arrival.numbers, self.ready
+        if min(numbers.starts) >= ready:
+            self.warm_queries = None
+            return
+        starts = tuple(min(each, ready) for each in numbers.starts)
+        span = Span(starts, tuple(min(each, ready) for each in numbers.stops), numbers.device)
+        if span.longest:
+            self.warm_queries = span.put(self.warm_queries, arrival.real(query)[:, :, : span.longest].detach())
+
+    def _begin(self, rows: list[int], keys: torch.Tensor, values: torch.Tensor, numbers: Span, call: Call) -> None:
+        """Makes the first bases of rows.
+
+        Args:
+            rows: Which.
+            keys: The new ones of all rows.
+            values: Like `keys`.
+            numbers: Of the new ones.
+            call: What the model said.
+        """
+        assert self.warm_queries is not None
+        batch = len(numbers.starts)
+        span = Span((0,) * batch, tuple(self.ready if row in rows else 0 for row in range(batch)), numbers.device)
+        query = self.warm_queries[rows, :, : self.ready]
+        keys, values = (latest(*each, numbers, span)[rows].detach() for each in ((self.recent_keys, keys), (self.recent_values, values)))
+        steps = torch.arange(self.ready, device=keys.device)
+        places = steps[None] if self.places is None else self.places[rows, : self.ready, 0]
+        plain = keys
+        if self.geometry is not None:
+            plain = self.geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), places)
+            if self.places is not None:  # what is measured starts at 0
+                query, keys = (self.geometry.shift(each, steps - places) for each in (query, keys))
+        warm = self._measure(query, keys, values, plain, call)
+        if self._grouping is None:
+            self._group(self._ranks(warm), keys.device)
+        for group, heads in enumerate(self.grouping.heads):
+            for side, own in zip(SIDES, warm, strict=True):
+                root = None if own.root is None else own.root[:, list(heads)]
+                track = self._follower(side, group).start(own.rows[:, list(heads)], root)
+                self._keep_track(side, group, rows, track, batch)
+
+    def _measure(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plain: torch.Tensor, call: Call) -> tuple[Warm, Warm]:
+        """What an error costs in the first tokens of rows, each by itself, and what there is to keep."""
+        sinks, found = self.settings.sinks, []
+        own = [each[:, :, sinks:].to(torch.promote_types(each.dtype, torch.float32)) for each in (plain, values)]
+        if self.adaptive.metric == "plain":
+            for rows in own:
+                energies = principal(second_moment(rows), 1).energies
+                found.append(Warm(rows, None, energies / energies.sum(-1, keepdim=True)))
+            return found[0], found[1]
+        metric = []
+        for row in range(len(query)):
+            one = slice(row, row + 1)
+            meter = LayerMeter(self.geometry, True, query.shape[2])
+            meter.observe(call.module, query[one], keys[one], values[one], {"scaling": call.scaling, "softcap": call.softcap}, [])
+            metric.append(metrics(meter))
+        for rows, each in zip(own, zip(*metric, strict=True), strict=True):
+            whole = torch.stack(each)
+            # With a metric of mean 1 the coefficients are about as large as what they stand for.
+            size = whole.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(torch.float64).tiny)
+            root, _ = roots(whole / size[..., None, None])
+            energies = principal(root @ second_moment(rows) @ root, 1).energies * size[..., None]
+            found.append(Warm(rows, root.to(rows.dtype), energies))
+        return found[0], found[1]
+
+    def _ranks(self, warm: tuple[Warm, Warm]) -> list[Ranks]:
+        heads = warm[0].rows.shape[1]
+        if isinstance(self.adaptive.rank, tuple):
+            return [Ranks(*self.adaptive.rank)] * heads
+        assert self.adaptive.bytes_ratio is not None
+        losses = [each for side in warm for each in side.energies.mean(0)]
+        budget = self.adaptive.bytes_ratio * sum(len(each) for each in losses)
+        bought = allocate(losses, budget, cost=1, multiple_of=self.adaptive.multiple_of)
+        return [Ranks(*each) for each in zip(bought[:heads], bought[heads:], strict=True)]
+
+    def _group(self, ranks: Sequence[Ranks], device: torch.device | None) -> None:
+        """Makes room for heads with these ranks; none for as long as they are not known."""
+        self._grouping = Grouping.of(ranks, device or torch.device("cpu")) if ranks else None
+        self.declare(self.settings, len(self.grouping.heads), *self._followed()[1:])
+        self.row_tensors = (*self.row_tensors, "warm_queries")  # type: ignore[misc]
+
+    def _followed(self) -> list[str]:
+        """The names of what changes with the text, besides coefficients."""
+        groups = range(len(self.grouping.heads))
+        return ["warm_queries", *(f"{side}_{field}_{group}" for group in groups for side in SIDES for field in (*Track._fields, "basis"))]
+
+    def _store_recent(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+        super()._store_recent(keys, values, numbers)
+        slots = self.slots(numbers.stops)
+        if not self.open and self.window > slots and self.recent_keys is not None and self.recent_values is not None:
+            self.recent_keys, self.recent_values = (resized(each, numbers.last, slots) for each in (self.recent_keys, self.recent_values))
+
+    def _holds(self, tokens: int, now: int) -> bool:
+        if now < self.ready:
+            return True
+        count = self.count(tokens)
+        loose = count % TILE if self.settings.coefficients == "int8" else 0
+        reach = now - self.settings.sinks <= self.window if tokens < self.ready else now - tokens <= self.open
+        return reach and (not loose or self.count(now) - (count - loose) <= TILE + self.open)
+
+    def take_back(self, tokens: int) -> None:
+        found = next((each for each in reversed(self.past) if each[0] == self.seen - tokens), None)
+        if tokens and found is None:
+            raise UnsupportedError(
+                f"crop: before the last {tokens} tokens nothing was recorded. Call activate_past_recording() before the tokens that may "
+                "be taken back, or build the cache anew from the shorter text."
+            )
+        super().take_back(tokens)
+        if tokens and found is not None:
+            for name in self._followed():
+                setattr(self, name, found[2].get(name))
+            self._grouping = found[1]
+        self.past = []
+
+    def reset(self) -> None:
+        super().reset()
+        self.past = []
+        self._grouping = None
+
+    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._map_rows(function)
+        self.past = [
+            (seen, grouping, {name: None if each is None else function(each) for name, each in tensors.items()})
+            for seen, grouping, tensors in self.past
+        ]
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, values = super().export_state()
+        ranks = {head: list(own) for own, heads in zip(self.grouping.ranks, self.grouping.heads, strict=True) for head in heads}
+        return tensors, {**values, "ranks": [ranks[head] for head in sorted(ranks)]}
+
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        counters = dict(values)
+        ranks = [Ranks(*each) for each in counters.pop("ranks")]
+        device = next((each.device for each in tensors.values()), None)
+        self._group(ranks, device)
+        grouping = self._grouping
+        super().import_state(tensors, counters)
+        self._grouping = grouping
+
+
+def _padded(bank: torch.Tensor, bases: int) -> torch.Tensor:
+    return torch.nn.functional.pad(bank, (0, 0, 0, 0, 0, bases - bank.shape[2]))

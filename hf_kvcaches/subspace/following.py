@@ -1,0 +1,268 @@
+"""Bases that follow a text: sketches of what came by, and when a new basis is made of them.
+
+Everything here is for one side (keys or values) of heads with one rank, each row and head by itself, in three steps that alternate:
+tokens are projected on the basis in use (`encode`), whole tiles are added to the sketch (`feed`), and after each tile a head may change to
+a basis of what its sketch has seen (`renew`): when the tile lost more than its limit, or the chunk is as long as it may be. All happens
+after numbers of tokens that do not depend on how many came at a time.
+
+**Coordinates.** With a metric M, vectors are summarised as `M^(1/2) x`: there the distance is the metric's, the best basis is orthonormal,
+and what a token loses is the length of what its coefficients leave. The bound of Frequent Directions holds there, too.
+
+Nothing is changed in place, so an older state can be put back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hf_kvcaches.kernels.coefficients import TILE
+from hf_kvcaches.subspace.moments import principal
+from hf_kvcaches.subspace.sketch import FrequentDirections, Sketch
+
+
+class Track(NamedTuple):
+    """Where a text has led, of all rows and heads.
+
+    Args:
+        sketch: State of the sketch, (batch, heads, n, d).
+        root: M^(1/2), (batch, heads, d, d); None for a metric that is the identity.
+        encode: The basis in use, (batch, heads, rank, d).
+        bank: What reads the coefficients of each basis so far, (batch, heads, bases, d, rank).
+        current: Which of these is in use, (batch, heads), int64.
+        begun: Which coefficient began the chunk, (batch, heads), int64.
+        limit: Of a tile's loss, (batch, heads), float64.
+    """
+
+    sketch: torch.Tensor
+    root: torch.Tensor | None
+    encode: torch.Tensor
+    bank: torch.Tensor
+    current: torch.Tensor
+    begun: torch.Tensor
+    limit: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Follower:
+    """How a text is followed.
+
+    Args:
+        sketch: What summarises.
+        rank: Coefficients of a token.
+        chunk: The most tokens until a basis is looked at again.
+        limit: The largest loss of a tile, as a share of its length; None: `slack` times what the basis lost when it was new.
+        decay: What the energy of older tokens is multiplied with after a chunk.
+        agreement: A new basis that saves less than this share of the energy is not taken.
+        even: Whether coefficients are to be equally large in all directions, so that one scale fits them.
+        dtype: Of the bases.
+    """
+
+    sketch: Sketch
+    rank: int
+    chunk: int
+    limit: float | None
+    decay: float
+    agreement: float
+    even: bool
+    dtype: torch.dtype
+
+    slack = 1.5
+
+    def start(self, rows: torch.Tensor, root: torch.Tensor | None) -> Track:
+        """The first basis.
+
+        Args:
+            rows: The vectors that it is made of, (batch, heads, tokens, d).
+            root: M^(1/2), (batch, heads, d, d), or None.
+        """
+        batch, heads, _, dim = rows.shape
+        lead, device = (batch, heads), rows.device
+        zeros = torch.zeros(lead, dtype=torch.int64, device=device)
+        limit = torch.full(lead, float("inf"), dtype=torch.float64, device=device)
+        if self.rank == dim:
+            # Nothing is left out, and this is the way without rounding.
+            whole = torch.eye(dim, dtype=self.dtype, device=device).expand(*lead, dim, dim).clone()
+            return Track(rows.new_zeros(*lead, 0, dim), None, whole, whole[:, :, None].clone(), zeros, zeros, limit)
+        empty = self.sketch.start(lead, dim, device)
+        nothing = torch.zeros(*lead, self.rank, dim, dtype=self.dtype, device=device)
+        bank = nothing.mT[:, :, None].contiguous()
+        track = self.feed(Track(empty, root, nothing, bank, zeros - 1, zeros, limit), rows)
+        return self.renew(track, 0, torch.ones(lead, dtype=torch.bool, device=device))
+
+    def encode(self, track: Track, rows: torch.Tensor) -> torch.Tensor:
+        """Coefficients in the basis in use, (batch, heads, tokens, rank).
+
+        Args:
+            track: Where the text has led.
+            rows: (batch, heads, tokens, d).
+        """
+        return torch.matmul(rows.to(track.encode.dtype), track.encode.mT)
+
+    def feed(self, track: Track, rows: torch.Tensor) -> Track:
+        """With more tokens in the sketch.
+
+        Args:
+            track: Where the text has led.
+            rows: (batch, heads, tokens, d).
+        """
+        if not rows.shape[2] or not track.sketch.shape[2]:
+            return track
+        state, rows = track.sketch, _rooted(track, rows.detach())
+        # What Frequent Directions keep depends on the blocks they get; sums of products don't.
+        for block in rows.split(TILE if isinstance(self.sketch, FrequentDirections) else rows.shape[2], 2):
+            state = self.sketch.update(state, block)
+        return track._replace(sketch=state)
+
+    def losses(self, track: Track, rows: torch.Tensor) -> torch.Tensor:
+        """What each tile loses in the basis in use, as a share of its length, (batch, heads, tiles), float64.
+
+        Args:
+            track: Where the text has led.
+            rows: Whole tiles, (batch, heads, tokens, d).
+        """
+        rows = rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
+        decode = track.bank.gather(2, _picking(track.current, track.bank)).squeeze(2).to(rows.dtype)
+        left = rows - (rows @ track.encode.to(rows.dtype).mT) @ decode.mT
+        lost, whole = (_rooted(track, each).square().sum(-1).unflatten(2, (-1, TILE)).sum(-1).double() for each in (left, rows))
+        return torch.where(whole > 0, lost / whole.clamp_min(torch.finfo(torch.float64).tiny), 0.0).sqrt()
+
+    def advance(
+        self, track: Track, rows: torch.Tensor, first: int, start: int, stop: int, fed: int, ahead: int
+    ) -> tuple[Track, torch.Tensor, torch.Tensor]:
+        """Takes tokens in.
+
+        Args:
+            track: Where the text has led.
+            rows: (batch, heads, tokens, d): tokens from coefficient `first` on, to the last one that came.
+            first: Where the rows begin: not behind `start`'s tile, nor behind what is to be fed.
+            start: The first coefficient to make.
+            stop: The one after the last.
+            fed: How many tiles the sketch has.
+            ahead: How many tokens have come behind a token when its coefficients are made.
+
+        Returns:
+            Where that has led, the coefficients, (batch, heads, stop - start, rank), and of each tile that begins behind `start`, up to
+            `stop`, in which basis it is, (batch, heads, tiles).
+        """
+        made, bases, at = [], [], start
+        while at < stop:
+            end, due = self._next(track, rows, first, at, stop)
+            made.append(self.encode(track, rows[:, :, at - first : end - first]))
+            tiles = end // TILE - at // TILE
+            if tiles:
+                bases.append(track.current[..., None].expand(-1, -1, tiles - 1))
+                if due is not None:
+                    track, fed = self._fed_to(track, rows, first, fed, (end + ahead) // TILE)
+                    track = self.renew(track, end, due)
+                bases.append(track.current[..., None])
+            at = end
+        track, _ = self._fed_to(track, rows, first, fed, (first + rows.shape[2]) // TILE)
+        lead = rows.shape[:2]
+        coefficients = torch.cat(made, 2) if made else rows.new_zeros(*lead, 0, self.rank)
+        return track, coefficients, torch.cat(bases, 2) if bases else track.current.new_zeros(*lead, 0)
+
+    def _next(self, track: Track, rows: torch.Tensor, first: int, at: int, stop: int) -> tuple[int, torch.Tensor | None]:
+        """How far the bases in use go from here, and for which heads they end there."""
+        if not track.sketch.shape[2]:
+            return stop, None
+        full = int(track.begun.min()) + self.chunk
+        end = min(stop, full)
+        begin, tiles = at // TILE * TILE, end // TILE - at // TILE
+        if not tiles:
+            return end, None
+        ends = begin + TILE * torch.arange(1, tiles + 1, device=rows.device)
+        long = ends - track.begun[..., None]
+        losses = self.losses(track, rows[:, :, begin - first : begin - first + tiles * TILE])
+        # A basis gets a quarter of a chunk before it can be given up.
+        over = (long >= self.chunk) | ((losses > track.limit[..., None]) & (long >= max(TILE, self.chunk // 4)))
+        any_over = over.flatten(0, 1).any(0)
+        if not bool(any_over.any()):
+            return end, None
+        tile = int(any_over.int().argmax())
+        return begin + (tile + 1) * TILE, over[..., tile]
+
+    def _fed_to(self, track: Track, rows: torch.Tensor, first: int, fed: int, tiles: int) -> tuple[Track, int]:
+        if tiles <= fed:
+            return track, fed
+        return self.feed(track, rows[:, :, fed * TILE - first : tiles * TILE - first]), tiles
+
+    def renew(self, track: Track, at: int, due: torch.Tensor) -> Track:
+        """Looks at the basis of some heads, and replaces it where another one is better by enough.
+
+        Args:
+            track: Where the text has led.
+            at: The coefficient that is next.
+            due: Which heads, (batch, heads).
+        """
+        row, head = due.nonzero(as_tuple=True)
+        gram = self.sketch.gram(track.sketch[row, head])
+        root = None if track.root is None else track.root[row, head].double()
+        back = None if root is None else torch.linalg.inv(root)
+        best = principal(gram, self.rank)
+        encode, decode, lost = self._maps(best.encode, best.energies, root, back)
+        total = best.energies.sum(-1)
+        known = track.current[row, head] >= 0
+        old_encode, old_decode = track.encode[row, head].double(), track.bank[row, head, track.current[row, head].clamp(min=0)].double()
+        old = _lost(gram, old_encode, old_decode, root, back)
+        kept = known & (old - lost <= self.agreement * total)
+        now = torch.where(kept, old, lost)
+        share = torch.where(total > 0, now / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0).clamp_min(0.0).sqrt()
+        fresh = ~kept
+        index = track.current[row, head] + fresh.long()
+        bank = track.bank
+        if len(index) and int(index.max()) >= bank.shape[2]:
+            bank = torch.cat([bank, torch.zeros_like(bank[:, :, :1])], 2)
+        at_fresh = row[fresh], head[fresh]
+        return track._replace(
+            sketch=self._decayed(track, due, at),
+            encode=track.encode.index_put(at_fresh, encode[fresh].to(self.dtype)),
+            bank=bank.index_put((*at_fresh, index[fresh]), decode[fresh].to(self.dtype)),
+            current=track.current.index_put((row, head), index),
+            begun=torch.where(due, at, track.begun),
+            limit=track.limit.index_put((row, head), self.slack * share if self.limit is None else torch.full_like(share, self.limit)),
+        )
+
+    def _decayed(self, track: Track, due: torch.Tensor, at: int) -> torch.Tensor:
+        if self.decay == 1:
+            return track.sketch
+        chunks = (at - track.begun).double() / self.chunk
+        return self.sketch.scaled(track.sketch, torch.where(due, self.decay**chunks, 1.0))
+
+    def _maps(
+        self, basis: torch.Tensor, energies: torch.Tensor, root: torch.Tensor | None, back: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Both ways of an orthonormal basis, and what it loses."""
+        encode, decode = basis, basis.mT
+        if self.even:
+            kept = energies[..., : self.rank]
+            share = kept / kept[..., :1].clamp_min(torch.finfo(torch.float64).tiny)
+            # A direction in which next to nothing was seen stays as it is.
+            size = torch.where(share > 1e-12, share, 1.0).sqrt()
+            encode, decode = encode / size[..., None], decode * size[..., None, :]
+        if root is not None and back is not None:
+            encode, decode = encode @ root, back @ decode
+        return encode, decode, energies[..., self.rank :].sum(-1)
+
+
+def _rooted(track: Track, rows: torch.Tensor) -> torch.Tensor:
+    """Vectors in coordinates in which the metric is the identity, at least in float32."""
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    return rows if track.root is None else rows @ track.root.to(rows.dtype)
+
+
+def _picking(current: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
+    return current.clamp(min=0)[..., None, None, None].expand(-1, -1, 1, *bank.shape[3:])
+
+
+def _lost(
+    gram: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor, root: torch.Tensor | None, back: torch.Tensor | None
+) -> torch.Tensor:
+    """The energy that a pair of maps leaves of what a sketch has seen."""
+    projector = decode @ encode
+    if root is not None and back is not None:
+        projector = root @ projector @ back
+    left = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - projector
+    return ((left @ gram) * left).sum((-1, -2))
