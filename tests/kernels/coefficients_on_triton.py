@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels import _coefficients_triton
+from hf_kvcaches.kernels._coefficients_checks import Options
 from hf_kvcaches.kernels.coefficients import Coefficients, Rotation, coefficient_attention
-from tests.kernels.coefficients_cases import NAN, Case, assert_same
-from tests.kernels.slots_on_triton import moved
+from tests.kernels.cases import NAN
+from tests.kernels.coefficients_cases import Case, assert_same
+from tests.kernels.triton_process import moved
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
 
 CASES = {
     "batch": st.integers(1, 2),
@@ -45,16 +49,8 @@ OPTIONS = {
 
 def attend(case: Case, options: dict[str, Any], **tuning: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The launcher itself, which takes the number of splits and the size of a block as well."""
-    given = dict.fromkeys(("valid", "rotation", "key_basis_of", "value_basis_of", "softcap")) | moved(options)
-    output, lse = _coefficients_triton.attend(*moved((case.query, case.keys, case.values)), 0.3, **given, **tuning)
+    output, lse = _coefficients_triton.attend(*moved((case.query, case.keys, case.values)), 0.3, moved(Options(**options)), **tuning)
     return output.cpu(), lse.cpu()
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and scratch that a kernel forgets to write are seen."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
