@@ -76,6 +76,31 @@ def test_bases_that_change_within_a_run_are_followed(turn: str, splits: int, kep
     assert_same(attend(case, options, splits=splits), expected, case.dtype)
 
 
+@pytest.mark.parametrize("banks", ["", "keys", "values"])
+@pytest.mark.parametrize("turn", ["", "half"])
+@pytest.mark.parametrize("kept", [None, torch.int8])
+def test_a_side_without_a_choice_of_bases_may_have_one_a_row(banks: str, turn: str, kept: torch.dtype | None) -> None:
+    """Also beside a side that has several; blocks are longer than tiles otherwise."""
+    case = Case(2, 2, 3, 70, 20, 8, 20, 5, bases=3, kept=kept, poison_values=True)
+    options = case.options(True, turn, rest=2)
+    for name in ("keys", "values"):
+        if name != banks:
+            side = getattr(case, name)
+            setattr(case, name, side._replace(decode=side.decode[:, :, :1]))
+            del options[f"{name.removesuffix('s')}_basis_of"]
+    expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference")
+    assert_same(attend(case, options, splits=2), expected, case.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_all_rows_may_share_their_positions(dtype: torch.dtype) -> None:
+    case = Case(2, 2, 3, 40, 20, 8, poison_values=True)
+    options = case.options(True, "half", where="any")
+    options["rotation"] = options["rotation"]._replace(positions=options["rotation"].positions[:1].to(dtype))
+    expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference")
+    assert_same(attend(case, options, splits=2), expected, case.dtype)
+
+
 @pytest.mark.parametrize("splits", [1, 3])
 def test_memory_behind_the_tokens_and_beyond_a_rank_is_not_looked_at(splits: int) -> None:
     """Buffers with room behind each head's tokens and behind each basis, all of it not a number."""
@@ -110,7 +135,7 @@ def test_angles_at_a_million_are_as_exact_as_at_zero(where: str) -> None:
     """Scores of a single pair each are cosines of the angle, to 1e-5."""
     first, tokens = 999_936, 40
     frequencies = 1e4 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)
-    frequencies[0] = 3.14
+    frequencies[:2] = torch.tensor([3.14, 5.9])  # About half a turn a position, and more.
     decode = torch.zeros(16, 32, 1)
     decode[torch.arange(16), torch.arange(16)] = 1
     eye = torch.eye(tokens)
