@@ -149,7 +149,7 @@ def test_angles_at_a_million_are_as_exact_as_at_zero(where: str) -> None:
     assert (scores - 0.3 * (positions.double() * frequencies.unsqueeze(1)).cos()).abs().max() < 1e-5
 
 
-def test_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
+def test_queries_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
     case = Case(tokens=40, poison=0.0)
     options = case.options(True, "half")
     options["valid"] = options["valid"][:1]
@@ -157,6 +157,7 @@ def test_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
     decode = case.keys.decode.transpose(1, 2).contiguous().transpose(1, 2)
     case.keys, case.values = (s._replace(data=s.data.transpose(1, 2).contiguous().transpose(1, 2)) for s in (case.keys, case.values))
     case.keys = case.keys._replace(decode=decode)
+    case.query = case.query.repeat_interleave(2, -1)[..., ::2]
     assert_same(attend(case, options), expected, case.dtype)
 
 
