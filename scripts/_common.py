@@ -1,16 +1,20 @@
-"""What the scripts share: where things are, which device, what to call this computer, and how a table is printed."""
+"""What the scripts share: where things are, which device, what to call this computer, and how a script is asked, started and printed."""
 
 from __future__ import annotations
 
+import argparse
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTBED = ROOT / "tests" / "testbed"
 sys.path.insert(0, str(ROOT))  # the scripts run from a checkout, installed or not
 
 
@@ -67,3 +71,48 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in (header, ["-" * width for width in widths], *rows)
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def load(name: str, device: torch.device) -> tuple[Any, Any]:
+    """A model to measure, and its tokenizer."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    if next(model.parameters()).device.type == "cpu" and model.dtype == torch.float16:
+        model = model.float()  # half precision on a CPU is a storage format
+    return model.to(device).eval(), transformers.AutoTokenizer.from_pretrained(name)
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Asks for what every evaluation needs: a model, a device, and how documents are made."""
+    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    parser.add_argument("--length", type=int, default=800, help="of a document, in tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+
+
+def check_counts(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuses arguments below 1."""
+    from hf_kvcaches.errors import ConfigError
+
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ConfigError.of(f"--{name.replace('_', '-')}", "at least 1", getattr(args, name))
+
+
+def prepare(args: argparse.Namespace) -> None:
+    """Sees to it that `--plot` can be done in the end, and silences transformers."""
+    from hf_kvcaches.errors import require
+
+    if args.plot:
+        require("matplotlib", "plots", "The plot")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Runs a script; what its user can mend ends it with a sentence instead of a traceback."""
+    from hf_kvcaches import KVCacheError
+
+    try:
+        main()
+    except (KVCacheError, OSError) as error:  # transformers says with an OSError that there is no such model
+        raise SystemExit(f"error: {error}") from error

@@ -25,17 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import ROOT, environment, pick_device, table
+from _common import TESTBED, add_common, check_counts, environment, load, pick_device, prepare, run_script, table
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
-from transformers.utils import logging
+from transformers import Cache, DynamicCache
 
 from hf_kvcaches import KVCacheError
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.errors import ConfigError, require
 from tests.testbed.documents import Filler, fit_document
 
-TESTBED = ROOT / "tests" / "testbed"
 FULL_CACHE = "full cache"
 POLICIES = ("streaming", "h2o", "tova", "snapkv", "lagkv", "knorm", "random")
 FIELDS = "task policy positions budget from to tokens perplexity questions right share".split()
@@ -68,13 +66,6 @@ class Texts:
 
     ids: torch.Tensor  # (rows, tokens)
     ends: tuple[int, ...]
-
-
-def load(name: str, device: torch.device) -> tuple[Any, Any]:
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    if next(model.parameters()).device.type == "cpu" and model.dtype == torch.float16:
-        model = model.float()  # half precision on a CPU is a storage format
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
 def read_texts(tokenizer: Any, path: Path, rows: int, tokens: int, full: int, window: int) -> Texts:
@@ -232,7 +223,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]], fixed: dict[str, Any])
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    add_common(parser)
     parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="what perplexity is measured on")
     parser.add_argument("--tasks", nargs="+", choices=("perplexity", "recall"), default=["perplexity", "recall"])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
@@ -245,17 +236,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=1, help="tokens fed at a time")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--questions", type=int, default=8, help="of each document")
-    parser.add_argument("--length", type=int, default=800, help="of a document, in tokens")
     parser.add_argument("--ask", choices=("after", "within"), default="after")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--csv", type=Path, help="write every number here")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
     parser.add_argument("--quick", action="store_true", help="a few tokens and questions, to see that everything runs")
     args = parser.parse_args()
-    for name in ("rows", "tokens", "full", "chunk", "documents", "questions", "length"):
-        if getattr(args, name) < 1:
-            raise ConfigError.of(f"--{name}", "at least 1", getattr(args, name))
+    check_counts(args, ("rows", "tokens", "full", "chunk", "documents", "questions", "length"))
     if args.quick:
         small = {"rows": 2, "tokens": 96, "full": 64, "chunk": 8, "budgets": [32], "shares": [0.25], "documents": 1, "questions": 2}
         vars(args).update(small, length=300, policies=[p for p in args.policies if p in ("streaming", "h2o")])
@@ -265,10 +251,7 @@ def parse() -> argparse.Namespace:
 @torch.no_grad()
 def main() -> None:
     args = parse()
-    if args.plot:
-        require("matplotlib", "plots", "The plot")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    prepare(args)
     device = pick_device(args.device)
     model, tokenizer = load(args.model, device)
     window = getattr(model.config, "max_position_embeddings", None) or 1024
@@ -296,7 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (KVCacheError, OSError) as error:  # transformers says with an OSError that there is no such model
-        raise SystemExit(f"error: {error}") from error
+    run_script(main)

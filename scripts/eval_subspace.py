@@ -21,20 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import ROOT, environment, pick_device
+from _common import TESTBED, add_common, check_counts, environment, load, pick_device, prepare, run_script
 from _subspace_quality import make_documents, make_quiz, perplexity_rows, read_rows, recall_row
 from _subspace_report import show, write_csv, write_plots
 from _subspace_theory import bounds_rows, spectra_rows
 from _subspace_variants import ENDS, VARIANTS, Run, Workshop, runs_of
 from _subspace_verdicts import verdicts
-from eval_equip import load
 from tqdm import tqdm
-from transformers.utils import logging
 
 from hf_kvcaches import KVCacheError
-from hf_kvcaches.errors import ConfigError, require
 
-TESTBED = ROOT / "tests" / "testbed"
 TASKS = ("perplexity", "recall", "spectra", "bounds")
 COUNTS = "rows tokens calibrate documents questions length bytes_tokens".split()
 # Seeds of the documents that bases are calibrated on; those with questions begin at `--seed`.
@@ -127,7 +123,7 @@ class Evaluation:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    add_common(parser)
     parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="what is read")
     parser.add_argument("--calibration", type=Path, help="calibrate on this text instead of the beginning of the other")
     parser.add_argument("--calibrate", type=int, default=16384, help="tokens of text to calibrate on")
@@ -138,17 +134,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=512, help="how far each row is read")
     parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--questions", type=int, default=10, help="of each document, at most")
-    parser.add_argument("--length", type=int, default=800, help="of a document, in tokens")
     parser.add_argument("--bytes-tokens", type=int, default=4096, help="read before bytes are counted")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--csv", type=Path, help="write every number into this folder, a file for each task")
     parser.add_argument("--plot", type=Path, help="write pictures into this folder (needs matplotlib)")
     parser.add_argument("--quick", action="store_true", help="few variants and little text, to see that everything runs")
     args = parser.parse_args()
-    for name in COUNTS:
-        if getattr(args, name) < 1:
-            raise ConfigError.of(f"--{name.replace('_', '-')}", "at least 1", getattr(args, name))
+    check_counts(args, COUNTS)
     if args.quick:
         small = {"rows": 2, "tokens": 96, "calibrate": 1024, "calibration_documents": 1, "documents": 1, "questions": 2, "length": 300}
         vars(args).update(small, bytes_tokens=256)
@@ -158,10 +149,7 @@ def parse() -> argparse.Namespace:
 @torch.no_grad()
 def main() -> None:
     args = parse()
-    if args.plot:
-        require("matplotlib", "plots", "The plot")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    prepare(args)
     evaluation = Evaluation(args)
     evaluation.measure()
     print(evaluation.report())
@@ -170,7 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (KVCacheError, OSError) as error:  # transformers says with an OSError that there is no such model
-        raise SystemExit(f"error: {error}") from error
+    run_script(main)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels._slots_checks import Layout
+from hf_kvcaches.kernels._shared import Layout, check_layout, check_mask
 
 Part = tuple[torch.Tensor, torch.Tensor]
 
@@ -47,27 +47,29 @@ class Rotation(NamedTuple):
     attention_scaling: float = 1.0
 
 
-def check_coefficient_attention(
-    query: torch.Tensor,
-    keys: Coefficients,
-    values: Coefficients,
-    valid: torch.Tensor | None,
-    rotation: Rotation | None,
-    key_basis_of: torch.Tensor | None,
-    value_basis_of: torch.Tensor | None,
-) -> None:
+class Options(NamedTuple):
+    """What `coefficient_attention` may be given by name, which is described there."""
+
+    valid: torch.Tensor | None = None
+    rotation: Rotation | None = None
+    key_basis_of: torch.Tensor | None = None
+    value_basis_of: torch.Tensor | None = None
+    softcap: float | None = None
+
+
+def check_coefficient_attention(query: torch.Tensor, keys: Coefficients, values: Coefficients, options: Options) -> None:
     """Refuses arguments of `coefficient_attention` that don't fit together."""
-    _check_side("keys", keys, keys.data.shape[:3], key_basis_of)
-    _check_side("values", values, keys.data.shape[:3], value_basis_of)
+    _check_side("keys", keys, keys.data.shape[:3], options.key_basis_of)
+    _check_side("values", values, keys.data.shape[:3], options.value_basis_of)
     batch, kv_heads, tokens = keys.data.shape[:3]
     dim = keys.decode.shape[-2]
-    if query.ndim != 4 or (query.shape[0], *query.shape[2:]) != (batch, 1, dim) or query.shape[1] % kv_heads or not query.shape[1]:
-        raise ConfigError.of("query", f"shape ({batch}, a multiple of {kv_heads}, 1, {dim})", tuple(query.shape))
+    _check_query(query, batch, kv_heads, dim)
     if not query.is_floating_point():
         raise ConfigError.of("query", "floating point", query.dtype)
-    check_valid(valid, (batch, kv_heads, tokens))
-    if rotation is not None:
-        _check_rotation(rotation, batch, tokens, dim)
+    if options.valid is not None:
+        check_mask("valid", options.valid, (batch, kv_heads, tokens))
+    if options.rotation is not None:
+        _check_rotation(options.rotation, batch, tokens, dim)
 
 
 def check_exact(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None) -> None:
@@ -75,18 +77,14 @@ def check_exact(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, v
     if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
         raise ConfigError.of("keys and values", "four dimensions, equal but for the last one", (tuple(keys.shape), tuple(values.shape)))
     batch, kv_heads, tokens, dim = keys.shape
+    _check_query(query, batch, kv_heads, dim)
+    if valid is not None:
+        check_mask("valid", valid, (batch, kv_heads, tokens))
+
+
+def _check_query(query: torch.Tensor, batch: int, kv_heads: int, dim: int) -> None:
     if query.ndim != 4 or (query.shape[0], *query.shape[2:]) != (batch, 1, dim) or query.shape[1] % kv_heads or not query.shape[1]:
         raise ConfigError.of("query", f"shape ({batch}, a multiple of {kv_heads}, 1, {dim})", tuple(query.shape))
-    check_valid(valid, (batch, kv_heads, tokens))
-
-
-def check_valid(valid: torch.Tensor | None, wanted: tuple[int, int, int]) -> None:
-    """Refuses a mask that does not say for each token whether it takes part."""
-    if valid is None:
-        return
-    fits = valid.ndim == 3 and valid.shape[2] == wanted[2] and all(n in (1, m) for n, m in zip(valid.shape, wanted, strict=True))
-    if not fits or valid.dtype != torch.bool:
-        raise ConfigError.of("valid", f"bool of shape {wanted}, with 1 for batch or heads", (valid.dtype, tuple(valid.shape)))
 
 
 def _check_side(name: str, side: Coefficients, rows: torch.Size, basis_of: torch.Tensor | None) -> None:
@@ -121,8 +119,7 @@ def _check_rotation(rotation: Rotation, batch: int, tokens: int, dim: int) -> No
     if frequencies.ndim != 1 or frequencies.dtype != torch.float64 or not 0 < 2 * len(frequencies) <= dim:
         got = (frequencies.dtype, tuple(frequencies.shape))
         raise ConfigError.of("rotation.inv_freq", f"1 to {dim // 2} numbers in float64, which keeps large positions exact", got)
-    if layout not in ("half", "interleaved"):
-        raise ConfigError.of("rotation.layout", "'half' or 'interleaved'", layout)
+    check_layout("rotation.layout", layout)
     if positions is not None:
         fits = positions.ndim == 2 and positions.shape[0] in (1, batch) and positions.shape[1] == tokens
         if not fits or positions.dtype not in (torch.int32, torch.int64):

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
+from typing import Any
 
 import torch
 
-from hf_kvcaches.kernels._coefficients_checks import TILE, Coefficients, Part, Rotation, computing, nothing
+from hf_kvcaches.kernels._coefficients_checks import TILE, Coefficients, Options, Part, Rotation, computing, nothing
 
 
-def coefficient_attention_reference(
-    query: torch.Tensor,
-    keys: Coefficients,
-    values: Coefficients,
-    scaling: float,
-    *,
-    valid: torch.Tensor | None = None,
-    rotation: Rotation | None = None,
-    key_basis_of: torch.Tensor | None = None,
-    value_basis_of: torch.Tensor | None = None,
-    softcap: float | None = None,
-) -> Part:
+def coefficient_attention_reference(query: torch.Tensor, keys: Coefficients, values: Coefficients, scaling: float, **options: Any) -> Part:
     """What `coefficient_attention` computes, written down plainly: all tokens are decoded."""
+    valid, rotation, key_basis_of, value_basis_of, softcap = Options(**options)
     batch, kv_heads, tokens, _ = keys.data.shape
     plain = []
     for side, basis_of in ((keys, key_basis_of), (values, value_basis_of)):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.kernels._coefficients_checks import TILE, Coefficients, Rotation
-from hf_kvcaches.kernels.slots import _turned
+from hf_kvcaches.kernels._shared import turned
 
 BLOCK = 128
 CACHED = 1 << 17  # Numbers worked on at a time: 512 KB, so that a product is still in cache when its sum is taken.
@@ -184,10 +184,10 @@ def _tables(
 
 def _halves(x: torch.Tensor, pairs: int, layout: str, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first and the second dimensions of all pairs along `dim`, which is counted from the end: -1 or -2."""
-    turned = x.narrow(dim, 0, 2 * pairs)
+    part = x.narrow(dim, 0, 2 * pairs)
     if layout == "half":
-        return turned.narrow(dim, 0, pairs), turned.narrow(dim, pairs, pairs)
-    both = turned.unflatten(dim, (pairs, 2))
+        return part.narrow(dim, 0, pairs), part.narrow(dim, pairs, pairs)
+    both = part.unflatten(dim, (pairs, 2))
     return both.select(dim, 0), both.select(dim, 1)
 
 
@@ -260,7 +260,7 @@ def _rebuilt(asking: torch.Tensor, keys: Coefficients, scaling: float, rotation:
             rebuilt = torch.matmul(block, decode if decode.ndim == 3 else decode.squeeze(2))
         else:
             rebuilt = torch.matmul(block.unflatten(2, (count, wide)), picked(decode, index[:, :, unit : unit + count])).flatten(2, 3)
-        rebuilt = _turned(rebuilt, *turn(here), rotation.layout)
+        rebuilt = turned(rebuilt, *turn(here), rotation.layout)
         across = rebuilt.flatten(0, 1).transpose(1, 2)
         parts.append(torch.baddbmm(flat.narrow(2, 0, 1), flat, across, beta=0, alpha=scaling))
     return torch.cat(parts, 2).view(batch, kv_heads, -1, tokens)

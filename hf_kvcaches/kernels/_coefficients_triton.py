@@ -17,7 +17,6 @@ Options come to the kernels as tuples of a tensor and its strides, or as None, w
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ import triton
 import triton.language as tl
 
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels._coefficients_checks import TILE, Coefficients, Part, Rotation, precise
+from hf_kvcaches.kernels._coefficients_checks import TILE, Coefficients, Options, Part, Rotation, precise
+from hf_kvcaches.kernels._launch import padded, portions, strided
 
 # Triton's interpreter multiplies matrices of bfloat16 by their bits.
 WIDE = tl.constexpr(triton.knobs.runtime.interpret)
@@ -261,21 +261,6 @@ def combine_kernel(
     tl.store(lse + mine, tl.where(some, said, float("-inf")), mask=heads < GROUP)
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
-
-
-def _strided(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> tuple[Any, ...]:
-    """A tensor and the strides of its first three dimensions, 0 where it is repeated to `shape`."""
-    tensor = tensor if shape is None else tensor.expand(shape)
-    return (tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, *tensor.stride()[:3])
-
-
 def _bank(decode: torch.Tensor) -> tuple[Any, ...]:
     """A basis or a bank of them, contiguous within, and the strides of row, head and basis."""
     if not decode[(0,) * (decode.ndim - 2)].is_contiguous():
@@ -284,8 +269,8 @@ def _bank(decode: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _kept(side: Coefficients, basis_of: torch.Tensor | None) -> tuple[Any, ...]:
-    scale = None if side.scale is None else _strided(side.scale)
-    return _strided(side.data), scale, None if basis_of is None else _strided(basis_of)
+    scale = None if side.scale is None else strided(side.scale)
+    return strided(side.data), scale, None if basis_of is None else strided(basis_of)
 
 
 def _turning(frequencies: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -327,8 +312,8 @@ def fits(query: torch.Tensor, keys: Coefficients, values: Coefficients, rotation
         values: For their basis.
         rotation: For the number of pairs.
     """
-    of_keys = 0 if rotation is None else 2 * _padded(len(rotation.inv_freq)) * _padded(keys.data.shape[3]) * query.element_size()
-    of_values = math.prod(map(_padded, values.decode.shape[-2:])) * 4 if values.decode.ndim == 5 else 0
+    of_keys = 0 if rotation is None else 2 * padded(len(rotation.inv_freq)) * padded(keys.data.shape[3]) * query.element_size()
+    of_values = math.prod(map(padded, values.decode.shape[-2:])) * 4 if values.decode.ndim == 5 else 0
     return of_keys <= LARGEST[0] and of_values <= LARGEST[1]
 
 
@@ -340,8 +325,8 @@ def block_size(rank: int, value_rank: int, pairs: int) -> int:
         value_rank: Of values.
         pairs: That are turned, 0 for none.
     """
-    widest = max(_padded(rank), _padded(value_rank))
-    most = 8192 // widest if not pairs else min(4096 // widest, 2048 // _padded(pairs))
+    widest = max(padded(rank), padded(value_rank))
+    most = 8192 // widest if not pairs else min(4096 // widest, 2048 // padded(pairs))
     return min(128, max(TILE, most))
 
 
@@ -355,12 +340,8 @@ def attend(
     keys: Coefficients,
     values: Coefficients,
     scaling: float,
+    options: Options,
     *,
-    valid: torch.Tensor | None,
-    rotation: Rotation | None,
-    key_basis_of: torch.Tensor | None,
-    value_basis_of: torch.Tensor | None,
-    softcap: float | None,
     splits: int | None = None,
     block: int | None = None,
 ) -> Part:
@@ -370,6 +351,7 @@ def attend(
         splits: How many programs share the tokens of a row and KV head; None: enough to fill the GPU.
         block: Tokens that a program takes at a time, a power of two from 16 on; None: what fits into registers. A tile, with a bank.
     """
+    valid, rotation, key_basis_of, value_basis_of, softcap = options
     batch, heads, _, dim = query.shape
     kv_heads, tokens, rank = keys.data.shape[1:]
     value_dim, value_rank = values.decode.shape[-2:]
@@ -378,30 +360,30 @@ def attend(
         raise UnsupportedError("backend='triton': such large bases, rotated or in a bank, do not fit a GPU. Use backend='torch'.")
     banked = key_basis_of is not None or value_basis_of is not None
     block = TILE if banked else block or block_size(rank, value_rank, pairs)
-    chunk = triton.cdiv(triton.cdiv(tokens, splits or triton.cdiv(2 * _processors(query.device), batch * kv_heads)), block) * block
-    grid = batch * kv_heads, triton.cdiv(tokens, chunk)
+    chunk, splits = portions(tokens, block, batch * kv_heads, splits, query.device)
+    grid = batch * kv_heads, splits
     query = query.contiguous()
     width = value_rank if value_basis_of is None else value_dim
-    parts, stats = (query.new_empty(batch * heads * grid[1] * n, dtype=torch.float32) for n in (width, 2))
-    sizes = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "HEADS": _padded(heads // kv_heads), "VALUE_DIM": value_dim}
+    parts, stats = (query.new_empty(batch * heads * splits * n, dtype=torch.float32) for n in (width, 2))
+    sizes = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "HEADS": padded(heads // kv_heads), "VALUE_DIM": value_dim}
     attend_kernel[grid](
         query,
         _asked(query, keys.decode, kv_heads, 2 * pairs),
         *_kept(keys, key_basis_of),
         *_kept(values, value_basis_of),
-        None if valid is None else _strided(valid, (batch, kv_heads, tokens)),
+        None if valid is None else strided(valid, (batch, kv_heads, tokens)),
         None if rotation is None else _bank(keys.decode),
         None if value_basis_of is None else _bank(values.decode),
         *_turned(rotation, batch, query.device),
         *(parts, stats, scaling, softcap, tokens, chunk),
         DIM=dim,
         RANK=rank,
-        RANK_PAD=_padded(rank),
-        VALUE_PAD=_padded(value_dim),
+        RANK_PAD=padded(rank),
+        VALUE_PAD=padded(value_dim),
         VALUE_RANK=value_rank,
-        VALUE_RANK_PAD=_padded(value_rank),
+        VALUE_RANK_PAD=padded(value_rank),
         PAIRS=pairs,
-        PAIRS_PAD=_padded(pairs),
+        PAIRS_PAD=padded(pairs),
         INTERLEAVED=rotation is not None and rotation.layout == "interleaved",
         BLOCK=block,
         num_stages=2,
@@ -409,7 +391,7 @@ def attend(
         **sizes,
     )
     output, lse = query.new_empty(batch, 1, heads, value_dim), query.new_empty(batch, heads, dtype=precise(query.device))
-    bank, dims = None if value_basis_of is not None else _bank(values.decode), min(64, _padded(value_dim))
-    arguments = (parts, stats, bank, output, lse, grid[1])
-    combine_kernel[(grid[0], triton.cdiv(value_dim, dims))](*arguments, WIDTH=width, WIDTH_PAD=_padded(width), DIMS=dims, **sizes)
+    bank, dims = None if value_basis_of is not None else _bank(values.decode), min(64, padded(value_dim))
+    arguments = (parts, stats, bank, output, lse, splits)
+    combine_kernel[(grid[0], triton.cdiv(value_dim, dims))](*arguments, WIDTH=width, WIDTH_PAD=padded(width), DIMS=dims, **sizes)
     return output, lse

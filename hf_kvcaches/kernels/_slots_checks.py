@@ -1,17 +1,15 @@
-"""What the functions of `slots.py` take: types, checks of the arguments, and the choice of a back-end."""
+"""What the functions of `slots.py` take: types, and checks of the arguments."""
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.kernels._shared import Backend as Backend
+from hf_kvcaches.kernels._shared import Layout, check_layout, check_mask, fits
 
-Backend = Literal["auto", "triton", "torch", "reference"]
-Layout = Literal["half", "interleaved"]
 WriteTurn = tuple[torch.Tensor, torch.Tensor, Layout]
 
 
@@ -31,33 +29,15 @@ class Turn(NamedTuple):
     layout: Layout = "half"
 
 
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+class Options(NamedTuple):
+    """What `slot_attention` and `paged_attention` may be given by name, which is described there."""
 
-
-def choose(backend: Backend, *tensors: torch.Tensor) -> Backend:
-    """The back-end that computes: never `"auto"`.
-
-    Args:
-        backend: What the caller asked for.
-        *tensors: All that a gradient could be wanted for.
-    """
-    if backend in ("torch", "reference"):
-        return backend
-    learning = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    able = tensors[0].dtype in (torch.float32, torch.bfloat16, torch.float16) and not learning
-    if backend == "auto":
-        return "triton" if tensors[0].is_cuda and able and has_triton() else "torch"
-    if backend != "triton":
-        raise ConfigError.of("backend", "'auto', 'triton', 'torch' or 'reference'", backend)
-    triton = require("triton", "triton", "backend='triton'")
-    if not able:
-        raise UnsupportedError("backend='triton': the kernels have no gradients and no float64. Use backend='torch', or torch.no_grad().")
-    if not tensors[0].is_cuda and not triton.knobs.runtime.interpret:
-        raise ConfigError.of("backend", "'torch' for tensors that are not on a CUDA device", backend, "backend='auto' chooses by itself.")
-    return backend
+    valid: torch.Tensor | None = None
+    far: int | torch.Tensor | None = None
+    far_query: torch.Tensor | None = None
+    turn: Turn | None = None
+    softcap: float | None = None
+    want_weights: bool = False
 
 
 def check_attention(
@@ -65,13 +45,11 @@ def check_attention(
     keys: torch.Tensor,
     values: torch.Tensor,
     tables: torch.Tensor | None,
-    valid: torch.Tensor | None,
-    far: int | torch.Tensor | None,
-    far_query: torch.Tensor | None,
-    turn: Turn | None,
+    options: Options,
 ) -> int:
     """Refuses arguments of `slot_attention` or, with `tables`, `paged_attention` that don't fit together. Returns the number of slots."""
     check_buffers(keys, values, tables)
+    valid, far, far_query, turn, *_ = options
     batch, kv_heads = (len(keys) if tables is None else len(tables)), keys.shape[1]
     slots = keys.shape[2] if valid is None or tables is None else valid.shape[-1]
     if query.ndim != 4 or (query.shape[0], *query.shape[2:]) != (batch, 1, keys.shape[3]) or query.shape[1] % kv_heads:
@@ -82,17 +60,17 @@ def check_attention(
         raise ConfigError.of("valid", f"at most {tables.shape[1] * keys.shape[2]} slots, as many as the tables have", slots)
     wanted = (batch, kv_heads, slots)
     if valid is not None:
-        _check_mask("valid", valid, wanted)
+        check_mask("valid", valid, wanted)
     if (far is None) != (far_query is None):
         raise ConfigError.of("far_query", "to be given exactly when `far` is", None if far_query is None else tuple(far_query.shape))
     if isinstance(far, torch.Tensor):
-        _check_mask("far", far, wanted)
+        check_mask("far", far, wanted)
     elif far is not None and not 0 <= far <= slots:
         raise ConfigError.of("far", f"a mask or a number from 0 to {slots}", far)
     if far_query is not None and (far_query.shape != query.shape or far_query.dtype != query.dtype):
         raise ConfigError.of("far_query", f"shape {tuple(query.shape)} and {query.dtype}", (tuple(far_query.shape), far_query.dtype))
     if turn is not None:
-        if not _fits(turn.positions, wanted) or turn.positions.is_floating_point():
+        if not fits(turn.positions, wanted) or turn.positions.is_floating_point():
             raise ConfigError.of("turn.positions", f"integers of shape {wanted}, with 1 for batch or heads", tuple(turn.positions.shape))
         _check_tables("turn", turn.cos, turn.sin, turn.layout, keys.shape[3])
     return slots
@@ -116,11 +94,11 @@ def check_write(
         if new.dtype != buffer.dtype:
             raise ConfigError.of(name, f"the buffer's dtype, {buffer.dtype}", new.dtype)
     wanted = (batch, kv_heads, new_keys.shape[2])
-    if not _fits(slots, wanted) or slots.dtype != torch.int64:
+    if not fits(slots, wanted) or slots.dtype != torch.int64:
         raise ConfigError.of("slots", f"int64 of shape {wanted}, with 1 for batch or heads", (slots.dtype, tuple(slots.shape)))
     if turn is not None:
         _check_tables("turn", *turn, keys.shape[3])
-        if not _fits(turn[0][..., 0], wanted):
+        if not fits(turn[0][..., 0], wanted):
             raise ConfigError.of("turn", f"tables of shape {wanted} and pairs, with 1 for batch or heads", tuple(turn[0].shape))
 
 
@@ -137,18 +115,7 @@ def check_buffers(keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor
         raise ConfigError.of("tables", "int32 or int64 of shape (batch, blocks)", (tables.dtype, tuple(tables.shape)))
 
 
-def _fits(tensor: torch.Tensor, wanted: tuple[int, int, int]) -> bool:
-    shape = tensor.shape
-    return len(shape) == 3 and shape[2] == wanted[2] and shape[0] in (1, wanted[0]) and shape[1] in (1, wanted[1])
-
-
-def _check_mask(name: str, mask: torch.Tensor, wanted: tuple[int, int, int]) -> None:
-    if not _fits(mask, wanted) or mask.dtype != torch.bool:
-        raise ConfigError.of(name, f"bool of shape {wanted}, with 1 for batch or heads", (mask.dtype, tuple(mask.shape)))
-
-
 def _check_tables(name: str, cos: torch.Tensor, sin: torch.Tensor, layout: str, dim: int) -> None:
     if cos.shape != sin.shape or cos.dtype != sin.dtype or 2 * cos.shape[-1] > dim:
         raise ConfigError.of(name, f"cos and sin of one shape, with at most {dim // 2} pairs", (tuple(cos.shape), tuple(sin.shape)))
-    if layout not in ("half", "interleaved"):
-        raise ConfigError.of(f"{name} layout", "'half' or 'interleaved'", layout)
+    check_layout(f"{name} layout", layout)

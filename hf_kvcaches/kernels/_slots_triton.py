@@ -9,14 +9,12 @@ Options come to the kernels as tuples of a tensor and its strides, or as None, w
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from hf_kvcaches.kernels._slots_checks import Turn, WriteTurn
+from hf_kvcaches.kernels._launch import padded, portions, strided
+from hf_kvcaches.kernels._slots_checks import Options, WriteTurn
 
 # Triton's interpreter multiplies matrices of bfloat16 by their bits.
 WIDE = tl.constexpr(triton.knobs.runtime.interpret)
@@ -253,21 +251,6 @@ def write_kernel(
     tl.store(to_value[:, None] + value_dims[None, :], tl.load(at[:, None] + value_dims[None, :], mask=mask, other=0.0), mask=mask)
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _strided(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> tuple[Any, ...]:
-    """A tensor with a contiguous last dimension of its own, and the strides of the first three, 0 where it is repeated to `shape`."""
-    tensor = tensor if shape is None else tensor.expand(shape)
-    return (tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, *tensor.stride()[:3])
-
-
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
-
-
 def block_size(dim: int, value_dim: int, turned: bool) -> int:
     """So many slots at a time that registers hardly spill and shared memory suffices, as compiled for sm_80 and sm_90.
 
@@ -278,7 +261,7 @@ def block_size(dim: int, value_dim: int, turned: bool) -> int:
         value_dim: Of values.
         turned: Whether keys are turned on the way.
     """
-    return min(64, max(16, (2048 if turned else 4096) // _padded(max(dim, value_dim))))
+    return min(64, max(16, (2048 if turned else 4096) // padded(max(dim, value_dim))))
 
 
 def attend(
@@ -288,13 +271,8 @@ def attend(
     tables: torch.Tensor | None,
     slots: int,
     scaling: float,
+    options: Options,
     *,
-    valid: torch.Tensor | None,
-    far: int | torch.Tensor | None,
-    far_query: torch.Tensor | None,
-    turn: Turn | None,
-    softcap: float | None,
-    want_weights: bool,
     splits: int | None = None,
     block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -307,42 +285,36 @@ def attend(
         tables: The pages of each row, or None.
         slots: How many a row has.
         scaling: Of the scores.
-        valid: Slots that take part.
-        far: Slots for the other query.
-        far_query: The other query.
-        turn: The rotation of the keys.
-        softcap: Of the scores.
-        want_weights: Whether weights are returned.
+        options: As given by name.
         splits: How many programs share the slots of a row and KV head; None: enough to fill the GPU.
         block: Slots that a program takes at a time, a power of two from 16 on; None: what fits into registers.
     """
+    valid, far, far_query, turn, softcap, want_weights = options
     batch, heads, _, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads
     shape = (batch, kv_heads, slots)
     block = block or block_size(dim, value_dim, turn is not None)
-    wanted = splits or triton.cdiv(2 * _processors(query.device), rows)
-    chunk = triton.cdiv(triton.cdiv(slots, wanted), block) * block
-    splits = triton.cdiv(slots, chunk)
+    chunk, splits = portions(slots, block, rows, splits, query.device)
     output = query.new_empty(batch, 1, heads, value_dim)
     weights, raw = (query.new_empty(size, dtype=torch.float32) if want_weights else None for size in (shape, (batch * heads, slots)))
     parts, stats = (query.new_empty(rows * splits * group * n, dtype=torch.float32) if splits > 1 else None for n in (value_dim, 2))
-    sizes = {"GROUP": group, "HEADS": 1 if group == 1 else _padded(group), "VALUE_DIM": value_dim, "VALUE_PAD": _padded(value_dim)}
+    sizes = {"GROUP": group, "HEADS": 1 if group == 1 else padded(group), "VALUE_DIM": value_dim, "VALUE_PAD": padded(value_dim)}
     sizes |= {"SPLITS": splits, "BLOCK": block}
     attend_kernel[(rows, splits)](
         query.contiguous(),
         None if far_query is None else far_query.contiguous(),
-        _strided(keys),
-        _strided(values),
+        strided(keys),
+        strided(values),
         None if tables is None else (tables.contiguous(), tables.shape[1]),
-        None if valid is None else _strided(valid, shape),
-        _strided(far, shape) if isinstance(far, torch.Tensor) else None if far is None else (far,),
-        None if turn is None else (_strided(turn.positions, shape), (turn.cos.contiguous(), turn.sin.contiguous())),
+        None if valid is None else strided(valid, shape),
+        strided(far, shape) if isinstance(far, torch.Tensor) else None if far is None else (far,),
+        None if turn is None else (strided(turn.positions, shape), (turn.cos.contiguous(), turn.sin.contiguous())),
         *(output, parts, stats, raw, weights),
         *(scaling, softcap, slots, chunk),
         KV_HEADS=kv_heads,
         DIM=dim,
-        DIM_PAD=_padded(dim),
+        DIM_PAD=padded(dim),
         HALF=0 if turn is None else turn.cos.shape[-1],
         INTERLEAVED=turn is not None and turn.layout == "interleaved",
         PAGE=0 if tables is None else keys.shape[2],
@@ -375,19 +347,19 @@ def write(
     new_keys, new_values = (new if new.stride(3) == 1 else new.contiguous() for new in (new_keys, new_values))
     block = min(16, triton.next_power_of_2(tokens))
     write_kernel[(batch * kv_heads, triton.cdiv(tokens, block))](
-        _strided(keys),
-        _strided(values),
+        strided(keys),
+        strided(values),
         None if tables is None else (tables.contiguous(), tables.shape[1]),
-        _strided(slots, (batch, kv_heads, tokens)),
-        _strided(new_keys),
-        _strided(new_values),
+        strided(slots, (batch, kv_heads, tokens)),
+        strided(new_keys),
+        strided(new_values),
         rotation,
         tokens,
         KV_HEADS=kv_heads,
         DIM=dim,
-        DIM_PAD=_padded(dim),
+        DIM_PAD=padded(dim),
         VALUE_DIM=value_dim,
-        VALUE_PAD=_padded(value_dim),
+        VALUE_PAD=padded(value_dim),
         HALF=0 if turn is None else turn[0].shape[-1],
         INTERLEAVED=turn is not None and turn[2] == "interleaved",
         PAGE=0 if tables is None else keys.shape[2],

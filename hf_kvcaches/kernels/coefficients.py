@@ -11,7 +11,6 @@ Each function has a `backend`: `"torch"` (fast on CPUs, has gradients), `"triton
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels._coefficients_checks import (
     TILE,
     Coefficients,
+    Options,
     Part,
     Rotation,
     check_coefficient_attention,
@@ -34,7 +34,7 @@ from hf_kvcaches.kernels._coefficients_reference import (
     quantize_tiles_reference,
 )
 from hf_kvcaches.kernels._coefficients_rotation import CACHED, picked, pieces, turned_logits, units
-from hf_kvcaches.kernels._slots_checks import Backend, choose
+from hf_kvcaches.kernels._shared import Backend, choose
 
 __all__ = [
     "TILE",
@@ -89,26 +89,20 @@ def coefficient_attention(
         The output, (batch, 1, heads, value_dim), in the query's dtype; and log sum exp of the scores, (batch, heads), in float64: a large
         score leaves float32 no digits for what `merge_attention` needs. A row without valid tokens gives zeros, and minus infinity.
     """
+    options = Options(valid, rotation, key_basis_of, value_basis_of, softcap)
     if check:
-        check_coefficient_attention(query, keys, values, valid, rotation, key_basis_of, value_basis_of)
+        check_coefficient_attention(query, keys, values, options)
     wanted, backend = backend, choose(backend, query, keys.data, keys.decode, values.data, values.decode)
-    options: dict[str, Any] = {
-        "valid": valid,
-        "rotation": rotation,
-        "key_basis_of": key_basis_of,
-        "value_basis_of": value_basis_of,
-        "softcap": softcap,
-    }
     if backend == "reference":
-        return coefficient_attention_reference(query, keys, values, scaling, **options)
+        return coefficient_attention_reference(query, keys, values, scaling, **options._asdict())
     if keys.data.shape[2] == 0:
         return nothing(query, values.decode.shape[-2])
     if backend == "triton":
         from hf_kvcaches.kernels import _coefficients_triton
 
         if wanted == "triton" or _coefficients_triton.fits(query, keys, values, rotation):
-            return _coefficients_triton.attend(query, keys, values, scaling, **options)
-    return _attention_torch(query, keys, values, scaling, **options)
+            return _coefficients_triton.attend(query, keys, values, scaling, options)
+    return _attention_torch(query, keys, values, scaling, options)
 
 
 def exact_attention(
@@ -193,17 +187,8 @@ def quantize_tiles(coefficients: torch.Tensor, scale_dtype: torch.dtype = torch.
     return data.flatten(2, 3), scale
 
 
-def _attention_torch(
-    query: torch.Tensor,
-    keys: Coefficients,
-    values: Coefficients,
-    scaling: float,
-    valid: torch.Tensor | None,
-    rotation: Rotation | None,
-    key_basis_of: torch.Tensor | None,
-    value_basis_of: torch.Tensor | None,
-    softcap: float | None,
-) -> Part:
+def _attention_torch(query: torch.Tensor, keys: Coefficients, values: Coefficients, scaling: float, options: Options) -> Part:
+    valid, rotation, key_basis_of, value_basis_of, softcap = options
     batch, kv_heads, tokens, _ = keys.data.shape
     asking = query.reshape(batch, kv_heads, -1, query.shape[3]).to(computing(query))
     if rotation is not None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.kernels._slots_checks import Backend, Layout, Turn, WriteTurn, check_attention, check_write, choose
+from hf_kvcaches.kernels._shared import Backend, choose, turned
+from hf_kvcaches.kernels._slots_checks import Options, Turn, WriteTurn, check_attention, check_write
 
 __all__ = [
     "Turn",
@@ -67,24 +68,17 @@ def slot_attention(
     Returns:
         The output, (batch, 1, heads, value_dim), and None or float32 weights, (batch, kv_heads, slots): mean over the heads of a group.
     """
+    options = Options(valid, far, far_query, turn, softcap, want_weights)
     if check:
-        check_attention(query, keys, values, None, valid, far, far_query, turn)
+        check_attention(query, keys, values, None, options)
     backend = choose(backend, query, keys, values)
     if backend == "torch":
-        return _attention_torch(query, keys, values, scaling, valid, far, far_query, turn, softcap, want_weights)
-    options: dict[str, Any] = {
-        "valid": valid,
-        "far": far,
-        "far_query": far_query,
-        "turn": turn,
-        "softcap": softcap,
-        "want_weights": want_weights,
-    }
+        return _attention_torch(query, keys, values, scaling, options)
     if backend == "reference":
-        return slot_attention_reference(query, keys, values, scaling, **options)
+        return slot_attention_reference(query, keys, values, scaling, **options._asdict())
     from hf_kvcaches.kernels import _slots_triton
 
-    return _slots_triton.attend(query, keys, values, None, keys.shape[2], scaling, **options)
+    return _slots_triton.attend(query, keys, values, None, keys.shape[2], scaling, options)
 
 
 def paged_attention(
@@ -123,25 +117,18 @@ def paged_attention(
     Returns:
         As `slot_attention`.
     """
-    slots = check_attention(query, key_pages, value_pages, tables, valid, far, far_query, turn)
+    options = Options(valid, far, far_query, turn, softcap, want_weights)
+    slots = check_attention(query, key_pages, value_pages, tables, options)
     backend = choose(backend, query, key_pages, value_pages)
-    options: dict[str, Any] = {
-        "valid": valid,
-        "far": far,
-        "far_query": far_query,
-        "turn": turn,
-        "softcap": softcap,
-        "want_weights": want_weights,
-    }
     if backend == "reference":
-        return paged_attention_reference(query, key_pages, value_pages, tables, scaling, **options)
+        return paged_attention_reference(query, key_pages, value_pages, tables, scaling, **options._asdict())
     if backend == "torch":
         keys, values = (_unpaged(pages, tables)[:, :, :slots] for pages in (key_pages, value_pages))
         values = values.masked_fill_(~valid.unsqueeze(-1), 0)  # our own copy
-        return _attention_torch(query, keys, values, scaling, valid, far, far_query, turn, softcap, want_weights)
+        return _attention_torch(query, keys, values, scaling, options)
     from hf_kvcaches.kernels import _slots_triton
 
-    return _slots_triton.attend(query, key_pages, value_pages, tables, slots, scaling, **options)
+    return _slots_triton.attend(query, key_pages, value_pages, tables, slots, scaling, options)
 
 
 def write_slots(
@@ -174,7 +161,7 @@ def write_slots(
     if backend == "reference":
         return write_slots_reference(keys, values, slots, new_keys, new_values, turn=turn)
     if turn is not None:
-        new_keys = _turned(new_keys, *turn)
+        new_keys = turned(new_keys, *turn)
     batch, heads, tokens = new_keys.shape[:3]
     if slots.shape[:2] == (1, 1):  # Half the time of the general way.
         keys.index_copy_(2, slots.view(tokens), new_keys)
@@ -219,7 +206,7 @@ def write_pages(
     if backend == "reference":
         return write_pages_reference(key_pages, value_pages, tables, slots, new_keys, new_values, turn=turn)
     if turn is not None:
-        new_keys = _turned(new_keys, *turn)
+        new_keys = turned(new_keys, *turn)
     slots = slots.expand(new_keys.shape[:3])
     size = key_pages.shape[2]
     blocks = slots.clamp(min=0) // size
@@ -236,23 +223,13 @@ def write_pages(
     return None
 
 
-def _attention_torch(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scaling: float,
-    valid: torch.Tensor | None,
-    far: int | torch.Tensor | None,
-    far_query: torch.Tensor | None,
-    turn: Turn | None,
-    softcap: float | None,
-    want_weights: bool,
-) -> Attended:
+def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: Options) -> Attended:
+    valid, far, far_query, turn, softcap, want_weights = options
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
     shared = heads // kv_heads
     if turn is not None:
-        keys = _turned(keys, turn.cos[turn.positions], turn.sin[turn.positions], turn.layout)
+        keys = turned(keys, turn.cos[turn.positions], turn.sin[turn.positions], turn.layout)
     # A step of a small model is made of operations that do next to nothing: what is not needed for sure is asked for first.
     across = keys.flatten(0, 1).transpose(1, 2)
     near = query.reshape(batch * kv_heads, shared, dim)
@@ -294,17 +271,6 @@ def _scores(query: torch.Tensor, across: torch.Tensor, scaling: float) -> torch.
     return torch.baddbmm(query.narrow(2, 0, 1), query, across, beta=0, alpha=scaling)
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Rotates the first dimensions of `x`, (..., dim), by tables (..., rotary_dim / 2), in the finer precision of both."""
-    rotary = 2 * cos.shape[-1]
-    part = x[..., :rotary].to(torch.promote_types(x.dtype, cos.dtype))
-    first, second = (part[..., ::2], part[..., 1::2]) if layout == "interleaved" else part.chunk(2, -1)
-    pair = [first * cos - second * sin, second * cos + first * sin]
-    turned = torch.stack(pair, -1).flatten(-2) if layout == "interleaved" else torch.cat(pair, -1)
-    turned = turned.to(x.dtype)
-    return turned if rotary == x.shape[-1] else torch.cat([turned, x[..., rotary:]], -1)
-
-
 def _count(size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(size, device=like.device)
 
@@ -327,15 +293,10 @@ def slot_attention_reference(
     keys: torch.Tensor,
     values: torch.Tensor,
     scaling: float,
-    *,
-    valid: torch.Tensor | None = None,
-    far: int | torch.Tensor | None = None,
-    far_query: torch.Tensor | None = None,
-    turn: Turn | None = None,
-    softcap: float | None = None,
-    want_weights: bool = False,
+    **options: Any,
 ) -> Attended:
     """What `slot_attention` computes, written down plainly. Arguments and result are the same."""
+    valid, far, far_query, turn, softcap, want_weights = Options(**options)
     batch, kv_heads, slots, _ = keys.shape
     heads = query.shape[1]
     shape = (batch, kv_heads, slots)
@@ -351,7 +312,7 @@ def slot_attention_reference(
             key = keys[b, h, s].double()
             if turn is not None:
                 position = turn.positions.expand(shape)[b, h, s]
-                key = _turned(key, turn.cos[position].double(), turn.sin[position].double(), turn.layout)
+                key = turned(key, turn.cos[position].double(), turn.sin[position].double(), turn.layout)
             asking = far_query if far_query is not None and away[b, h, s] else query
             score = asking[b, head, 0].double() @ key * scaling
             scores.append(score if softcap is None else softcap * torch.tanh(score / softcap))
@@ -410,7 +371,7 @@ def write_pages_reference(
 ) -> None:
     """What `write_pages` does, written down plainly. Arguments are the same."""
     if turn is not None:
-        new_keys = _turned(new_keys.double(), turn[0].double(), turn[1].double(), turn[2]).to(new_keys.dtype)
+        new_keys = turned(new_keys.double(), turn[0].double(), turn[1].double(), turn[2]).to(new_keys.dtype)
     size = key_pages.shape[2]
     shape = new_keys.shape[:3]
     for b, h, j in product(*map(range, shape)):

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from hf_kvcaches.kernels.coefficients import TILE, Coefficients, Rotation
+from tests.kernels.cases import NAN, Draws
 
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-6, torch.bfloat16: 4e-2, torch.float16: 6e-3}
-NAN = float("nan")
 
 
-class Case:
+class Case(Draws):
     """Random tensors of one shape.
 
     Args:
@@ -37,19 +37,13 @@ class Case:
         self, batch=2, kv_heads=2, group=2, tokens=37, dim=8, rank=3, value_dim=8, value_rank=3, bases=0, aligned=0, dtype=torch.float32,
         kept=None, seed=0, poison=NAN, poison_values=False,
     ) -> None:  # fmt: skip
-        self.generator = torch.Generator().manual_seed(seed)
-        self.shape = (batch, kv_heads, tokens)
-        self.dtype, self.bases, self.aligned = dtype, bases, aligned
+        super().__init__(batch, kv_heads, tokens, dtype, seed)
+        self.bases, self.aligned = bases, aligned
         self.query = self.randn(batch, kv_heads * group, 1, dim)
-        self.valid = torch.rand(self.shape, generator=self.generator) < 0.6
-        self.valid[..., -1] = True
-        self.valid[0, 0] = tokens == 1  # A row without any, unless it is the only token.
+        self.valid = self.some()
         self.keys = self.side(dim, rank, kept or dtype, poison)
         self.values = self.side(value_dim, value_rank, kept or dtype, poison if poison_values else 0.0)
         self.dim = dim
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
     def side(self, dim: int, rank: int, kept: torch.dtype, poison: float) -> Coefficients:
         batch, kv_heads, tokens = self.shape

@@ -14,9 +14,13 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels import _coefficients_triton
+from hf_kvcaches.kernels._coefficients_checks import Options
 from hf_kvcaches.kernels.coefficients import Coefficients, Rotation, coefficient_attention
-from tests.kernels.coefficients_cases import NAN, Case, assert_same
-from tests.kernels.slots_on_triton import moved
+from tests.kernels.cases import NAN
+from tests.kernels.coefficients_cases import Case, assert_same
+from tests.kernels.triton_process import moved
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
 
 CASES = {
     "batch": st.integers(1, 2),
@@ -45,16 +49,8 @@ OPTIONS = {
 
 def attend(case: Case, options: dict[str, Any], **tuning: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The launcher itself, which takes the number of splits and the size of a block as well."""
-    given = dict.fromkeys(("valid", "rotation", "key_basis_of", "value_basis_of", "softcap")) | moved(options)
-    output, lse = _coefficients_triton.attend(*moved((case.query, case.keys, case.values)), 0.3, **given, **tuning)
+    output, lse = _coefficients_triton.attend(*moved((case.query, case.keys, case.values)), 0.3, moved(Options(**options)), **tuning)
     return output.cpu(), lse.cpu()
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and scratch that a kernel forgets to write are seen."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -78,6 +74,31 @@ def test_bases_that_change_within_a_run_are_followed(turn: str, splits: int, kep
         assert (options[name].diff(dim=-1) != 0).sum(-1).min() > 1
     expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference")
     assert_same(attend(case, options, splits=splits), expected, case.dtype)
+
+
+@pytest.mark.parametrize("banks", ["", "keys", "values"])
+@pytest.mark.parametrize("turn", ["", "half"])
+@pytest.mark.parametrize("kept", [None, torch.int8])
+def test_a_side_without_a_choice_of_bases_may_have_one_a_row(banks: str, turn: str, kept: torch.dtype | None) -> None:
+    """Also beside a side that has several; blocks are longer than tiles otherwise."""
+    case = Case(2, 2, 3, 70, 20, 8, 20, 5, bases=3, kept=kept, poison_values=True)
+    options = case.options(True, turn, rest=2)
+    for name in ("keys", "values"):
+        if name != banks:
+            side = getattr(case, name)
+            setattr(case, name, side._replace(decode=side.decode[:, :, :1]))
+            del options[f"{name.removesuffix('s')}_basis_of"]
+    expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference")
+    assert_same(attend(case, options, splits=2), expected, case.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_all_rows_may_share_their_positions(dtype: torch.dtype) -> None:
+    case = Case(2, 2, 3, 40, 20, 8, poison_values=True)
+    options = case.options(True, "half", where="any")
+    options["rotation"] = options["rotation"]._replace(positions=options["rotation"].positions[:1].to(dtype))
+    expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, backend="reference")
+    assert_same(attend(case, options, splits=2), expected, case.dtype)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -114,7 +135,7 @@ def test_angles_at_a_million_are_as_exact_as_at_zero(where: str) -> None:
     """Scores of a single pair each are cosines of the angle, to 1e-5."""
     first, tokens = 999_936, 40
     frequencies = 1e4 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)
-    frequencies[0] = 3.14
+    frequencies[:2] = torch.tensor([3.14, 5.9])  # About half a turn a position, and more.
     decode = torch.zeros(16, 32, 1)
     decode[torch.arange(16), torch.arange(16)] = 1
     eye = torch.eye(tokens)
@@ -128,7 +149,7 @@ def test_angles_at_a_million_are_as_exact_as_at_zero(where: str) -> None:
     assert (scores - 0.3 * (positions.double() * frequencies.unsqueeze(1)).cos()).abs().max() < 1e-5
 
 
-def test_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
+def test_queries_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
     case = Case(tokens=40, poison=0.0)
     options = case.options(True, "half")
     options["valid"] = options["valid"][:1]
@@ -136,6 +157,7 @@ def test_buffers_and_masks_may_be_repeated_or_lie_in_any_order() -> None:
     decode = case.keys.decode.transpose(1, 2).contiguous().transpose(1, 2)
     case.keys, case.values = (s._replace(data=s.data.transpose(1, 2).contiguous().transpose(1, 2)) for s in (case.keys, case.values))
     case.keys = case.keys._replace(decode=decode)
+    case.query = case.query.repeat_interleave(2, -1)[..., ::2]
     assert_same(attend(case, options), expected, case.dtype)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from hf_kvcaches.kernels.slots import Turn
+from tests.kernels.cases import NAN, Draws
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2, torch.float16: 6e-3}
-NAN = float("nan")
 
 
-class Case:
+class Case(Draws):
     """Random tensors of one shape.
 
     Args:
@@ -28,19 +28,12 @@ class Case:
     """
 
     def __init__(self, batch=2, kv_heads=2, group=2, slots=9, dim=8, value_dim=8, dtype=torch.float32, seed=0, poison=0.0) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-        self.shape = (batch, kv_heads, slots)
-        self.dtype = dtype
+        super().__init__(batch, kv_heads, slots, dtype, seed)
         self.query = self.randn(batch, kv_heads * group, 1, dim)
         self.far_query = self.randn(batch, kv_heads * group, 1, dim)
         self.keys, self.values = self.randn(*self.shape, dim) * 2, self.randn(*self.shape, value_dim)
-        self.valid = torch.rand(self.shape, generator=self.generator) < 0.6
-        self.valid[..., -1] = True
-        self.valid[0, 0] = slots == 1  # A row without any, unless it is the only slot.
+        self.valid = self.some()
         self.keys[~self.valid], self.values[~self.valid] = poison, poison
-
-    def randn(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
 
     def options(self, valid: bool, far: str, turn: str, softcap: float | None = None, want_weights: bool = True) -> dict[str, Any]:
         """Keyword arguments: `far` is "", "count" or "mask"; `turn` is "", "half" or "interleaved"."""

@@ -13,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels import _slots_triton
+from hf_kvcaches.kernels._slots_checks import Options
 from hf_kvcaches.kernels.slots import paged_attention, slot_attention, write_pages, write_slots
-from tests.kernels.slots_cases import NAN, TOLERANCE, Case, assert_same, write_arguments
+from tests.kernels.cases import NAN
+from tests.kernels.slots_cases import TOLERANCE, Case, assert_same, write_arguments
+from tests.kernels.triton_process import moved
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
+
 CASES = {
     "batch": st.integers(1, 2),
     "kv_heads": st.integers(1, 2),
@@ -38,29 +42,10 @@ OPTIONS = {
 FEW = settings(max_examples=10, deadline=None, derandomize=True)
 
 
-def moved(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(DEVICE)
-    if isinstance(value, tuple):
-        parts = [moved(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    if isinstance(value, dict):
-        return {name: moved(part) for name, part in value.items()}
-    return value
-
-
 def attend(query, keys, values, tables, slots, options, **tuning):
     """The launcher itself, which takes the number of splits and the size of a block as well."""
-    given = {"valid": None, "far": None, "far_query": None, "turn": None, "softcap": None, "want_weights": False} | moved(options)
-    got = _slots_triton.attend(*moved((query, keys, values, tables)), slots, 0.3, **given, **tuning)
+    got = _slots_triton.attend(*moved((query, keys, values, tables)), slots, 0.3, moved(Options(**options)), **tuning)
     return tuple(None if part is None else part.cpu() for part in got)
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and scratch that a kernel forgets to write are seen."""
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 @FEW

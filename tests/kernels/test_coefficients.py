@@ -21,7 +21,8 @@ from hf_kvcaches.kernels.coefficients import (
     merge_attention,
     quantize_tiles,
 )
-from tests.kernels.coefficients_cases import NAN, Case, assert_same
+from tests.kernels.cases import NAN
+from tests.kernels.coefficients_cases import Case, assert_same
 
 CASES = {
     "batch": st.integers(1, 2),

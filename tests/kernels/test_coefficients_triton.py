@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.test_slots_triton import SHARED_MEMORY, STRIDES, run
-
-HERE = Path(__file__).resolve()
+from hf_kvcaches.kernels._launch import padded
+from tests.kernels.triton_process import SHARED_MEMORY, STRIDES, assert_compiles, assert_passes, compile_all
 
 
 def test_every_kernel_equals_the_reference() -> None:
-    tests = str(HERE.parent / "coefficients_on_triton.py")
-    said = run("-m", "pytest", "-p", "no:cacheprovider", tests, interpret=not torch.cuda.is_available())
-    assert " passed" in said
-    assert "skipped" not in said
+    assert_passes("coefficients_on_triton.py")
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_kernel_compiles_ahead_of_time_and_fits(capability: int) -> None:
-    assert run(str(HERE), str(capability), interpret=False).split()[-1] == "compiled"
-
-
-def padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
+    assert_compiles("test_coefficients_triton.py", capability)
 
 
 def attend_variants():
@@ -88,26 +78,16 @@ def combine_variants():
         yield {**tensors, "decode": decode, **sizes}
 
 
-def compile_all(capability: int) -> None:
-    """Compiles every kernel in all its variants for a GPU that needs not be there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def wanted():
+    """Every kernel in all its variants."""
     from hf_kvcaches.kernels import _coefficients_triton as kernels
 
-    for kernel, wanted in ((kernels.attend_kernel, attend_variants()), (kernels.combine_kernel, combine_variants())):
-        for chosen in wanted:
-            types = {name: chosen[name] if isinstance(chosen[name], str | tuple) else "constexpr" for name in kernel.arg_names}
-            known = {(i,): chosen[name] for i, name in enumerate(kernel.arg_names) if types[name] == "constexpr"}
-            options = {"num_stages": 2}
-            if kernel is kernels.attend_kernel:
-                options["num_warps"] = kernels.warps(chosen["RANK"], chosen["VALUE_RANK"], chosen["query"] == "*fp32")
-            done = triton.compile(ASTSource(kernel, types, known), target=GPUTarget("cuda", capability, 32), options=options)
-            assert done.asm["cubin"]
-            assert done.metadata.shared <= SHARED_MEMORY[capability], (kernel, chosen, done.metadata.shared)
-    print("compiled")
+    for chosen in attend_variants():
+        warps = kernels.warps(chosen["RANK"], chosen["VALUE_RANK"], chosen["query"] == "*fp32")
+        yield kernels.attend_kernel, chosen, {"num_warps": warps}
+    for chosen in combine_variants():
+        yield kernels.combine_kernel, chosen, {}
 
 
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))
+    compile_all(int(sys.argv[1]), wanted())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.slots import Turn, paged_attention, slot_attention, write_pages, write_slots
-from tests.kernels.slots_cases import NAN, TOLERANCE, Case, assert_same, write_arguments
+from tests.kernels.cases import NAN
+from tests.kernels.slots_cases import TOLERANCE, Case, assert_same, write_arguments
 
 CASES = {
     "batch": st.integers(1, 3),

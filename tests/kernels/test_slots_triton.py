@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-HERE = Path(__file__).resolve()
-ROOT = HERE.parent.parent.parent
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-STRIDES = ("i64", "i64", "i64")
-
-
-def run(*arguments: str, interpret: bool) -> str:
-    """Runs Python in a process of its own: whether kernels are interpreted is settled when Triton is imported."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-    env |= {"PYTHONPATH": str(ROOT), **({"TRITON_INTERPRET": "1"} if interpret else {})}
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.kernels.triton_process import SHARED_MEMORY, STRIDES, assert_compiles, assert_passes, compile_all
 
 
 def test_every_kernel_equals_the_reference() -> None:
-    said = run("-m", "pytest", "-p", "no:cacheprovider", str(HERE.parent / "slots_on_triton.py"), interpret=not torch.cuda.is_available())
-    assert " passed" in said
-    assert "skipped" not in said
+    assert_passes("slots_on_triton.py")
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 def test_every_kernel_compiles_ahead_of_time_and_fits(capability: int) -> None:
-    assert run(str(HERE), str(capability), interpret=False).split()[-1] == "compiled"
+    assert_compiles("test_slots_triton.py", capability)
 
 
 def attend_variants():
@@ -107,12 +89,8 @@ def write_variants():
         }
 
 
-def compile_all(capability: int) -> None:
-    """Compiles every kernel in all its variants for a GPU that needs not be there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def wanted():
+    """Every kernel in all its variants."""
     from hf_kvcaches.kernels import _slots_triton as kernels
 
     variants = {
@@ -120,16 +98,8 @@ def compile_all(capability: int) -> None:
         kernels.combine_kernel: combine_variants(),
         kernels.write_kernel: write_variants(),
     }
-    for kernel, wanted in variants.items():
-        for chosen in wanted:
-            types = {name: chosen[name] if isinstance(chosen[name], str | tuple) else "constexpr" for name in kernel.arg_names}
-            known = {(i,): chosen[name] for i, name in enumerate(kernel.arg_names) if types[name] == "constexpr"}
-            target = GPUTarget("cuda", capability, 32)
-            done = triton.compile(ASTSource(kernel, types, known), target=target, options={"num_stages": 2})
-            assert done.asm["cubin"]
-            assert done.metadata.shared <= SHARED_MEMORY[capability], (kernel, chosen, done.metadata.shared)
-    print("compiled")
+    return ((kernel, chosen, {}) for kernel, some in variants.items() for chosen in some)
 
 
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))
+    compile_all(int(sys.argv[1]), wanted())

@@ -1,0 +1,28 @@
+"""How launchers cut their work."""
+
+import pytest
+import torch
+
+from hf_kvcaches.kernels._launch import padded, portions, strided
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65, 1000])
+@pytest.mark.parametrize("wanted", [None, 1, 2, 5, 100])
+@pytest.mark.parametrize("block", [16, 64])
+def test_programs_have_whole_blocks_and_none_is_idle(count: int, wanted: int | None, block: int) -> None:
+    chunk, programs = portions(count, block, 3, wanted, torch.device("cpu"))
+    assert chunk % block == 0
+    assert (programs - 1) * chunk < count <= programs * chunk
+    assert programs <= (wanted or 1)
+    assert wanted is None or chunk == block or (chunk - block) * wanted < count  # No program has a block more than it takes.
+
+
+def test_blocks_are_powers_of_two_from_sixteen_on() -> None:
+    assert [padded(dim) for dim in (0, 1, 15, 16, 17, 60, 64, 65, 256)] == [16, 16, 16, 16, 32, 64, 64, 128, 256]
+
+
+def test_what_is_repeated_has_no_stride_and_masks_are_bytes() -> None:
+    mask = torch.ones(1, 2, 5, dtype=torch.bool)
+    tensor, *strides = strided(mask, (3, 2, 5))
+    assert tensor.dtype == torch.uint8
+    assert strides == [0, 5, 1]

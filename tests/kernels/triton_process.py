@@ -1,0 +1,72 @@
+"""What the tests of all Triton kernels share: processes of their own, where tensors go, and compiling for GPUs that are not there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+STRIDES = ("i64", "i64", "i64")
+
+
+def run(*arguments: str, interpret: bool) -> str:
+    """Runs Python in a process of its own: whether kernels are interpreted is settled when Triton is imported."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONPATH": str(ROOT), **({"TRITON_INTERPRET": "1"} if interpret else {})}
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def assert_passes(tests: str) -> None:
+    """All tests of a file in this folder pass: under Triton's interpreter, or on a GPU where there is one."""
+    said = run("-m", "pytest", "-p", "no:cacheprovider", str(HERE / tests), interpret=not torch.cuda.is_available())
+    assert " passed" in said
+    assert "skipped" not in said
+
+
+def moved(value: Any) -> Any:
+    """All tensors within a value, on the device that kernels run on."""
+    if isinstance(value, torch.Tensor):
+        return value.to(DEVICE)
+    if isinstance(value, tuple):
+        parts = [moved(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, dict):
+        return {name: moved(part) for name, part in value.items()}
+    return value
+
+
+def compile_all(capability: int, wanted: Iterable[tuple[Any, dict[str, Any], dict[str, int]]]) -> None:
+    """Compiles kernels for a GPU that needs not be there, and says so when all of them fit its shared memory.
+
+    Args:
+        capability: Of the GPU.
+        wanted: A kernel, its arguments, and options of the compiler. Strings are types, all else is known when it is compiled.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    for kernel, chosen, options in wanted:
+        types = {name: chosen[name] if isinstance(chosen[name], str | tuple) else "constexpr" for name in kernel.arg_names}
+        known = {(i,): chosen[name] for i, name in enumerate(kernel.arg_names) if types[name] == "constexpr"}
+        target = GPUTarget("cuda", capability, 32)
+        done = triton.compile(ASTSource(kernel, types, known), target=target, options={"num_stages": 2} | options)
+        assert done.asm["cubin"]
+        assert done.metadata.shared <= SHARED_MEMORY[capability], (kernel, chosen, done.metadata.shared)
+    print("compiled")
+
+
+def assert_compiles(tests: str, capability: int) -> None:
+    """A file in this folder, run as a script, compiles its kernels, which needs a process where none is interpreted."""
+    assert run(str(HERE / tests), str(capability), interpret=False).split()[-1] == "compiled"
