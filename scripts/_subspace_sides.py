@@ -30,6 +30,8 @@ SCORES_SPREAD = 3.0  # standard deviation of the scores: outputs are then made o
 CHUNK = 1024  # tokens of a prompt that are fed at once
 MIB = 2**20
 
+Makers = dict[str, Callable[[], Cache]]
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -84,31 +86,36 @@ def last_cache(device: torch.device) -> int:
 
 
 class Clock:
-    """Times single calls, with nothing of what they read left in the processor's caches.
-
-    In a model the other layers and the weights have gone through these since a layer was last asked; alone it would find all in place.
+    """Times single calls.
 
     Args:
         device: Where calls run.
-        warm: Leave in the caches what is there.
+        warm: On a CPU, let each call find in the processor's caches what it read the last time.
         small: For a run whose numbers mean nothing.
     """
 
     def __init__(self, device: torch.device, *, warm: bool = False, small: bool = False) -> None:
         self.device, self.warm = device, warm
-        # On a GPU the reading also has to take longer than it takes Python to give the call that is timed.
         size = 4 * MIB if small else 2048 * MIB if device.type == "cuda" else min(1024 * MIB, max(256 * MIB, 2 * last_cache(device)))
         self._other = torch.ones(size // 4, device=device)
         self.bandwidth = self._bandwidth()
 
-    def of(self, work: Callable[[], object]) -> list[float]:
-        """Seconds of a call; on CUDA those of the device."""
-        return [self._one(work, self.warm)]
+    def layers(self, size: int, calls: int) -> int:
+        """How many tensors of that size are to be read in turns, so that none is in a cache when its turn comes again.
 
-    def _one(self, work: Callable[[], object], warm: bool) -> float:
-        if not warm:
-            self._other.sum()
+        Args:
+            size: In bytes.
+            calls: In all; more tensors are of no use.
+        """
+        if self.warm or self.device.type == "cuda":
+            return 1
+        return max(1, min(calls, -(-2 * last_cache(self.device) // size)))
+
+    def of(self, work: Callable[[], object]) -> float:
+        """Seconds of a call; on CUDA those of the device."""
         if self.device.type == "cuda":
+            # Empties the caches, and takes longer than Python takes to give the call that is timed.
+            self._other.sum()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             work()
@@ -122,13 +129,10 @@ class Clock:
         return time.perf_counter() - begin
 
     def _bandwidth(self) -> float:
-        """Bytes a second: the better of summing a large tensor and copying it, which reads and writes."""
-        target = torch.empty_like(self._other)
-        size = self._other.nbytes
+        """Bytes a second: the best of summing a large tensor and copying it, which reads and writes."""
+        target, size = torch.empty_like(self._other), self._other.nbytes
         works = ((self._other.sum, size), (lambda: target.copy_(self._other), 2 * size))
-        for work, _ in works:
-            self._one(work, True)
-        return max(size / statistics.median(self._one(work, True) for _ in range(7)) for work, size in works)
+        return max(size / min(self.of(work) for _ in range(9)) for work, size in works)
 
 
 def compared(seconds: dict[str, list[float]], baselines: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -143,15 +147,9 @@ def compared(seconds: dict[str, list[float]], baselines: Sequence[str]) -> dict[
     rows: dict[str, dict[str, Any]] = {}
     for name, own in seconds.items():
         ratios = [base / mine for base, mine in zip(seconds[best], own, strict=True)]
-        columns: dict[str, Any] = {f"{key}_ms": value for key, value in _times(own).items()}
-        rows[name] = {"side": name, "baseline": best, **columns, **spread("ratio", ratios)}
+        rows[name] = {"side": name, "baseline": best, **spread("time", own, 1e3), **spread("ratio", ratios)}
         rows[name]["total_ratio"] = round(sum(seconds[best]) / sum(own), 4)
     return rows
-
-
-def _times(seconds: Sequence[float]) -> dict[str, float]:
-    columns = spread("time", seconds, 1e3)
-    return {"median": columns["time_ms"], "q1": columns["time_q1_ms"], "q3": columns["time_q3_ms"]}
 
 
 class Kernels:
@@ -160,11 +158,12 @@ class Kernels:
     Args:
         cell: How many, and in which precision.
         device: Where they are.
+        seed: Of the numbers.
     """
 
-    def __init__(self, cell: Cell, device: torch.device) -> None:
+    def __init__(self, cell: Cell, device: torch.device, seed: int = 0) -> None:
         self.cell, self.device, self.dtype = cell, device, getattr(torch, cell.dtype)
-        random = torch.Generator(device).manual_seed(0)
+        random = torch.Generator(device).manual_seed(seed)
         normal = lambda *shape: torch.randn(*shape, generator=random, device=device)  # noqa: E731
         dim, rank = cell.head_dim, cell.head_dim // 4
         self.scaling = dim**-0.5
@@ -225,33 +224,34 @@ class Kernels:
             GROUPED: lambda: attend(grouped, keys, values).view_as(self.query),
         }
 
-    def prove(self, variants: Sequence[str]) -> tuple[float, dict[str, Callable[[], torch.Tensor]]]:
-        """The greatest difference between any two ways to attend, an error if it is too great, and the ways to the full keys."""
-        worst, baselines = 0.0, {}
-        for variant in variants:
-            baselines = self.baselines(*self.full(variant))
-            expected, *others = (work().float() for work in baselines.values())
+    def prove(self) -> float:
+        """The greatest difference between any two ways to attend, an error if it is too great."""
+        worst = 0.0
+        for variant in VARIANTS:
+            expected, *others = (work().float() for work in self.baselines(*self.full(variant)).values())
             others.append(self.ours(variant)().float().transpose(1, 2))
             error = max(float((other - expected).abs().max()) for other in others)
             if not error <= TOLERANCE[self.cell.dtype]:
-                raise SystemExit(
-                    f"{self.cell}: {variant} differs by {error:.3g}, more than {TOLERANCE[self.cell.dtype]:.0e}: nothing timed"
-                )
+                raise SystemExit(f"{self.cell} {variant}: outputs differ by {error:.3g}, more than {TOLERANCE[self.cell.dtype]:.0e}")
             worst = max(worst, error)
-        return worst, baselines
+        return worst
 
 
 def attention_alone(cell: Cell, clock: Clock, rounds: int) -> list[dict[str, Any]]:
     """Attention of one new token a row in one layer: all variants and all ways of SDPA, one row each."""
-    kernels = Kernels(cell, clock.device)
-    error, baselines = kernels.prove(VARIANTS)
-    works: dict[str, Callable[[], object]] = {**baselines, **{variant: kernels.ours(variant) for variant in VARIANTS}}
-    turns = [lambda work=work: clock.of(work) for work in works.values()]
-    seconds = {name: [each[0] for each in own] for name, own in zip(works, in_turns(turns, rounds), strict=True)}
-    rows = compared(seconds, list(baselines))
+    layers = [Kernels(cell, clock.device, seed) for seed in range(clock.layers(cell.full_bytes, rounds + 1))]
+    error, first = layers[0].prove(), layers[0]
+    ways: dict[str, list[Callable[[], object]]] = {}
+    for layer in layers:
+        for name, work in (layer.baselines(*layer.full("post")) | {variant: layer.ours(variant) for variant in VARIANTS}).items():
+            ways.setdefault(name, []).append(work)
+    # Each call reads the next layer's numbers, as in a model: alone, a layer would find its own in the processor's caches.
+    turns = [lambda works=works: [clock.of(next(works))] for works in map(itertools.cycle, ways.values())]
+    seconds = {name: [each[0] for each in own] for name, own in zip(ways, in_turns(turns, rounds), strict=True)}
+    rows = compared(seconds, [name for name in ways if name not in VARIANTS])
     for name, row in rows.items():
-        size = cell.full_bytes + kernels.query.nbytes if name in baselines else kernels.bytes_of(name)
-        row |= floor(size, row["median_ms"], clock) | {"error": error}
+        size = first.bytes_of(name) if name in VARIANTS else cell.full_bytes + first.query.nbytes
+        row |= floor(size, row["time_ms"], clock) | {"error": error}
     return list(rows.values())
 
 
@@ -268,7 +268,7 @@ class Stepping:
         makers: Each side's empty cache.
     """
 
-    def __init__(self, models: Models, makers: dict[str, Callable[[], Cache]]) -> None:
+    def __init__(self, models: Models, makers: Makers) -> None:
         self.models, self.filled = models, 0
         self.caches = {name: make() for name, make in makers.items()}
         self._random = torch.Generator().manual_seed(1)
@@ -308,7 +308,7 @@ class Stepping:
     def measure(self, cell: Cell, clock: Clock, rounds: int, steps: int, baseline: str) -> list[dict[str, Any]]:
         seconds, sizes = self.seconds(cell, rounds, steps)
         rows = compared(seconds, [baseline])
-        return [row | floor(sizes[name], row["median_ms"], clock) | {"steps": steps} for name, row in rows.items()]
+        return [row | floor(sizes[name], row["time_ms"], clock) | {"steps": steps} for name, row in rows.items()]
 
 
 def feed(model: LlamaForCausalLM, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
@@ -336,7 +336,7 @@ def calibrated(models: Models, tokens: int, **options: Any) -> SubspaceBases:
     return SubspaceBases.calibrate(models.switched, None, [ids.tolist()], block=512, progress=False, **options)
 
 
-def step_makers(models: Models, tokens: int) -> dict[str, Callable[[], Cache]]:
+def step_makers(models: Models, tokens: int) -> Makers:
     """The full caches, and `SubspaceCache` with ranks of a quarter of the dimensions."""
     plain, model = models.plain, models.switched
     rank = plain.config.head_dim // 4
@@ -350,7 +350,7 @@ def step_makers(models: Models, tokens: int) -> dict[str, Callable[[], Cache]]:
     }
 
 
-def adaptive_makers(models: Models, tokens: int, adaptive: Any) -> dict[str, Callable[[], Cache]]:
+def adaptive_makers(models: Models, tokens: int, adaptive: Any) -> Makers:
     """Bases from calibration, and those that follow the text, of the same ranks.
 
     Args:
@@ -366,7 +366,7 @@ def adaptive_makers(models: Models, tokens: int, adaptive: Any) -> dict[str, Cal
     }
 
 
-def prefills(cell: Cell, models: Models, makers: dict[str, Callable[[], Cache]], rounds: int) -> list[dict[str, Any]]:
+def prefills(cell: Cell, models: Models, makers: Makers, rounds: int) -> list[dict[str, Any]]:
     """A whole prompt at once into an empty cache."""
     ids = Stepping(models, {}).ids(cell.batch, cell.tokens)
     turns = [lambda make=make: [_mean_step(models.switched, make(), ids, 1)] for make in makers.values()]

@@ -3,10 +3,10 @@
     python scripts/bench_subspace.py [--device auto] [--csv docs/benchmarks/subspace.csv] [--plot docs/benchmarks/subspace.png]
 
 `decode` is one layer's attention of one new token a row, with ranks of a quarter of the head's dimensions, beside SDPA on the full keys
-and values: the fastest of the ways to call it, where heads share keys. Before each call other memory is read, as in a model (`--warm`
-leaves that out). `step` is the whole forward pass of a small Llama; GrowingCache shows how much of the gain is from not copying a
-DynamicCache for every token. `adaptive` is the time of adaptive bases over that of static ones; sketches work in bursts, so decoding is
-judged by the time of all steps together.
+and values: the fastest of the ways to call it, where heads share keys. Each call reads other keys and values than the one before, as the
+layers of a model do: what it reads is not in the processor's caches (`--warm`: it may be). `step` is the whole forward pass of a small
+Llama; GrowingCache shows how much of the gain is from not copying a DynamicCache for every token. `adaptive` is the time of adaptive bases
+over that of static ones; sketches work in bursts, so decoding is judged by the time of all steps together.
 
 Before anything is timed, what both sides give is compared. All sides of a cell run in turns in one process: a ratio is the median over
 rounds of the baseline's time by ours. The floor is the time in which the bytes that must be read can be read, at the measured speed of
@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from _subspace_sides import (
     Cell,
     Clock,
     Kernels,
+    Makers,
     Stepping,
     adaptive_makers,
     attention_alone,
@@ -57,8 +59,8 @@ except ImportError:
 SECTIONS = ("decode", "step", "adaptive")
 LONG = (8, 32768)  # batch and tokens of what only GPUs are asked for
 FIELDS = (
-    "caches section measure dtype kv head_dim batch tokens rounds steps side baseline median_ms q1_ms q3_ms ratio ratio_q1 ratio_q3 "
-    "total_ratio error bytes gb_per_second floor_share"
+    "caches section measure dtype kv head_dim batch tokens rounds steps side baseline time_ms time_q1_ms time_q3_ms "
+    "ratio ratio_q1 ratio_q3 total_ratio error bytes gb_per_second floor_share"
 ).split()
 
 Row = dict[str, Any]
@@ -110,24 +112,20 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     _stepping: tuple[Any, Any] | None = None
 
-    def cell(self, dtype: str, kv: str, head_dim: int, batch: int, tokens: int, layers: int = 0) -> Cell:
-        cell = Cell(dtype, kv, head_dim, batch, tokens)
-        return replace(cell, batch=rows_that_fit(cell, self.size.most, layers))
+    def cells(self, points: Iterable[tuple[int, int]], head_dims: Iterable[int], layers: int = 0) -> list[Cell]:
+        """Cells of these batches and tokens, with as many rows as there is memory for."""
+        size = self.size
+        grid = [Cell(dtype, kv, dim, *point) for dtype, kv, dim, point in itertools.product(size.dtypes, size.kv, head_dims, points)]
+        return list(dict.fromkeys(replace(cell, batch=rows_that_fit(cell, size.most, layers)) for cell in grid))
 
     def decode_cells(self) -> list[Cell]:
         size = self.size
-        points = [(batch, tokens) for tokens in size.tokens for batch in size.batches] + list(size.long)
-        return [self.cell(dtype, kv, dim, *point) for dtype in size.dtypes for kv in size.kv for dim in size.head_dims for point in points]
+        return self.cells([*itertools.product(size.batches, size.tokens), *size.long], size.head_dims)
 
-    def step_cells(self) -> list[Cell]:
-        size, shape = self.size, self.size.shape
-        points = [(batch, tokens) for tokens in sorted(size.tokens) for batch in size.batches]
-        return [self.cell(dtype, kv, shape.head_dim, *point, shape.layers) for dtype in size.dtypes for kv in size.kv for point in points]
-
-    def adaptive_cells(self) -> list[Cell]:
-        size, shape = self.size, self.size.shape
-        points = [(batch, size.sketching[0]) for batch in size.batches]
-        return [self.cell(dtype, kv, shape.head_dim, *point, shape.layers) for dtype in size.dtypes for kv in size.kv for point in points]
+    def model_cells(self, tokens: Iterable[int]) -> list[Cell]:
+        # Shorter ones come first: the caches of one are those of the next, which read on.
+        points = [(batch, each) for each in sorted(tokens) for batch in self.size.batches]
+        return self.cells(points, [self.size.shape.head_dim], self.size.shape.layers)
 
     def jobs(self, sections: Sequence[str]) -> list[Job]:
         """Everything there is to measure: its name, and the work."""
@@ -135,10 +133,13 @@ class Run:
         if "decode" in sections:
             jobs += [(f"decode {cell}", lambda cell=cell: self.decode(cell)) for cell in self.decode_cells()]
         if "step" in sections:
-            jobs += [(f"step {cell}", lambda cell=cell: self.step(cell)) for cell in self.step_cells()]
+            jobs += [(f"step {cell}", lambda cell=cell: self.step(cell)) for cell in self.model_cells(self.size.tokens)]
         if "adaptive" in sections:
-            cells = self.adaptive_cells()
-            jobs += [(f"prefill {cell}", lambda cell=cell: self.prefill(cell)) for cell in cells if cell.batch == 1]
+            cells = self.model_cells(self.size.sketching[:1])
+            jobs += [
+                (f"prefill {cell}", lambda cell=cell: self.prefill(cell))
+                for cell in dict.fromkeys(replace(cell, batch=1) for cell in cells)
+            ]
             jobs += [(f"adaptive {cell}", lambda cell=cell: self.adaptive(cell)) for cell in cells]
         return jobs
 
@@ -146,7 +147,7 @@ class Run:
         return self._labelled(attention_alone(cell, self.clock, self.size.calls), cell, "decode", "attention", self.size.calls)
 
     def step(self, cell: Cell) -> list[Row]:
-        stepping = self._filled("step", cell, lambda models: Stepping(models, step_makers(models, self.size.calibration)))
+        stepping = self._filled("step", cell, lambda models: step_makers(models, self.size.calibration))
         # On one or two threads a step of many tokens takes half a second.
         steps = self.size.steps if self.clock.device.type == "cuda" or cell.batch * cell.tokens <= 20_000 else min(4, self.size.steps)
         rows = stepping.measure(cell, self.clock, self.size.rounds, steps, FULL)
@@ -154,30 +155,31 @@ class Run:
 
     def prefill(self, cell: Cell) -> list[Row]:
         models = self._models(cell)
-        makers = adaptive_makers(models, self.size.calibration, AdaptiveSubspace)
-        rows = prefills(cell, models, makers, self.size.prefills)
+        rows = prefills(cell, models, self._adaptive_makers(models), self.size.prefills)
         return self._labelled(rows, cell, "adaptive", "prefill", self.size.prefills)
 
     def adaptive(self, cell: Cell) -> list[Row]:
-        stepping = self._filled(
-            "adaptive", cell, lambda models: Stepping(models, adaptive_makers(models, self.size.calibration, AdaptiveSubspace))
-        )
+        stepping = self._filled("adaptive", cell, self._adaptive_makers)
         _, rounds, steps = self.size.sketching
         return self._labelled(stepping.measure(cell, self.clock, rounds, steps, STATIC), cell, "adaptive", "step", rounds)
+
+    def _adaptive_makers(self, models: Models) -> Makers:
+        return adaptive_makers(models, self.size.calibration, AdaptiveSubspace)
 
     def _models(self, cell: Cell) -> Models:
         return Models.make(self.size.shape, cell.kv, cell.dtype, self.clock.device, sharp=False)
 
-    def _filled(self, section: str, cell: Cell, make: Callable[[Models], Stepping]) -> Stepping:
+    def _filled(self, section: str, cell: Cell, makers: Callable[[Models], Makers]) -> Stepping:
         """The caches of the cell before, if they only have to read on."""
         key = (section, cell.dtype, cell.kv)
         if self._stepping is None or self._stepping[0] != key:
             self._stepping = None  # before the next ones are filled
-            self._stepping = key, make(self._models(cell))
+            models = self._models(cell)
+            self._stepping = key, Stepping(models, makers(models))
         return self._stepping[1]
 
     def _labelled(self, rows: list[Row], cell: Cell, section: str, measure: str, rounds: int) -> list[Row]:
-        own = {"caches": "warm" if self.clock.warm and section == "decode" else "cold" if section == "decode" else "", "section": section}
+        own = {"caches": ("warm" if self.clock.warm else "cold") if section == "decode" else "", "section": section}
         own |= {"measure": measure, **asdict(cell), "rounds": rounds, "gb_per_second": round(self.clock.bandwidth / 1e9, 2)}
         return [own | row for row in rows]
 
@@ -196,10 +198,6 @@ def cell_of(row: Row) -> str:
     return str(Cell(row["dtype"], row["kv"], row["head_dim"], row["batch"], row["tokens"]))
 
 
-def share(row: Row) -> str:
-    return f"{row['floor_share']:.0%}" if "floor_share" in row else "-"
-
-
 def spread_of(row: Row) -> str:
     return f"{row['ratio_q1']:.2f}-{row['ratio_q3']:.2f}"
 
@@ -207,18 +205,14 @@ def spread_of(row: Row) -> str:
 def show(rows: Sequence[Row]) -> str:
     """A table for each section."""
     tables = []
-    for section in SECTIONS:
-        own = [row for row in rows if row["section"] == section]
-        if not own:
-            continue
-        base = {(cell_of(row), row["measure"]): row for row in own if row["side"] == row["baseline"]}
+    for section in dict.fromkeys(row["section"] for row in rows):
         lines = []
-        for row in own:
-            other = base[cell_of(row), row["measure"]]
-            line = [f"{row['measure']} {cell_of(row)}", row["side"], f"{row['median_ms']:.3f}", f"{row['q1_ms']:.3f}-{row['q3_ms']:.3f}"]
-            line += [f"{row['ratio']:.2f}x", spread_of(row), f"{row['total_ratio']:.2f}x", share(row), other["side"]]
+        for row in (row for row in rows if row["section"] == section):
+            line = [f"{row['measure']} {cell_of(row)}", row["side"], f"{row['time_ms']:.3f}"]
+            line += [f"{row['time_q1_ms']:.3f}-{row['time_q3_ms']:.3f}", f"{row['ratio']:.2f}x", spread_of(row)]
+            line += [f"{row['total_ratio']:.2f}x", f"{row['floor_share']:.0%}" if "floor_share" in row else "-", row["baseline"]]
             lines.append(line)
-        header = [section, "side", "ms", "quartiles", "ratio", "quartiles", "in all", "of the floor", "ratio to"]
+        header = [section, "side", "ms", "quartiles", "ratio", "quartiles", "in all", "floor", "ratio to"]
         tables.append(table(header, lines))
     return "\n\n".join(tables)
 
@@ -230,9 +224,7 @@ class Bar:
     Args:
         text: In words.
         least: Ratio.
-        section: Of the rows that it is about; and so on.
-        side: Likewise.
-        measure: Likewise.
+        section: Of the rows that it is about; `side` and `measure` too.
         column: Which ratio.
         points: Batch and tokens, or None for all.
     """
@@ -265,19 +257,19 @@ class Bar:
     def _missed(self, row: Row, rows: Sequence[Row]) -> str:
         keys = ("section", "measure", "dtype", "kv", "head_dim", "batch", "tokens", "baseline")
         other = next(each for each in rows if each["side"] == row["baseline"] and all(each[key] == row[key] for key in keys))
-        line = f"    {cell_of(row)}: {row[self.column]:.2f}x ({spread_of(row)}), {row['median_ms']:.3f} ms"
+        line = f"    {cell_of(row)}: {row[self.column]:.2f}x ({spread_of(row)}), {row['time_ms']:.3f} ms"
         if "floor_share" not in row:
             return line
-        return f"{line}; the floor is {share(row)} of that, and {share(other)} of the {other['median_ms']:.3f} ms of {other['side']}"
+        shares = f"the floor is {row['floor_share']:.0%} of that, and {other['floor_share']:.0%} of the {other['time_ms']:.3f} ms"
+        return f"{line}; {shares} of {other['side']}"
 
 
 def bars(device: torch.device) -> list[Bar]:
     promised = []
     for variant in VARIANTS if device.type == "cpu" else ():
-        if variant.startswith("post"):
-            promised.append(Bar(f"{variant} at least 3x as fast as SDPA", 3.0, "decode", variant))
-        else:
-            promised.append(Bar(f"{variant} at most 1.5x the time of SDPA (0.667x)", 1 / 1.5, "decode", variant))
+        fast = variant.startswith("post")
+        text = "at least 3x as fast as SDPA" if fast else "at most 1.5x the time of SDPA (0.667x)"
+        promised.append(Bar(f"{variant} {text}", 3.0 if fast else 1 / 1.5, "decode", variant))
     if device.type == "cuda":
         promised.append(Bar("aware int8 at least 2x as fast as SDPA at 8 x 32768", 2.0, "decode", "aware int8", points=(LONG,)))
     promised.append(Bar("adaptive bases take at most 10% more of a prefill (0.909x)", 1 / 1.10, "adaptive", ADAPTIVE, "prefill"))
@@ -302,8 +294,7 @@ def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     for row in rows:
         if row["section"] != "adaptive" and row["side"] in (*VARIANTS, GROWING):
             groups.setdefault((row["section"], row["dtype"], row["kv"], row["head_dim"]), []).append(row)
-    wide = min(3, max(1, len(groups)))
-    tall = max(1, -(-len(groups) // wide))
+    wide, tall = min(3, max(1, len(groups))), max(1, -(-len(groups) // 3))
     figure, axes = plots.subplots(tall, wide, figsize=(5 * wide, 3.6 * tall), squeeze=False, layout="constrained")
     colors = dict(zip((*VARIANTS, GROWING), ("tab:blue", "tab:orange", "tab:cyan", "tab:red", "tab:gray"), strict=True))
     for axis, ((section, dtype, kv, dim), own) in zip(axes.flat, groups.items(), strict=False):
@@ -333,7 +324,7 @@ def profile(run: Run) -> str:
     """Which operations the time of one decode cell goes to."""
     cell = run.decode_cells()[0]
     kernels = Kernels(cell, run.clock.device)
-    kernels.prove(VARIANTS)
+    kernels.prove()
     parts = []
     for variant in VARIANTS:
         work = kernels.ours(variant)
@@ -350,8 +341,11 @@ def chosen(args: argparse.Namespace, device: torch.device) -> tuple[Size, list[s
     size, notes = QUICK if args.quick else FULL_SIZE, []
     if device.type == "cuda" and not args.quick:
         size = replace(size, dtypes=("bfloat16",), long=(LONG,), calls=50, most=32e9)
-    if args.dtype:
-        size = replace(size, dtypes=tuple(args.dtype))
+    given = {"dtypes": args.dtype, "tokens": args.tokens, "batches": args.batches, "head_dims": args.head_dims}
+    for name, values in given.items():
+        if values and name != "dtypes" and min(values) < 1:
+            raise ConfigError.of(f"--{name.replace('_', '-')}", "at least 1", min(values))
+    size = replace(size, **{name: tuple(values) for name, values in given.items() if values})
     size = replace(size, most=min(size.most, 0.7 * bytes_free(device)))
     sections = list(args.sections)
     if AdaptiveSubspace is None and "adaptive" in sections:  # until AdaptiveSubspace is there
@@ -365,8 +359,10 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, help="of the CPU; default: as torch has it")
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), help="default: float32 on CPUs, bfloat16 on GPUs")
+    for name in ("tokens", "batches", "head-dims"):
+        parser.add_argument(f"--{name}", nargs="+", type=int, help="only these" + (", in decode" if name == "head-dims" else ""))
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="only these")
-    parser.add_argument("--warm", action="store_true", help="decode: leave the processor's caches as the call before left them")
+    parser.add_argument("--warm", action="store_true", help="decode on a CPU: all calls read the same keys and values")
     parser.add_argument("--profile", action="store_true", help="only show where the time of one decode cell goes")
     parser.add_argument("--csv", type=Path, help="write every number here")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
