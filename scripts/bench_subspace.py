@@ -86,7 +86,7 @@ class Size:
     sketching: tuple[int, int, int] = (4096, 16, 64)
     """Tokens of the prompt; rounds and steps of a round after it, together more than a chunk."""
     prefills: int = 7
-    calibration: int = 4096
+    calibration: int = 2048
     most: float = 4e9
     """Bytes of a cell."""
 
