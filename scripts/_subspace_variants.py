@@ -10,6 +10,7 @@ import torch
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches.core.cache import measured_bytes
+from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
 from hf_kvcaches.subspace.bases import SubspaceBases
 from hf_kvcaches.subspace.cache import SubspaceCache
 
@@ -27,15 +28,15 @@ class Variant:
     Args:
         name: What tables call it.
         mode: Which of the caches.
-        bases: Options of `SubspaceBases.calibrate`.
+        options: Of `SubspaceBases.calibrate`, or of `AdaptiveSubspace`.
         windows: With which (sinks, recent) it is measured.
         coefficients: Of `SubspaceCache`.
         quick: Whether `--quick` takes it along.
     """
 
     name: str
-    mode: Literal["full", "static"]
-    bases: Mapping[str, Any] = field(default_factory=dict)
+    mode: Literal["full", "static", "adaptive"]
+    options: Mapping[str, Any] = field(default_factory=dict)
     windows: tuple[Window, ...] = (NONE,)
     coefficients: Literal["int8"] | None = None
     quick: bool = False
@@ -43,6 +44,10 @@ class Variant:
 
 def _static(name: str, *windows: Window, int8: bool = False, quick: bool = False, **bases: Any) -> Variant:
     return Variant(name, "static", bases, windows or (NONE,), "int8" if int8 else None, quick)
+
+
+def _adaptive(name: str, *windows: Window, int8: bool = False, quick: bool = False, **options: Any) -> Variant:
+    return Variant(name, "adaptive", options, windows or (NONE,), "int8" if int8 else None, quick)
 
 
 # Ratios of 0.34, and of 0.33 in 8 bits, are those that stay below 0.375 and 0.20 with bases, scales, window and reserve.
@@ -120,7 +125,10 @@ class Workshop:
         variant, (sinks, recent) = run.variant, run.window
         if variant.mode == "full":
             return DynamicCache(config=self.model.config)
-        bases = self.bases(variant.bases)
+        if variant.mode == "adaptive":
+            adaptive = AdaptiveSubspace(**variant.options)
+            return SubspaceCache(model or self.model, adaptive=adaptive, sinks=sinks, recent=recent, coefficients=variant.coefficients)
+        bases = self.bases(variant.options)
         if model is not None:
             bases = replace(bases, fingerprint=None)  # another dtype is another fingerprint
         return SubspaceCache(model or self.model, bases, sinks=sinks, recent=recent, coefficients=variant.coefficients)
@@ -156,8 +164,8 @@ class Workshop:
         variant = run.variant
         if variant.mode == "full":
             return {"variant": variant.name, "mode": "full", "bytes_ratio": 1.0}
-        options = {"rotation": "aware", "metric": "attention", "gamma": "calibrated", "share": "head", **variant.bases}
-        rule = next(f"{name}={variant.bases[name]}" for name in ("rank", "energy", "bytes_ratio") if name in variant.bases)
+        options = {"rotation": "aware", "metric": "attention", "gamma": "calibrated", "share": "head", **variant.options}
+        rule = next(f"{name}={variant.options[name]}" for name in ("rank", "energy", "bytes_ratio") if name in variant.options)
         return {
             "variant": variant.name,
             "mode": variant.mode,

@@ -48,13 +48,8 @@ from _subspace_sides import (
 )
 from tqdm import tqdm
 
-from hf_kvcaches import KVCacheError
+from hf_kvcaches import AdaptiveSubspace, KVCacheError
 from hf_kvcaches.errors import ConfigError, require
-
-try:  # until AdaptiveSubspace is there
-    from hf_kvcaches import AdaptiveSubspace
-except ImportError:
-    AdaptiveSubspace = None
 
 SECTIONS = ("decode", "step", "adaptive")
 LONG = (8, 32768)  # batch and tokens of what only GPUs are asked for
@@ -338,7 +333,7 @@ def profile(run: Run) -> str:
 
 def chosen(args: argparse.Namespace, device: torch.device) -> tuple[Size, list[str], list[str]]:
     """What to measure, and why some of it is left out."""
-    size, notes = QUICK if args.quick else FULL_SIZE, []
+    size = QUICK if args.quick else FULL_SIZE
     if device.type == "cuda" and not args.quick:
         size = replace(size, dtypes=("bfloat16",), long=(LONG,), calls=50, most=32e9)
     given = {"dtypes": args.dtype, "tokens": args.tokens, "batches": args.batches, "head_dims": args.head_dims}
@@ -348,10 +343,7 @@ def chosen(args: argparse.Namespace, device: torch.device) -> tuple[Size, list[s
     size = replace(size, **{name: tuple(values) for name, values in given.items() if values})
     size = replace(size, most=min(size.most, 0.7 * bytes_free(device)))
     sections = list(args.sections)
-    if AdaptiveSubspace is None and "adaptive" in sections:  # until AdaptiveSubspace is there
-        sections.remove("adaptive")
-        notes.append("adaptive: skipped, this hf_kvcaches has no AdaptiveSubspace")
-    return size, sections, notes
+    return size, sections
 
 
 def main() -> None:
@@ -375,7 +367,7 @@ def main() -> None:
     device = pick_device(args.device)
     if args.plot:
         require("matplotlib", "plots", "The plot")
-    size, sections, notes = chosen(args, device)
+    size, sections = chosen(args, device)
     clock = Clock(device, warm=args.warm, small=args.quick)
     print(", ".join(f"{name} {value}" for name, value in environment(device).items()), f"\nreads {clock.bandwidth / 1e9:.1f} GB/s")
     run = Run(size, clock)
@@ -387,7 +379,7 @@ def main() -> None:
     finally:  # what is measured is kept, also when it is interrupted
         if args.csv and run.rows:
             write_csv(args.csv, run.rows, device)
-    print("\n".join([show(run.rows), "", *notes]))
+    print(show(run.rows))
     print("\n".join(line for dtype in size.dtypes for bar in bars(device) for line in bar.verdict(run.rows, dtype)))
     if args.plot:
         write_plot(args.plot, run.rows, device)

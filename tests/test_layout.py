@@ -98,10 +98,15 @@ def is_triton_file(relative: Path) -> bool:
 
 
 def eager_triton_files(package: Path) -> list[str]:
-    """Files of Triton kernels that anything but a function of their own wrapper, `kernels/NAME.py` for `_NAME_triton.py`, imports."""
+    """Files of Triton kernels that anything but each other or a function of their own wrapper imports.
+
+    The wrapper of `kernels/_NAME_triton.py` is `kernels/NAME.py`.
+    """
     faults = []
     for path in sorted(package.rglob("*.py")):
         relative = path.relative_to(package)
+        if is_triton_file(relative):
+            continue
         tree, parent = ast.parse(path.read_text()), (package.name, *relative.parts[:-1])
         at_once = {node.lineno for node in module_level(tree.body) if isinstance(node, ast.Import | ast.ImportFrom)}
         for line, name in imported_names(tree, parent):
@@ -280,6 +285,7 @@ def test_a_file_of_triton_kernels_that_is_imported_at_once_or_by_others_is_found
             "kernels/b.py": "def f():\n    from house.kernels import _a_triton",
             "kernels/c.py": "from ._c_triton import f",
             "core/d.py": "def f():\n    import house.kernels._a_triton",
+            "kernels/_e_triton.py": "from house.kernels._a_triton import f",
         },
     )
     assert eager_triton_files(package) == ["core/d.py:2: _a_triton", "kernels/b.py:2: _a_triton", "kernels/c.py:1: _c_triton"]

@@ -9,7 +9,7 @@ import torch
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.equip.frames import Frames, swap_pairs
 from hf_kvcaches.kernels import slots as kernels
-from hf_kvcaches.kernels._slots_checks import Backend
+from hf_kvcaches.kernels._shared import Backend
 
 
 class SlotStorage(TensorLayer):

@@ -25,10 +25,9 @@ import triton.language as tl
 
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels._coefficients_checks import TILE, Coefficients, Options, Part, Rotation, precise
+from hf_kvcaches.kernels._common_triton import WIDE, capped, finite, option, together
 from hf_kvcaches.kernels._launch import padded, portions, strided
 
-# Triton's interpreter multiplies matrices of bfloat16 by their bits.
-WIDE = tl.constexpr(triton.knobs.runtime.interpret)
 A_TILE = tl.constexpr(TILE)
 # Bytes of bases of keys and of values that a program can hold beside what else it needs, as compiled for sm_80.
 LARGEST = 32 * 1024, 64 * 1024
@@ -60,28 +59,6 @@ def _halves(at, pairs, ranks, RANK: tl.constexpr, PAIRS: tl.constexpr, INTERLEAV
     one = tl.load(at + first[None, :] * RANK + ranks[:, None], mask=mask, other=0.0)
     two = tl.load(at + second[None, :] * RANK + ranks[:, None], mask=mask, other=0.0)
     return one.to(dtype), two.to(dtype)
-
-
-@triton.jit
-def _finite(highest):
-    """The running maximum, or 0 where no token was valid: minus infinity must not be taken from itself."""
-    return tl.where(highest == float("-inf"), 0.0, highest)
-
-
-@triton.jit
-def _capped(scores, softcap):
-    if softcap is not None:
-        # The hyperbolic tangent, by an exponential that can't overflow.
-        falling = tl.exp(-2 * tl.abs(scores / softcap))
-        size = softcap * (1 - falling) / (1 + falling)
-        scores = tl.where(scores < 0, -size, size)
-    return scores
-
-
-@triton.jit
-def _option(s, live, b, h, option):
-    """What an optional tensor says of tokens or tiles."""
-    return tl.load(option[0] + b * option[1] + h * option[2] + s * option[3], mask=live, other=0)
 
 
 @triton.jit
@@ -183,7 +160,7 @@ def attend_kernel(
     sums, done = tl.zeros([HEADS, VALUE_RANK_PAD], tl.float32), tl.zeros([HEADS, VALUE_PAD], tl.float32)
     for from_token in range(begin, end, BLOCK):
         s = from_token + tl.arange(0, BLOCK)
-        live = s < end if valid is None else (s < end) & (_option(s, s < end, b, h, valid) != 0)
+        live = s < end if valid is None else (s < end) & (option(s, s < end, b, h, valid) != 0)
         if key_basis_of is not None:
             basis = _basis(from_token // A_TILE, b, h, key_basis_of)
             if basis != key_basis:
@@ -201,13 +178,13 @@ def attend_kernel(
             position = tl.load(positions[0] + b * positions[1] + s, mask=live, other=0).to(tl.int64)
             scores += _turned_products(data, first, second, one, two, _turns(position, turn))
         if key_scales is not None:
-            scores *= _option(s // A_TILE, live, b, h, key_scales).to(tl.float32)[None, :]
-        scores = tl.where(live[None, :], _capped(scores * scaling, softcap), float("-inf"))
+            scores *= option(s // A_TILE, live, b, h, key_scales).to(tl.float32)[None, :]
+        scores = tl.where(live[None, :], capped(scores * scaling, softcap), float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        shares, shrink = tl.exp(scores - _finite(higher)[:, None]), tl.exp(highest - _finite(higher))
+        shares, shrink = tl.exp(scores - finite(higher)[:, None]), tl.exp(highest - finite(higher))
         total, highest = total * shrink + tl.sum(shares, 1), higher
         if value_scales is not None:
-            shares *= _option(s // A_TILE, live, b, h, value_scales).to(tl.float32)[None, :]
+            shares *= option(s // A_TILE, live, b, h, value_scales).to(tl.float32)[None, :]
         if value_bank is not None:
             basis = _basis(from_token // A_TILE, b, h, value_basis_of)
             if basis != value_basis:
@@ -239,18 +216,7 @@ def combine_kernel(
     heads = tl.arange(0, HEADS)
     dims = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
     widths = dims if decode is None else tl.arange(0, WIDTH_PAD)
-    told = (heads < GROUP)[:, None] & (widths < WIDTH)[None, :]
-    highest, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
-    sums = tl.zeros([HEADS, DIMS if decode is None else WIDTH_PAD], tl.float32)
-    for split in range(splits):
-        part = (row * splits + split) * GROUP + heads
-        high = tl.load(stats + part * 2, mask=heads < GROUP, other=float("-inf"))
-        higher = tl.maximum(highest, high)
-        shrink, share = tl.exp(highest - _finite(higher)), tl.exp(high - _finite(higher))
-        total = total * shrink + tl.load(stats + part * 2 + 1, mask=heads < GROUP, other=0.0) * share
-        sums = sums * shrink[:, None]
-        sums += tl.load(parts + part[:, None] * WIDTH + widths[None, :], mask=told, other=0.0) * share[:, None]
-        highest = higher
+    highest, total, sums = together(parts, stats, row, splits, heads, widths, GROUP, HEADS, WIDTH, DIMS if decode is None else WIDTH_PAD)
     some = total > 0
     sums = sums / tl.where(some, total, 1.0)[:, None]
     if decode is not None:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels._shared import Backend as Backend
 from hf_kvcaches.kernels._shared import Layout, check_layout, check_mask, fits
 
 WriteTurn = tuple[torch.Tensor, torch.Tensor, Layout]

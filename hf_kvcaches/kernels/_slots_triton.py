@@ -13,11 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvcaches.kernels._common_triton import WIDE, capped, finite, option, together
 from hf_kvcaches.kernels._launch import padded, portions, strided
 from hf_kvcaches.kernels._slots_checks import Options, WriteTurn
-
-# Triton's interpreter multiplies matrices of bfloat16 by their bits.
-WIDE = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
@@ -69,19 +67,13 @@ def _inverse(total):
 
 
 @triton.jit
-def _finite(highest):
-    """The running maximum, or 0 where no slot was valid: minus infinity must not be taken from itself."""
-    return tl.where(highest == float("-inf"), 0.0, highest)
-
-
-@triton.jit
 def _normalise(raw, weights, row, heads, highest, inverse, slots, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Turns the raw scores of one row and KV head into weights, mean over its heads."""
     for start in range(0, slots, BLOCK):
         s = start + tl.arange(0, BLOCK)
         mask = (heads < GROUP)[:, None] & (s < slots)[None, :]
         scores = tl.load(raw + (row * GROUP + heads)[:, None] * slots + s[None, :], mask=mask, other=float("-inf"))
-        shares = tl.exp(scores - _finite(highest)[:, None]) * inverse[:, None]
+        shares = tl.exp(scores - finite(highest)[:, None]) * inverse[:, None]
         tl.store(weights + row * slots + s, tl.sum(shares, 0) / GROUP, mask=s < slots)
 
 
@@ -97,22 +89,6 @@ def _places(s, end, b, h, buffer, tables, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _option(s, live, b, h, option):
-    """What an optional tensor says of the slots."""
-    return tl.load(option[0] + b * option[1] + h * option[2] + s * option[3], mask=live, other=0)
-
-
-@triton.jit
-def _capped(scores, softcap):
-    if softcap is not None:
-        # The hyperbolic tangent, by an exponential that can't overflow.
-        falling = tl.exp(-2 * tl.abs(scores / softcap))
-        size = softcap * (1 - falling) / (1 + falling)
-        scores = tl.where(scores < 0, -size, size)
-    return scores
-
-
-@triton.jit
 def _block_scores(
     s, live, b, h, at, near, away, dims, far, turn, scaling, softcap, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
@@ -120,13 +96,13 @@ def _block_scores(
     if turn is None:
         keys = tl.load(at[:, None] + dims[None, :], mask=live[:, None] & (dims < DIM)[None, :], other=0.0)
     else:
-        place = _option(s, live, b, h, turn[0]).to(tl.int64)
+        place = option(s, live, b, h, turn[0]).to(tl.int64)
         keys = _turned(at, live, dims, turn[1], place * HALF, DIM, HALF, INTERLEAVED).to(near.dtype)
     scores = _products(near, keys)
     if far is not None:
-        is_far = _option(s, live, b, h, far) != 0 if len(far) == 4 else s < far[0]
+        is_far = option(s, live, b, h, far) != 0 if len(far) == 4 else s < far[0]
         scores = tl.where(is_far[None, :], _products(away, keys), scores)
-    return tl.where(live[None, :], _capped(scores * scaling, softcap), float("-inf"))
+    return tl.where(live[None, :], capped(scores * scaling, softcap), float("-inf"))
 
 
 @triton.jit
@@ -159,14 +135,14 @@ def attend_kernel(
         s = start + tl.arange(0, BLOCK)
         live = s < end
         if valid is not None:
-            live = live & (_option(s, live, b, h, valid) != 0)
+            live = live & (option(s, live, b, h, valid) != 0)
         at = _places(s, end, b, h, keys, tables, PAGE)
         scores = _block_scores(s, live, b, h, at, near, away, dims, far, turn, scaling, softcap, DIM, HALF, INTERLEAVED)
         if raw is not None:
             tl.store(raw + mine[:, None] * slots + s[None, :], scores, mask=(heads < GROUP)[:, None] & (s < end)[None, :])
         higher = tl.maximum(highest, tl.max(scores, 1))
-        shares = tl.exp(scores - _finite(higher)[:, None])
-        shrink = tl.exp(highest - _finite(higher))
+        shares = tl.exp(scores - finite(higher)[:, None])
+        shrink = tl.exp(highest - finite(higher))
         at = _places(s, end, b, h, values, tables, PAGE)
         value = tl.load(at[:, None] + value_dims[None, :], mask=live[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0)
         sums = sums * shrink[:, None] + _sums(shares, value)
@@ -195,18 +171,7 @@ def combine_kernel(
     row = tl.program_id(0).to(tl.int64)
     heads, value_dims = tl.arange(0, HEADS), tl.arange(0, VALUE_PAD)
     told = (heads < GROUP)[:, None] & (value_dims < VALUE_DIM)[None, :]
-    highest = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    sums = tl.zeros([HEADS, VALUE_PAD], tl.float32)
-    for split in range(SPLITS):
-        part = (row * SPLITS + split) * GROUP + heads
-        high = tl.load(stats + part * 2, mask=heads < GROUP, other=float("-inf"))
-        higher = tl.maximum(highest, high)
-        shrink, share = tl.exp(highest - _finite(higher)), tl.exp(high - _finite(higher))
-        total = total * shrink + tl.load(stats + part * 2 + 1, mask=heads < GROUP, other=0.0) * share
-        sums = sums * shrink[:, None]
-        sums += tl.load(parts + part[:, None] * VALUE_DIM + value_dims[None, :], mask=told, other=0.0) * share[:, None]
-        highest = higher
+    highest, total, sums = together(parts, stats, row, SPLITS, heads, value_dims, GROUP, HEADS, VALUE_DIM, VALUE_PAD)
     inverse = _inverse(total)
     tl.store(output + (row * GROUP + heads)[:, None] * VALUE_DIM + value_dims[None, :], sums * inverse[:, None], mask=told)
     if raw is not None:

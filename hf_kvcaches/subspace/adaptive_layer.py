@@ -19,9 +19,12 @@ from hf_kvcaches.subspace.following import Follower, Track
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import Grouping, Ranks
 from hf_kvcaches.subspace.measuring import LayerMeter
-from hf_kvcaches.subspace.moments import allocate, principal, roots, second_moment
+from hf_kvcaches.subspace.moments import allocate, packed, principal, roots, second_moment, unpacked
 from hf_kvcaches.subspace.numbering import Arrival, Span, latest, resized
 from hf_kvcaches.subspace.store import SIDES, Settings
+
+# How many tokens more there is room for, each time that there is none while ranks are not known.
+_GROWTH = 64
 
 
 class Warm(NamedTuple):
@@ -38,11 +41,50 @@ class Warm(NamedTuple):
     energies: torch.Tensor
 
 
+class SharedBudget:
+    """The ranks of all layers, out of one budget of bytes: known when the last layer has begun.
+
+    Until then a pass keeps what comes exactly, which is no more than what its attention needs anyway.
+
+    Args:
+        adaptive: What the user asked for.
+    """
+
+    def __init__(self, adaptive: AdaptiveSubspace) -> None:
+        self.adaptive = adaptive
+        self.layers: list[AdaptiveLayer] = []
+        self._told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def tell(self, layer: AdaptiveLayer, warm: tuple[Warm, Warm]) -> None:
+        """Says what there is to keep in a layer; the last one lets all of them begin.
+
+        Args:
+            layer: Which.
+            warm: What its rows begin with.
+        """
+        own = next(place for place, each in enumerate(self.layers) if each is layer)
+        self._told[own] = warm[0].energies.mean(0).cpu(), warm[1].energies.mean(0).cpu()
+        if len(self._told) < len(self.layers):
+            return
+        told = [self._told[place] for place in range(len(self.layers))]
+        losses = [head for sides in told for side in sides for head in side]
+        budget = (self.adaptive.bytes_ratio or 1.0) * sum(map(len, losses))
+        bought = iter(allocate(losses, budget, cost=1, multiple_of=self.adaptive.multiple_of))
+        self._told = {}
+        for each, (keys, values) in zip(self.layers, told, strict=True):
+            ranks = [next(bought) for _ in keys], [next(bought) for _ in values]
+            each.settle([Ranks(*pair) for pair in zip(*ranks, strict=True)])
+
+    def forget(self) -> None:
+        """Starts anew, with an empty cache."""
+        self._told = {}
+
+
 class AdaptiveLayer(SubspaceLayer):
     """Keeps tokens exactly until there are enough for a first basis, and then lets each head follow its text.
 
     For each group of heads and each side there are a `Track`, with the names of its fields, and `key_basis`, (batch, heads, tiles, 1):
-    in which basis each tile is.
+    in which basis each tile is. Symmetric matrices are kept by one half.
 
     Attributes:
         warm_queries: The first tokens' queries, (batch, heads, tokens, head_dim), until all rows have a basis.
@@ -57,10 +99,13 @@ class AdaptiveLayer(SubspaceLayer):
         geometry: RotaryGeometry | None,
         passes: Passes[Pass],
         config: PreTrainedConfig,
+        budget: SharedBudget,
     ) -> None:
         super().__init__(settings, geometry, passes, config, 0)
-        self.adaptive = adaptive
+        self.adaptive, self.budget = adaptive, budget
+        budget.layers.append(self)
         self._grouping: Grouping | None = None
+        self._waiting: tuple[list[int], tuple[Warm, Warm]] | None = None
         # What the followers' tensors were before tokens that may be taken back: the number of columns, and all of them.
         self.past: list[tuple[int, Grouping | None, dict[str, torch.Tensor | None]]] = []
         self._group((), None)
@@ -79,10 +124,17 @@ class AdaptiveLayer(SubspaceLayer):
     def grouping(self) -> Grouping:
         return self._grouping or Grouping((), (), None)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether nothing can be made of tokens yet, as the ranks are not known."""
+        return self._grouping is None and self.adaptive.rank is None
+
     def count(self, tokens: int) -> int:
-        return 0 if tokens < self.ready else max(0, tokens - self.tail - self.settings.sinks)
+        return 0 if tokens < self.ready or self.waiting else max(0, tokens - self.tail - self.settings.sinks)
 
     def slots(self, lengths: Sequence[int]) -> int:
+        if self.waiting:
+            return max(self.ready, -(-max(lengths) // _GROWTH) * _GROWTH)
         # A tile more than is exact, so that it can be looked at when it is complete.
         return self.ready if min(lengths) < self.ready else self.tail + TILE
 
@@ -102,27 +154,73 @@ class AdaptiveLayer(SubspaceLayer):
         super().lazy_initialization(key_states, value_states)
 
     def encode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival) -> None:
-        numbers, sinks, ready = arrival.numbers, self.settings.sinks, self.ready
+        numbers, sinks = arrival.numbers, self.settings.sinks
         if self.recording:
             self.past.append((self.seen, self._grouping, {name: getattr(self, name) for name in self._followed()}))
         self._keep_queries(query, arrival)
         coefficients = arrival.span("coefficients", self.count)
         spans = list(zip(numbers.starts, numbers.stops, strict=True))
-        if all(start >= ready and stop - start <= 1 and not self._ends_tile(stop) for start, stop in spans):
+        if all(start >= self.ready and stop - start <= 1 and not self._ends_tile(stop) for start, stop in spans):
             if coefficients.longest:
                 self._only_encode(*self.states(keys, values, numbers, coefficients.moved(sinks)), coefficients)
             return
-        begin = [row for row, (start, stop) in enumerate(spans) if start < ready <= stop]
+        begin = [row for row, (start, stop) in enumerate(spans) if start < self.ready <= stop]
         if begin:
-            self._begin(begin, keys, values, numbers, call)
-        # From the last tile that is not yet whole, to the newest token.
-        firsts = [0 if start < ready else self.count(start) // TILE * TILE for start, _ in spans]
-        froms = [stop if stop < ready else sinks + first for first, (_, stop) in zip(firsts, spans, strict=True)]
-        own = self.states(keys, values, numbers, Span(tuple(froms), numbers.stops, numbers.device))
+            warm = self._warm_up(begin, keys, values, numbers, call)
+            if self.waiting:
+                self._waiting = begin, warm
+            else:
+                self._start(begin, warm, len(spans))
+        if min(numbers.stops) >= self.ready:
+            self.warm_queries = None
+        self._follow(numbers.starts, keys, values, numbers)
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
+        output = super().attend(query, keys, values, call)
+        if self._waiting is not None:
+            self.budget.tell(self, self._waiting[1])
+        return output
+
+    def settle(self, ranks: Sequence[Ranks]) -> None:
+        """Makes the first bases, now that ranks are known, and coefficients of all that is no longer to be exact.
+
+        Args:
+            ranks: Of each head.
+        """
+        assert self._waiting is not None
+        assert self.recent_keys is not None
+        assert self.recent_values is not None
+        (begin, warm), self._waiting = self._waiting, None
+        rows = self.rows
+        lengths = tuple(self.lengths(self.seen, rows))
+        self._group(ranks, self.recent_keys.device)
+        self._start(begin, warm, rows)
+        none = self.recent_keys[:, :, :0], self.recent_values[:, :, :0]
+        numbers = Span(lengths, lengths, self.recent_keys.device)
+        self._follow(tuple(0 if row in begin else length for row, length in enumerate(lengths)), *none, numbers)
+        self._shrink(numbers)
+
+    def _follow(self, before: tuple[int, ...], keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+        """Makes the coefficients of what is no longer exact, and lets the bases follow.
+
+        Args:
+            before: How many tokens each row had when that was done last.
+            keys: The new ones, as the model rotated them.
+            values: Like `keys`.
+            numbers: Of the new ones.
+        """
+        sinks, ready, spans = self.settings.sinks, self.ready, list(zip(before, numbers.stops, strict=True))
         alike: dict[tuple[int, int], list[int]] = {}
         for row, span in enumerate(spans):
             if span[1] >= ready:
                 alike.setdefault(span, []).append(row)
+        if self.waiting or not alike:
+            return
+        coefficients = Span(tuple(map(self.count, before)), tuple(map(self.count, numbers.stops)), numbers.device)
+        # From the last tile that is not yet whole, to the newest token.
+        firsts = [0 if start < ready else self.count(start) // TILE * TILE for start in before]
+        froms = [stop if stop < ready else sinks + first for first, (_, stop) in zip(firsts, spans, strict=True)]
+        own = self.states(keys, values, numbers, Span(tuple(froms), numbers.stops, numbers.device))
         for group, heads in enumerate(self.grouping.heads):
             for side, states in zip(SIDES, own, strict=True):
                 self._advance(side, group, states if len(heads) == states.shape[1] else states[:, list(heads)], alike, coefficients)
@@ -191,8 +289,13 @@ class AdaptiveLayer(SubspaceLayer):
         )
 
     def _track(self, side: str, group: int, rows: list[int]) -> Track:
-        found = [getattr(self, f"{side}_{field}_{group}") for field in Track._fields]
-        return Track(*(tensor if tensor is None or len(rows) == len(tensor) else tensor[rows] for tensor in found))
+        found = {field: getattr(self, f"{side}_{field}_{group}") for field in Track._fields}
+        own = {field: tensor if tensor is None or len(rows) == len(tensor) else tensor[rows] for field, tensor in found.items()}
+        return Track(**{field: unpacked(each) if self._halved(field) and each is not None else each for field, each in own.items()})
+
+    def _halved(self, field: str) -> bool:
+        """Whether a tensor is symmetric, and one half of it is kept."""
+        return field == "root" or (field == "sketch" and self.adaptive.sketch == "gram")
 
     def _keep_track(self, side: str, group: int, rows: list[int], track: Track, batch: int) -> None:
         for field, new in track._asdict().items():
@@ -200,6 +303,7 @@ class AdaptiveLayer(SubspaceLayer):
             held = getattr(self, name)
             if new is None or held is new:
                 continue
+            new = packed(new) if self._halved(field) else new
             if len(rows) < batch:
                 held = new.new_zeros(batch, *new.shape[1:]) if held is None else held
                 if field == "bank" and held.shape[2] != new.shape[2]:
@@ -211,15 +315,14 @@ class AdaptiveLayer(SubspaceLayer):
         """Keeps the queries of the first tokens for as long as there is no basis."""
         numbers, ready = arrival.numbers, self.ready
         if min(numbers.starts) >= ready:
-            self.warm_queries = None
             return
         starts = tuple(min(each, ready) for each in numbers.starts)
         span = Span(starts, tuple(min(each, ready) for each in numbers.stops), numbers.device)
         if span.longest:
             self.warm_queries = span.put(self.warm_queries, arrival.real(query)[:, :, : span.longest].detach())
 
-    def _begin(self, rows: list[int], keys: torch.Tensor, values: torch.Tensor, numbers: Span, call: Call) -> None:
-        """Makes the first bases of rows.
+    def _warm_up(self, rows: list[int], keys: torch.Tensor, values: torch.Tensor, numbers: Span, call: Call) -> tuple[Warm, Warm]:
+        """What rows begin with, now that there is enough of them.
 
         Args:
             rows: Which.
@@ -229,8 +332,7 @@ class AdaptiveLayer(SubspaceLayer):
             call: What the model said.
         """
         assert self.warm_queries is not None
-        batch = len(numbers.starts)
-        span = Span((0,) * batch, tuple(self.ready if row in rows else 0 for row in range(batch)), numbers.device)
+        span = Span((0,) * len(keys), tuple(self.ready if row in rows else 0 for row in range(len(keys))), numbers.device)
         query = self.warm_queries[rows, :, : self.ready]
         keys, values = (latest(*each, numbers, span)[rows].detach() for each in ((self.recent_keys, keys), (self.recent_values, values)))
         steps = torch.arange(self.ready, device=keys.device)
@@ -241,8 +343,12 @@ class AdaptiveLayer(SubspaceLayer):
             if self.places is not None:  # what is measured starts at 0
                 query, keys = (self.geometry.shift(each, steps - places) for each in (query, keys))
         warm = self._measure(query, keys, values, plain, call)
-        if self._grouping is None:
-            self._group(self._ranks(warm), keys.device)
+        if isinstance(self.adaptive.rank, tuple) and self._grouping is None:
+            self._group([Ranks(*self.adaptive.rank)] * keys.shape[1], keys.device)
+        return warm
+
+    def _start(self, rows: list[int], warm: tuple[Warm, Warm], batch: int) -> None:
+        """Makes the first bases of rows."""
         for group, heads in enumerate(self.grouping.heads):
             for side, own in zip(SIDES, warm, strict=True):
                 root = None if own.root is None else own.root[:, list(heads)]
@@ -273,16 +379,6 @@ class AdaptiveLayer(SubspaceLayer):
             found.append(Warm(rows, root.to(rows.dtype), energies))
         return found[0], found[1]
 
-    def _ranks(self, warm: tuple[Warm, Warm]) -> list[Ranks]:
-        heads = warm[0].rows.shape[1]
-        if isinstance(self.adaptive.rank, tuple):
-            return [Ranks(*self.adaptive.rank)] * heads
-        assert self.adaptive.bytes_ratio is not None
-        losses = [each for side in warm for each in side.energies.mean(0)]
-        budget = self.adaptive.bytes_ratio * sum(len(each) for each in losses)
-        bought = allocate(losses, budget, cost=1, multiple_of=self.adaptive.multiple_of)
-        return [Ranks(*each) for each in zip(bought[:heads], bought[heads:], strict=True)]
-
     def _group(self, ranks: Sequence[Ranks], device: torch.device | None) -> None:
         """Makes room for heads with these ranks; none for as long as they are not known."""
         self._grouping = Grouping.of(ranks, device or torch.device("cpu")) if ranks else None
@@ -296,6 +392,9 @@ class AdaptiveLayer(SubspaceLayer):
 
     def _store_recent(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
         super()._store_recent(keys, values, numbers)
+        self._shrink(numbers)
+
+    def _shrink(self, numbers: Span) -> None:
         slots = self.slots(numbers.stops)
         if not self.open and self.window > slots and self.recent_keys is not None and self.recent_values is not None:
             self.recent_keys, self.recent_values = (resized(each, numbers.last, slots) for each in (self.recent_keys, self.recent_values))
@@ -325,7 +424,8 @@ class AdaptiveLayer(SubspaceLayer):
     def reset(self) -> None:
         super().reset()
         self.past = []
-        self._grouping = None
+        self._grouping = self._waiting = None
+        self.budget.forget()
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map_rows(function)

@@ -11,7 +11,7 @@ from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
-from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer
+from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer, SharedBudget
 from hf_kvcaches.subspace.bases import SubspaceBases
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import LayerSource
@@ -78,6 +78,7 @@ class SubspaceCache(AnsweringCache):
             raise ConfigError.of("bases_dtype", "a floating-point torch.dtype", bases_dtype)
         self.bases, self.adaptive = bases, adaptive
         self._settings = Settings(sinks, recent, coefficients, bases_dtype, backend)
+        self._budget: SharedBudget | None = None
         super().__init__(model, offloading=offloading)
         self.require_attention("SubspaceCache")
         if bases is not None:
@@ -86,7 +87,9 @@ class SubspaceCache(AnsweringCache):
     def make_layer(self, layer_idx: int) -> SubspaceLayer:
         if self.adaptive is not None:
             geometry = self._geometry(layer_idx, self.adaptive.rotation, "adaptive", "Use rotation='post'.")
-            return AdaptiveLayer(self._settings, self.adaptive, geometry, self.passes, self.config)
+            if self._budget is None:
+                self._budget = SharedBudget(self.adaptive)
+            return AdaptiveLayer(self._settings, self.adaptive, geometry, self.passes, self.config, self._budget)
         assert self.bases is not None
         own = self.bases.layers[layer_idx] if layer_idx < len(self.bases.layers) else None
         if own is None:

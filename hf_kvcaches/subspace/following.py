@@ -85,7 +85,7 @@ class Follower:
         if self.rank == dim:
             # Nothing is left out, and this is the way without rounding.
             whole = torch.eye(dim, dtype=self.dtype, device=device).expand(*lead, dim, dim).clone()
-            return Track(rows.new_zeros(*lead, 0, dim), None, whole, whole[:, :, None].clone(), zeros, zeros, limit)
+            return Track(rows.new_zeros(*lead, 0, 0), None, whole, whole[:, :, None].clone(), zeros, zeros, limit)
         empty = self.sketch.start(lead, dim, device)
         nothing = torch.zeros(*lead, self.rank, dim, dtype=self.dtype, device=device)
         bank = nothing.mT[:, :, None].contiguous()

@@ -178,6 +178,29 @@ def roots(metric: torch.Tensor, damping: float = 1e-6) -> tuple[torch.Tensor, to
     return axes.mT @ (weights.sqrt().unsqueeze(-1) * axes), axes.mT @ (weights.rsqrt().unsqueeze(-1) * axes)
 
 
+def packed(symmetric: torch.Tensor) -> torch.Tensor:
+    """One half of symmetric matrices, (..., d (d + 1) / 2).
+
+    Args:
+        symmetric: (..., d, d).
+    """
+    rows, columns = torch.tril_indices(symmetric.shape[-1], symmetric.shape[-1], device=symmetric.device)
+    return symmetric[..., rows, columns]
+
+
+def unpacked(half: torch.Tensor) -> torch.Tensor:
+    """The matrices of which `packed` gave one half, (..., d, d).
+
+    Args:
+        half: (..., d (d + 1) / 2).
+    """
+    dim = int((2 * half.shape[-1]) ** 0.5)
+    rows, columns = torch.tril_indices(dim, dim, device=half.device)
+    place = torch.empty(dim, dim, dtype=torch.int64, device=half.device)
+    place[rows, columns] = place[columns, rows] = torch.arange(len(rows), device=half.device)
+    return half[..., place]
+
+
 def rank_for_energy(energies: torch.Tensor, share: float, minimum: int = 1) -> torch.Tensor:
     """The smallest rank that keeps a share of the energy, (...).
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches import (
+    AdaptiveSubspace,
     EquipCache,
     GrowingCache,
     KeyNormPolicy,
@@ -105,6 +106,14 @@ def subspace(model: Any, **options: Any) -> SubspaceCache:
     return SubspaceCache(model, bases, **options)
 
 
+def adaptive(model: Any, **options: Any) -> SubspaceCache:
+    """A cache with bases of the text; all directions unless told otherwise."""
+    config = model.config.get_text_config(decoder=True)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    follow = {"rank": size, "warmup": 16, "chunk": 16} | options.pop("follow", {})
+    return SubspaceCache(model, adaptive=AdaptiveSubspace(**follow), **options)
+
+
 # Models with no layer of full attention have nothing to calibrate.
 # In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
 SUBSPACE = frozenset({"mistral_sliding", "forced_tokens@bfloat16"})
@@ -146,6 +155,17 @@ ENTRIES = [
     Entry(
         "subspace_int8",
         partial(subspace, bytes_ratio=0.5, sinks=2, recent=4, coefficients="int8"),
+        lossless=False,
+        every_family=False,
+        records=True,
+    ),
+    Entry("subspace_adaptive_full", partial(adaptive, sinks=1, recent=3), lossless=True, records=True),
+    Entry(
+        "subspace_adaptive", partial(adaptive, sinks=1, recent=2, follow={"rank": (3, 4)}), lossless=False, every_family=False, records=True
+    ),
+    Entry(
+        "subspace_adaptive_int8",
+        partial(adaptive, sinks=0, recent=2, coefficients="int8", follow={"rank": (3, 4), "rotation": "post", "sketch": "fd"}),
         lossless=False,
         every_family=False,
         records=True,

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import hf_kvcaches
 from hf_kvcaches.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-ADAPTIVE = hasattr(hf_kvcaches, "AdaptiveSubspace")  # until AdaptiveSubspace is there
 VARIANTS = ("post", "aware", "post int8", "aware int8")
 
 
@@ -67,11 +65,8 @@ def test_it_proves_equality_first_then_prints_a_line_for_each_side_and_bar(quick
     assert "cell/s" in done.stderr
 
 
-def test_adaptive_bases_are_measured_or_their_absence_is_said(quick, rows):
-    out = quick[1].stdout
-    skipped = "adaptive: skipped, this hf_kvcaches has no AdaptiveSubspace"
-    assert (skipped in out) != ADAPTIVE
-    assert {row["measure"] for row in rows if row["section"] == "adaptive"} == ({"prefill", "step"} if ADAPTIVE else set())
+def test_adaptive_bases_are_measured(rows):
+    assert {row["measure"] for row in rows if row["section"] == "adaptive"} == {"prefill", "step"}
 
 
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
