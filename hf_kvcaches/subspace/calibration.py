@@ -62,8 +62,8 @@ class _MeterView(LayerView):
         # Layers that share another's keys come back with the same view.
         if not self.outputs:
             with torch.no_grad():
-                query_now, keys, values = (each.detach() for each in (query, self.keys, self.values))
-                self.cache.meters[self.layer_idx].observe(module, query_now, keys, values, kwargs, self.cache.picks)
+                meter, keys, values = self.cache.meters[self.layer_idx], self.keys.detach(), self.values.detach()
+                meter.observe(module, query.detach(), keys, values, kwargs, self.cache.picks)
             self.cache.views.append(self)
             if traced and not self.keys.requires_grad:
                 # Below the first layer nothing may ask for gradients: parameters can be frozen or quantised.
@@ -236,15 +236,16 @@ def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids:
     """Feeds a batch in."""
     cache.reset()
     cache.views = []
-    options: dict[str, Any] = {"input_ids": ids.to(base.device), "past_key_values": cache, "use_cache": True}
-    if cache.choices.metric != "loss":
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    if cache.choices.metric == "loss":
+        # In the caller's inference mode there would be no gradients, nor with tensors that come from there.
+        with torch.inference_mode(False), torch.enable_grad():
+            logits = base(input_ids=ids.clone().to(base.device), **options).logits
+            cache.follow(_loss_of_drawn(logits, numbers))
+    else:
         if "logits_to_keep" in inspect.signature(base.forward).parameters:
             options["logits_to_keep"] = 1
-        base(**options)
-    else:
-        # Inside of the caller's inference mode there would be none.
-        with torch.inference_mode(False), torch.enable_grad():
-            cache.follow(_loss_of_drawn(base(**options).logits, numbers))
+        base(input_ids=ids.to(base.device), **options)
     cache.views = []
 
 
