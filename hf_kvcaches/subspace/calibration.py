@@ -64,12 +64,13 @@ class _MeterView(LayerView):
             with torch.no_grad():
                 meter, keys, values = self.cache.meters[self.layer_idx], self.keys.detach(), self.values.detach()
                 meter.observe(module, query.detach(), keys, values, kwargs, self.cache.picks)
-            self.cache.views.append(self)
+            if traced:
+                self.cache.views.append(self)
             if traced and not self.keys.requires_grad:
                 # Below the first layer nothing may ask for gradients: parameters can be frozen or quantised.
                 self.keys.requires_grad_()
         output, weights = previous_attention(module, query, self.keys, self.values, mask, **kwargs)
-        self.outputs.append(output if traced else output.detach())
+        self.outputs.append(output)
         return output, weights
 
     def __getattr__(self, name: str) -> Any:
@@ -115,7 +116,7 @@ class MeterCache(KVCache):
         self.choices, self.block = choices, block
         self.meters: dict[int, LayerMeter] = {}
         self.picks: list[Pick] = []
-        # Of the pass at hand.
+        # Of the pass at hand, if gradients are asked for.
         self.views: list[_MeterView] = []
         super().__init__(model)
         if not self.meters:
