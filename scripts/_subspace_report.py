@@ -99,7 +99,7 @@ def write_plots(folder: Path, found: dict[str, Rows]) -> None:
 def _kind(row: dict[str, Any]) -> str:
     names = (
         row["rotation"],
-        "" if row["metric"] == "attention" else "plain",
+        "" if row["metric"] == "attention" else row["metric"],
         "" if row["gamma"] == "calibrated" else f"gamma {row['gamma']}",
     )
     shared = "" if row["share"] == "head" else "shared by layer"

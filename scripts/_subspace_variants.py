@@ -63,6 +63,7 @@ VARIANTS = (
     _static("aware 0.33 int8", NONE, ENDS, bytes_ratio=0.33, int8=True, quick=True),
     _static("aware 0.5 int8", ENDS, bytes_ratio=0.5, int8=True),
     _static("aware 0.66 int8", bytes_ratio=0.66, int8=True),
+    _static("aware 0.34 loss metric", NONE, ENDS, bytes_ratio=0.34, metric="loss"),
     _static("aware 0.34 plain metric", bytes_ratio=0.34, metric="plain"),
     _static("aware 0.34 gamma one", bytes_ratio=0.34, gamma="one"),
     _static("aware 0.34 gamma paper", bytes_ratio=0.34, gamma="paper"),

@@ -28,7 +28,8 @@ class LayerBases:
         value_decode: For each key head (e, s).
         gamma: (kv_heads,): the factor on logits of decoded keys.
         key_energies: (kv_heads, d), the largest first: those from r on are lost. With the metric "attention", squared errors of the
-            layer's output, which compare over heads, layers, keys and values; with "plain", squared errors of the keys.
+            layer's output, which compare over heads, layers, keys and values; with "loss", twice the divergence of a token's prediction,
+            likewise; with "plain", squared errors of the keys.
         value_energies: (kv_heads, e), likewise.
         key_residual: (kv_heads,): the percentile of `|k - decode @ encode @ k| / |k|`.
         value_residual: (kv_heads,), likewise.
@@ -76,7 +77,7 @@ class BasesSettings:
     Args:
         rule: How ranks were chosen: the argument of `calibrate` and its value.
         rotation: Whether keys are projected before ("aware") or after ("post") the model rotates them.
-        metric: "attention" or "plain".
+        metric: "attention", "loss" or "plain".
         gamma: "calibrated", "one" or "paper".
         share: What has a basis of its own, "head" or "layer".
         multiple_of: What ranks are multiples of, unless they were given.
@@ -90,7 +91,7 @@ class BasesSettings:
 
     rule: dict[str, Any]
     rotation: Literal["aware", "post"]
-    metric: Literal["attention", "plain"]
+    metric: Literal["attention", "loss", "plain"]
     gamma: Literal["calibrated", "one", "paper"]
     share: Literal["head", "layer"]
     multiple_of: int
@@ -137,7 +138,7 @@ class SubspaceBases(Artifact):
         energy: float | None = None,
         bytes_ratio: float | None = None,
         rotation: Literal["aware", "post"] = "aware",
-        metric: Literal["attention", "plain"] = "attention",
+        metric: Literal["attention", "loss", "plain"] = "attention",
         gamma: Literal["calibrated", "one", "paper"] = "calibrated",
         share: Literal["head", "layer"] = "head",
         multiple_of: int = 4,
@@ -162,7 +163,9 @@ class SubspaceBases(Artifact):
             bytes_ratio: The share of the bytes of exact keys and values that all heads take together; more goes where it is worth more.
             rotation: "aware": before the rotation, which is done anew on reading. "post": keys as they are cached. The same in models
                 without rotary positions.
-            metric: "attention": what counts is the error of the layer's output. "plain": that of keys and values themselves.
+            metric: "attention": what counts is the error of the layer's output. "loss": what that does to the model's predictions, which
+                takes a pass back as well, through frozen and quantised models too; where there is none it is "attention", with a
+                warning. "plain": the error of keys and values themselves.
             gamma: "calibrated" to true logits, "one", or the "paper"'s default.
             share: A basis for each "head", or one for all heads of a "layer".
             multiple_of: Ranks are rounded up to multiples of this, for the kernels' sake; not those given as `rank`.

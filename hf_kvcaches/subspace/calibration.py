@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.subspace.bases import BasesSettings, SubspaceBases
 from hf_kvcaches.subspace.fitting import Choices, fit
 from hf_kvcaches.subspace.measuring import LayerMeter, Pick, Sampler, Sizes
@@ -52,16 +53,25 @@ class _MeterView(LayerView):
 
     def __init__(self, cache: MeterCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
-        self.measured = False
+        self.outputs: list[torch.Tensor] = []
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        traced = torch.is_grad_enabled()
         # Layers that share another's keys come back with the same view.
-        if not self.measured:
-            self.measured = True
-            self.cache.meters[self.layer_idx].observe(module, query, self.keys, self.values, kwargs, self.cache.picks)
-        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
+        if not self.outputs:
+            with torch.no_grad():
+                meter, keys, values = self.cache.meters[self.layer_idx], self.keys.detach(), self.values.detach()
+                meter.observe(module, query.detach(), keys, values, kwargs, self.cache.picks)
+            if traced:
+                self.cache.views.append(self)
+            if traced and not self.keys.requires_grad:
+                # Below the first layer nothing may ask for gradients: parameters can be frozen or quantised.
+                self.keys.requires_grad_()
+        output, weights = previous_attention(module, query, self.keys, self.values, mask, **kwargs)
+        self.outputs.append(output)
+        return output, weights
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its attention can't be measured.")
@@ -106,6 +116,8 @@ class MeterCache(KVCache):
         self.choices, self.block = choices, block
         self.meters: dict[int, LayerMeter] = {}
         self.picks: list[Pick] = []
+        # Of the pass at hand, if gradients are asked for.
+        self.views: list[_MeterView] = []
         super().__init__(model)
         if not self.meters:
             raise UnsupportedError(f"calibrate: {type(model).__name__} has no layers with full attention, and only those have bases.")
@@ -114,6 +126,21 @@ class MeterCache(KVCache):
         geometry = _geometry(self.config, layer_idx) if self.choices.rotation == "aware" else None
         self.meters[layer_idx] = LayerMeter(geometry, self.choices.metric == "attention", self.block)
         return _MeterLayer(self, layer_idx)
+
+    def follow(self, loss: torch.Tensor) -> None:
+        """Measures what a loss, which the pass at hand ended in, asks of keys and of attention's outputs.
+
+        Args:
+            loss: The sum over all tokens.
+        """
+        traced = [each for view in self.views for each in (view.keys, *view.outputs)]
+        gradients = iter(torch.autograd.grad(loss, traced))
+        with torch.no_grad():
+            for view in self.views:
+                meter = self.meters[view.layer_idx]
+                meter.pull_keys(view.keys.detach(), next(gradients))
+                for output in view.outputs:
+                    meter.pull_outputs(output.detach(), next(gradients))
 
 
 def _geometry(config: Any, layer_idx: int) -> RotaryGeometry | None:
@@ -144,6 +171,9 @@ def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[i
     limit = getattr(config, "max_position_embeddings", None)
     block = min(reading.block, limit) if isinstance(limit, int) and limit >= 2 else reading.block
     used_tokenizer = _Once(tokenizer)
+    if choices.metric == "loss" and (why := _no_gradients(base, choices)) is not None:
+        warnings.warn(f"metric='loss' needs gradients, and {type(base).__name__} has none: {why}. Using 'attention'.", stacklevel=3)
+        choices = replace(choices, metric="attention")
     blocks: Iterable[_Block] = enumerate(_blocks(_sequences(texts, used_tokenizer, base), block, reading.max_tokens))
     with _as_found(base), torch.no_grad():
         cache = MeterCache(base, choices, block)
@@ -180,9 +210,6 @@ def _read(
         # Token ids are small, and a bar should know its end.
         blocks = list(blocks)
         total = sum(len(ids) for _, ids in blocks)
-    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
-    if "logits_to_keep" in inspect.signature(base.forward).parameters:
-        options["logits_to_keep"] = 1
     totals = [0, 0]
     with tqdm(total=total, unit=" tokens", desc="Calibrating", disable=not reading.progress or process > 0) as bar:
 
@@ -194,9 +221,8 @@ def _read(
                 bar.update(len(ids))
 
         for numbers, ids in _batches(counted(), cache.block, reading.batch_size):
-            cache.reset()
             cache.picks = sampler.pick(numbers, ids.shape[1])
-            base(input_ids=ids.to(base.device), **options)
+            _pass(base, cache, numbers, ids)
             for meter in cache.meters.values():
                 meter.forget(sampler)
             if numbers[0] == process:
@@ -205,6 +231,50 @@ def _read(
     if totals[0] == 0:
         raise ConfigError.of("texts", "at least 2 tokens", "none", "Sequences of one token have nothing to attend to.")
     return totals[0], totals[1]
+
+
+def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids: torch.Tensor) -> None:
+    """Feeds a batch in."""
+    cache.reset()
+    cache.views = []
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+    if cache.choices.metric == "loss":
+        # In the caller's inference mode there would be no gradients, nor with tensors that come from there.
+        with torch.inference_mode(False), torch.enable_grad():
+            logits = base(input_ids=ids.clone().to(base.device), **options).logits
+            cache.follow(_loss_of_drawn(logits, numbers))
+    else:
+        if "logits_to_keep" in inspect.signature(base.forward).parameters:
+            options["logits_to_keep"] = 1
+        base(input_ids=ids.to(base.device), **options)
+    cache.views = []
+
+
+def _loss_of_drawn(logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
+    """The loss of tokens that the model itself would go on with, drawn anew at each place; see `measuring`."""
+    log_shares = logits.float().log_softmax(-1)
+    with torch.no_grad():
+        # By the blocks' numbers, so that batches and processes don't matter.
+        drawn = [torch.rand(logits.shape[1], 1, generator=torch.Generator().manual_seed(number)) for number in numbers]
+        sums = log_shares.exp().cumsum(-1)
+        # Rounding leaves the whole a little off 1.
+        tokens = torch.searchsorted(sums, torch.stack(drawn).to(sums.device) * sums[..., -1:])
+        tokens = tokens.clamp_max(logits.shape[-1] - 1)
+    return -log_shares.gather(-1, tokens).sum()
+
+
+def _no_gradients(base: PreTrainedModel, choices: Choices) -> str | None:
+    """Why a loss can't be followed back to the keys of all layers, tried on two tokens; None if it can."""
+    with _as_found(base):
+        cache = MeterCache(base, choices, 2)
+        try:
+            _pass(base, cache, [0], torch.zeros(1, 2, dtype=torch.long))
+        except KVCacheError:
+            raise
+        except (RuntimeError, NotImplementedError, AttributeError) as error:
+            return str(error).partition("\n")[0]
+    finite = all(bool(each.isfinite().all()) for meter in cache.meters.values() if meter.sizes is not None for each in meter.sums())
+    return None if finite else "they are not finite"
 
 
 def _measured(cache: MeterCache) -> list[Sizes]:

@@ -17,7 +17,7 @@ Ranks = list[tuple[int, int]]
 
 _OPTIONS = {
     "rotation": ("aware", "post"),
-    "metric": ("attention", "plain"),
+    "metric": ("attention", "loss", "plain"),
     "gamma": ("calibrated", "one", "paper"),
     "share": ("head", "layer"),
 }
@@ -31,7 +31,7 @@ class Choices:
     energy: float | None = None
     bytes_ratio: float | None = None
     rotation: Literal["aware", "post"] = "aware"
-    metric: Literal["attention", "plain"] = "attention"
+    metric: Literal["attention", "loss", "plain"] = "attention"
     gamma: Literal["calibrated", "one", "paper"] = "calibrated"
     share: Literal["head", "layer"] = "head"
     multiple_of: int = 4
@@ -108,8 +108,13 @@ def fit(meters: Sequence[LayerMeter], choices: Choices) -> list[LayerBases]:
 
 
 def _spectra(meter: LayerMeter, choices: Choices) -> _Spectra:
-    keys, values = meter.keys.mean, meter.value_moment
-    key_metric, value_metric = metrics(meter) if choices.metric == "attention" else (None, None)
+    key_metric: torch.Tensor | None
+    value_metric: torch.Tensor | None
+    if choices.metric == "loss":
+        (keys, key_metric), (values, value_metric) = meter.key_pull, meter.output_pull
+    else:
+        keys, values = meter.keys.mean, meter.value_moment
+        key_metric, value_metric = metrics(meter) if choices.metric == "attention" else (None, None)
     if choices.share == "layer":
         keys, values = keys.mean(0, keepdim=True), values.mean(0, keepdim=True)
         if key_metric is not None and value_metric is not None:

@@ -13,6 +13,17 @@ an error of keys is measured by `stake * M`, and one of values by `share * W'W`.
 count in their own second moment by the a_i^2 that they get: those that nobody looks at may be off. Keys count alike: one that nobody looks
 at becomes one that somebody does if its logit is far too high, which a first order does not see.
 
+**What it costs in the end.** The layer's output is a means; what is to stay the same is what the model says. Draw at each place a token
+from what the model says there, and let `f` be the loss of these tokens. Its gradient g at some vector of a layer has the mean 0, and to
+second order an error d there moves what the model says by the divergence `E (g . d)^2 / 2`, all that comes behind it included. So
+one pass back measures, whatever attention and the layers above are like:
+
+    keys:    E (G_i . e_i)^2, with G_i the gradient at key i        values:  E (g . (o - o'))^2, with g that at a query's output o
+
+A projection P of the values is one of the outputs, `sum a_i P v_i = P o`, so that errors of values that add up or cancel are counted as
+they do. Both are treated as if gradients had nothing to do with the vectors but for how large they are: vectors count in their moment by
+the square of their gradient. With keys that holds for one half of the moment, and in the other half all count alike, for the reason above.
+
 **The sample.** Gamma and the percentiles depend on bases that are known only in the end. They are measured on at most `SAMPLE_TOKENS`
 tokens of each layer, up to `SAMPLE_OF_BLOCK` of a block so that they have met each other. Which blocks depends on their numbers alone.
 """
@@ -161,12 +172,16 @@ class LayerMeter:
         self.watched = torch.zeros((), dtype=torch.float64, device=device)
         # How often a query met a key at each distance.
         self.met = torch.zeros(self.block, dtype=torch.float64, device=device)
+        # The loss' gradients at keys and at the outputs of the heads of a group, and these vectors by the size of their gradient.
+        self.key_pulls, self.pulled_keys = (Moments((sizes.kv_heads,), sizes.key_dim, device) for _ in range(2))
+        self.output_pulls, self.pulled_outputs = (Moments((sizes.kv_heads,), sizes.value_dim, device) for _ in range(2))
         # W'W of each query head.
         self.output = torch.eye(sizes.value_dim, dtype=torch.float64, device=device).repeat(sizes.heads, 1, 1)
 
     def sums(self) -> list[torch.Tensor]:
         """Everything that adds up over processes, to be changed in place."""
-        moments = [part for each in (self.queries, self.keys, self.values) for part in (each.total, each.count)]
+        pulls = (self.key_pulls, self.pulled_keys, self.output_pulls, self.pulled_outputs)
+        moments = [part for each in (self.queries, self.keys, self.values, *pulls) for part in (each.total, each.count)]
         return [*moments, self.value_weight, self.stake, self.share, self.watched, self.met]
 
     def observe(
@@ -200,6 +215,30 @@ class LayerMeter:
             at = pick.positions.to(keys.device)
             self.sample[pick.block] = Tokens(at, *(each[pick.row, :, at].clone() for each in (query, keys, values)))
 
+    def pull_keys(self, keys: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Counts in what the loss asks of keys.
+
+        Args:
+            keys: (batch, kv_heads, tokens, d), as attention sees them.
+            gradients: Like `keys`.
+        """
+        pulls = self.in_frame(gradients)
+        if self.geometry is not None and self.geometry.attention_scaling != 1:
+            # Undone for a key, which it made larger; a gradient behind it is one before it times as much.
+            pulls[..., : self.geometry.rotary_dim] *= self.geometry.attention_scaling**2
+        _pull(self.key_pulls, self.pulled_keys, self.in_frame(keys), pulls)
+
+    def pull_outputs(self, outputs: torch.Tensor, gradients: torch.Tensor) -> None:
+        """Counts in what the loss asks of attention's outputs.
+
+        Args:
+            outputs: (batch, tokens, heads, e).
+            gradients: Like `outputs`.
+        """
+        assert self.sizes is not None
+        grouped = [each.transpose(1, 2).unflatten(1, (self.sizes.kv_heads, -1)).flatten(2, 3) for each in (outputs, gradients)]
+        _pull(self.output_pulls, self.pulled_outputs, *grouped)
+
     def forget(self, sampler: Sampler) -> None:
         """Drops what is no longer in the sample.
 
@@ -226,6 +265,17 @@ class LayerMeter:
         """(kv_heads, e, e), by the weights of the values."""
         return self.values.total / self.value_weight.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
 
+    @property
+    def key_pull(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The moment of keys, half of it by their gradients, and that of the gradients, (kv_heads, d, d)."""
+        return (self.keys.mean + _by_size(self.key_pulls, self.pulled_keys)) / 2, self.key_pulls.mean
+
+    @property
+    def output_pull(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The moment of outputs by their gradients, and that of the gradients of a token's group of heads, (kv_heads, e, e)."""
+        tokens = self.keys.count.clamp_min(1)[:, None, None]
+        return _by_size(self.output_pulls, self.pulled_outputs), self.output_pulls.total / tokens
+
     def _watch(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         """Adds up stakes and shares; returns what each value weighs in the output, (batch, kv_heads, tokens)."""
         assert self.sizes is not None
@@ -246,6 +296,17 @@ class LayerMeter:
         self.watched += len(keys) * len(at)
         size = self.output.diagonal(dim1=-2, dim2=-1).sum(-1).float()
         return (squares.sum(-2) * size[:, None]).unflatten(1, (-1, group)).sum(2)
+
+
+def _pull(gradients: Moments, vectors: Moments, rows: torch.Tensor, pulls: torch.Tensor) -> None:
+    """Counts in gradients, and their vectors as many times as the square of the gradient is large."""
+    gradients.add(pulls)
+    vectors.add(rows.double() * torch.linalg.vector_norm(pulls.double(), dim=-1, keepdim=True))
+
+
+def _by_size(gradients: Moments, vectors: Moments) -> torch.Tensor:
+    size = gradients.total.diagonal(dim1=-2, dim2=-1).sum(-1)
+    return vectors.total / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
 
 
 def _attention_weights(query: torch.Tensor, keys: torch.Tensor, at: torch.Tensor, scaling: float, options: dict[str, Any]) -> torch.Tensor:

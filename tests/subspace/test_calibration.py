@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import BloomConfig, DynamicCache, MistralConfig, T5Config, T5ForConditionalGeneration
 
-from hf_kvcaches import ConfigError, RotaryGeometry, SubspaceBases, UnsupportedError, enable
+from hf_kvcaches import ConfigError, RotaryGeometry, SubspaceBases, SubspaceCache, UnsupportedError, enable
 from hf_kvcaches.subspace import fitting, measuring
-from hf_kvcaches.subspace.calibration import MeterCache, Reading, _batches, _blocks
+from hf_kvcaches.subspace.calibration import MeterCache, Reading, _batches, _blocks, _loss_of_drawn, _pass
 from hf_kvcaches.subspace.fitting import Choices
 from tests import testbed, tiny
 from tests.conformance import models
@@ -142,6 +142,128 @@ def test_keys_that_another_layer_reads_again_count_once() -> None:
     assert torch.equal(*outputs)
 
 
+def pulls(model, numbers: list[int], rotation: str, ids: torch.Tensor = IDS) -> list[tuple[torch.Tensor, ...]]:
+    """For each layer the keys, the heads' outputs, and the gradients at both, all in the frame of the bases."""
+    seen: dict[str, torch.Tensor] = {}
+    hooks = []
+    for index, layer in enumerate(model.model.layers):
+        attention = layer.self_attn
+        hooks += [
+            attention.k_proj.register_forward_hook(lambda *a, index=index: seen.update({f"k{index}": a[2]})),
+            attention.o_proj.register_forward_pre_hook(lambda *a, index=index: seen.update({f"o{index}": a[1][0]})),
+        ]
+    logits = model(input_ids=ids).logits
+    for hook in hooks:
+        hook.remove()
+    names = [f"{what}{index}" for index in range(len(model.model.layers)) for what in "ko"]
+    gradients = dict(zip(names, torch.autograd.grad(_loss_of_drawn(logits, numbers), [seen[name] for name in names]), strict=True))
+    found = []
+    for index in range(len(model.model.layers)):
+        both = [each[f"{what}{index}"].detach().unflatten(-1, (-1, 8)).transpose(1, 2) for each in (seen, gradients) for what in "ko"]
+        keys, outputs, key_pulls, output_pulls = (each.double() for each in both)
+        if rotation == "post":  # a turn takes gradients along
+            keys, key_pulls = rotated(model, keys), rotated(model, key_pulls)
+        found.append((keys, outputs, key_pulls, output_pulls))
+    return found
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 1.0}
+
+
+@pytest.mark.parametrize(("rotation", "rope"), [("aware", None), ("post", None), ("aware", YARN)])
+def test_pulls_are_the_gradients_at_keys_and_outputs_and_weigh_them(rotation: str, rope: dict | None) -> None:
+    model = tiny.llama() if rope is None else tiny.llama(rope_parameters=rope)
+    cache = MeterCache(model, Choices(rank=2, metric="loss", rotation=rotation), 40)
+    _pass(model, cache, [3, 4, 5], IDS)
+    for layer, (keys, outputs, key_pulls, output_pulls) in enumerate(pulls(model, [3, 4, 5], rotation)):
+        gram, metric = cache.meters[layer].key_pull
+        size = key_pulls.square().sum(-1)
+        by_size = torch.einsum("bht,bhti,bhtj->hij", size, keys, keys) / size.sum((0, 2))[:, None, None]
+        assert torch.allclose(gram, (moment(keys) + by_size) / 2, rtol=1e-3, atol=1e-5)
+        assert torch.allclose(metric, moment(key_pulls), rtol=1e-3, atol=1e-7)
+        gram, metric = cache.meters[layer].output_pull
+        size = output_pulls.square().sum(-1)
+        for head in range(2):
+            own = slice(2 * head, 2 * head + 2)
+            by_size = torch.einsum("bht,bhti,bhtj->ij", size[:, own], outputs[:, own], outputs[:, own]) / size[:, own].sum()
+            assert torch.allclose(gram[head], by_size, rtol=1e-3, atol=1e-5)
+            assert torch.allclose(metric[head], moment(output_pulls)[own].sum(0), rtol=1e-3, atol=1e-7)
+
+
+def test_drawn_tokens_are_those_the_model_would_go_on_with_and_a_block_draws_the_same_in_any_batch() -> None:
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, -torch.inf]).expand(2, 20_000, 5).clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(_loss_of_drawn(logits, [7, 8]), logits)
+    shares = logits.detach()[0, 0].softmax(-1)
+    # At a drawn token the gradient is its share minus 1, elsewhere the share.
+    drawn = (shares - gradient).round()
+    assert (drawn.sum(-1) == 1).all()
+    assert torch.allclose(drawn.mean((0, 1)), shares, atol=0.01)
+    assert not torch.equal(drawn[0], drawn[1])
+    alone = logits[1:].detach().requires_grad_()
+    assert torch.equal(torch.autograd.grad(_loss_of_drawn(alone, [8]), alone)[0], gradient[1:])
+
+
+def test_the_squared_gradient_along_an_error_is_twice_the_divergence_that_it_makes() -> None:
+    model, layer = tiny.llama(), 1
+    error = 1e-3 * torch.randn(3, 40, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        exact = model(input_ids=IDS).logits.double().log_softmax(-1)
+        hook = model.model.layers[layer].self_attn.o_proj.register_forward_pre_hook(lambda _, given: (given[0] + error,))
+        moved = model(input_ids=IDS).logits.double().log_softmax(-1)
+        hook.remove()
+    divergence = float((exact.exp() * (exact - moved)).sum())
+    along = error.unflatten(-1, (4, 8)).transpose(1, 2)
+    squares = []
+    for seed in range(0, 900, 3):
+        gradients = pulls(model, [seed, seed + 1, seed + 2], "aware")[layer][3]
+        squares.append((gradients * along).sum((1, 2, 3)).square().sum())
+    assert sum(squares) / len(squares) == pytest.approx(2 * divergence, rel=0.15)
+
+
+def test_a_layer_that_reads_anothers_keys_adds_its_outputs_and_its_pull_on_these_keys() -> None:
+    model = tiny.llama()
+    cache = MeterCache(model, Choices(rank=2, metric="loss"), 40)
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (4, 2))
+    view, _ = cache.update(keys, keys.clone(), 0)
+    outputs = [view.attend(model.model.layers[index].self_attn, query, None, scaling=1.0)[0] for index in (0, 1)]
+    loss = outputs[0].square().sum() + 3 * outputs[1].square().sum()
+    (expected,) = torch.autograd.grad(loss, view.keys, retain_graph=True)
+    cache.follow(loss)
+    expected = RotaryGeometry.from_config(model.config).unrotate(expected.double(), torch.arange(40))
+    assert torch.allclose(cache.meters[0].key_pulls.mean, moment(expected), rtol=1e-3, atol=1e-5)
+    assert cache.meters[0].key_pulls.count.tolist() == [40, 40]
+    assert cache.meters[0].output_pulls.count.tolist() == [160, 160]
+
+
+@pytest.mark.parametrize("how", ["frozen", "inference mode", "no grad"])
+def test_gradients_are_found_in_frozen_models_and_modes_without_and_parameters_get_none(how: str) -> None:
+    expected, model = calibrate(tiny.llama(), metric="loss"), tiny.llama()
+    if how == "frozen":
+        model.requires_grad_(False)
+    with torch.inference_mode(how == "inference mode"), torch.set_grad_enabled(how == "frozen"):
+        bases = calibrate(model, metric="loss")
+    assert bases.settings.metric == "loss"
+    assert all(each.grad is None and each.requires_grad == (how != "frozen") for each in model.parameters())
+    for one, other in zip(bases.layers, expected.layers, strict=True):
+        assert torch.allclose(one.key_energies, other.key_energies, rtol=1e-3)
+        assert torch.allclose(one.value_energies, other.value_energies, rtol=1e-3)
+
+
+@pytest.mark.parametrize("broken", ["detached", "endless", "headless"])
+def test_where_no_gradients_come_back_the_metric_is_attention_and_a_warning_says_why(broken: str) -> None:
+    model = tiny.llama()
+    if broken == "detached":
+        model.model.layers[1].register_forward_hook(lambda *a: a[2].detach())
+    elif broken == "endless":
+        model.model.layers[1].mlp.register_forward_hook(lambda *a: a[2] + (a[2] * 0).sqrt())
+    model = model.model if broken == "headless" else model
+    with pytest.warns(UserWarning, match="metric='loss' needs gradients"):
+        bases = calibrate(model, metric="loss")
+    assert bases.settings.metric == "attention"
+    assert torch.equal(bases.layers[2].key_energies, calibrate(model).layers[2].key_energies)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "phi3"])
 def test_the_output_projection_is_found_in_other_families(family: str) -> None:
     bases = calibrate(models.build(family))
@@ -187,9 +309,10 @@ def test_batches_hold_every_block_once_and_nothing_is_padded(lengths: list[int],
     assert seen == {index: ids.tolist() for index, ids in blocks}
 
 
-def test_batches_do_not_change_the_bases_beyond_rounding() -> None:
+@pytest.mark.parametrize("metric", ["attention", "loss"])
+def test_batches_do_not_change_the_bases_beyond_rounding(metric: str) -> None:
     model = tiny.llama()
-    alone, batched = (calibrate(model, block=16, batch_size=size) for size in (1, 3))
+    alone, batched = (calibrate(model, block=16, batch_size=size, metric=metric) for size in (1, 3))
     assert alone.ranks == batched.ranks
     assert (alone.settings.tokens, alone.settings.blocks) == (120, 9)
     for one, other in zip(alone.layers, batched.layers, strict=True):
@@ -289,7 +412,9 @@ def test_energies_beyond_the_rank_are_the_squared_error_of_logits_times_their_st
     assert torch.allclose(own.key_energies[:, 3:].sum(-1).double(), (stake + stake.mean()) / 2 * squares, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("rotation", "metric", "share"), [("aware", "attention", "head"), ("post", "plain", "layer")])
+@pytest.mark.parametrize(
+    ("rotation", "metric", "share"), [("aware", "attention", "head"), ("post", "plain", "layer"), ("aware", "loss", "head")]
+)
 def test_at_full_rank_logits_and_values_are_exact(rotation: str, metric: str, share: str) -> None:
     model = tiny.llama()
     bases = calibrate(model, rank=8, rotation=rotation, metric=metric, share=share)
@@ -311,7 +436,7 @@ def test_at_full_rank_the_basis_is_the_identity_so_that_nothing_is_rounded() -> 
 
 
 @pytest.mark.parametrize("share", ["head", "layer"])
-@pytest.mark.parametrize("metric", ["attention", "plain"])
+@pytest.mark.parametrize("metric", ["attention", "loss", "plain"])
 @pytest.mark.parametrize("ratio", [0.25, 0.61, 1.0])
 def test_a_budget_of_bytes_is_respected_and_nearly_used(ratio: float, metric: str, share: str) -> None:
     bases = calibrate(tiny.llama(), bytes_ratio=ratio, multiple_of=2, metric=metric, share=share)
@@ -414,6 +539,21 @@ def test_on_a_trained_model_metric_and_allocation_beat_plain_and_uniform_at_equa
     assert errors["uniform"] < errors["paper"]
 
 
+@torch.no_grad()
+def test_on_a_trained_model_predictions_change_less_with_the_metric_of_the_loss_at_equal_bytes() -> None:
+    model, tokenizer = testbed.load()
+    ids = torch.tensor(tokenizer(testbed.held_out()[:60_000], verbose=False)["input_ids"])
+    texts, unseen = [ids[:8192].tolist()], ids[12_000:12_768].view(8, 96)
+    exact = model(input_ids=unseen).logits.log_softmax(-1)
+    divergence = {}
+    for metric in ("attention", "loss"):
+        bases = SubspaceBases.calibrate(model, None, texts, bytes_ratio=0.34, metric=metric, progress=False)
+        cache = SubspaceCache(model, bases, sinks=0, recent=0)
+        found = torch.cat([model(input_ids=token, past_key_values=cache).logits for token in unseen.split(1, 1)], 1).log_softmax(-1)
+        divergence[metric] = float((exact.exp() * (exact - found)).sum(-1).mean())
+    assert divergence["loss"] < 0.8 * divergence["attention"]
+
+
 # Models
 
 
@@ -426,9 +566,11 @@ def test_without_rotation_both_ways_are_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [name for name in models.FAMILIES if name != "mistral_sliding"])
-def test_families_have_bases_where_attention_is_full(family: str) -> None:
+@pytest.mark.parametrize("metric", ["attention", "loss"])
+def test_families_have_bases_where_attention_is_full(family: str, metric: str) -> None:
     model = models.build(family)
-    bases = calibrate(model, bytes_ratio=0.75)
+    bases = calibrate(model, bytes_ratio=0.75, metric=metric)
+    assert bases.settings.metric == metric
     kinds = getattr(model.config, "layer_types", None) or ["full_attention"] * len(bases.layers)
     assert [layer is not None for layer in bases.layers] == [kind == "full_attention" for kind in kinds]
     for layer in filter(None, bases.layers):
@@ -459,8 +601,10 @@ def test_scaled_rotations_count_in_the_metric() -> None:
     assert torch.allclose(ratio, torch.full_like(ratio, 1.5**4), rtol=1e-2)
 
 
-def test_half_precision_models_are_measured_in_double() -> None:
-    bases = calibrate(tiny.llama().to(torch.bfloat16))
+@pytest.mark.parametrize("metric", ["attention", "loss"])
+def test_half_precision_models_are_measured_in_double(metric: str) -> None:
+    bases = calibrate(tiny.llama().to(torch.bfloat16), metric=metric)
+    assert bases.settings.metric == metric
     assert all(torch.isfinite(layer.key_energies).all() and layer.gamma.dtype == torch.float32 for layer in bases.layers)
 
 
@@ -552,14 +696,15 @@ from hf_kvcaches import SubspaceBases
 from tests import tiny
 PartialState(cpu=True)
 texts = [tiny.ids(40, seed=seed).tolist() for seed in range(int(sys.argv[1]))]
-bases = SubspaceBases.calibrate(tiny.llama(), None, texts, bytes_ratio=0.5, multiple_of=1, progress=False)
+options = {"bytes_ratio": 0.5, "multiple_of": 1, "metric": sys.argv[3], "progress": False}
+bases = SubspaceBases.calibrate(tiny.llama(), None, texts, **options)
 bases.save_pretrained(sys.argv[2])
 PartialState().destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("texts", [5, 1])
-def test_two_processes_get_the_bases_of_one(tmp_path: Path, texts: int) -> None:
+@pytest.mark.parametrize(("texts", "metric"), [(5, "attention"), (1, "attention"), (5, "loss"), (1, "loss")])
+def test_two_processes_get_the_bases_of_one(tmp_path: Path, texts: int, metric: str) -> None:
     pytest.importorskip("accelerate")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -567,7 +712,7 @@ def test_two_processes_get_the_bases_of_one(tmp_path: Path, texts: int) -> None:
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", _WORKER, str(texts), str(tmp_path / str(rank))],
+            [sys.executable, "-c", _WORKER, str(texts), str(tmp_path / str(rank)), metric],
             cwd=ROOT,
             env=os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
@@ -578,7 +723,7 @@ def test_two_processes_get_the_bases_of_one(tmp_path: Path, texts: int) -> None:
     for worker in workers:
         _, errors = worker.communicate(timeout=120)
         assert worker.returncode == 0, errors
-    alone = calibrate(tiny.llama(), [tiny.ids(40, seed=seed).tolist() for seed in range(texts)])
+    alone = calibrate(tiny.llama(), [tiny.ids(40, seed=seed).tolist() for seed in range(texts)], metric=metric)
     together = [SubspaceBases.from_pretrained(tmp_path / str(rank), model=tiny.llama()) for rank in range(2)]
     manifests = [json.loads((tmp_path / str(rank) / "kvcache_artifact.json").read_text()) for rank in range(2)]
     assert manifests[0]["tensors"] == manifests[1]["tensors"]
