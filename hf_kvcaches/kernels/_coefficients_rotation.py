@@ -1,10 +1,11 @@
 """Scores of a rotated query against coefficients of unrotated keys, for the torch back-end of `coefficients.py`.
 
-**Without rebuilding keys** (one basis a head, positions that count up). A score is a sum over pairs i of cos(w_i p) a_i + sin(w_i p) b_i,
-where p is the token's position and a, b are rows of a matrix of the query and the basis, times the token's coefficients. Cosines and
-sines of most frequencies hardly change within a block of 128 positions: all of them together are sums of about twenty functions, found by
-a singular value decomposition, exact to rounding. So what each block needs is a small matrix for these functions, and the few fast pairs
-one by one: a third to a half of the operations of rebuilding keys, and nothing wider than the coefficients is ever written.
+**Without rebuilding keys** (bases that change now and then, positions that count up). A score is a sum over pairs i of
+cos(w_i p) a_i + sin(w_i p) b_i, where p is the token's position and a, b are rows of a matrix of the query and the basis, times the
+token's coefficients. Cosines and sines of most frequencies hardly change within a block of 128 positions: all of them together are sums
+of about twenty functions, found by a singular value decomposition, exact to rounding. So what each block needs is a small matrix for
+these functions, and the few fast pairs one by one: a third to a half of the operations of rebuilding keys, and nothing wider than the
+coefficients is ever written.
 
 **Rebuilding keys** (any positions, any bases) a piece at a time, which stays in cache.
 
@@ -25,6 +26,7 @@ from hf_kvcaches.kernels._shared import turned
 BLOCK = 128
 CACHED = 1 << 17  # Numbers worked on at a time: 512 KB, so that a product is still in cache when its sum is taken.
 _FINE = 512
+_SHORTEST = 64  # Tokens from one change of bases to the next, on average, below which it is faster to rebuild keys.
 
 
 def units(basis_of: torch.Tensor, tokens: int) -> tuple[torch.Tensor, int]:
@@ -81,9 +83,19 @@ def turned_logits(
         basis_of: As `key_basis_of` of `coefficient_attention`.
     """
     batch, tokens = asking.shape[0], keys.data.shape[2]
-    starts = None if basis_of is not None else _starts(rotation, batch, tokens, valid)
+    starts = _starts(rotation, batch, tokens, valid)
     if starts is None:
         return _rebuilt(asking, keys, scaling, rotation, basis_of)
+    if basis_of is not None:
+        ends = _changes(basis_of, tokens)
+        if len(ends) * _SHORTEST > tokens or len(set(starts)) > 1:
+            return _rebuilt(asking, keys, scaling, rotation, basis_of)
+        # Between two changes in any row and head, each head has one basis.
+        parts = []
+        for begin, end in zip([0, *ends], ends, strict=False):
+            own = picked(keys.decode, basis_of[:, :, begin // TILE : begin // TILE + 1].long())
+            parts.append(_swept(asking, Coefficients(keys.data[:, :, begin:end], own), scaling, rotation, starts[0] + begin))
+        return torch.cat(parts, 3)
     if len(set(starts)) == 1:
         return _swept(asking, keys, scaling, rotation, starts[0])
     parts = []
@@ -107,6 +119,12 @@ def _starts(rotation: Rotation, batch: int, tokens: int, valid: torch.Tensor | N
         return None
     starts: list[int] = ahead[:, -1].tolist()
     return starts * (batch // len(starts))
+
+
+def _changes(basis_of: torch.Tensor, tokens: int) -> list[int]:
+    """Where a basis ends, in any row and head: numbers of tokens, the last one all."""
+    changes = (basis_of[:, :, 1:] != basis_of[:, :, :-1]).flatten(0, 1).any(0).nonzero()[:, 0]
+    return [*((changes + 1) * TILE).tolist(), tokens]
 
 
 class _Plan(NamedTuple):
@@ -157,7 +175,7 @@ def _plan(frequencies: tuple[float, ...], rest: bool) -> _Plan:
     return best[1]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 @torch.inference_mode(False)
 @torch.no_grad()
 def _tables(

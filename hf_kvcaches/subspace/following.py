@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.kernels.coefficients import TILE
-from hf_kvcaches.subspace.moments import principal
+from hf_kvcaches.subspace.moments import Projection, principal
 from hf_kvcaches.subspace.sketch import FrequentDirections, Sketch
 
 
@@ -34,6 +34,7 @@ class Track(NamedTuple):
         current: Which of these is in use, (batch, heads), int64.
         begun: Which coefficient began the chunk, (batch, heads), int64.
         limit: Of a tile's loss, (batch, heads), float64.
+        share: Of the energy that it was made of, what the basis in use lost, (batch, heads), float64.
     """
 
     sketch: torch.Tensor
@@ -43,6 +44,7 @@ class Track(NamedTuple):
     current: torch.Tensor
     begun: torch.Tensor
     limit: torch.Tensor
+    share: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Follower:
         chunk: The most tokens until a basis is looked at again.
         limit: The largest loss of a tile, as a share of its length; None: `slack` times what the basis lost when it was new.
         decay: What the energy of older tokens is multiplied with after a chunk.
-        agreement: A new basis that saves less than this share of the energy is not taken.
+        agreement: A basis stays while it loses no more than when it was made and this share of the energy, or than the best one and that.
         even: Whether coefficients are to be equally large in all directions, so that one scale fits them.
         dtype: Of the bases.
     """
@@ -82,14 +84,16 @@ class Follower:
         lead, device = (batch, heads), rows.device
         zeros = torch.zeros(lead, dtype=torch.int64, device=device)
         limit = torch.full(lead, float("inf"), dtype=torch.float64, device=device)
+        none = torch.zeros_like(limit)
         if self.rank == dim:
             # Nothing is left out, and this is the way without rounding.
             whole = torch.eye(dim, dtype=self.dtype, device=device).expand(*lead, dim, dim).clone()
-            return Track(rows.new_zeros(*lead, 0, 0), None, whole, whole[:, :, None].clone(), zeros, zeros, limit)
+            return Track(rows.new_zeros(*lead, 0, 0), None, whole, whole[:, :, None].clone(), zeros, zeros, limit, none)
         empty = self.sketch.start(lead, dim, device)
         nothing = torch.zeros(*lead, self.rank, dim, dtype=self.dtype, device=device)
         bank = nothing.mT[:, :, None].contiguous()
-        track = self.feed(Track(empty, root, nothing, bank, zeros - 1, zeros, limit), rows)
+        track = Track(empty, root, nothing, bank, zeros - 1, zeros, limit, none)
+        track = self.feed(track, in_metric(track, rows))
         return self.renew(track, 0, torch.ones(lead, dtype=torch.bool, device=device))
 
     def encode(self, track: Track, rows: torch.Tensor) -> torch.Tensor:
@@ -101,33 +105,37 @@ class Follower:
         """
         return torch.matmul(rows.to(track.encode.dtype), track.encode.mT)
 
-    def feed(self, track: Track, rows: torch.Tensor) -> Track:
+    def feed(self, track: Track, rooted: torch.Tensor) -> Track:
         """With more tokens in the sketch.
 
         Args:
             track: Where the text has led.
-            rows: (batch, heads, tokens, d).
+            rooted: (batch, heads, tokens, d), as `in_metric` gives them.
         """
-        if not rows.shape[2] or not track.sketch.shape[2]:
+        if not rooted.shape[2] or not track.sketch.shape[2]:
             return track
-        state, rows = track.sketch, _rooted(track, rows.detach())
+        state = track.sketch
         # What Frequent Directions keep depends on the blocks they get; sums of products don't.
-        for block in rows.split(TILE if isinstance(self.sketch, FrequentDirections) else rows.shape[2], 2):
+        for block in rooted.split(TILE if isinstance(self.sketch, FrequentDirections) else rooted.shape[2], 2):
             state = self.sketch.update(state, block)
         return track._replace(sketch=state)
 
-    def losses(self, track: Track, rows: torch.Tensor) -> torch.Tensor:
-        """What each tile loses in the basis in use, as a share of its length, (batch, heads, tiles), float64.
+    def losses(self, track: Track, rooted: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
+        """What each tile loses in the basis in use, as a share of its length, (batch, heads, tiles), float32 or float64.
+
+        What an orthonormal basis leaves of a vector has the length that its coefficients lack, so nothing is decoded.
 
         Args:
             track: Where the text has led.
-            rows: Whole tiles, (batch, heads, tokens, d).
+            rooted: Whole tiles, (batch, heads, tokens, d), as `in_metric` gives them.
+            coefficients: Theirs, (batch, heads, tokens, rank).
         """
-        rows = rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
-        decode = track.bank.gather(2, _picking(track.current, track.bank)).squeeze(2).to(rows.dtype)
-        left = rows - (rows @ track.encode.to(rows.dtype).mT) @ decode.mT
-        lost, whole = (_rooted(track, each).square().sum(-1).unflatten(2, (-1, TILE)).sum(-1).double() for each in (left, rows))
-        return torch.where(whole > 0, lost / whole.clamp_min(torch.finfo(torch.float64).tiny), 0.0).sqrt()
+        decode = track.bank.gather(2, _picking(track.current, track.bank)).squeeze(2).to(rooted.dtype)
+        # How much longer each direction is than its coefficient.
+        sizes = (decode if track.root is None else track.root.to(rooted.dtype) @ decode).square().sum(-2)
+        kept = (coefficients.detach().to(rooted.dtype).square() @ sizes.unsqueeze(-1)).squeeze(-1)
+        kept, whole = (each.unflatten(2, (-1, TILE)).sum(-1) for each in (kept, rooted.square().sum(-1)))
+        return torch.where(whole > 0, 1 - kept / whole.clamp_min(torch.finfo(whole.dtype).tiny), 0.0).clamp_min(0.0).sqrt()
 
     def advance(
         self, track: Track, rows: torch.Tensor, first: int, start: int, stop: int, fed: int, ahead: int
@@ -148,23 +156,26 @@ class Follower:
             `stop`, in which basis it is, (batch, heads, tiles).
         """
         made, bases, at = [], [], start
+        rooted = in_metric(track, rows) if track.sketch.shape[2] else rows
         while at < stop:
-            end, due = self._next(track, rows, first, at, stop)
+            end, due = self._next(track, rows, rooted, first, at, stop)
             made.append(self.encode(track, rows[:, :, at - first : end - first]))
             tiles = end // TILE - at // TILE
             if tiles:
                 bases.append(track.current[..., None].expand(-1, -1, tiles - 1))
                 if due is not None:
-                    track, fed = self._fed_to(track, rows, first, fed, (end + ahead) // TILE)
+                    track, fed = self._fed_to(track, rooted, first, fed, (end + ahead) // TILE)
                     track = self.renew(track, end, due)
                 bases.append(track.current[..., None])
             at = end
-        track, _ = self._fed_to(track, rows, first, fed, (first + rows.shape[2]) // TILE)
+        track, _ = self._fed_to(track, rooted, first, fed, (first + rows.shape[2]) // TILE)
         lead = rows.shape[:2]
         coefficients = torch.cat(made, 2) if made else rows.new_zeros(*lead, 0, self.rank)
         return track, coefficients, torch.cat(bases, 2) if bases else track.current.new_zeros(*lead, 0)
 
-    def _next(self, track: Track, rows: torch.Tensor, first: int, at: int, stop: int) -> tuple[int, torch.Tensor | None]:
+    def _next(
+        self, track: Track, rows: torch.Tensor, rooted: torch.Tensor, first: int, at: int, stop: int
+    ) -> tuple[int, torch.Tensor | None]:
         """How far the bases in use go from here, and for which heads they end there."""
         if not track.sketch.shape[2]:
             return stop, None
@@ -175,7 +186,8 @@ class Follower:
             return end, None
         ends = begin + TILE * torch.arange(1, tiles + 1, device=rows.device)
         long = ends - track.begun[..., None]
-        losses = self.losses(track, rows[:, :, begin - first : begin - first + tiles * TILE])
+        here = slice(begin - first, begin - first + tiles * TILE)
+        losses = self.losses(track, rooted[:, :, here], self.encode(track, rows[:, :, here]))
         # A basis gets a quarter of a chunk before it can be given up.
         over = (long >= self.chunk) | ((losses > track.limit[..., None]) & (long >= max(TILE, self.chunk // 4)))
         any_over = over.flatten(0, 1).any(0)
@@ -184,10 +196,10 @@ class Follower:
         tile = int(any_over.int().argmax())
         return begin + (tile + 1) * TILE, over[..., tile]
 
-    def _fed_to(self, track: Track, rows: torch.Tensor, first: int, fed: int, tiles: int) -> tuple[Track, int]:
+    def _fed_to(self, track: Track, rooted: torch.Tensor, first: int, fed: int, tiles: int) -> tuple[Track, int]:
         if tiles <= fed:
             return track, fed
-        return self.feed(track, rows[:, :, fed * TILE - first : tiles * TILE - first]), tiles
+        return self.feed(track, rooted[:, :, fed * TILE - first : tiles * TILE - first]), tiles
 
     def renew(self, track: Track, at: int, due: torch.Tensor) -> Track:
         """Looks at the basis of some heads, and replaces it where another one is better by enough.
@@ -200,29 +212,34 @@ class Follower:
         row, head = due.nonzero(as_tuple=True)
         gram = self.sketch.gram(track.sketch[row, head])
         root = None if track.root is None else track.root[row, head].double()
-        back = None if root is None else torch.linalg.inv(root)
-        best = principal(gram, self.rank)
-        encode, decode, lost = self._maps(best.encode, best.energies, root, back)
-        total = best.energies.sum(-1)
-        known = track.current[row, head] >= 0
-        old_encode, old_decode = track.encode[row, head].double(), track.bank[row, head, track.current[row, head].clamp(min=0)].double()
-        old = _lost(gram, old_encode, old_decode, root, back)
-        kept = known & (old - lost <= self.agreement * total)
-        now = torch.where(kept, old, lost)
-        share = torch.where(total > 0, now / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0).clamp_min(0.0).sqrt()
-        fresh = ~kept
-        index = track.current[row, head] + fresh.long()
-        bank = track.bank
-        if len(index) and int(index.max()) >= bank.shape[2]:
-            bank = torch.cat([bank, torch.zeros_like(bank[:, :, :1])], 2)
-        at_fresh = row[fresh], head[fresh]
+        current = track.current[row, head]
+        total = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
+        lost = 1 - _kept(gram, track.bank[row, head, current.clamp(min=0)].double(), root) / total
+        # A basis that does as well as it ever did needs no comparison, which would cost more than all else here.
+        fresh = (current < 0) | (lost - track.share[row, head] > self.agreement)
+        best = principal(gram[fresh], self.rank)
+        better = 1 - best.kept
+        taken = (current[fresh] < 0) | (lost[fresh] - better > self.agreement)
+        fresh = fresh.index_put((fresh.nonzero()[:, 0],), taken)
+        index, bank, encode, share = current + fresh.long(), track.bank, track.encode, track.share
+        if bool(fresh.any()):
+            made = self._maps(Projection(*(each[taken] for each in best)), None if root is None else root[fresh])
+            if int(index.max()) >= bank.shape[2]:
+                bank = torch.cat([bank, torch.zeros_like(bank[:, :, :1])], 2)
+            at_fresh = row[fresh], head[fresh]
+            encode = encode.index_put(at_fresh, made[0].to(self.dtype))
+            bank = bank.index_put((*at_fresh, index[fresh]), made[1].to(self.dtype))
+            share = share.index_put(at_fresh, better[taken])
+            lost = lost.index_put((fresh,), better[taken])
+        limit = self.slack * lost.clamp_min(0.0).sqrt() if self.limit is None else torch.full_like(lost, self.limit)
         return track._replace(
             sketch=self._decayed(track, due, at),
-            encode=track.encode.index_put(at_fresh, encode[fresh].to(self.dtype)),
-            bank=bank.index_put((*at_fresh, index[fresh]), decode[fresh].to(self.dtype)),
+            encode=encode,
+            bank=bank,
             current=track.current.index_put((row, head), index),
             begun=torch.where(due, at, track.begun),
-            limit=track.limit.index_put((row, head), self.slack * share if self.limit is None else torch.full_like(share, self.limit)),
+            limit=track.limit.index_put((row, head), limit),
+            share=share,
         )
 
     def _decayed(self, track: Track, due: torch.Tensor, at: int) -> torch.Tensor:
@@ -231,25 +248,28 @@ class Follower:
         chunks = (at - track.begun).double() / self.chunk
         return self.sketch.scaled(track.sketch, torch.where(due, self.decay**chunks, 1.0))
 
-    def _maps(
-        self, basis: torch.Tensor, energies: torch.Tensor, root: torch.Tensor | None, back: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Both ways of an orthonormal basis, and what it loses."""
-        encode, decode = basis, basis.mT
+    def _maps(self, best: Projection, root: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both ways of an orthonormal basis."""
+        encode, decode = best.encode, best.decode
         if self.even:
-            kept = energies[..., : self.rank]
+            kept = best.energies[..., : self.rank]
             share = kept / kept[..., :1].clamp_min(torch.finfo(torch.float64).tiny)
             # A direction in which next to nothing was seen stays as it is.
             size = torch.where(share > 1e-12, share, 1.0).sqrt()
             encode, decode = encode / size[..., None], decode * size[..., None, :]
-        if root is not None and back is not None:
-            encode, decode = encode @ root, back @ decode
-        return encode, decode, energies[..., self.rank :].sum(-1)
+        if root is not None:
+            encode, decode = encode @ root, torch.linalg.solve(root, decode)
+        return encode, decode
 
 
-def _rooted(track: Track, rows: torch.Tensor) -> torch.Tensor:
-    """Vectors in coordinates in which the metric is the identity, at least in float32."""
-    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+def in_metric(track: Track, rows: torch.Tensor) -> torch.Tensor:
+    """Vectors in coordinates in which the metric is the identity, at least in float32, without gradients.
+
+    Args:
+        track: Whose metric.
+        rows: (batch, heads, tokens, d).
+    """
+    rows = rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
     return rows if track.root is None else rows @ track.root.to(rows.dtype)
 
 
@@ -257,12 +277,8 @@ def _picking(current: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
     return current.clamp(min=0)[..., None, None, None].expand(-1, -1, 1, *bank.shape[3:])
 
 
-def _lost(
-    gram: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor, root: torch.Tensor | None, back: torch.Tensor | None
-) -> torch.Tensor:
-    """The energy that a pair of maps leaves of what a sketch has seen."""
-    projector = decode @ encode
-    if root is not None and back is not None:
-        projector = root @ projector @ back
-    left = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) - projector
-    return ((left @ gram) * left).sum((-1, -2))
+def _kept(gram: torch.Tensor, decode: torch.Tensor, root: torch.Tensor | None) -> torch.Tensor:
+    """The energy that a basis keeps of what a sketch has seen, (...)."""
+    basis = decode if root is None else root @ decode
+    sizes = basis.square().sum(-2).clamp_min(torch.finfo(torch.float64).tiny)
+    return (((gram @ basis) * basis).sum(-2) / sizes).sum(-1)

@@ -100,7 +100,7 @@ class Gram(Sketch):
 
     def update(self, state: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         rows = _usable(state, rows, valid)
-        return _single(second_moment(rows).add_(state))
+        return (state + rows.mT @ rows).clamp_(-_LARGEST, _LARGEST)
 
     def gram(self, state: torch.Tensor) -> torch.Tensor:
         return state.double()
