@@ -87,14 +87,13 @@ def turned_logits(
     if starts is None:
         return _rebuilt(asking, keys, scaling, rotation, basis_of)
     if basis_of is not None:
-        ends = _changes(basis_of, tokens)
-        if len(ends) * _SHORTEST > tokens or len(set(starts)) > 1:
+        runs = spans(basis_of, tokens)
+        if runs is None or len(set(starts)) > 1:
             return _rebuilt(asking, keys, scaling, rotation, basis_of)
-        # Between two changes in any row and head, each head has one basis.
-        parts = []
-        for begin, end in zip([0, *ends], ends, strict=False):
-            own = picked(keys.decode, basis_of[:, :, begin // TILE : begin // TILE + 1].long())
-            parts.append(_swept(asking, Coefficients(keys.data[:, :, begin:end], own), scaling, rotation, starts[0] + begin))
+        parts = [
+            _swept(asking, Coefficients(keys.data[:, :, here], picked(keys.decode, own)), scaling, rotation, starts[0] + here.start)
+            for here, own in runs
+        ]
         return torch.cat(parts, 3)
     if len(set(starts)) == 1:
         return _swept(asking, keys, scaling, rotation, starts[0])
@@ -121,10 +120,20 @@ def _starts(rotation: Rotation, batch: int, tokens: int, valid: torch.Tensor | N
     return starts * (batch // len(starts))
 
 
-def _changes(basis_of: torch.Tensor, tokens: int) -> list[int]:
-    """Where a basis ends, in any row and head: numbers of tokens, the last one all."""
-    changes = (basis_of[:, :, 1:] != basis_of[:, :, :-1]).flatten(0, 1).any(0).nonzero()[:, 0]
-    return [*((changes + 1) * TILE).tolist(), tokens]
+def spans(basis_of: torch.Tensor, tokens: int) -> list[tuple[slice, torch.Tensor]] | None:
+    """Where no basis changes in any row and head: tokens, and which basis each head has there, (batch, kv_heads, 1).
+
+    None where there are so many that other ways are faster.
+
+    Args:
+        basis_of: Which basis each tile is in, (batch, kv_heads, tiles).
+        tokens: How many there are.
+    """
+    changes = ((basis_of[:, :, 1:] != basis_of[:, :, :-1]).flatten(0, 1).any(0).nonzero()[:, 0] + 1).tolist()
+    if (len(changes) + 1) * _SHORTEST > tokens:
+        return None
+    begins, ends = [0, *changes], [*(TILE * each for each in changes), tokens]
+    return [(slice(TILE * begin, end), basis_of[:, :, begin : begin + 1].long()) for begin, end in zip(begins, ends, strict=True)]
 
 
 class _Plan(NamedTuple):

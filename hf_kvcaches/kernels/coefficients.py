@@ -33,7 +33,7 @@ from hf_kvcaches.kernels._coefficients_reference import (
     merge_attention_reference,
     quantize_tiles_reference,
 )
-from hf_kvcaches.kernels._coefficients_rotation import CACHED, picked, pieces, turned_logits, units
+from hf_kvcaches.kernels._coefficients_rotation import CACHED, picked, pieces, spans, turned_logits, units
 from hf_kvcaches.kernels._shared import Backend, choose
 
 __all__ = [
@@ -204,8 +204,7 @@ def _attention_torch(query: torch.Tensor, keys: Coefficients, values: Coefficien
     if value_basis_of is None:
         output = torch.matmul(_sums(shares, values.data), decode if decode.ndim == 3 else decode.squeeze(2))
     else:
-        sums = _sums_of_bases(shares, values.data, value_basis_of, decode.shape[2])
-        output = torch.matmul(sums, decode).sum(2)
+        output = _decoded_sums(shares, values.data, decode, value_basis_of)
     return _finished(query, output, total, highest)
 
 
@@ -244,6 +243,11 @@ def _plain_logits(asking: torch.Tensor, keys: Coefficients, scaling: float, basi
         for here in _runs(data, asking.dtype):
             parts.append(_products(asked, data[:, :, here].to(asking.dtype).flatten(0, 1), scaling, finite))
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).view(batch, kv_heads, -1, tokens)
+    if (runs := spans(basis_of, tokens)) is not None:
+        for here, own in runs:
+            asked = torch.matmul(asking, picked(decode, own).squeeze(2)).flatten(0, 1)
+            parts.append(_products(asked, data[:, :, here].to(asking.dtype).flatten(0, 1), scaling, finite))
+        return torch.cat(parts, 2).view(batch, kv_heads, -1, tokens)
     asked = torch.matmul(asking.unsqueeze(2), decode)  # The query in all bases, (batch, kv_heads, bases, group, rank).
     index, width = units(basis_of, tokens)
     for unit, count, wide in pieces(tokens, width, _most(data, asking.dtype)):
@@ -290,6 +294,15 @@ def _sums(shares: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         total = part if total is None else total + part
     assert total is not None
     return total.view(batch, kv_heads, group, -1)
+
+
+def _decoded_sums(shares: torch.Tensor, data: torch.Tensor, bank: torch.Tensor, basis_of: torch.Tensor) -> torch.Tensor:
+    """Coefficients times shares, each read in its basis, (batch, kv_heads, group, dim)."""
+    runs = spans(basis_of, data.shape[2])
+    if runs is None:
+        return torch.matmul(_sums_of_bases(shares, data, basis_of, bank.shape[2]), bank).sum(2)
+    parts = [torch.matmul(_sums(shares[..., here], data[:, :, here]), picked(bank, own).squeeze(2)) for here, own in runs]
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
 def _sums_of_bases(shares: torch.Tensor, data: torch.Tensor, basis_of: torch.Tensor, bases: int) -> torch.Tensor:
