@@ -63,7 +63,12 @@ VARIANTS = (
     _static("aware 0.33 int8", NONE, ENDS, bytes_ratio=0.33, int8=True, quick=True),
     _static("aware 0.5 int8", ENDS, bytes_ratio=0.5, int8=True),
     _static("aware 0.66 int8", bytes_ratio=0.66, int8=True),
+    _static("aware 0.1875 loss metric", NONE, ENDS, bytes_ratio=0.1875, metric="loss"),
+    _static("aware 0.25 loss metric", NONE, ENDS, bytes_ratio=0.25, metric="loss"),
     _static("aware 0.34 loss metric", NONE, ENDS, bytes_ratio=0.34, metric="loss"),
+    _static("aware 0.35 loss metric", bytes_ratio=0.35, metric="loss"),
+    _static("aware 0.375 loss metric", NONE, ENDS, bytes_ratio=0.375, metric="loss"),
+    _static("aware 0.33 int8 loss metric", NONE, ENDS, bytes_ratio=0.33, int8=True, metric="loss"),
     _static("aware 0.34 plain metric", bytes_ratio=0.34, metric="plain"),
     _static("aware 0.34 gamma one", bytes_ratio=0.34, gamma="one"),
     _static("aware 0.34 gamma paper", bytes_ratio=0.34, gamma="paper"),
@@ -76,6 +81,18 @@ VARIANTS = (
     _static("post 0.5", bytes_ratio=0.5, rotation="post"),
     _static("paper 16, 16", rank=(16, 16), rotation="post", metric="plain", gamma="paper"),
     _static("paper 32, 32", rank=(32, 32), rotation="post", metric="plain", gamma="paper"),
+    # 0.30 and 0.29 have the bytes of static 0.34 without and with a window, sketches included.
+    _adaptive("adaptive 0.34", NONE, ENDS, bytes_ratio=0.34),
+    _adaptive("adaptive 0.30", bytes_ratio=0.30),
+    _adaptive("adaptive 0.29", ENDS, bytes_ratio=0.29),
+    _adaptive("adaptive 0.25 int8", ENDS, bytes_ratio=0.25, int8=True),
+    _adaptive("adaptive 32, 32", rank=(32, 32)),
+    _adaptive("adaptive 0.34 lookahead 64", bytes_ratio=0.34, lookahead=64),
+    _adaptive("adaptive 0.34 fd", bytes_ratio=0.34, sketch="fd"),
+    _adaptive("adaptive 0.34 decay 0.5", bytes_ratio=0.34, decay=0.5),
+    _adaptive("adaptive 0.34 plain metric", bytes_ratio=0.34, metric="plain"),
+    _adaptive("adaptive post 0.34", bytes_ratio=0.34, rotation="post"),
+    _adaptive("adaptive post 0.34 no decay", bytes_ratio=0.34, rotation="post", decay=1.0),
 )
 MODES = ("static", "adaptive")  # what there are bars for
 
@@ -165,7 +182,8 @@ class Workshop:
         variant = run.variant
         if variant.mode == "full":
             return {"variant": variant.name, "mode": "full", "bytes_ratio": 1.0}
-        options = {"rotation": "aware", "metric": "attention", "gamma": "calibrated", "share": "head", **variant.options}
+        gamma = "calibrated" if variant.mode == "static" else "one"
+        options = {"rotation": "aware", "metric": "attention", "gamma": gamma, "share": "head", **variant.options}
         rule = next(f"{name}={variant.options[name]}" for name in ("rank", "energy", "bytes_ratio") if name in variant.options)
         return {
             "variant": variant.name,

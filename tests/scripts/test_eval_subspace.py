@@ -75,7 +75,7 @@ def test_all_falsifiers_and_bars_are_judged_or_said_not_to_be_measured(quick):
     lines = quick[1].stdout.splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("The paper's falsifiers"))
     judged = [line for line in lines[start:] if line.startswith("  ")]
-    assert len(judged) == 10
+    assert len(judged) == 11
     assert all(any(word in line for word in (": held", ": FAILED", ": met", ": NOT MET", ": not measured")) for line in judged)
     assert "not measured: adaptive mode" in judged[1]
 
@@ -191,10 +191,21 @@ def test_costs_are_held_against_the_limits_of_bytes_and_of_perplexity(script):
 
 
 def test_adaptive_rows_are_compared_with_static_ones_of_the_same_ranks(script):
-    lines = judged(script, perplexity=[row(1.0), row(1.4, mode="adaptive")])
-    assert ": FAILED (rank=8: +1.40% against +1.00%)" in lines[2]
-    assert ": met (1 pairs)" in lines[11]
-    assert ": held (1 pairs)" in judged(script, perplexity=[row(1.0), row(0.9, mode="adaptive")])[2]
+    late = {"from": 257}
+    lines = judged(script, perplexity=[row(1.0, **late), row(1.4, mode="adaptive", **late), row(0.1, mode="adaptive")])
+    assert ": FAILED (rank=8 [0+0]: +1.40% against +1.00%)" in lines[2]
+    assert ": held (1 pairs)" in judged(script, perplexity=[row(1.0, **late), row(0.9, mode="adaptive", **late)])[2]
+
+
+@pytest.mark.parametrize(("change", "verdict"), [(1.4, ": met (+1.400%"), (1.6, ": NOT MET (+1.600%")])
+def test_adaptive_rows_are_compared_with_static_ones_of_the_same_bytes(script, change, verdict):
+    late = {"from": 257}
+    static = [row(1.0, **late), row(0.5, 0.374, **late), row(3.0, 0.34, **late), row(0.1, 0.36)]
+    adaptive = [row(change, 0.35, mode="adaptive", **late), row(0.1, 0.4, mode="adaptive", **late), row(9.0, 0.35, mode="adaptive", **late)]
+    line = judged(script, perplexity=[*static, *adaptive])[11]
+    assert verdict in line, "neither more bytes nor tokens of the warm-up count"
+    assert "static +1.000% at 0.360" in line
+    assert "not measured" in judged(script, perplexity=[*static, *adaptive])[12]
 
 
 @pytest.mark.parametrize(("last", "verdict"), [(1.9, ": held"), (2.1, ": FAILED")])
