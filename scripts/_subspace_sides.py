@@ -16,14 +16,14 @@ from _common import synchronize
 from _equip_sides import Models, Shape, in_turns, spread
 from transformers import Cache, DynamicCache, LlamaForCausalLM
 
-from hf_kvcaches import GrowingCache, SubspaceBases, SubspaceCache
+from hf_kvcaches import AdaptiveSubspace, GrowingCache, SubspaceBases, SubspaceCache
 from hf_kvcaches.core.cache import measured_bytes
 from hf_kvcaches.kernels.coefficients import Coefficients, Rotation, coefficient_attention, quantize_tiles
 
 VARIANTS = ("post", "aware", "post int8", "aware int8")
 SDPA, ENABLED, REPEATED, GROUPED = "SDPA", "SDPA, enable_gqa", "SDPA, repeated", "SDPA, one head of many queries"
 FULL, GROWING = "DynamicCache", "GrowingCache"
-STATIC, ADAPTIVE = "static", "adaptive"
+STATIC, ADAPTIVE, CHANGING = "static", "adaptive", "adaptive, new bases"
 HEADS, KV_HEADS = 8, {"mha": 8, "gqa": 2}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}  # of outputs and logits of the order of 1
 SCORES_SPREAD = 3.0  # standard deviation of the scores: outputs are then made of few tokens, and of the order of 1
@@ -350,19 +350,24 @@ def step_makers(models: Models, tokens: int) -> Makers:
     }
 
 
-def adaptive_makers(models: Models, tokens: int, adaptive: Any) -> Makers:
+def adaptive_makers(models: Models, tokens: int, warmup: int) -> Makers:
     """Bases from calibration, and those that follow the text, of the same ranks.
+
+    Random weights make keys that no basis fits, so that with the defaults each chunk gets new ones: both that and bases which are looked
+    at but stay, as on real text they nearly always do, are measured.
 
     Args:
         models: As for `Stepping`.
         tokens: To calibrate on.
-        adaptive: The class of the settings.
+        warmup: Of adaptive bases.
     """
     model, rank = models.switched, models.plain.config.head_dim // 4
     bases = calibrated(models, tokens, rank=(rank, rank), rotation="aware")
+    options = {"rank": (rank, rank), "warmup": warmup}
     return {
         STATIC: lambda: SubspaceCache(model, bases),
-        ADAPTIVE: lambda: SubspaceCache(model, adaptive=adaptive(rank=(rank, rank))),
+        ADAPTIVE: lambda: SubspaceCache(model, adaptive=AdaptiveSubspace(**options, agreement=1.0)),
+        CHANGING: lambda: SubspaceCache(model, adaptive=AdaptiveSubspace(**options)),
     }
 
 
