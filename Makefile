@@ -64,6 +64,8 @@ bench: $(VENV)/.installed
 		--csv docs/benchmarks/growing-$(DEVICE).csv --plot docs/benchmarks/growing-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_equip.py --device $(DEVICE) \
 		--csv docs/benchmarks/equip-$(DEVICE).csv --plot docs/benchmarks/equip-$(DEVICE).png
+	$(VENV)/bin/python scripts/bench_subspace.py --device $(DEVICE) \
+		--csv docs/benchmarks/subspace-speed-$(DEVICE).csv --plot docs/benchmarks/subspace-speed-$(DEVICE).png
 
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK

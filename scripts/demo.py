@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Cac
 from transformers.utils import logging
 
 from hf_kvcaches import (
+    AdaptiveSubspace,
     ConfigError,
     EquipCache,
     GrowingCache,
@@ -57,6 +58,7 @@ CACHES: dict[str, Callable[[Any, Any], Cache]] = {
     "EquipCache (streaming, half)": lambda model, tokenizer: EquipCache(model, "streaming", budget=0.5),
     "EquipCache (h2o, half)": lambda model, tokenizer: EquipCache(model, "h2o", budget=0.5),
     "SubspaceCache (three eighths)": lambda model, tokenizer: SubspaceCache(model, bases(model, tokenizer)),
+    "SubspaceCache (adaptive)": lambda model, tokenizer: SubspaceCache(model, adaptive=AdaptiveSubspace(bytes_ratio=0.375)),
 }
 
 

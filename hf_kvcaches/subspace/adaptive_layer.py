@@ -40,6 +40,14 @@ class Warm(NamedTuple):
     root: torch.Tensor | None
     energies: torch.Tensor
 
+    def to(self, device: torch.device) -> Warm:
+        """The same on another device.
+
+        Args:
+            device: Which.
+        """
+        return Warm(self.rows.to(device), None if self.root is None else self.root.to(device), self.energies.to(device))
+
 
 class SharedBudget:
     """The ranks of all layers, out of one budget of bytes: known when the last layer has begun.
@@ -191,12 +199,12 @@ class AdaptiveLayer(SubspaceLayer):
         assert self.recent_keys is not None
         assert self.recent_values is not None
         (begin, warm), self._waiting = self._waiting, None
-        rows = self.rows
+        rows, device = self.rows, self.recent_keys.device  # an offloaded layer's is not `self.device`
         lengths = tuple(self.lengths(self.seen, rows))
-        self._group(ranks, self.recent_keys.device)
-        self._start(begin, warm, rows)
+        self._group(ranks, self.device)
+        self._start(begin, (warm[0].to(device), warm[1].to(device)), rows)
         none = self.recent_keys[:, :, :0], self.recent_values[:, :, :0]
-        numbers = Span(lengths, lengths, self.recent_keys.device)
+        numbers = Span(lengths, lengths, device)
         self._follow(tuple(0 if row in begin else length for row, length in enumerate(lengths)), *none, numbers)
         self._shrink(numbers)
 

@@ -20,7 +20,7 @@ from hf_kvcaches.subspace.store import Settings
 
 
 class SubspaceCache(AnsweringCache):
-    """Keeps a few coefficients of each key and value, in bases that were calibrated for each head, and attends to these.
+    """Keeps a few coefficients of each key and value, in bases that were calibrated for each head or follow the text, and attends to these.
 
     Online Subspace Projection for KV Caches: Training-Free Low-Rank Attention at Inference Time. Logits are products of the coefficients
     with the projected query; the weighted sum of value coefficients is taken back to the head's dimensions once.
@@ -29,16 +29,17 @@ class SubspaceCache(AnsweringCache):
     error, with ranks of their own for each head; the first `sinks` and the last `recent` tokens are exact (both may be 0). A prompt attends
     exactly to itself.
 
-    **Refuses**: padding other than before a row's first token; models that do not ask this package's attention; ready masks that differ by
-    head; position biases; taking back tokens that were not recorded (`activate_past_recording`) once the window has moved on;
-    `torch.compile` (`is_compileable` is False).
+    **Refuses**: models that do not ask this package's attention; ready masks that differ by head; position biases; taking back tokens that
+    were not recorded (`activate_past_recording`) once the window has moved on; `torch.compile` (`is_compileable` is False).
 
     **Memory per token**: the sum of all heads' ranks, for keys and for values, times bytes per element (1 with `coefficients="int8"`, and a
-    scale for 16 tokens of a head); a fixed number of exact tokens and the bases, which caches of one model share, besides.
+    scale for 16 tokens of a head); a fixed number of exact tokens and the bases, which caches of one model share, besides. Adaptive bases
+    and their sketches belong to a row.
 
     Args:
         model: A transformers model.
         bases: Made for it by `SubspaceBases.calibrate`.
+        adaptive: In place of `bases`: find them in the text.
         sinks: First tokens of each row that stay exact.
         recent: Newest tokens that stay exact.
         coefficients: "int8" for 8 bits with a scale for each tile; None for the model's own precision.
