@@ -47,9 +47,9 @@ CALIBRATION = 40_000  # characters of the book, from its end, which the document
 
 @cache
 def bases(model: Any, tokenizer: Any) -> SubspaceBases:
-    """Bases for a model, in three eighths of the bytes of its keys and values."""
+    """Bases for a model, in half of the bytes of its keys and values."""
     text = (TESTBED / "prose.txt").read_text(encoding="utf-8")[-CALIBRATION:]
-    return SubspaceBases.calibrate(model, tokenizer, [text], bytes_ratio=0.375, multiple_of=1, progress=False)
+    return SubspaceBases.calibrate(model, tokenizer, [text], bytes_ratio=0.5, metric="loss", progress=False)
 
 
 # Every cache of the package in the setting to show, beside the full cache.
@@ -57,8 +57,8 @@ CACHES: dict[str, Callable[[Any, Any], Cache]] = {
     "GrowingCache": lambda model, tokenizer: GrowingCache(model),
     "EquipCache (streaming, half)": lambda model, tokenizer: EquipCache(model, "streaming", budget=0.5),
     "EquipCache (h2o, half)": lambda model, tokenizer: EquipCache(model, "h2o", budget=0.5),
-    "SubspaceCache (three eighths)": lambda model, tokenizer: SubspaceCache(model, bases(model, tokenizer)),
-    "SubspaceCache (adaptive)": lambda model, tokenizer: SubspaceCache(model, adaptive=AdaptiveSubspace(bytes_ratio=0.375)),
+    "SubspaceCache (half)": lambda model, tokenizer: SubspaceCache(model, bases(model, tokenizer)),
+    "SubspaceCache (adaptive, half)": lambda model, tokenizer: SubspaceCache(model, adaptive=AdaptiveSubspace(bytes_ratio=0.5)),
 }
 
 

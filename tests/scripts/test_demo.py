@@ -50,7 +50,7 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     full, growing, streaming, h2o, subspace = (cells(lines[header + 2 + row]) for row in range(5))
     assert [name.strip() for name in (full[0], growing[0])] == ["DynamicCache", "GrowingCache"]
     assert [name.strip() for name in (streaming[0], h2o[0])] == ["EquipCache (streaming, half)", "EquipCache (h2o, half)"]
-    assert subspace[0].strip() == "SubspaceCache (three eighths)"
+    assert subspace[0].strip() == "SubspaceCache (half)"
     assert growing[1].strip() == "yes"
     assert float(growing[2]) < 1e-9
     assert int(growing[3].replace(",", "")) >= int(full[3].replace(",", "")) > 0
