@@ -136,7 +136,9 @@ class AdaptiveLayer(SubspaceLayer):
         if self.waiting:
             return max(self.ready, -(-max(lengths) // _GROWTH) * _GROWTH)
         # A tile more than is exact, so that it can be looked at when it is complete.
-        return self.ready if min(lengths) < self.ready else self.tail + TILE
+        least = self.tail + TILE
+        # All of the warm-up, also where a row comes back to it when tokens are taken back.
+        return max(self.ready, least) if min(lengths) - self.open < self.ready else least
 
     def decoders(self, group: int) -> list[torch.Tensor]:
         return [getattr(self, f"{side}_bank_{group}") for side in SIDES]
@@ -404,7 +406,7 @@ class AdaptiveLayer(SubspaceLayer):
             return True
         count = self.count(tokens)
         loose = count % TILE if self.settings.coefficients == "int8" else 0
-        reach = now - self.settings.sinks <= self.window if tokens < self.ready else now - tokens <= self.open
+        reach = now <= self.window if tokens < self.ready else now - tokens <= self.open
         return reach and (not loose or self.count(now) - (count - loose) <= TILE + self.open)
 
     def take_back(self, tokens: int) -> None:
