@@ -184,6 +184,8 @@ def latest(ring: torch.Tensor | None, new: torch.Tensor, numbers: Span, wanted: 
     """
     if ring is None or all(w >= n for w, n in zip(wanted.starts, numbers.starts, strict=True)):
         return wanted.take(new, numbers.starts)
+    if not new.shape[2]:
+        return wanted.take_turning(ring)
     if not (wanted.same and numbers.same):
         behind = wanted.index - numbers.first
         fresh = gathered(new, behind.clamp(0, new.shape[2] - 1))
