@@ -49,6 +49,18 @@ class Warm(NamedTuple):
         return Warm(self.rows.to(device), None if self.root is None else self.root.to(device), self.energies.to(device))
 
 
+class Begun(NamedTuple):
+    """Rows whose warm-up is over.
+
+    Args:
+        rows: Which.
+        warm: What they begin with, of keys and of values.
+    """
+
+    rows: list[int]
+    warm: tuple[Warm, Warm]
+
+
 class SharedBudget:
     """The ranks of all layers, out of one budget of bytes: known when the last layer has begun.
 
@@ -63,15 +75,16 @@ class SharedBudget:
         self.layers: list[AdaptiveLayer] = []
         self._told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def tell(self, layer: AdaptiveLayer, warm: tuple[Warm, Warm]) -> None:
+    def tell(self, layer: AdaptiveLayer, begun: tuple[Begun, ...]) -> None:
         """Says what there is to keep in a layer; the last one lets all of them begin.
 
         Args:
             layer: Which.
-            warm: What its rows begin with.
+            begun: What its rows begin with.
         """
         own = next(place for place, each in enumerate(self.layers) if each is layer)
-        self._told[own] = warm[0].energies.mean(0).cpu(), warm[1].energies.mean(0).cpu()
+        keys, values = (torch.cat([each.warm[side].energies for each in begun]).mean(0).cpu() for side in (0, 1))
+        self._told[own] = keys, values
         if len(self._told) < len(self.layers):
             return
         told = [self._told[place] for place in range(len(self.layers))]
@@ -113,9 +126,10 @@ class AdaptiveLayer(SubspaceLayer):
         self.adaptive, self.budget = adaptive, budget
         budget.layers.append(self)
         self._grouping: Grouping | None = None
-        self._waiting: tuple[list[int], tuple[Warm, Warm]] | None = None
+        # Rows that begin when the pass is over: drafts are steps, and a row may end its warm-up with each of them.
+        self._waiting: tuple[Begun, ...] = ()
         # What the followers' tensors were before tokens that may be taken back: the number of columns, and all of them.
-        self.past: list[tuple[int, Grouping | None, dict[str, torch.Tensor | None]]] = []
+        self.past: list[tuple[int, Grouping | None, tuple[Begun, ...], dict[str, torch.Tensor | None]]] = []
         self._group((), None)
 
     @property
@@ -144,7 +158,9 @@ class AdaptiveLayer(SubspaceLayer):
         if self.waiting:
             return max(self.ready, -(-max(lengths) // _GROWTH) * _GROWTH)
         # A tile more than is exact, so that it can be looked at when it is complete.
-        return self.ready if min(lengths) < self.ready else self.tail + TILE
+        least = self.tail + TILE
+        # All of the warm-up, also where a row comes back to it when tokens are taken back.
+        return max(self.ready, least) if min(lengths) - self.open < self.ready else least
 
     def decoders(self, group: int) -> list[torch.Tensor]:
         return [getattr(self, f"{side}_bank_{group}") for side in SIDES]
@@ -164,7 +180,7 @@ class AdaptiveLayer(SubspaceLayer):
     def encode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival) -> None:
         numbers, sinks = arrival.numbers, self.settings.sinks
         if self.recording:
-            self.past.append((self.seen, self._grouping, {name: getattr(self, name) for name in self._followed()}))
+            self.past.append((self.seen, self._grouping, self._waiting, {name: getattr(self, name) for name in self._followed()}))
         self._keep_queries(query, arrival)
         coefficients = arrival.span("coefficients", self.count)
         spans = list(zip(numbers.starts, numbers.stops, strict=True))
@@ -176,7 +192,7 @@ class AdaptiveLayer(SubspaceLayer):
         if begin:
             warm = self._warm_up(begin, keys, values, numbers, call)
             if self.waiting:
-                self._waiting = begin, warm
+                self._waiting = (*self._waiting, Begun(begin, warm))
             else:
                 self._start(begin, warm, len(spans))
         if min(numbers.stops) >= self.ready:
@@ -185,8 +201,8 @@ class AdaptiveLayer(SubspaceLayer):
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         output = super().attend(query, keys, values, call)
-        if self._waiting is not None:
-            self.budget.tell(self, self._waiting[1])
+        if self._waiting:
+            self.budget.tell(self, self._waiting)
         return output
 
     def settle(self, ranks: Sequence[Ranks]) -> None:
@@ -195,14 +211,16 @@ class AdaptiveLayer(SubspaceLayer):
         Args:
             ranks: Of each head.
         """
-        assert self._waiting is not None
         assert self.recent_keys is not None
         assert self.recent_values is not None
-        (begin, warm), self._waiting = self._waiting, None
+        begun, self._waiting = self._waiting, ()
+        assert begun
+        begin = {row for each in begun for row in each.rows}
         rows, device = self.rows, self.recent_keys.device  # an offloaded layer's is not `self.device`
         lengths = tuple(self.lengths(self.seen, rows))
         self._group(ranks, self.device)
-        self._start(begin, (warm[0].to(device), warm[1].to(device)), rows)
+        for each in begun:
+            self._start(each.rows, (each.warm[0].to(device), each.warm[1].to(device)), rows)
         none = self.recent_keys[:, :, :0], self.recent_values[:, :, :0]
         numbers = Span(lengths, lengths, device)
         self._follow(tuple(0 if row in begin else length for row, length in enumerate(lengths)), *none, numbers)
@@ -412,7 +430,7 @@ class AdaptiveLayer(SubspaceLayer):
             return True
         count = self.count(tokens)
         loose = count % TILE if self.settings.coefficients == "int8" else 0
-        reach = now - self.settings.sinks <= self.window if tokens < self.ready else now - tokens <= self.open
+        reach = now <= self.window if tokens < self.ready else now - tokens <= self.open
         return reach and (not loose or self.count(now) - (count - loose) <= TILE + self.open)
 
     def take_back(self, tokens: int) -> None:
@@ -425,21 +443,26 @@ class AdaptiveLayer(SubspaceLayer):
         super().take_back(tokens)
         if tokens and found is not None:
             for name in self._followed():
-                setattr(self, name, found[2].get(name))
-            self._grouping = found[1]
+                setattr(self, name, found[3].get(name))
+            self._grouping, self._waiting = found[1:3]
         self.past = []
+        if self._waiting:
+            # What is left ended within the pass that the warm-up ended in, and there would have been no more of that.
+            self.budget.tell(self, self._waiting)
 
     def reset(self) -> None:
         super().reset()
         self.past = []
-        self._grouping = self._waiting = None
+        self._grouping, self._waiting = None, ()
         self.budget.forget()
 
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map_rows(function)
+        # Rows that were to begin are known by their old places: back to there is no way.
         self.past = [
-            (seen, grouping, {name: None if each is None else function(each) for name, each in tensors.items()})
-            for seen, grouping, tensors in self.past
+            (seen, grouping, (), {name: None if each is None else function(each) for name, each in tensors.items()})
+            for seen, grouping, waiting, tensors in self.past
+            if not waiting
         ]
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
