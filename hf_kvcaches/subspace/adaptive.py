@@ -80,6 +80,8 @@ class AdaptiveSubspace:
             raise ConfigError.of("multiple_of", "an integer of at least 1", self.multiple_of)
         if self.sketch_size is not None and (self.sketch != "fd" or not _is_count(self.sketch_size)):
             raise ConfigError.of("sketch_size", "an integer of at least 1, with sketch='fd'", self.sketch_size)
+        if self.sketch_size is not None and isinstance(self.rank, tuple) and self.sketch_size < max(self.rank):
+            raise ConfigError.of("sketch_size", f"at least the rank, {max(self.rank)}, and better two to four times it", self.sketch_size)
         for name in ("tau_k", "tau_v", "decay", "agreement"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 <= value <= 1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,91 +14,17 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
-from hf_kvcaches.subspace.fitting import metrics
 from hf_kvcaches.subspace.following import Follower, Track
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import Grouping, Ranks
 from hf_kvcaches.subspace.measuring import LayerMeter
-from hf_kvcaches.subspace.moments import allocate, packed, principal, roots, second_moment, unpacked
+from hf_kvcaches.subspace.moments import packed, unpacked
 from hf_kvcaches.subspace.numbering import Arrival, Span, latest, resized
 from hf_kvcaches.subspace.store import SIDES, Settings
+from hf_kvcaches.subspace.warming import Begun, SharedBudget, Warm, measured
 
 # How many tokens more there is room for, each time that there is none while ranks are not known.
 _GROWTH = 64
-
-
-class Warm(NamedTuple):
-    """What rows begin with, of one side.
-
-    Args:
-        rows: The vectors of the first basis, (batch, kv_heads, tokens, d).
-        root: Of the metric, (batch, kv_heads, d, d); None for the identity.
-        energies: (batch, kv_heads, d), the largest first, comparable over sides and heads.
-    """
-
-    rows: torch.Tensor
-    root: torch.Tensor | None
-    energies: torch.Tensor
-
-    def to(self, device: torch.device) -> Warm:
-        """The same on another device.
-
-        Args:
-            device: Which.
-        """
-        return Warm(self.rows.to(device), None if self.root is None else self.root.to(device), self.energies.to(device))
-
-
-class Begun(NamedTuple):
-    """Rows whose warm-up is over.
-
-    Args:
-        rows: Which.
-        warm: What they begin with, of keys and of values.
-    """
-
-    rows: list[int]
-    warm: tuple[Warm, Warm]
-
-
-class SharedBudget:
-    """The ranks of all layers, out of one budget of bytes: known when the last layer has begun.
-
-    Until then a pass keeps what comes exactly, which is no more than what its attention needs anyway.
-
-    Args:
-        adaptive: What the user asked for.
-    """
-
-    def __init__(self, adaptive: AdaptiveSubspace) -> None:
-        self.adaptive = adaptive
-        self.layers: list[AdaptiveLayer] = []
-        self._told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def tell(self, layer: AdaptiveLayer, begun: tuple[Begun, ...]) -> None:
-        """Says what there is to keep in a layer; the last one lets all of them begin.
-
-        Args:
-            layer: Which.
-            begun: What its rows begin with.
-        """
-        own = next(place for place, each in enumerate(self.layers) if each is layer)
-        keys, values = (torch.cat([each.warm[side].energies for each in begun]).mean(0).cpu() for side in (0, 1))
-        self._told[own] = keys, values
-        if len(self._told) < len(self.layers):
-            return
-        told = [self._told[place] for place in range(len(self.layers))]
-        losses = [head for sides in told for side in sides for head in side]
-        budget = (self.adaptive.bytes_ratio or 1.0) * sum(map(len, losses))
-        bought = iter(allocate(losses, budget, cost=1, multiple_of=self.adaptive.multiple_of))
-        self._told = {}
-        for each, (keys, values) in zip(self.layers, told, strict=True):
-            ranks = [next(bought) for _ in keys], [next(bought) for _ in values]
-            each.settle([Ranks(*pair) for pair in zip(*ranks, strict=True)])
-
-    def forget(self) -> None:
-        """Starts anew, with an empty cache."""
-        self._told = {}
 
 
 class AdaptiveLayer(SubspaceLayer):
@@ -368,7 +294,7 @@ class AdaptiveLayer(SubspaceLayer):
             plain = self.geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), places)
             if self.places is not None:  # what is measured starts at 0
                 query, keys = (self.geometry.shift(each, steps - places) for each in (query, keys))
-        warm = self._measure(query, keys, values, plain, call)
+        warm = measured(query, keys, values, plain, call, self.settings.sinks, None if self.adaptive.metric == "plain" else self.meter)
         if isinstance(self.adaptive.rank, tuple) and self._grouping is None:
             self._group([Ranks(*self.adaptive.rank)] * keys.shape[1], keys.device)
         return warm
@@ -381,29 +307,9 @@ class AdaptiveLayer(SubspaceLayer):
                 track = self._follower(side, group).start(own.rows[:, list(heads)], root)
                 self._keep_track(side, group, rows, track, batch)
 
-    def _measure(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plain: torch.Tensor, call: Call) -> tuple[Warm, Warm]:
-        """What an error costs in the first tokens of rows, each by itself, and what there is to keep."""
-        sinks, found = self.settings.sinks, []
-        own = [each[:, :, sinks:].to(torch.promote_types(each.dtype, torch.float32)) for each in (plain, values)]
-        if self.adaptive.metric == "plain":
-            for rows in own:
-                energies = principal(second_moment(rows), 1).energies
-                found.append(Warm(rows, None, energies / energies.sum(-1, keepdim=True)))
-            return found[0], found[1]
-        metric = []
-        for row in range(len(query)):
-            one = slice(row, row + 1)
-            meter = LayerMeter(self.geometry, True, query.shape[2])
-            meter.observe(call.module, query[one], keys[one], values[one], {"scaling": call.scaling, "softcap": call.softcap}, [])
-            metric.append(metrics(meter))
-        for rows, each in zip(own, zip(*metric, strict=True), strict=True):
-            whole = torch.stack(each)
-            # With a metric of mean 1 the coefficients are about as large as what they stand for.
-            size = whole.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(torch.float64).tiny)
-            root, _ = roots(whole / size[..., None, None])
-            energies = principal(root @ second_moment(rows) @ root, 1).energies * size[..., None]
-            found.append(Warm(rows, root.to(rows.dtype), energies))
-        return found[0], found[1]
+    def meter(self) -> LayerMeter:
+        """What measures the first tokens of a row."""
+        return LayerMeter(self.geometry, True, self.ready)
 
     def _group(self, ranks: Sequence[Ranks], device: torch.device | None) -> None:
         """Makes room for heads with these ranks; none for as long as they are not known."""

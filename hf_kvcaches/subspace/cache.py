@@ -11,12 +11,13 @@ from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
-from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer, SharedBudget
+from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer
 from hf_kvcaches.subspace.bases import SubspaceBases
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import LayerSource
 from hf_kvcaches.subspace.static import StaticLayer
 from hf_kvcaches.subspace.store import Settings
+from hf_kvcaches.subspace.warming import SharedBudget
 
 
 class SubspaceCache(AnsweringCache):

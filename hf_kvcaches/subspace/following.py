@@ -22,6 +22,9 @@ from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.moments import Projection, principal
 from hf_kvcaches.subspace.sketch import FrequentDirections, Sketch
 
+# The least energy of a direction that coefficients in 8 bits are evened by, as a share of the largest.
+_LEAST = 1e-4
+
 
 class Track(NamedTuple):
     """Where a text has led, of all rows and heads.
@@ -213,8 +216,9 @@ class Follower:
         gram = self.sketch.gram(track.sketch[row, head])
         root = None if track.root is None else track.root[row, head].double()
         current = track.current[row, head]
-        total = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(torch.finfo(torch.float64).tiny)
-        lost = 1 - _kept(gram, track.bank[row, head, current.clamp(min=0)].double(), root) / total
+        total = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+        kept = _kept(gram, track.bank[row, head, current.clamp(min=0)].double(), root)
+        lost = torch.where(total > 0, 1 - kept / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
         # A basis that does as well as it ever did needs no comparison, which would cost more than all else here.
         fresh = (current < 0) | (lost - track.share[row, head] > self.agreement)
         best = principal(gram[fresh], self.rank)
@@ -254,8 +258,8 @@ class Follower:
         if self.even:
             kept = best.energies[..., : self.rank]
             share = kept / kept[..., :1].clamp_min(torch.finfo(torch.float64).tiny)
-            # A direction in which next to nothing was seen stays as it is.
-            size = torch.where(share > 1e-12, share, 1.0).sqrt()
+            # A direction in which next to nothing was seen may turn out to matter, and must not fill the tiles then.
+            size = torch.where(share > _LEAST, share, 1.0).sqrt()
             encode, decode = encode / size[..., None], decode * size[..., None, :]
         if root is not None:
             encode, decode = encode @ root, torch.linalg.solve(root, decode)
