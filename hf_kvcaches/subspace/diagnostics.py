@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer
 from hf_kvcaches.subspace.bounds import (
@@ -30,9 +32,10 @@ class LayerDiagnostics:
     """What one layer has lost, (batch, kv_heads) unless it says otherwise, in float64 on the CPU; NaN where nothing was measured.
 
     What is measured depends on the cache. With a **shadow** it is all tokens with coefficients, each as it is read, rounding to 8 bits
-    included. Without one, in the **adaptive** mode, it is all tokens that a head's sketch knows, in the basis now in use: of Frequent
-    Directions as far as they remember, with a decay the older ones for less. In the **static** mode it is the tokens that came with at
-    least 15 others, as in a prompt, before any rounding to 8 bits; tokens that were taken back stay counted.
+    included. Without one, in the **adaptive** mode, it is all tokens that a head's sketch knows, in the basis now in use, with a decay the
+    older ones for less; what Frequent Directions have forgotten is taken to lie evenly in the directions that they know. In the
+    **static** mode it is the tokens that came with at least 15 others, as in a prompt, before any rounding to 8 bits; tokens that were
+    taken back stay counted. All but the errors of attention is of keys as the bases see them: before the rotation, unless that is "post".
 
     Args:
         tokens: How many tokens were measured, (batch,).
@@ -207,7 +210,8 @@ def of_track(track: Track, follower: Follower) -> _Side:
         error = frequent_directions_certificate(track.energy, seen, min(follower.sketch.size, gram.shape[-1]) + 1)
     left = whole - decode @ encode
     plain = back @ gram @ back
-    share = _share(((left @ plain) * left).sum((-1, -2)).clamp_min(0), plain.diagonal(dim1=-2, dim2=-1).sum(-1))
+    likely = back @ _restored(gram, track.energy) @ back
+    share = _share(((left @ likely) * left).sum((-1, -2)).clamp_min(0), likely.diagonal(dim1=-2, dim2=-1).sum(-1))
 
     def bound(known: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
         # What the sketch misses comes out of this map longer than it is by no more than the map's norm.
@@ -216,6 +220,15 @@ def of_track(track: Track, follower: Follower) -> _Side:
     norm = bound(residual_norm_from_gram(plain, encode, decode), left @ back)
     inside = bound(residual_norm_from_gram(gram, encode @ back, root @ decode), root @ left @ back)
     return _Side(share, norm, None, inside)
+
+
+def _restored(gram: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
+    """What a sketch may have seen: the energy that it has forgotten, put back evenly where it knows of any."""
+    energies, directions = torch.linalg.eigh(gram)
+    # Elsewhere rounding would be all there is, and a metric may make it large.
+    known = energies > 1e-9 * energies[..., -1:]
+    missing = (energy - energies.sum(-1)).clamp_min(0) / known.sum(-1).clamp_min(1)
+    return gram + missing[..., None, None] * ((directions * known[..., None, :]) @ directions.mT)
 
 
 def _from_shadow(layer: SubspaceLayer, sketched: dict[str, torch.Tensor]) -> LayerDiagnostics:
@@ -235,20 +248,34 @@ def _from_shadow(layer: SubspaceLayer, sketched: dict[str, torch.Tensor]) -> Lay
         number = torch.cat([each.index[row] for each in places])[inside] + sinks if places else inside.long()
         true, near = ([each[row] for each in side] for side in (exact, read))
         keys, values = (each[:, number].double() for each in true)
+        positions = number if layer.places is None else layer.places[row, number, 0]
+        turned = (lambda x: x) if layer.geometry is None else partial(_unrotated, layer.geometry, positions)
         query = None if layer.shadow_query is None else layer.shadow_query[row, :, 0].double()
-        found.append(_of_row((keys, values), tuple(each[:, inside] for each in near), query, layer.shadow_scaling, layer.shadow_softcap))
+        found.append(
+            _of_row((keys, values), tuple(each[:, inside] for each in near), turned, query, layer.shadow_scaling, layer.shadow_softcap)
+        )
     stacked = {name: torch.stack([each[name] for each in found]).cpu() for name in found[0]}
     return LayerDiagnostics(tokens=torch.tensor([layer.count(each) for each in lengths]), exact_norms=True, **stacked, **sketched)
 
 
+def _unrotated(geometry: RotaryGeometry, positions: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return geometry.unrotate(keys[None], positions)[0]
+
+
 def _of_row(
-    exact: Sequence[torch.Tensor], read: Sequence[torch.Tensor], query: torch.Tensor | None, scaling: float, softcap: float
+    exact: Sequence[torch.Tensor],
+    read: Sequence[torch.Tensor],
+    turned: Callable[[torch.Tensor], torch.Tensor],
+    query: torch.Tensor | None,
+    scaling: float,
+    softcap: float,
 ) -> dict[str, torch.Tensor]:
     """Fields of one row.
 
     Args:
         exact: Keys and values, (kv_heads, tokens, d).
         read: The same as they are read.
+        turned: Gives keys as the bases see them.
         query: (heads, d), or None for no errors of attention.
         scaling: Of logits.
         softcap: Of logits; 0 for none.
@@ -256,13 +283,12 @@ def _of_row(
     found: dict[str, torch.Tensor] = {}
     tokens, lost = exact[0].shape[1], []
     for side, true, near in zip(SIDES, exact, read, strict=True):
-        left = true - near
-        lost.append(torch.linalg.vector_norm(left, dim=-1))
-        squares = left.mT @ left
+        lost.append(torch.linalg.vector_norm(true - near, dim=-1))
+        whole, left = (turned(each) if side == "key" else each for each in (true, true - near))
         numbers = {
-            "residual": _share(lost[-1].square().sum(-1), true.square().sum((-1, -2))),
-            "operator_norm": torch.linalg.eigvalsh(squares)[..., -1].clamp_min(0).sqrt(),
-            "largest_row": torch.nn.functional.pad(lost[-1], (0, 1)).amax(-1),
+            "residual": _share(left.square().sum((-1, -2)), whole.square().sum((-1, -2))),
+            "operator_norm": torch.linalg.eigvalsh(left.mT @ left)[..., -1].clamp_min(0).sqrt(),
+            "largest_row": torch.nn.functional.pad(torch.linalg.vector_norm(left, dim=-1), (0, 1)).amax(-1),
         }
         found |= {f"{side}_{name}": each if tokens else torch.full_like(each, float("nan")) for name, each in numbers.items()}
     if query is None:
