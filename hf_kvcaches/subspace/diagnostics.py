@@ -204,13 +204,14 @@ def of_track(track: Track, follower: Follower) -> _Side:
     whole = torch.eye(gram.shape[-1], dtype=torch.float64, device=gram.device)
     root = whole if track.root is None else track.root.double()
     back = torch.linalg.inv(root)
-    error = torch.zeros_like(track.energy)
+    error, likely = torch.zeros_like(track.energy), gram
     if isinstance(follower.sketch, FrequentDirections):
-        seen = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-        error = frequent_directions_certificate(track.energy, seen, min(follower.sketch.size, gram.shape[-1]) + 1)
+        known = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+        error = frequent_directions_certificate(track.energy, known, min(follower.sketch.size, gram.shape[-1]) + 1)
+        likely = _restored(gram, track.energy)
     left = whole - decode @ encode
     plain = back @ gram @ back
-    likely = back @ _restored(gram, track.energy) @ back
+    likely = back @ likely @ back
     share = _share(((left @ likely) * left).sum((-1, -2)).clamp_min(0), likely.diagonal(dim1=-2, dim2=-1).sum(-1))
 
     def bound(known: torch.Tensor, turned: torch.Tensor) -> torch.Tensor:
