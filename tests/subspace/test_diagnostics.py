@@ -354,6 +354,7 @@ def test_beams_copies_and_files_keep_what_is_measured(mode: str, shadow: bool, t
     same(copied.diagnostics(), before)
     copied.save(tmp_path / "cache.safetensors")
     loaded = SubspaceCache.load(tmp_path / "cache.safetensors", model)
+    assert not shadow or loaded.layers[0].shadow_keys.shape[2] == 50  # no reserve in the file
     same(loaded.diagnostics(), before)
     for each in (copied, loaded):
         feed(model, each, text, [10, *[1] * 10], padded(3, 70), start=50)
@@ -398,14 +399,29 @@ def test_layers_of_transformers_are_left_out_and_soft_caps_are_applied() -> None
     model = tiny.gemma2()
     cache = SubspaceCache(model, adaptive=AdaptiveSubspace(**SMALL), sinks=2, recent=5, shadow=True)
     feed(model, cache, tiny.ids(2, 60), [50, *[1] * 10])
-    found = cache.diagnostics().layers
-    own = [index for index, layer in enumerate(cache.layers) if isinstance(layer, SubspaceLayer)]
-    assert own
-    assert [index for index, each in enumerate(found) if each is not None] == own
+    found, own = cache.diagnostics().layers, [index for index, layer in enumerate(cache.layers) if isinstance(layer, SubspaceLayer)]
+    assert own == [index for index, each in enumerate(found) if each is not None]
     for index in own:
-        assert cache.layers[index].shadow_softcap == 5.0
+        layer, scaling = cache.layers[index], model.config.query_pre_attn_scalar**-0.5
         assert bool((found[index].logit_error <= found[index].logit_bound).all())
-        assert bool((found[index].logit_error < 10).all())
+        for row in range(2):
+            for head in range(4):
+                near = torch.stack([read_back(layer, "key", row, head // 2, 53)])
+                near = layer.geometry.rotate(near[None], torch.arange(2, 55))[0, 0]
+                products = [
+                    keys.double() @ layer.shadow_query[row, head, 0].double() for keys in (layer.shadow_keys[row, head // 2, 2:55], near)
+                ]
+                true, guess = (5 * torch.tanh(scaling * each / 5) for each in products)
+                assert float(found[index].logit_error[row, head]) == pytest.approx(float((true - guess).abs().max()), rel=1e-4)
+
+
+def test_a_row_that_gets_few_tokens_is_not_counted_for_the_others_sake() -> None:
+    model = tiny.llama()
+    cache = made(model, sinks=0, recent=0)
+    feed(model, cache, tiny.ids(2, 40), [40], padded(2, 40, lacking=25))
+    for layer in cache.diagnostics().layers:
+        assert layer.tokens.tolist() == [0, 40]
+        assert layer.key_residual.isnan().tolist() == [[True, True], [False, False]]
 
 
 @pytest.mark.parametrize("mode", ["static", "int8", "gram", "fd"])
