@@ -13,6 +13,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
 from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer
 from hf_kvcaches.subspace.bases import SubspaceBases
+from hf_kvcaches.subspace.diagnostics import SubspaceDiagnostics, measure
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import LayerSource
 from hf_kvcaches.subspace.static import StaticLayer
@@ -46,6 +47,7 @@ class SubspaceCache(AnsweringCache):
         coefficients: "int8" for 8 bits with a scale for each tile; None for the model's own precision.
         bases_dtype: Of the bases; None for the model's own.
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
+        shadow: Keep all tokens exactly, too, so that `diagnostics` can measure errors. That takes more memory than a full cache.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -62,6 +64,7 @@ class SubspaceCache(AnsweringCache):
         coefficients: Literal["int8"] | None = None,
         bases_dtype: torch.dtype | None = None,
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
+        shadow: bool = False,
         offloading: bool = False,
     ) -> None:
         if (bases is None) == (adaptive is None):
@@ -79,7 +82,7 @@ class SubspaceCache(AnsweringCache):
         if bases_dtype is not None and not (isinstance(bases_dtype, torch.dtype) and bases_dtype.is_floating_point):
             raise ConfigError.of("bases_dtype", "a floating-point torch.dtype", bases_dtype)
         self.bases, self.adaptive = bases, adaptive
-        self._settings = Settings(sinks, recent, coefficients, bases_dtype, backend)
+        self._settings = Settings(sinks, recent, coefficients, bases_dtype, backend, bool(shadow))
         self._budget: SharedBudget | None = None
         super().__init__(model, offloading=offloading)
         self.require_attention("SubspaceCache")
@@ -111,10 +114,17 @@ class SubspaceCache(AnsweringCache):
             raise UnsupportedError(f"{argument}: {why}. {hint}")
         return geometry
 
+    def diagnostics(self) -> SubspaceDiagnostics:
+        """What is lost by keeping only coefficients, of each layer and head: see `LayerDiagnostics` for what is measured where.
+
+        Fields are tensors; printed, it is a table.
+        """
+        return SubspaceDiagnostics(tuple(measure(layer) if isinstance(layer, SubspaceLayer) else None for layer in self.layers))
+
     def settings(self) -> dict[str, Any]:
         own = self._settings
         dtype = None if own.bases_dtype is None else str(own.bases_dtype).removeprefix("torch.")
-        options = {"sinks": own.sinks, "recent": own.recent, "coefficients": own.coefficients, "backend": own.backend}
+        options = {"sinks": own.sinks, "recent": own.recent, "coefficients": own.coefficients, "backend": own.backend, "shadow": own.shadow}
         made_from = {"adaptive": asdict(self.adaptive)} if self.bases is None and self.adaptive is not None else {}
         if self.bases is not None:
             made_from = {"bases": self.bases.metadata()}

@@ -38,6 +38,7 @@ class Track(NamedTuple):
         begun: Which coefficient began the chunk, (batch, heads), int64.
         limit: Of a tile's loss, (batch, heads), float64.
         share: Of the energy that it was made of, what the basis in use lost, (batch, heads), float64.
+        energy: Of all that Frequent Directions were given, forgotten or not, (batch, heads), float64; of other sketches 0.
     """
 
     sketch: torch.Tensor
@@ -48,6 +49,7 @@ class Track(NamedTuple):
     begun: torch.Tensor
     limit: torch.Tensor
     share: torch.Tensor
+    energy: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,11 @@ class Follower:
         if self.rank == dim:
             # Nothing is left out, and this is the way without rounding.
             whole = torch.eye(dim, dtype=self.dtype, device=device).expand(*lead, dim, dim).clone()
-            return Track(rows.new_zeros(*lead, 0, 0), None, whole, whole[:, :, None].clone(), zeros, zeros, limit, none)
+            return Track(rows.new_zeros(*lead, 0, 0), None, whole, whole[:, :, None].clone(), zeros, zeros, limit, none, none)
         empty = self.sketch.start(lead, dim, device)
         nothing = torch.zeros(*lead, self.rank, dim, dtype=self.dtype, device=device)
         bank = nothing.mT[:, :, None].contiguous()
-        track = Track(empty, root, nothing, bank, zeros - 1, zeros, limit, none)
+        track = Track(empty, root, nothing, bank, zeros - 1, zeros, limit, none, none)
         track = self.feed(track, in_metric(track, rows))
         return self.renew(track, 0, torch.ones(lead, dtype=torch.bool, device=device))
 
@@ -117,11 +119,13 @@ class Follower:
         """
         if not rooted.shape[2] or not track.sketch.shape[2]:
             return track
+        if not isinstance(self.sketch, FrequentDirections):
+            return track._replace(sketch=self.sketch.update(track.sketch, rooted))
         state = track.sketch
         # What Frequent Directions keep depends on the blocks they get; sums of products don't.
-        for block in rooted.split(TILE if isinstance(self.sketch, FrequentDirections) else rooted.shape[2], 2):
+        for block in rooted.split(TILE, 2):
             state = self.sketch.update(state, block)
-        return track._replace(sketch=state)
+        return track._replace(sketch=state, energy=track.energy + rooted.square().sum((-1, -2), dtype=torch.float64))
 
     def losses(self, track: Track, rooted: torch.Tensor, coefficients: torch.Tensor) -> torch.Tensor:
         """What each tile loses in the basis in use, as a share of its length, (batch, heads, tiles), float32 or float64.
@@ -236,21 +240,24 @@ class Follower:
             share = share.index_put(at_fresh, better[taken])
             lost = lost.index_put((fresh,), better[taken])
         limit = self.slack * lost.clamp_min(0.0).sqrt() if self.limit is None else torch.full_like(lost, self.limit)
+        sketch, energy = self._decayed(track, due, at)
         return track._replace(
-            sketch=self._decayed(track, due, at),
+            sketch=sketch,
             encode=encode,
             bank=bank,
             current=track.current.index_put((row, head), index),
             begun=torch.where(due, at, track.begun),
             limit=track.limit.index_put((row, head), limit),
             share=share,
+            energy=energy,
         )
 
-    def _decayed(self, track: Track, due: torch.Tensor, at: int) -> torch.Tensor:
+    def _decayed(self, track: Track, due: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sketch and its energy when a chunk is over."""
         if self.decay == 1:
-            return track.sketch
-        chunks = (at - track.begun).double() / self.chunk
-        return self.sketch.scaled(track.sketch, torch.where(due, self.decay**chunks, 1.0))
+            return track.sketch, track.energy
+        factor = torch.where(due, self.decay ** ((at - track.begun).double() / self.chunk), 1.0)
+        return self.sketch.scaled(track.sketch, factor), track.energy * factor
 
     def _maps(self, best: Projection, root: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Both ways of an orthonormal basis."""

@@ -262,7 +262,7 @@ class SubspaceLayer(SubspaceStore):
             pieces = self.all_pieces(held.coefficients)
             seen = self._seen(call, running, held, pieces[0])
             exact_keys, exact_values = self._exact(held, keys, values)
-            middle_keys, middle_values = self._decoded(pieces, keys, values)
+            middle_keys, middle_values = self.decoded(pieces, keys, values)
             all_keys, all_values = [exact_keys, middle_keys, keys], [exact_values, middle_values, values]
             slots = _side_by_side(seen, (exact_keys.shape[2], middle_keys.shape[2]))
             if given is not None and slots is not None:
@@ -275,13 +275,22 @@ class SubspaceLayer(SubspaceStore):
         assert output is not None
         return output
 
-    def _decoded(self, pieces: list[list[Piece]], keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all tokens with coefficients, as far as these tell, (batch, kv_heads, tokens, head_dim)."""
+    def decoded(
+        self, pieces: list[list[Piece]], keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens with coefficients, as far as these tell, (batch, kv_heads, tokens, head_dim).
+
+        Args:
+            pieces: Their coefficients.
+            keys: Any, for their shape.
+            values: Likewise.
+            dtype: Of the result; None for the model's.
+        """
         places = [piece.places for piece in pieces[0]]
         if not places:
             return keys[:, :, :0], values[:, :, :0]
         middle_keys, middle_values = (
-            torch.cat([torch.cat([decoded(*side(piece), self.dtype) for piece in own], 2) for own in pieces], 1)
+            torch.cat([torch.cat([decoded(*side(piece), dtype or self.dtype) for piece in own], 2) for own in pieces], 1)
             for side in (lambda piece: (piece.keys, piece.key_basis_of), lambda piece: (piece.values, piece.value_basis_of))
         )
         back = self.grouping.back

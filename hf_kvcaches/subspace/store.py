@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from hf_kvcaches.core.calls import Call
-from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.core.passes import Pass
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.coefficients import TILE, Coefficients, quantize_tiles
 from hf_kvcaches.subspace.maps import Grouping
 from hf_kvcaches.subspace.numbering import Arrival, Span, gathered, latest, resized
+from hf_kvcaches.subspace.shadow import SHADOW, SHADOW_COUNTERS, ShadowedLayer
 
 SIDES = ("key", "value")
 _PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,6 +36,7 @@ class Settings:
         coefficients: How coefficients are kept: as they are, or in 8 bits.
         bases_dtype: Of the bases; None for the keys' own.
         backend: Of the kernels.
+        shadow: Whether all tokens are kept exactly, too, to measure errors.
     """
 
     sinks: int
@@ -43,6 +44,7 @@ class Settings:
     coefficients: Literal["int8"] | None = None
     bases_dtype: torch.dtype | None = None
     backend: Any = "auto"
+    shadow: bool = False
 
 
 class Piece(NamedTuple):
@@ -63,7 +65,7 @@ class Piece(NamedTuple):
     value_basis_of: torch.Tensor | None = None
 
 
-class SubspaceStore(TensorLayer):
+class SubspaceStore(ShadowedLayer):
     """Writes tokens where they belong, and says what is where.
 
     For each group of heads there are, with its number behind the name: `key_coefficients`, (batch, heads, capacity, r_k), and
@@ -88,6 +90,8 @@ class SubspaceStore(TensorLayer):
 
     def __init__(self, settings: Settings, geometry: RotaryGeometry | None, groups: int) -> None:
         self.declare(settings, groups)
+        if settings.shadow:
+            self.counters = (*self.counters, *SHADOW_COUNTERS)  # type: ignore[misc]
         super().__init__()
         self.settings, self.geometry = settings, geometry
         self.recording = False
@@ -104,7 +108,7 @@ class SubspaceStore(TensorLayer):
         kinds = ("coefficients", "loose", "scales") if settings.coefficients == "int8" else ("coefficients",)
         own = (*(f"{side}_{kind}_{index}" for index in range(groups) for kind in kinds for side in SIDES), *more)
         exact = ("sink_keys", "sink_values", "recent_keys", "recent_values", "real", "places")
-        self.row_tensors = (*exact, *own)  # type: ignore[misc]
+        self.row_tensors = (*exact, *(SHADOW if settings.shadow else ()), *own)  # type: ignore[misc]
         for name in own:
             setattr(self, name, None)
 
@@ -230,7 +234,10 @@ class SubspaceStore(TensorLayer):
             places = running.shared(("places", self.seen), lambda: _places(running, arrival))
             if places is not None or self.places is not None:
                 self._note_places(arrival.numbers, places)
-            self._store(query, arrival.real(keys), arrival.real(values), call, arrival, final)
+            keys, values = arrival.real(keys), arrival.real(values)
+            if self.settings.shadow:
+                self.keep_shadow(query, keys, values, call, arrival)
+            self._store(query, keys, values, call, arrival, final)
         self.seen += tokens
 
     def _note_places(self, numbers: Span, places: torch.Tensor | None) -> None:
@@ -372,6 +379,7 @@ class SubspaceStore(TensorLayer):
                     f"crop: {tokens} tokens are to be taken back, and what came before them is no longer as it was then. Call "
                     "activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
                 )
+            self.shadow_query = None  # it may have been one of those
         self.seen, self.open = self.seen - tokens, 0
 
     def _holds(self, tokens: int, now: int) -> bool:
@@ -411,7 +419,7 @@ class SubspaceStore(TensorLayer):
                 tensors[name] = tensor[:, : self.seen if name == "real" else most]
             elif (kind := name.split("_")[1]) in used:
                 tensors[name] = tensor[:, :, : used[kind]]
-        return tensors, values
+        return self.used_shadow(tensors, most), values
 
     def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
         super().import_state(tensors, values)
