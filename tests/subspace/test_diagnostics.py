@@ -37,8 +37,7 @@ MODES: dict[str, Any] = {
 @cache
 def bases_of(rotation: str) -> SubspaceBases:
     texts = [tiny.ids(1, 96, seed=seed)[0].tolist() for seed in range(4)]
-    options: dict[str, Any] = {"bytes_ratio": 0.5, "multiple_of": 1, "rotation": rotation, "progress": False}
-    return SubspaceBases.calibrate(tiny.llama(), None, texts, **options)
+    return SubspaceBases.calibrate(tiny.llama(), None, texts, bytes_ratio=0.5, multiple_of=1, rotation=rotation, progress=False)
 
 
 def made(model: Any, mode: str = "static", rotation: str = "aware", **options: Any) -> SubspaceCache:
@@ -172,7 +171,7 @@ def test_a_shadow_measures_what_is_read(mode: str, rotation: str, coefficients: 
     model = tiny.llama()
     cache = made(model, mode, rotation, shadow=True, coefficients=coefficients)
     taken = Taken(cache, monkeypatch)
-    feed(model, cache, tiny.ids(2, 110), [60, 20, *[1] * 30], padded(2, 110))
+    feed(model, cache, tiny.ids(2, 110), [60, 20, *[1] * 28, 2] if coefficients else [110], padded(2, 110))
     scaling = model.config.head_dim**-0.5
     for layer, found, real in taken:
         assert found.exact_norms
@@ -246,12 +245,7 @@ class Recorded:
         return super().scaled(state, factor)  # type: ignore[misc]
 
 
-class RecordedGram(Recorded, Gram):
-    pass
-
-
-class RecordedDirections(Recorded, FrequentDirections):
-    pass
+RecordedGram, RecordedDirections = (type(f"Recorded{kind.__name__}", (Recorded, kind), {}) for kind in (Gram, FrequentDirections))
 
 
 @FEW
