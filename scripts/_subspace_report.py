@@ -66,8 +66,8 @@ def _bounds(rows: Rows) -> str:
             row["rank"],
             row["over"],
             f"{row['spearman']:.2f}",
-            f"{row['share_of_bound']:.3f}",
-            str(row["above_bound"]),
+            f"{row['share_of_bound']:.3f}" if "share_of_bound" in row else "",
+            str(row.get("above_bound", "")),
         ]
         for row in rows
     ]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from _subspace_variants import Workshop
 
+from hf_kvcaches import AdaptiveSubspace, SubspaceCache
+from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.bases import LayerBases
 from hf_kvcaches.subspace.bounds import logit_error_bound, output_error_bound, residual_norm, residual_rows, value_radius
 from hf_kvcaches.subspace.calibration import MeterCache
@@ -108,6 +110,40 @@ def bounds_rows(workshop: Workshop, ids: torch.Tensor, ranks: Sequence[int]) -> 
             yield from _correlations(layer, str(rank), "queries", {name: torch.stack([p[name] for p in points]) for name in points[0]})
             pooled += [{name: each.mean() for name, each in point.items()} for point in points]
         yield from _correlations(layer, "all", "heads", {name: torch.stack([p[name] for p in pooled]) for name in pooled[0]})
+
+
+@torch.no_grad()
+def sketch_rows(workshop: Workshop, ids: torch.Tensor, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """For each layer: rank correlation of what Frequent Directions guarantee and the errors of each row's last query.
+
+    The guarantee is for what the basis in use loses of all keys (or values) in the sketch, and no bound on these errors.
+    """
+    warmup = min(256, ids.shape[1] // 2 // TILE * TILE)
+    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for rank in ranks:
+        adaptive = AdaptiveSubspace(rank=rank, sketch="fd", warmup=warmup)
+        cache = SubspaceCache(workshop.model, adaptive=adaptive, sinks=0, recent=0, shadow=True)
+        for piece in ids.to(workshop.model.device).split(128, 1):
+            workshop.model(input_ids=piece, past_key_values=cache, use_cache=True)
+        for index, layer in enumerate(cache.diagnostics().layers):
+            if layer is None or layer.key_sketch_bound is None or layer.value_sketch_bound is None:
+                continue
+            assert layer.logit_error is not None
+            assert layer.output_error is not None
+            errors = [each.unflatten(1, (layer.key_sketch_bound.shape[1], -1)).amax(-1) for each in (layer.logit_error, layer.output_error)]
+            named = {
+                "logits": errors[0],
+                "output": errors[1],
+                "logits sketch": layer.key_sketch_bound,
+                "output sketch": layer.value_sketch_bound,
+            }
+            found.setdefault(index, []).append({name: each.flatten() for name, each in named.items()})
+    for index, own in found.items():
+        points = {name: torch.cat([each[name] for each in own]) for name in own[0]}
+        for what in _MEASURES:
+            measured, told = points[what], points[f"{what} sketch"]
+            numbers = {"points": len(measured), "spearman": round(spearman(measured, told), 4), "error": f"{float(measured.median()):.4g}"}
+            yield {"layer": index, "rank": "all", "over": "heads", "what": what, "bound": "sketch", **numbers}
 
 
 def _correlations(layer: int, rank: str, over: str, points: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:

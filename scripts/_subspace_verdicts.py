@@ -114,8 +114,13 @@ def _prediction(bounds: Rows) -> str:
         numbers = [row["spearman"] for row in own if row["what"] == what]
         held &= median(numbers) >= PREDICTS
         parts.append(f"{what} {median(numbers):.2f}, by layer {min(numbers):.2f} to {max(numbers):.2f}")
-    above = sum(row["above_bound"] for row in bounds)
-    return _line(4, claim, _held(held), "; ".join(parts) + f"; {above} errors above their bound; sketches: {NOT_MEASURED}adaptive mode")
+    above = sum(row.get("above_bound", 0) for row in bounds)
+    sketches = []
+    for what in ("logits", "output"):
+        numbers = [row["spearman"] for row in bounds if row["bound"] == "sketch" and row["what"] == what]
+        sketches += [f"{what} {median(numbers):.2f}"] if numbers else []
+    told = ", ".join(sketches) or "not measured"
+    return _line(4, claim, _held(held), f"{'; '.join(parts)}; {above} errors above their bound; by what sketches guarantee: {told}")
 
 
 def _cost(name: str, whole: Rows, window: Window, ratio: float, most: float, coefficients: str) -> str:

@@ -11,12 +11,14 @@ and scales included. `aware` and `post`: keys projected before or after rotation
 **recall**: a generated document is read; then each question about a fact outside of the exact window is asked from there, and an answer
 counts if each of its tokens is the most likely one.
 **spectra**: the share of the energy that the best subspace of each rank keeps of keys before and after rotation and of values.
-**bounds**: how well the bounds of `hf_kvcaches.subspace.bounds` order the errors of logits and outputs that are measured on real queries.
+**bounds**: how well the bounds of `hf_kvcaches.subspace.bounds` order the errors of logits and outputs that are measured on real queries,
+and how well what a sketch guarantees does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ import torch
 from _common import TESTBED, add_common, check_counts, environment, load, pick_device, prepare, run_script
 from _subspace_quality import make_documents, make_quiz, perplexity_rows, read_rows, recall_row
 from _subspace_report import show, write_csv, write_plots
-from _subspace_theory import bounds_rows, spectra_rows
+from _subspace_theory import bounds_rows, sketch_rows, spectra_rows
 from _subspace_variants import ENDS, VARIANTS, Run, Workshop, runs_of
 from _subspace_verdicts import verdicts
 from tqdm import tqdm
@@ -111,7 +113,8 @@ class Evaluation:
             rows = read_rows(self.ids, min(args.rows, 4), min(args.tokens, 512))
             head = min(each.key_energies.shape[-1] for each in self.workshop.bases({"rank": 1}).layers if each is not None)
             ranks = sorted({max(1, head * share // 8) for share in ((2, 4) if args.quick else (1, 2, 4, 6))})
-            self.found["bounds"] = list(tqdm(bounds_rows(self.workshop, rows, ranks), desc="bounds", unit="row"))
+            measured = itertools.chain(bounds_rows(self.workshop, rows, ranks), sketch_rows(self.workshop, rows, ranks))
+            self.found["bounds"] = list(tqdm(measured, desc="bounds", unit="row"))
             self.save("bounds")
 
     def report(self) -> str:

@@ -82,7 +82,14 @@ def test_all_falsifiers_and_bars_are_judged_or_said_not_to_be_measured(quick):
 
 def test_no_measured_error_is_above_its_bound(quick):
     assert {row["what"] for row in quick[2]["bounds"]} == {"logits", "output"}
-    assert all(row["above_bound"] == "0" and 0 < float(row["share_of_bound"]) <= 1 for row in quick[2]["bounds"])
+    bounds = [row for row in quick[2]["bounds"] if row["bound"] != "sketch"]
+    assert all(row["above_bound"] == "0" and 0 < float(row["share_of_bound"]) <= 1 for row in bounds)
+
+
+def test_what_sketches_guarantee_is_held_against_the_errors_of_each_layer(quick):
+    sketches = [row for row in quick[2]["bounds"] if row["bound"] == "sketch"]
+    assert {(row["layer"], row["what"]) for row in sketches} == {(str(layer), what) for layer in range(4) for what in ("logits", "output")}
+    assert all(-1 <= float(row["spearman"]) <= 1 and int(row["points"]) == 2 * 2 * 2 for row in sketches)
 
 
 def test_the_whole_space_keeps_all_energy(quick):
