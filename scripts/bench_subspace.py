@@ -3,11 +3,11 @@
     python scripts/bench_subspace.py [--device auto] [--csv docs/benchmarks/subspace.csv] [--plot docs/benchmarks/subspace.png]
 
 `decode` is one layer's attention of one new token a row, with ranks of a quarter of the head's dimensions, beside SDPA on the full keys
-and values: the fastest of the ways to call it, where heads share keys. Each call reads other keys and values than the one before, as the
-layers of a model do: what it reads is not in the processor's caches (`--warm`: it may be). `step` is the whole forward pass of a small
-Llama; GrowingCache shows how much of the gain is from not copying a DynamicCache for every token. `adaptive` is the time of adaptive bases
-over that of static ones, while they stay and while each chunk gets new ones; sketches work in bursts, so decoding is judged by the time
-of all steps together.
+and values: where heads share keys, the faster of the ways in which models call it. Each call reads other keys and values than the one
+before, as the layers of a model do: what it reads is not in the processor's caches (`--warm`: it may be). `step` is the whole forward pass
+of a small Llama; GrowingCache shows how much of the gain is from not copying a DynamicCache for every token. `adaptive` is the time of
+adaptive bases over that of static ones, while they stay and while each chunk gets new ones; sketches work in bursts, so decoding is judged
+by the time of all steps together.
 
 Before anything is timed, what both sides give is compared. All sides of a cell run in turns in one process: a ratio is the median over
 rounds of the baseline's time by ours. The floor is the time in which the bytes that must be read can be read, at the measured speed of

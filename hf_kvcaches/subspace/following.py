@@ -225,21 +225,25 @@ class Follower:
         lost = torch.where(total > 0, 1 - kept / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
         # A basis that does as well as it ever did needs no comparison, which would cost more than all else here.
         fresh = (current < 0) | (lost - track.share[row, head] > self.agreement)
-        best = principal(gram[fresh], self.rank)
-        better = 1 - best.kept
-        taken = (current[fresh] < 0) | (lost[fresh] - better > self.agreement)
-        fresh = fresh.index_put((fresh.nonzero()[:, 0],), taken)
-        index, bank, encode, share = current + fresh.long(), track.bank, track.encode, track.share
+        index, bank, encode, share = current, track.bank, track.encode, track.share
         if bool(fresh.any()):
+            best = principal(gram[fresh], self.rank)
+            better = 1 - best.kept
+            taken = (current[fresh] < 0) | (lost[fresh] - better > self.agreement)
+            fresh = fresh.index_put((fresh.nonzero()[:, 0],), taken)
+            index, at_fresh = current + fresh.long(), (row[fresh], head[fresh])
             made = self._maps(Projection(*(each[taken] for each in best)), None if root is None else root[fresh])
             if int(index.max()) >= bank.shape[2]:
                 bank = torch.cat([bank, torch.zeros_like(bank[:, :, :1])], 2)
-            at_fresh = row[fresh], head[fresh]
             encode = encode.index_put(at_fresh, made[0].to(self.dtype))
             bank = bank.index_put((*at_fresh, index[fresh]), made[1].to(self.dtype))
             share = share.index_put(at_fresh, better[taken])
             lost = lost.index_put((fresh,), better[taken])
         limit = self.slack * lost.clamp_min(0.0).sqrt() if self.limit is None else torch.full_like(lost, self.limit)
+        # Who was looked at for its loss, and has no better basis, is looked at again when its chunk is over.
+        again = (at - track.begun[row, head] < self.chunk) & ~fresh
+        limit = limit.masked_fill(again, float("inf"))
+        due = due.index_put((row[again], head[again]), torch.zeros_like(again[again]))
         sketch, energy = self._decayed(track, due, at)
         return track._replace(
             sketch=sketch,

@@ -23,12 +23,12 @@ class Warm(NamedTuple):
     Args:
         rows: The vectors of the first basis, (batch, kv_heads, tokens, d).
         root: Of the metric, (batch, kv_heads, d, d); None for the identity.
-        energies: (batch, kv_heads, d), the largest first, comparable over sides and heads.
+        size: What the metric was divided by, (batch, kv_heads).
     """
 
     rows: torch.Tensor
     root: torch.Tensor | None
-    energies: torch.Tensor
+    size: torch.Tensor
 
     def to(self, device: torch.device) -> Warm:
         """The same on another device.
@@ -36,7 +36,16 @@ class Warm(NamedTuple):
         Args:
             device: Which.
         """
-        return Warm(self.rows.to(device), None if self.root is None else self.root.to(device), self.energies.to(device))
+        return Warm(self.rows.to(device), None if self.root is None else self.root.to(device), self.size.to(device))
+
+    def energies(self) -> torch.Tensor:
+        """(batch, kv_heads, d), the largest first, comparable over sides and heads."""
+        gram = second_moment(self.rows)
+        if self.root is None:
+            found = principal(gram, 1).energies
+            return found / found.sum(-1, keepdim=True).clamp_min(_TINY)
+        root = self.root.double()
+        return principal(root @ gram @ root, 1).energies * self.size[..., None]
 
 
 class Begun(NamedTuple):
@@ -84,7 +93,7 @@ class SharedBudget:
             begun: What its rows begin with.
         """
         own = next(place for place, each in enumerate(self.layers) if each is layer)
-        keys, values = (torch.cat([each.warm[side].energies for each in begun]).mean(0).cpu() for side in (0, 1))
+        keys, values = (torch.cat([each.warm[side].energies() for each in begun]).mean(0).cpu() for side in (0, 1))
         self._told[own] = keys, values
         if len(self._told) < len(self.layers):
             return
@@ -123,12 +132,10 @@ def measured(
         meter: What measures a row; None for the plain metric.
     """
     own = [each[:, :, sinks:].to(torch.promote_types(each.dtype, torch.float32)) for each in (plain, values)]
-    found: list[Warm] = []
     if meter is None:
-        for rows in own:
-            energies = principal(second_moment(rows), 1).energies
-            found.append(Warm(rows, None, energies / energies.sum(-1, keepdim=True).clamp_min(_TINY)))
-        return found[0], found[1]
+        keep, give = (Warm(rows, None, torch.ones(rows.shape[:2], dtype=torch.float64, device=rows.device)) for rows in own)
+        return keep, give
+    found: list[Warm] = []
     metric = []
     for row in range(len(query)):
         one, taken = slice(row, row + 1), meter()
@@ -139,6 +146,5 @@ def measured(
         # With a metric of mean 1 the coefficients are about as large as what they stand for.
         size = whole.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(_TINY)
         root, _ = roots(whole / size[..., None, None])
-        energies = principal(root @ second_moment(rows) @ root, 1).energies * size[..., None]
-        found.append(Warm(rows, root.to(rows.dtype), energies))
+        found.append(Warm(rows, root.to(rows.dtype), size))
     return found[0], found[1]

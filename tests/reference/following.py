@@ -115,6 +115,9 @@ class FollowingOracle:
             self.basis += 1
             self.encode = axes[: self.rank] @ self.root
             self.decode = torch.linalg.solve(self.root, axes[: self.rank].T)
+        if not better and at - self.begun < self.chunk:
+            self.bound = float("inf")  # not again before the chunk is over
+            return
         self.bound = SLACK * (lost / total) ** 0.5 if self.limit is None else self.limit
         weight = self.decay ** ((at - self.begun) / self.chunk)
         self.kept = [vector * weight**0.5 for vector in self.kept]
