@@ -56,7 +56,7 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert int(growing[3].replace(",", "")) >= int(full[3].replace(",", "")) > 0
     assert all(0.4 < int(row[3].replace(",", "")) / int(full[3].replace(",", "")) < 0.8 for row in (streaming, h2o, subspace))
     assert all(float(row[column]) > 0 for row in (full, growing, streaming, h2o, subspace) for column in (4, 5))
-    assert done.stdout.count("the notes say") == 10, "two questions to five caches, none of which random weights can answer"
+    assert done.stdout.count("the notes say") == 12, "two questions to six caches, none of which random weights can answer"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
