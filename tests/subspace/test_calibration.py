@@ -597,7 +597,7 @@ def test_scaled_rotations_count_in_the_metric() -> None:
     for meter in meters:
         meter.stake, meter.share = torch.ones(4).double(), torch.ones(4).double()
         meter.watched = torch.ones(()).double()
-    ratio = fitting.metrics(meters[0])[0] / fitting._metrics(meters[1])[0]
+    ratio = fitting.metrics(meters[0])[0] / fitting.metrics(meters[1])[0]
     assert torch.allclose(ratio, torch.full_like(ratio, 1.5**4), rtol=1e-2)
 
 
