@@ -16,7 +16,7 @@ from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
 from hf_kvcaches.subspace.following import Follower, Track
 from hf_kvcaches.subspace.layer import SubspaceLayer
-from hf_kvcaches.subspace.maps import Grouping, Ranks
+from hf_kvcaches.subspace.maps import Grouping, Ranks, of_heads
 from hf_kvcaches.subspace.measuring import LayerMeter
 from hf_kvcaches.subspace.moments import packed, unpacked
 from hf_kvcaches.subspace.numbering import Arrival, Span, latest, resized
@@ -175,7 +175,7 @@ class AdaptiveLayer(SubspaceLayer):
         own = self.states(keys, values, numbers, Span(tuple(froms), numbers.stops, numbers.device))
         for group, heads in enumerate(self.grouping.heads):
             for side, states in zip(SIDES, own, strict=True):
-                self._advance(side, group, states if len(heads) == states.shape[1] else states[:, list(heads)], alike, coefficients)
+                self._advance(side, group, of_heads(states, heads), alike, coefficients)
 
     def _ends_tile(self, tokens: int) -> bool:
         """Whether a tile of new tokens or one of coefficients is whole with so many tokens."""
@@ -184,7 +184,7 @@ class AdaptiveLayer(SubspaceLayer):
     def _only_encode(self, keys: torch.Tensor, values: torch.Tensor, coefficients: Span) -> None:
         for group, heads in enumerate(self.grouping.heads):
             for side, states in (("key", keys), ("value", values)):
-                own = states if len(heads) == states.shape[1] else states[:, list(heads)]
+                own = of_heads(states, heads)
                 encode = getattr(self, f"{side}_encode_{group}")
                 self.write(f"{side}_{{}}_{group}", torch.matmul(own.to(encode.dtype), encode.mT).to(self.dtype), coefficients)
 

@@ -19,7 +19,7 @@ from hf_kvcaches.subspace.bounds import (
     sketched_residual_bound,
     value_radius,
 )
-from hf_kvcaches.subspace.following import Follower, Track
+from hf_kvcaches.subspace.following import Follower, Track, reading
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.numbering import Span
 from hf_kvcaches.subspace.sketch import FrequentDirections
@@ -199,8 +199,7 @@ def of_track(track: Track, follower: Follower) -> _Side:
         nothing = torch.zeros_like(track.limit)
         return _Side(nothing, nothing, None, nothing)
     gram, encode = follower.sketch.gram(track.sketch), track.encode.double()
-    pick = track.current[..., None, None, None].expand(-1, -1, 1, *track.bank.shape[3:])
-    decode = track.bank.gather(2, pick).squeeze(2).double()
+    decode = reading(track).double()
     whole = torch.eye(gram.shape[-1], dtype=torch.float64, device=gram.device)
     root = whole if track.root is None else track.root.double()
     back = torch.linalg.inv(root)

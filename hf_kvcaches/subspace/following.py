@@ -137,7 +137,7 @@ class Follower:
             rooted: Whole tiles, (batch, heads, tokens, d), as `in_metric` gives them.
             coefficients: Theirs, (batch, heads, tokens, rank).
         """
-        decode = track.bank.gather(2, _picking(track.current, track.bank)).squeeze(2).to(rooted.dtype)
+        decode = reading(track).to(rooted.dtype)
         # How much longer each direction is than its coefficient.
         sizes = (decode if track.root is None else track.root.to(rooted.dtype) @ decode).square().sum(-2)
         kept = (coefficients.detach().to(rooted.dtype).square() @ sizes.unsqueeze(-1)).squeeze(-1)
@@ -288,8 +288,14 @@ def in_metric(track: Track, rows: torch.Tensor) -> torch.Tensor:
     return rows if track.root is None else rows @ track.root.to(rows.dtype)
 
 
-def _picking(current: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
-    return current.clamp(min=0)[..., None, None, None].expand(-1, -1, 1, *bank.shape[3:])
+def reading(track: Track) -> torch.Tensor:
+    """What reads coefficients in the basis in use, (batch, heads, d, rank).
+
+    Args:
+        track: Whose bank.
+    """
+    pick = track.current.clamp(min=0)[..., None, None, None].expand(-1, -1, 1, *track.bank.shape[3:])
+    return track.bank.gather(2, pick).squeeze(2)
 
 
 def _kept(gram: torch.Tensor, decode: torch.Tensor, root: torch.Tensor | None) -> torch.Tensor:

@@ -14,6 +14,7 @@ from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import coefficients as kernels
+from hf_kvcaches.subspace.maps import of_heads
 from hf_kvcaches.subspace.numbering import Span, turning
 from hf_kvcaches.subspace.store import Piece, Settings, SubspaceStore
 
@@ -137,8 +138,7 @@ class SubspaceLayer(SubspaceStore):
         grouped = query.reshape(batch, kv_heads, heads // kv_heads, dim)
         found: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for mine, own_pieces in zip(groups, pieces, strict=True):
-            own = grouped if len(groups) == 1 else grouped[:, list(mine)]
-            own, first = own.reshape(batch, -1, 1, dim), 0
+            own, first = of_heads(grouped, mine).reshape(batch, -1, 1, dim), 0
             for place, piece in enumerate(own_pieces):
                 tokens = piece.keys.data.shape[2]
                 part = kernels.coefficient_attention(

@@ -110,6 +110,16 @@ class LayerMaps:
         return {f"group_{index}.{name}": tensor for index, group in enumerate(self.groups) for name, tensor in group.tensors().items()}
 
 
+def of_heads(states: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+    """What belongs to a group of heads, without a copy where that is all.
+
+    Args:
+        states: (batch, heads, ...).
+        heads: Of the group.
+    """
+    return states if len(heads) == states.shape[1] else states[:, list(heads)]
+
+
 class LayerSource:
     """Where the caches of one model get a layer's maps from: made once for each device and precision.
 

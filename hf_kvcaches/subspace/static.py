@@ -9,7 +9,7 @@ from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.subspace.layer import SubspaceLayer
-from hf_kvcaches.subspace.maps import Grouping, LayerMaps, LayerSource
+from hf_kvcaches.subspace.maps import Grouping, LayerMaps, LayerSource, of_heads
 from hf_kvcaches.subspace.numbering import Arrival, Span
 from hf_kvcaches.subspace.store import SIDES, Settings
 
@@ -61,7 +61,7 @@ class StaticLayer(SubspaceLayer):
         for index, (group, heads) in enumerate(zip(maps.groups, maps.grouping.heads, strict=True)):
             sides = ("key", keys, group.key_encode, group.key_decode), ("value", values, group.value_encode, group.value_decode)
             for side, states, encode, decode in sides:
-                own = states if len(heads) == states.shape[1] else states[:, list(heads)]
+                own = of_heads(states, heads)
                 found = torch.matmul(own.to(encode.dtype), encode.mT)
                 if coefficients.longest >= MEASURED:
                     name = f"{side}_loss_{index}"
