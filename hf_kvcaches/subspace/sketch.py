@@ -91,8 +91,9 @@ class Sketch(ABC):
 class Gram(Sketch):
     """All outer products, added up: state (..., d, d).
 
-    Entries from 1e-18 to 1e15 are safe: sums beyond the range of float32 stay at its end, and products below it are 0. The cost of
-    an update is mostly that of touching the state, so blocks of rows are far cheaper than single ones.
+    Entries from 1e-18 to 1e15 are safe: sums beyond the range of float32 stay at its end, or are 0 where products of both signs
+    left it, and products below it are 0. The cost of an update is mostly that of touching the state, so blocks of rows are far
+    cheaper than single ones.
     """
 
     def start(self, lead: Sequence[int], dim: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -100,7 +101,8 @@ class Gram(Sketch):
 
     def update(self, state: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor | None = None) -> torch.Tensor:
         rows = _usable(state, rows, valid)
-        return (state + rows.mT @ rows).clamp_(-_LARGEST, _LARGEST)
+        # Infinite products of both signs in one sum are a NaN, of which no end of the range is nearer than 0.
+        return (state + rows.mT @ rows).nan_to_num_(0.0, _LARGEST, -_LARGEST)
 
     def gram(self, state: torch.Tensor) -> torch.Tensor:
         return state.double()

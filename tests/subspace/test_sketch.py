@@ -101,6 +101,13 @@ def test_gram_is_the_sum_of_outer_products_in_any_blocks(rows: torch.Tensor, dat
         assert torch.allclose(Gram().gram(state), truth, rtol=1e-5, atol=1e-6 * float(truth.abs().amax()) + 1e-42)
 
 
+def test_gram_of_products_that_overflow_with_both_signs_is_finite() -> None:
+    # Which sums become NaN on the way hangs on the processor, so many are tried.
+    rows = 1e30 * torch.randn(40, 9, 6, generator=torch.Generator().manual_seed(1))
+    for count in range(1, 10):
+        assert fed(Gram(), rows[:, :count], []).isfinite().all()
+
+
 @pytest.mark.parametrize("sketch", SKETCHES, ids=repr)
 def test_rows_that_are_not_valid_change_nothing_whatever_they_hold(sketch: Sketch) -> None:
     generator = torch.Generator().manual_seed(2)
