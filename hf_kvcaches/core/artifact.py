@@ -16,7 +16,10 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
-from hf_kvcaches.core._files import (
+from hf_kvcaches.core._model_card import merge_cards, model_card
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.errors import ArtifactError, ConfigError, KVCacheError
+from hf_kvcaches.stores.files import (
     TEMPORARY_SUFFIX,
     exclusive,
     move_into_place,
@@ -26,9 +29,6 @@ from hf_kvcaches.core._files import (
     write_atomically,
     write_safetensors,
 )
-from hf_kvcaches.core._model_card import merge_cards, model_card
-from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ArtifactError, ConfigError, KVCacheError
 
 __all__ = ["Artifact", "read_safetensors", "sha256_of", "write_atomically"]
 

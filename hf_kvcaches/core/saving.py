@@ -10,11 +10,11 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core._files import read_safetensors, write_atomically, write_safetensors
 from hf_kvcaches.core._tensor_digest import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
+from hf_kvcaches.stores.files import read_safetensors, write_atomically, write_safetensors
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.cache import KVCache
