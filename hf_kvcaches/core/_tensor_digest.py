@@ -95,11 +95,18 @@ def _signature(value: Any) -> Any:
     identity = (version, tuple(value.shape), str(value.dtype), str(value.device))
     if not _is_plain(value) or value.is_meta:
         return (*identity, id(value))
-    return (*identity, value.data_ptr(), value.stride(), _sample(value))
+    return (*identity, value.data_ptr(), value.stride(), sample_of(value))
 
 
-def _sample(value: Tensor) -> bytes:
-    """Some of the tensor's bytes. `.data` and NumPy writes and fused optimizers leave the version counter as it was."""
+def sample_of(value: Tensor) -> bytes | None:
+    """Some of a tensor's bytes, or None where it has none to look at. `.data` and NumPy writes and fused optimizers leave the version
+    counter as it was.
+
+    Args:
+        value: Any tensor.
+    """
+    if not _is_plain(value) or value.is_meta or not value.numel():
+        return None
     strides = value.stride()
     dense = value.detach().permute(sorted(range(value.dim()), key=strides.__getitem__, reverse=True))
     flat = dense.reshape(-1)

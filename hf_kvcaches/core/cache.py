@@ -67,6 +67,8 @@ class KVCache(Cache, ABC):
 
     needs_attention: ClassVar[bool] = False
     """Whether the layers answer queries themselves, and are of no use with a model that computes attention its own way."""
+    own_layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
+    """The types of the model's layers that the method applies to; others are transformers' own."""
     takes_over_prefill: ClassVar[bool] = False
     """Whether `take_prefill` is to be called with every prompt that `generate` feeds in."""
 
@@ -81,7 +83,7 @@ class KVCache(Cache, ABC):
         if base is not None and (self.needs_attention or compat.can_switch_attention(base)):
             attention.enable(base)
         layers = [
-            self.make_layer(index) if layer_type == "full_attention" else compat.transformers_layer(layer_type, arguments)
+            self.make_layer(index) if layer_type in self.own_layer_types else compat.transformers_layer(layer_type, arguments)
             for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config))
         ]
         super().__init__(layers=layers, **({"offloading": True} if offloading else {}))
@@ -90,7 +92,7 @@ class KVCache(Cache, ABC):
 
     @abstractmethod
     def make_layer(self, layer_idx: int) -> KVLayer:
-        """The layer object for a full-attention layer.
+        """The layer object for a layer that the method applies to: one of full attention, unless `own_layer_types` says more.
 
         Args:
             layer_idx: Its index in the model.
@@ -115,10 +117,21 @@ class KVCache(Cache, ABC):
         """
         return cls(model, **settings)
 
-    def take_prefill(self, call: prefill.PrefillCall) -> int:
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any) -> None:
+        """Told of the tokens of every pass, before it runs. Only with `takes_over_prefill`.
+
+        Passes on embeddings, images and the like are not told of: after one, a cache that counts has been told of fewer than it holds.
+
+        Args:
+            input_ids: (batch, tokens).
+            attention_mask: As the model got it.
+        """
+
+    def take_prefill(self, call: prefill.PrefillCall) -> int | prefill.Remaining:
         """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
 
-        Only asked of caches with `takes_over_prefill`.
+        Only asked of caches with `takes_over_prefill`. A cache whose layers know where each token stands may fill in pieces from
+        anywhere in the prompt, and return what remains.
 
         Args:
             call: The model, the prompt and its mask.

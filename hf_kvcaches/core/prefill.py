@@ -1,7 +1,8 @@
 """The one place that knows how to run pieces of a prompt.
 
 A cache can take over the prefill inside `generate` (`install`), run a span of tokens at positions of its choice (`run_span`), look
-at the hidden states that enter a layer (`capture_hidden`), and run only the upper layers on hidden states (`run_from_layer`).
+at the hidden states that enter a layer (`capture_hidden`), run only the upper layers on hidden states (`run_from_layer`), or some
+layers in the middle (`run_layers`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 # What a prompt of tokens alone comes with; a call with any other tensor is left to the model.
 _TOKEN_INPUTS = ("input_ids", "attention_mask", "position_ids")
+# What asks for the insides of layers, which a cache's own run would leave out.
+_INSIDE = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,19 @@ class PrefillCall:
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What the model is to run of a prompt of which the cache has pieces, and not only the start.
+
+    Args:
+        input_ids: (batch, tokens), the last column the prompt's own. The cache knows where each token stands.
+        position_ids: (batch, tokens).
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
 
 
 class _Takeover:
@@ -106,12 +122,15 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     if takeover is None or input_ids is None or not isinstance(cache, Cache) or cache not in takeover.caches or cache in takeover.running:
         return None
     mask = kwargs.get("attention_mask")
+    if not _tokens_alone(kwargs):
+        return None
+    cache.observe(input_ids, mask)
     # Who keeps the logits of the last token only, as `generate` does for prompts, can do without the others' forward pass.
     if (
         kwargs.get("logits_to_keep") != 1
         or input_ids.shape[1] < 2
         or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2))
-        or not _only_tokens(kwargs)
+        or any(kwargs.get(name) for name in _INSIDE)
     ):
         return None
     before, tokens = cache.seen, input_ids.shape[1]
@@ -120,6 +139,8 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
         taken = cache.take_prefill(PrefillCall(model, input_ids, mask, kwargs.get("position_ids")))
     finally:
         takeover.running.discard(cache)
+    if isinstance(taken, Remaining):
+        return args, kwargs | {"input_ids": taken.input_ids, "position_ids": taken.position_ids}
     if not 0 <= taken < tokens or cache.seen != before + taken:
         raise RuntimeError(f"take_prefill returned {taken} of {tokens} tokens, and the cache went from {before} to {cache.seen} tokens")
     per_token = ("input_ids", "position_ids")
@@ -127,10 +148,9 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     return args, cut
 
 
-def _only_tokens(kwargs: dict[str, Any]) -> bool:
-    """Whether a call is about tokens alone, and not images, say, or what goes on in the layers, which a cache's own run would leave out."""
-    asked = any(kwargs.get(name) for name in ("output_hidden_states", "output_attentions", "output_router_logits"))
-    return not asked and not any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in _TOKEN_INPUTS)
+def _tokens_alone(kwargs: dict[str, Any]) -> bool:
+    """Whether a call is about tokens alone, and not images, say, which a cache's own run would leave out."""
+    return not any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in _TOKEN_INPUTS)
 
 
 def run_span(
@@ -203,25 +223,15 @@ def run_from_layer(
     _layer(model, start)
     if start == 0:
         raise ConfigError.of("start", "a layer of at least 1", start, "Layer 0 starts from tokens: use run_span.")
-    decoder, name, layers = compat.decoder_layers(model)
-    # Skipped layers stay in the list, because models look up masks by a layer's place in it. The last one hands out `hidden`,
-    # so that nothing that the model does to its embeddings (scaling, learned positions) matters.
-    skipped = [_Skipped(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
-    # Not a number, so that a model which uses its embeddings in later layers too is found out.
-    unused = hidden.new_full((*hidden.shape[:2], model.get_input_embeddings().embedding_dim), torch.nan)
-    setattr(decoder, name, nn.ModuleList([*skipped, *layers[start:]]))
-    try:
-        with cache.seen_from(start):
-            outputs = model(
-                inputs_embeds=unused,
-                position_ids=_rows(positions, hidden.shape[0]),
-                attention_mask=attention_mask,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-            )
-    finally:
-        setattr(decoder, name, layers)
+    with _only_layers(model, start, hidden=hidden), cache.seen_from(start):
+        outputs = model(
+            inputs_embeds=_no_embeddings(model, hidden),
+            position_ids=_rows(positions, hidden.shape[0]),
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+        )
     logits: torch.Tensor = outputs.logits
     if bool(logits.isnan().any()) and not bool(hidden.isnan().any()):
         raise UnsupportedError(
@@ -231,23 +241,115 @@ def run_from_layer(
     return logits
 
 
-class _Skipped(nn.Module):
+def run_layers(
+    model: PreTrainedModel,
+    start: int,
+    stop: int,
+    inputs: torch.Tensor,
+    cache: KVCache,
+    positions: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Runs only the layers from `start` to before `stop`, and returns what would enter layer `stop`, (batch, tokens, hidden).
+
+    All that is said of `run_from_layer` holds. After the last layer it is what enters the model's final norm.
+
+    Args:
+        model: A causal language model; neither its final norm nor its head matter.
+        start: The lowest layer to run.
+        stop: The first layer not to run, or the number of layers.
+        inputs: Token ids (batch, tokens) where `start` is 0, else what entered that layer, (batch, tokens, hidden).
+        cache: Its layers from `start` to before `stop` take the keys and values.
+        positions: (tokens,) or (batch, tokens).
+        attention_mask: As in `run_from_layer`.
+    """
+    _layer(model, start)
+    if not start < stop <= len(compat.decoder_layers(model)[2]):
+        raise ConfigError.of("stop", f"a layer above {start}, or the number of layers", stop)
+    hidden = inputs if start else None
+    fed = {"input_ids": inputs} if hidden is None else {"inputs_embeds": _no_embeddings(model, hidden)}
+    with _only_layers(model, start, stop, hidden) as left, cache.seen_from(start):
+        model.base_model(
+            **fed, position_ids=_rows(positions, inputs.shape[0]), attention_mask=attention_mask, past_key_values=cache, use_cache=True
+        )
+    if bool(left[0].isnan().any()) and not (hidden is not None and bool(hidden.isnan().any())):
+        raise UnsupportedError(
+            f"run_layers: {type(model).__name__} feeds its embeddings to later layers as well, or its weights give NaN. "
+            "The cache has been written to: reset it, and run whole prompts."
+        )
+    return left[0]
+
+
+@contextmanager
+def _only_layers(
+    model: PreTrainedModel, start: int, stop: int | None = None, hidden: torch.Tensor | None = None
+) -> Iterator[list[torch.Tensor]]:
+    """While open, the model runs only these layers; collects what leaves the last of them where `stop` is given.
+
+    Args:
+        model: A causal language model.
+        start: The lowest layer to run.
+        stop: The first layer not to run; None: all run, and nothing is collected.
+        hidden: What enters layer `start`; not needed for layer 0.
+    """
+    decoder, name, layers = compat.decoder_layers(model)
+    left: list[torch.Tensor] = []
+    # Skipped layers stay in the list, because models look up masks by a layer's place in it. The last one hands out `hidden`,
+    # so that nothing that the model does to its embeddings (scaling, learned positions) matters.
+    below = [_Skipped(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
+    running = list(layers[start:stop])
+    if stop is not None:
+        running[-1] = _Watched(running[-1], left)
+    above = [_Skipped(layer, None) for layer in layers[len(below) + len(running) :]]
+    setattr(decoder, name, nn.ModuleList([*below, *running, *above]))
+    try:
+        yield left
+    finally:
+        setattr(decoder, name, layers)
+
+
+def _no_embeddings(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
+    """Not a number, so that a model which uses its embeddings in later layers too is found out."""
+    return hidden.new_full((*hidden.shape[:2], model.get_input_embeddings().embedding_dim), torch.nan)
+
+
+class _StandIn(nn.Module):
     """Stands where a decoder layer stood, and answers for its attributes."""
 
-    def __init__(self, layer: nn.Module, hidden: torch.Tensor | None) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        # In a tuple, so that the skipped layer is not registered as a child.
-        self._skipped = (layer,)
-        self._hidden = hidden
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states if self._hidden is None else self._hidden
+        # In a tuple, so that the layer is not registered as a child.
+        self._layer = (layer,)
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_skipped"][0], name)
+            return getattr(self.__dict__["_layer"][0], name)
+
+
+class _Skipped(_StandIn):
+    """Does nothing, or hands out what the layer would have."""
+
+    def __init__(self, layer: nn.Module, hidden: torch.Tensor | None) -> None:
+        super().__init__(layer)
+        self._hidden = hidden
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states if self._hidden is None else self._hidden
+
+
+class _Watched(_StandIn):
+    """Runs the layer, and keeps what comes out."""
+
+    def __init__(self, layer: nn.Module, left: list[torch.Tensor]) -> None:
+        super().__init__(layer)
+        self._left = left
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._layer[0](*args, **kwargs)
+        self._left.append(outputs[0] if isinstance(outputs, tuple) else outputs)
+        return outputs
 
 
 def _layer(model: PreTrainedModel, index: int) -> nn.Module:

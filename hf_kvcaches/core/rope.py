@@ -92,6 +92,17 @@ class RotaryGeometry:
         """How many of the head's dimensions are turned."""
         return 2 * self.inv_freq.numel()
 
+    def turns_like(self, other: RotaryGeometry) -> bool:
+        """Whether both turn keys alike.
+
+        Args:
+            other: Another geometry.
+        """
+        plain = (self.kind, self.layout, self.head_dim, self.attention_scaling, self.refusal)
+        return plain == (other.kind, other.layout, other.head_dim, other.attention_scaling, other.refusal) and torch.equal(
+            self.inv_freq, other.inv_freq
+        )
+
     def rotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
         """Does to fresh keys what the model does at these positions, `attention_scaling` included.
 

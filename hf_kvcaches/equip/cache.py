@@ -117,7 +117,7 @@ class EquipCache(AnsweringCache):
             # kernel can turn all keys while it reads them; elsewhere that takes longer than all the rest.
             scheme = "frames" if self.policy.order_only or not _turns_for_nothing(self._model) else "on_read"
         for known in self._frames:  # shared with their tables
-            if known.geometry is not None and _same_angles(known.geometry, geometry):
+            if known.geometry is not None and known.geometry.turns_like(geometry):
                 return known
         self._frames.append(Frames(scheme, geometry))
         return self._frames[-1]
@@ -204,10 +204,6 @@ def _turns_for_nothing(model: Any) -> bool:
     """Whether keys are read by a kernel that turns them on the way, and are too short to be turned more than once."""
     living = None if model is None else model()
     return living is not None and living.device.type == "cuda" and living.dtype in (torch.float16, torch.bfloat16)
-
-
-def _same_angles(one: RotaryGeometry, other: RotaryGeometry) -> bool:
-    return one.layout == other.layout and one.head_dim == other.head_dim and torch.equal(one.inv_freq, other.inv_freq)
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -1,0 +1,294 @@
+"""`SegmentReuseCache`: repeated segments of prompts are computed once, wherever they stand."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.cache import CacheReport, KVCache
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.segments.admission import Mode, Part
+from hf_kvcaches.segments.history import History
+from hf_kvcaches.segments.layer import SegmentLayer
+from hf_kvcaches.segments.policy import SegmentPolicy
+from hf_kvcaches.segments.probing import Looked
+from hf_kvcaches.segments.records import Tier
+from hf_kvcaches.segments.remembering import Remembering
+from hf_kvcaches.segments.running import SparsePass
+from hf_kvcaches.segments.scope import Rotation, reader_for, rotation_of
+from hf_kvcaches.segments.store import SegmentStore
+from hf_kvcaches.segments.taking import Taking
+
+
+class ReusedSpan(NamedTuple):
+    """Consecutive tokens of a prompt that came about alike.
+
+    Args:
+        row: Of the batch.
+        start: The first token's place in its row, padding not counted.
+        stop: Behind the last.
+        tier: "exact", "guarded", "repaired", "probed" or "computed".
+        repaired: How many of them were run again although they are stored.
+        depth: Up to this layer they are reused; None: all layers.
+        segments: The stored segments' ids, for `SegmentStore.pin` and `delete`.
+    """
+
+    row: int
+    start: int
+    stop: int
+    tier: Tier
+    repaired: int
+    depth: int | None
+    segments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SegmentReport(CacheReport):
+    """What a `SegmentReuseCache` holds, and what became of the prompts that it was fed.
+
+    Args:
+        reused_tokens: Tokens of prompts that were not run, in all rows.
+        repaired_tokens: That are stored, and were run again in their new context.
+        computed_tokens: All others.
+        tiers: Tokens by tier.
+        flops_saved: Share of the operations in the decoder layers that a prefill without reuse needs.
+        spans: Each prompt's, in order.
+    """
+
+    reused_tokens: int = 0
+    repaired_tokens: int = 0
+    computed_tokens: int = 0
+    tiers: dict[str, int] | None = None
+    flops_saved: float = 0.0
+    spans: tuple[ReusedSpan, ...] = ()
+
+
+class SegmentReuseCache(KVCache):
+    """Keeps every token, and takes the keys and values of what earlier prompts had already from a store.
+
+    Paper: Cross-Query KV Reuse with RoPE Reindexing for Template-Heavy Agent Prompts.
+
+    **Departs from the paper**: see docs/segments.md.
+
+    **Refuses**: models whose keys change with the length of the text (dynamic and long RoPE), or with layers that keep no keys and
+    values; `mode="approximate"` with models without rotary positions, or that compute attention their own way.
+
+    **Memory per token**: 2 x kv_heads x head_dim x bytes per element x layers, plus an eighth (at least 64 slots) of reserve.
+    Layers with a sliding window keep all tokens too.
+
+    Args:
+        model: A transformers model.
+        store: Where segments live between requests.
+        tokenizer: The model's. With it, prompts are cut at messages, JSON, code and headings; it is part of what segments are bound to.
+        mode: `"exact"`: only what an earlier prompt had from its start on. `"auto"`: other segments too, where the policy lets them in.
+            `"approximate"`: every verbatim segment, repaired, without gates.
+        policy: Guards and thresholds, from `scripts/calibrate_segments.py`; None for the paper's guards and strict thresholds.
+        repair: Share of a segment's tokens to run again where the text before it is another; None for the policy's.
+        spans: For each row, the caller's own segments as (start, stop) places of its tokens, padding not counted; or None.
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+    """
+
+    takes_over_prefill = True
+    own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
+
+    def __init__(
+        self,
+        model: Any,
+        store: SegmentStore,
+        tokenizer: Any = None,
+        mode: Mode = "auto",
+        policy: SegmentPolicy | None = None,
+        repair: float | None = None,
+        *,
+        separators: tuple[str, ...] = (),
+        spans: list[list[tuple[int, int]]] | None = None,
+        offloading: bool = False,
+    ) -> None:
+        if not isinstance(store, SegmentStore):
+            raise ConfigError.of("store", "a SegmentStore", store, 'Such as SegmentStore("memory").')
+        if mode not in ("exact", "approximate", "auto"):
+            raise ConfigError.of("mode", "'exact', 'approximate' or 'auto'", mode)
+        if policy is not None and not isinstance(policy, SegmentPolicy):
+            raise ConfigError.of("policy", "a SegmentPolicy, or None", policy)
+        super().__init__(model, offloading=offloading)
+        self.store, self.tokenizer, self.mode = store, tokenizer, mode
+        self.policy = (policy or SegmentPolicy()).with_repair(repair)
+        self.rotation: Rotation = rotation_of(self.config)
+        self._check_layers()
+        if mode == "approximate" and not self.approximates:
+            raise UnsupportedError(
+                f"mode='approximate': {self.rotation.why or 'this model computes attention its own way'}. Use mode='exact', or 'auto'."
+            )
+        self.history = History()
+        self.reader = reader_for(tokenizer, tuple(separators))
+        self.given_spans = spans
+        self._settings = {"mode": mode, "repair": repair}
+        self._parts: list[tuple[int, Part]] = []
+        self._flops = [0.0, 0.0]
+        self._one_pass = False
+        self.probes: list[Looked] = []
+        self._watch()
+
+    @property
+    def approximates(self) -> bool:
+        """Whether segments can stand behind another text with this model."""
+        return self.rotation.turns and self.attention_enabled
+
+    def make_layer(self, layer_idx: int) -> SegmentLayer:
+        return SegmentLayer()
+
+    def settings(self) -> dict[str, Any]:
+        raise UnsupportedError("save: the segments are in the store already. Give the next request the same prompt, or use GrowingCache.")
+
+    def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Does by hand what `generate` does with a prompt: fills the cache with all tokens but the last.
+
+        Args:
+            input_ids: (batch, tokens), what follows the tokens in the cache.
+            attention_mask: 1 where a token is real, (batch, tokens seen before + new ones), or None.
+
+        Returns:
+            How many tokens the cache has now. Go on with `model(input_ids[:, -1:], past_key_values=cache)` or `generate(input_ids, ...)`.
+        """
+        if input_ids.ndim != 2 or input_ids.shape[1] < 2:
+            raise ConfigError.of("input_ids", "at least two tokens a row, (batch, tokens)", tuple(input_ids.shape))
+        with torch.no_grad():
+            self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=self, use_cache=True, logits_to_keep=1)
+        self.crop(-1)
+        return self.seen
+
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any) -> None:
+        self.remembering.release()
+        self.history.observe(input_ids, attention_mask, self.seen)
+
+    def take_prefill(self, call: PrefillCall) -> int | Remaining:
+        return Taking(self, call).take()
+
+    def note(self, row: int, parts: tuple[Part, ...], cost: float, whole: float) -> None:
+        """Counts what became of a row's prompt.
+
+        Args:
+            row: Of the batch.
+            parts: Of its plan, as carried out.
+            cost: Operations that were needed.
+            whole: Operations that a prefill without reuse needs.
+        """
+        self._parts += [(row, part) for part in parts]
+        self._flops[0] += cost
+        self._flops[1] += whole
+
+    def report(self) -> SegmentReport:
+        spans = tuple(
+            ReusedSpan(row, part.start, part.stop, part.tier, len(part.rerun), part.depth, tuple(piece.record.key for piece in part.pieces))
+            for row, part in self._parts
+        )
+        tiers: Counter[str] = Counter()
+        for span in spans:
+            tiers[span.tier] += span.stop - span.start
+        return SegmentReport(
+            **self._report_fields(),
+            reused_tokens=sum(part.reused for _, part in self._parts),
+            repaired_tokens=sum(len(part.rerun) for _, part in self._parts),
+            computed_tokens=sum(len(part) for _, part in self._parts if not part.pieces),
+            tiers=dict(tiers),
+            flops_saved=1 - self._flops[0] / self._flops[1] if self._flops[1] else 0.0,
+            spans=spans,
+        )
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        held = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if self._one_pass and layer_idx == len(self.layers) - 1:
+            self._end_pass()
+        return held
+
+    def begin_pass(self, running: SparsePass) -> None:
+        """The next pass through all layers runs the tokens of a sparse one, after which new tokens follow all others again.
+
+        Args:
+            running: The pass.
+        """
+        for layer in self.layers:
+            layer.running = running
+        self._one_pass = True
+
+    @contextmanager
+    def sparse(self, running: SparsePass) -> Iterator[None]:
+        """While open, passes run the tokens of a sparse one.
+
+        Args:
+            running: The pass.
+        """
+        for layer in self.layers:
+            layer.running = running
+        try:
+            yield
+        finally:
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._one_pass = False
+        for layer in self.layers:
+            layer.running = None
+
+    def reset(self) -> None:
+        self.remembering.release()
+        super().reset()
+        self.history.reset()
+        self._parts, self._flops, self.probes = [], [0.0, 0.0], []
+        self._one_pass = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        # New tokens are going to be written where these were, and the store's thread may be reading there.
+        self.remembering.release()
+        if self.seen + int(tokens_to_remove) < self.remembering.reading_until:
+            self.store.flush()
+        super().crop(tokens_to_remove)
+        self.history.crop(self.seen)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.remembering.release()
+        super().reorder_cache(beam_idx)
+        self.history.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.remembering.release()
+        super().batch_repeat_interleave(repeats)
+        self.history.map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.remembering.release()
+        super().batch_select_indices(indices)
+        self.history.map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
+
+    def _watch(self) -> None:
+        self.remembering = Remembering(self.layers, self.store)
+        self.store.watch(self.remembering)
+        # A cache that is dropped after one token has computed its prompt all the same.
+        weakref.finalize(self, self.remembering.release).atexit = False
+
+    def _check_layers(self) -> None:
+        foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})
+        if foreign:
+            raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be reused. Use GrowingCache.")
+        if self.rotation.refused:
+            raise UnsupportedError(f"model: {self.rotation.why}. Use GrowingCache.")
+        if self._learned_prompt:
+            raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use GrowingCache.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self.remembering.release()
+        memo[id(self.remembering)] = None
+        copied = super().__deepcopy__(memo)
+        copied._watch()
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError("pickle: a cache that is bound to a store stays in its process. Give the next request the same prompt.")

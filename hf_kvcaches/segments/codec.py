@@ -1,0 +1,163 @@
+"""From the keys and values of a segment to the tensors of a blob, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_kvcaches.core.quantize import quantize
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.kernels.splice import Packed
+
+Quantization = Literal["int8", "int4"] | None
+
+_BITS = {"int8": 8, "int4": 4}
+# Channels that share a scale. With 4 bits a whole head would lose too much.
+_GROUP = {"int8": None, "int4": 32}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+class LayerStates(NamedTuple):
+    """What is stored of one layer's tokens.
+
+    Args:
+        keys: (kv_heads, tokens, head_dim), rotated.
+        values: (kv_heads, tokens, head_dim).
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Pile(NamedTuple):
+    """Layers whose keys and values have one shape, and are stored as one.
+
+    Args:
+        layers: Their indices.
+        keys: All of them.
+        values: Likewise.
+    """
+
+    layers: tuple[int, ...]
+    keys: Packed
+    values: Packed
+
+
+def check_quantization(quantization: Any) -> Quantization:
+    """Refuses what is no way to store.
+
+    Args:
+        quantization: "int8", "int4" or None.
+    """
+    if quantization is not None and quantization not in _BITS:
+        raise ConfigError.of("quantization", "'int8', 'int4' or None", quantization)
+    found: Quantization = quantization
+    return found
+
+
+def encode(
+    layers: Sequence[LayerStates], hidden: Mapping[int, torch.Tensor], quantization: Quantization
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors to store, and what is needed to read them.
+
+    Args:
+        layers: The lowest layers of the model, or all.
+        hidden: What entered a layer, by its index: (tokens, hidden).
+        quantization: "int8", "int4" or None.
+    """
+    shapes: dict[tuple[int, int, int], list[int]] = {}
+    for index, layer in enumerate(layers):
+        shapes.setdefault((layer.keys.shape[0], layer.keys.shape[2], layer.values.shape[2]), []).append(index)
+    tensors: dict[str, torch.Tensor] = {}
+    for number, members in enumerate(shapes.values()):
+        for name in ("keys", "values"):
+            # Layers may be on several devices.
+            stacked = torch.stack([getattr(layers[index], name).cpu() for index in members])
+            tensors |= _stored(f"{name}.{number}", stacked, quantization)
+    for index, states in hidden.items():
+        tensors |= _stored(f"hidden.{index}", states.cpu()[None, None], quantization)
+    dtype = str(layers[0].keys.dtype).removeprefix("torch.")
+    dims = [[keys, values] for _, keys, values in shapes]
+    stored = {"quantization": quantization, "dtype": dtype, "piles": list(shapes.values()), "dims": dims, "cuts": sorted(hidden)}
+    return tensors, stored
+
+
+def _stored(name: str, x: torch.Tensor, quantization: Quantization) -> dict[str, torch.Tensor]:
+    """One (layers, heads, tokens, dim) tensor as it is stored. What is not finite is refused: it must not come back elsewhere."""
+    if quantization is None:
+        if not bool(x.isfinite().all()):
+            raise ConfigError.of(name, "finite numbers", "infinities or NaN")
+        return {name: x}
+    made = quantize(x, bits=_BITS[quantization], group=_group(quantization, x.shape[-1]), axis=-1)
+    return {name: made.data, f"{name}.scale": made.scale, f"{name}.zero": made.zero}
+
+
+def _group(quantization: Quantization, dim: int) -> int | None:
+    group = None if quantization is None else _GROUP[quantization]
+    return None if group is None or group >= dim else group
+
+
+def piles(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], start: int, stop: int, below: int | None = None) -> list[Pile]:
+    """The keys and values of some of a segment's tokens.
+
+    Args:
+        tensors: Of the blob.
+        stored: What `encode` gave with them.
+        start: The first token.
+        stop: Behind the last.
+        below: Only of layers below this one; None: of all.
+    """
+    found = []
+    for number, members in enumerate(stored["piles"]):
+        count = sum(index < below for index in members) if below is not None else len(members)
+        if count:
+            parts = (_packed(tensors, f"{name}.{number}", stored, start, stop, count) for name in ("keys", "values"))
+            found.append(Pile(tuple(members[:count]), *parts))
+    return found
+
+
+def hidden_states(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], cut: int, start: int, stop: int) -> Packed:
+    """What entered a layer, as one layer and one head.
+
+    Args:
+        tensors: Of the blob.
+        stored: What `encode` gave with them.
+        cut: The layer, one of `stored["cuts"]`.
+        start: The first token.
+        stop: Behind the last.
+    """
+    return _packed(tensors, f"hidden.{cut}", stored, start, stop, 1)
+
+
+def _packed(tensors: Mapping[str, torch.Tensor], name: str, stored: Mapping[str, Any], start: int, stop: int, count: int) -> Packed:
+    data, scale, zero = (
+        None if part is None else part[:count, :, start:stop] for part in (tensors.get(name + end) for end in ("", ".scale", ".zero"))
+    )
+    assert data is not None
+    width = data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)
+    return Packed(data, scale, zero, _group(stored["quantization"], width))
+
+
+def dtype_of(stored: Mapping[str, Any]) -> torch.dtype:
+    """The type that the stored keys had."""
+    return _DTYPES[stored["dtype"]]
+
+
+def payload_bytes(config: PreTrainedConfig, quantization: Quantization, *, depth: int | None = None, itemsize: int = 4) -> int:
+    """Bytes a token without scales and names: `2 * d_kv * L`, or with a depth `2 * d_kv * depth + d_model`, times those of an element.
+
+    Args:
+        config: Of the decoder.
+        quantization: "int8", "int4" or None.
+        depth: How many layers' keys and values are stored, with the hidden state that enters the next; None: of all, and no hidden state.
+        itemsize: Bytes of an element where nothing is quantised.
+    """
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    elements = 2 * heads * head_dim * (config.num_hidden_layers if depth is None else depth)
+    elements += 0 if depth is None else config.hidden_size
+    bits = 8 * itemsize if quantization is None else _BITS[quantization]
+    return elements * bits // 8

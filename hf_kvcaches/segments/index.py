@@ -1,0 +1,233 @@
+"""Finding stored segments: by what stands left of them, by what they hold, and by what they resemble."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_kvcaches.segments.records import Chain, Ids, Record, common_prefix, common_suffix
+
+# An anchor is so many consecutive tokens, found wherever they stand in a prompt.
+ANCHOR = 16
+# How many segments with the same anchor are remembered: the newest.
+ALIKE = 8
+
+
+class Piece(NamedTuple):
+    """Tokens of a prompt that a stored segment has.
+
+    Args:
+        start: The first token's place in the row.
+        stop: Behind the last.
+        record: The segment.
+        offset: Where in the segment they begin.
+    """
+
+    start: int
+    stop: int
+    record: Record
+    offset: int
+
+    @property
+    def position(self) -> int:
+        """Where the first token stood when it was stored."""
+        return self.record.start + self.offset
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of a prompt that stood so in an earlier one, and hence have the same neighbours for longer and longer.
+
+    Args:
+        pieces: Without gaps, in order; each stored behind the one before.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.pieces[-1].stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def anchors(ids: Ids) -> npt.NDArray[np.uint64]:
+    """A number for every `ANCHOR` consecutive tokens, (tokens - ANCHOR + 1,). Collisions are possible, so tokens are compared after."""
+    if len(ids) < ANCHOR:
+        return np.zeros(0, np.uint64)
+    mixed = ids.astype(np.uint64)
+    # The finaliser of splitmix64: small ids fill all 64 bits.
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + np.uint64(0x9E3779B97F4A7C15)
+    windows = np.lib.stride_tricks.sliding_window_view(mixed, ANCHOR)
+    return (windows * _POWERS).sum(axis=1, dtype=np.uint64)
+
+
+_POWERS = np.array([pow(0x9E3779B97F4A7C15, ANCHOR - 1 - i, 2**64) for i in range(ANCHOR)], dtype=np.uint64)
+
+
+def _anchor_offsets(length: int) -> Iterator[int]:
+    """Where a segment's anchors begin: any run of 2 * ANCHOR - 1 of its tokens holds one."""
+    if length >= ANCHOR:
+        yield from range(0, length - ANCHOR, ANCHOR)
+        yield length - ANCHOR
+
+
+class SegmentIndex:
+    """The segments of one scope. It holds records only; the tensors stay where they are."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, Record] = {}
+        self._behind: defaultdict[str, list[str]] = defaultdict(list)
+        self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+
+    def add(self, key: str, record: Record) -> None:
+        """Makes a segment known.
+
+        Args:
+            key: Its id.
+            record: What is known of it.
+        """
+        if key in self.records:
+            return
+        self.records[key] = record
+        self._behind[record.left].append(key)
+        if record.fresh:
+            numbers = anchors(record.ids)
+            for offset in _anchor_offsets(len(record)):
+                alike = self._anchored[int(numbers[offset])]
+                alike.append((key, offset))
+                del alike[:-ALIKE]
+
+    def remove(self, key: str) -> None:
+        """Forgets a segment, if it is known.
+
+        Args:
+            key: Its id.
+        """
+        record = self.records.pop(key, None)
+        if record is None:
+            return
+        self._behind[record.left].remove(key)
+        if not self._behind[record.left]:
+            del self._behind[record.left]
+        if record.fresh:
+            numbers = anchors(record.ids)
+            for offset in _anchor_offsets(len(record)):
+                number = int(numbers[offset])
+                left = [entry for entry in self._anchored[number] if entry[0] != key]
+                if left:
+                    self._anchored[number] = left
+                else:
+                    self._anchored.pop(number, None)
+
+    def behind(self, name: str, ids: Ids, exact_only: bool) -> tuple[Record, int] | None:
+        """The segment that goes on longest like a row, among those that were stored behind the same tokens, and how many tokens it shares.
+
+        Args:
+            name: The `Chain` name of all tokens before.
+            ids: The row from there.
+            exact_only: Whether to leave out what holds approximations.
+        """
+        best: tuple[Record, int] | None = None
+        for key in self._behind.get(name, ()):
+            record = self.records[key]
+            if exact_only and record.origin != "exact":
+                continue
+            shared = common_prefix(record.ids, ids)
+            # Where two go on equally long, what is exact is better.
+            if shared and (best is None or (shared, record.origin == "exact") > (best[1], best[0].origin == "exact")):
+                best = record, shared
+        return best
+
+    def prefix(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> tuple[list[Piece], Chain]:
+        """The longest start of a row that earlier rows had, cut into what is stored of it, and the name of all tokens up to its end.
+
+        Args:
+            ids: The row.
+            chain: The name of its first `start` tokens.
+            start: From where on.
+            exact_only: Whether to stop at what holds approximations.
+        """
+        pieces: list[Piece] = []
+        while start < len(ids):
+            found = self.behind(chain.name, ids[start:], exact_only)
+            if found is None:
+                break
+            record, shared = found
+            pieces.append(Piece(start, start + shared, record, 0))
+            chain = chain.extend(ids[start : start + shared])
+            start += shared
+        return pieces, chain
+
+    def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
+        """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps.
+
+        Args:
+            ids: The row.
+            start: From where on.
+            shortest: Shorter runs are not worth it.
+        """
+        found: list[Run] = []
+        numbers = anchors(ids[start:]).tolist()
+        place, free = start, start
+        while place - start < len(numbers):
+            alike = self._anchored.get(numbers[place - start])
+            run = self._longest(ids, place, free, alike) if alike else None
+            if run is None or len(run) < shortest:
+                place += 1
+                continue
+            found.append(run)
+            place = free = run.stop
+        return found
+
+    def _longest(self, ids: Ids, place: int, free: int, alike: Iterable[tuple[str, int]]) -> Run | None:
+        """The longest run through a place, not beginning before `free`."""
+        best: Run | None = None
+        best_score = (0, 0)
+        for key, offset in alike:
+            record = self.records.get(key)
+            if record is None:
+                continue
+            run = self._run(ids, place, free, record, offset)
+            if run is None:
+                continue
+            first = run.pieces[0]
+            before = np.concatenate((first.record.context, first.record.ids[: first.offset]))
+            score = (len(run), common_suffix(before, ids[: run.start]))
+            if score > best_score:
+                best, best_score = run, score
+        return best
+
+    def _run(self, ids: Ids, place: int, free: int, record: Record, offset: int) -> Run | None:
+        """The longest run that has a segment's token `offset` at a place, through the segments that follow it."""
+        back = common_suffix(record.ids[:offset], ids[free:place])
+        ahead = common_prefix(record.ids[offset:], ids[place:])
+        if ahead < ANCHOR:  # another segment with the same number
+            return None
+        pieces = [Piece(place - back, place + ahead, record, offset - back)]
+        while offset + ahead == len(record) and pieces[-1].stop < len(ids):
+            found = self._fresh_behind(record.right, ids[pieces[-1].stop :])
+            if found is None:
+                break
+            record, ahead = found
+            offset = 0
+            pieces.append(Piece(pieces[-1].stop, pieces[-1].stop + ahead, record, 0))
+        return Run(tuple(pieces))
+
+    def _fresh_behind(self, name: str, ids: Ids) -> tuple[Record, int] | None:
+        best: tuple[Record, int] | None = None
+        for key in self._behind.get(name, ()):
+            record = self.records[key]
+            shared = common_prefix(record.ids, ids) if record.fresh else 0
+            if shared > (best[1] if best else 0):
+                best = record, shared
+        return best

@@ -1,0 +1,124 @@
+"""`SegmentPolicy`: when a stored segment may stand in another context, measured for a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self
+
+from torch import Tensor
+
+from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.errors import ConfigError
+
+RepairBy = Literal["first", "deviation"]
+
+
+@dataclass(frozen=True)
+class SegmentPolicy(Artifact):
+    """How much drift is let in when segments are reused behind another text: guards, thresholds and the share to repair.
+
+    Without calibration the guards are the paper's, scaled to the model's depth, and the other thresholds are strict guesses.
+
+    Args:
+        guard: How many tokens left of a token must be the same for its keys and values of that many lowest layers to be reused
+            unrepaired: pairs (layers as a share of the depth, tokens). Layers above the last pair need all of them.
+        similarity: How alike the surroundings of a segment must be, as the Jaccard similarity of their shingles, for it to be
+            repaired without a probe.
+        probe: How alike the attention scores over cached and over fresh keys must be, as a cosine, for a probed segment to be reused.
+        check_layer: The layer at which keys are compared, for probes and for `repair_by="deviation"`.
+        repair: Share of a segment's tokens that are run again in the new context.
+        repair_by: Which: the `"first"` ones, or those whose keys deviate most at `check_layer` (`"deviation"`).
+        shortest: Fewer tokens than this are not worth reusing elsewhere.
+        bound: The mean KL divergence that calibration kept below, in nats; None without calibration.
+        measured: One dict of settings and measurements for each setting that was tried.
+    """
+
+    artifact_type: ClassVar[str] = "segment-policy"
+    format_version: ClassVar[int] = 1
+
+    guard: tuple[tuple[float, int], ...] = ((0.03125, 128), (0.25, 512))
+    similarity: float = 0.9
+    probe: float = 0.98
+    check_layer: int = 1
+    repair: float = 0.15
+    repair_by: RepairBy = "first"
+    shortest: int = 24
+    bound: float | None = None
+    measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("similarity", 0.0, 1.01), ("probe", -1.0, 1.01), ("repair", 0.0, 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                raise ConfigError.of(name, f"a number from {low} to {high}", value)
+        for name, low in (("check_layer", 1), ("shortest", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError.of(name, f"an integer of at least {low}", value)
+        if self.repair_by not in ("first", "deviation"):
+            raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by)
+        pairs = [tuple(pair) for pair in self.guard]
+        if pairs != sorted(pairs) or any(len(pair) != 2 or not 0 < pair[0] <= 1 or pair[1] < 0 for pair in pairs):
+            raise ConfigError.of("guard", "ascending pairs of a share of the layers, above 0 and up to 1, and a number of tokens", self.guard)
+
+    def safe_depth(self, same: int, layers: int) -> int:
+        """How many of the lowest layers may be reused unrepaired.
+
+        Args:
+            same: How many tokens to the left are the same.
+            layers: The model's.
+        """
+        shares = [share for share, tokens in self.guard if same >= tokens]
+        return int(max(shares, default=0.0) * layers + 1e-9)
+
+    def window(self, depth: int, layers: int) -> int | None:
+        """How many tokens to the left must be the same for `depth` layers to be reused unrepaired; None: all.
+
+        Args:
+            depth: How many of the lowest layers.
+            layers: The model's.
+        """
+        return min((tokens for share, tokens in self.guard if int(share * layers + 1e-9) >= depth), default=None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {}
+
+    def metadata(self) -> dict[str, Any]:
+        names = ("similarity", "probe", "check_layer", "repair", "repair_by", "shortest", "bound")
+        plain = {name: getattr(self, name) for name in names}
+        return plain | {"guard": [list(pair) for pair in self.guard], "measured": list(self.measured)}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:
+        guard = tuple((float(share), int(tokens)) for share, tokens in metadata["guard"])
+        return cls(**{**metadata, "guard": guard, "measured": tuple(metadata["measured"])})
+
+    def describe_calibration(self) -> str:
+        if self.bound is None:
+            return "Not calibrated: the guards of the paper, scaled to the model's depth, and strict thresholds."
+        lines = [
+            f"Thresholds at which accepted segments kept a mean KL divergence of at most {self.bound:g} nats on the next tokens.",
+            "",
+            *_markdown(self.measured),
+        ]
+        return "\n".join(lines)
+
+    def with_repair(self, repair: float | None) -> SegmentPolicy:
+        """The same with another share to repair.
+
+        Args:
+            repair: The share, or None for the policy's own.
+        """
+        return self if repair is None else replace(self, repair=repair)
+
+
+def _markdown(rows: tuple[dict[str, Any], ...]) -> list[str]:
+    if not rows:
+        return []
+    names = list(rows[0])
+    cells = [[_cell(row.get(name)) for name in names] for row in rows]
+    return [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", *(f"| {' | '.join(line)} |" for line in cells)]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

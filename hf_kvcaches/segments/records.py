@@ -1,0 +1,130 @@
+"""What is known of a stored segment besides its keys and values, and how a text's tokens become names."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.uint32]
+Signature = npt.NDArray[np.uint32]
+Tier = Literal["exact", "guarded", "repaired", "probed", "computed"]
+
+# How many tokens to the left of a segment are stored with it: the longest window that depth guards can ask for, short of all.
+CONTEXT = 512
+
+
+class Chain:
+    """The name of all tokens of a row up to a place. Equal names mean equal tokens, however the row was cut into segments."""
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.blake2b(digest_size=16)
+
+    def extend(self, ids: Ids) -> Chain:
+        """The name after more tokens; this one stays as it is.
+
+        Args:
+            ids: The tokens.
+        """
+        longer = Chain.__new__(Chain)
+        longer._hasher = self._hasher.copy()
+        longer._hasher.update(np.ascontiguousarray(ids, dtype="<u4").data)
+        return longer
+
+    @property
+    def name(self) -> str:
+        """In hex."""
+        return self._hasher.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """One stored segment.
+
+    Args:
+        scope: Which model, adapters, tokenizer and format its tensors are for; only caches of the same scope see it.
+        ids: Its tokens, (tokens,).
+        left: The `Chain` name of all that stood left of it.
+        right: The name with itself.
+        start: The position of its first token.
+        context: Up to `CONTEXT` tokens that stood left of it, (n,).
+        origin: How what it holds came about: "exact" when nothing to the left of it, nor itself, was an approximation.
+        fresh: Whether all of it was computed where it stood. Only such segments are spliced into other contexts, so that drift does
+            not add up.
+        stored: What `codec` needs to read the tensors.
+        signature: MinHash of its canonical text, or None.
+        surroundings: MinHash of what stood left of it, or None.
+    """
+
+    scope: str
+    ids: Ids
+    left: str
+    right: str
+    start: int
+    context: Ids
+    origin: Tier
+    fresh: bool
+    stored: dict[str, Any] = field(default_factory=dict)
+    signature: Signature | None = None
+    surroundings: Signature | None = None
+
+    @property
+    def key(self) -> str:
+        """The segment's id: the same for the same tokens behind the same tokens, for the same model."""
+        hasher = hashlib.blake2b(digest_size=16)
+        for part in (self.scope, self.left, self.right, self.origin):
+            hasher.update(part.encode() + b"|")
+        return hasher.hexdigest()
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        arrays = {"ids": self.ids, "context": self.context, "signature": self.signature, "surroundings": self.surroundings}
+        plain = {name: getattr(self, name) for name in ("scope", "left", "right", "start", "origin", "fresh", "stored")}
+        return plain | {name: None if value is None else _packed(value) for name, value in arrays.items()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Record:
+        """Undoes `to_dict`; a `LookupError`, `TypeError` or `ValueError` where something is missing or of the wrong kind.
+
+        Args:
+            data: From JSON.
+        """
+        arrays = {name: None if data[name] is None else _unpacked(data[name]) for name in ("ids", "context", "signature", "surroundings")}
+        plain = {name: data[name] for name in ("scope", "left", "right", "start", "origin", "fresh", "stored")}
+        return cls(**plain, **arrays)  # type: ignore[arg-type]
+
+
+def as_ids(values: Any) -> Ids:
+    """Token ids as an array.
+
+    Args:
+        values: A list, a tensor on the CPU, or an array.
+    """
+    return np.ascontiguousarray(np.asarray(values), dtype=np.uint32)
+
+
+def common_prefix(a: Ids, b: Ids) -> int:
+    """How many tokens two rows share at their starts."""
+    length = min(len(a), len(b))
+    different = (a[:length] != b[:length]).nonzero()[0]
+    return int(different[0]) if len(different) else length
+
+
+def common_suffix(a: Ids, b: Ids) -> int:
+    """How many tokens two rows share at their ends."""
+    return common_prefix(a[::-1], b[::-1])
+
+
+def _packed(values: npt.NDArray[np.uint32]) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype="<u4").tobytes()).decode()
+
+
+def _unpacked(text: str) -> npt.NDArray[np.uint32]:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype="<u4").astype(np.uint32, copy=False)

@@ -1,0 +1,151 @@
+"""Storing what a prompt had computed, once its first token is out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hf_kvcaches.segments.admission import Part, Plan
+from hf_kvcaches.segments.codec import LayerStates
+from hf_kvcaches.segments.layer import SegmentLayer
+from hf_kvcaches.segments.records import CONTEXT, Ids, Record, Tier
+from hf_kvcaches.segments.scope import Reader
+from hf_kvcaches.segments.store import NewSegment, SegmentStore
+
+Hidden = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class NewRow:
+    """A row of a prompt, of which something is new.
+
+    Args:
+        row: Of the batch.
+        padding: Slots at its start that hold no token.
+        ids: All its tokens.
+        plan: What became of them.
+        given: The caller's own segments.
+        hidden: What entered some layers: the slots that ran, (tokens,), and their states, (tokens, hidden).
+    """
+
+    row: int
+    padding: int
+    ids: Ids
+    plan: Plan
+    given: tuple[tuple[int, int], ...] = ()
+    hidden: Hidden | None = None
+
+
+class Remembering:
+    """What a cache has still to store.
+
+    Args:
+        layers: The cache's own list.
+        store: Where to.
+    """
+
+    def __init__(self, layers: list[SegmentLayer], store: SegmentStore) -> None:
+        self._layers, self._store = layers, store
+        self._rows: list[NewRow] = []
+        self._scope = ""
+        self._reader: Reader | None = None
+        self._needed = 0
+        self._lock = threading.Lock()
+        self.reading_until = 0
+
+    def expect(self, rows: Sequence[NewRow], scope: str, reader: Reader, needed: int) -> None:
+        """Takes over what is to be stored as soon as it is computed.
+
+        Args:
+            rows: With something new.
+            scope: See `Record`.
+            reader: Cuts rows into segments.
+            needed: How many slots the layers will hold then.
+        """
+        with self._lock:
+            self._rows, self._scope, self._reader, self._needed = list(rows), scope, reader, needed
+
+    def release(self, drop: bool = True) -> None:
+        """Hands over to the store what is computed.
+
+        Args:
+            drop: Whether to give up what is not: a pass failed, or goes another way. False while another thread may be at it.
+        """
+        with self._lock:
+            rows, reader = self._rows, self._reader
+            done = all(layer.seen >= self._needed and layer.running is None for layer in self._layers)
+            if not rows or not (done or drop):
+                return
+            self._rows = []
+            if not done or reader is None:
+                return
+            scope, store = self._scope, self._store
+            self.reading_until = self._needed
+            # New tokens are written behind these slots, or into other buffers: what is read here stays as it is.
+            buffers = [(layer.key_buffer, layer.value_buffer) for layer in self._layers]
+        store.later(lambda: store.put([new for row in rows for new in _segments(row, buffers, scope, reader, store)]))
+
+
+def _segments(
+    row: NewRow,
+    buffers: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]],
+    scope: str,
+    reader: Reader,
+    store: SegmentStore,
+) -> list[NewSegment]:
+    """The new segments of a row, each with its own tensors."""
+    begin = row.plan.prefix
+    spans = reader.discovery.spans(row.ids.astype(np.int64), row.given)
+    edges = {begin, len(row.ids)} | {span.start for span in spans} | {edge for part in row.plan.parts for edge in (part.start, part.stop)}
+    places = sorted(edge for edge in edges if begin <= edge <= len(row.ids))
+    chain, found = row.plan.chain, []
+    bounds = [(a, b) for a, b in zip(places, places[1:], strict=False) if b > a]
+    signatures = reader.signer.of(row.ids.astype(np.int64), bounds)
+    surroundings = reader.signer.left_of(row.ids.astype(np.int64), [start for start, _ in bounds])
+    for number, (start, stop) in enumerate(bounds):
+        left, chain = chain, chain.extend(row.ids[start:stop])
+        origin, fresh = _origin(row.plan.parts, start, stop)
+        record = Record(
+            scope,
+            row.ids[start:stop],
+            left.name,
+            chain.name,
+            start,
+            row.ids[max(0, start - CONTEXT) : start],
+            origin,
+            fresh,
+            {},
+            signatures[number],
+            surroundings[number],
+        )
+        slots = slice(start + row.padding, stop + row.padding)
+        layers = [
+            LayerStates(keys[row.row, :, slots].detach(), values[row.row, :, slots].detach())
+            for keys, values in buffers[: store.depth]
+            if keys is not None and values is not None
+        ]
+        found.append(NewSegment(record, layers, _hidden(row.hidden, slots) if fresh else {}))
+    return found
+
+
+def _origin(parts: Sequence[Part], start: int, stop: int) -> tuple[Tier, bool]:
+    """How a stretch of a row came about, and whether all of it was computed where it stands."""
+    reused = [part for part in parts if part.pieces and part.start < stop]
+    drifted = [part.tier for part in reused if part.tier != "exact"]
+    fresh = not any(part.stop > start for part in reused)
+    return (drifted[-1] if drifted else "exact"), fresh
+
+
+def _hidden(hidden: Hidden | None, slots: slice) -> dict[int, torch.Tensor]:
+    """The hidden states of a stretch, at those layers where all of its tokens ran."""
+    found = {}
+    for cut, (ran, states) in (hidden or {}).items():
+        inside = ((ran >= slots.start) & (ran < slots.stop)).nonzero()[:, 0]
+        if len(inside) == slots.stop - slots.start:
+            order = torch.from_numpy(np.argsort(ran[inside].numpy(), kind="stable"))
+            found[cut] = states[inside[order].to(states.device)]
+    return found

@@ -1,0 +1,124 @@
+"""What segments are bound to: a model with its adapters and tokenizer, and how its keys are turned."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.watching import digest_of_model
+from hf_kvcaches.segments.canonical import Signer
+from hf_kvcaches.segments.discovery import Discovery
+
+# The format of what is stored; raised when older segments can't be read any more.
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a model's keys are turned to other positions.
+
+    Args:
+        layers: One geometry a layer; equal ones are one object.
+        turns: Whether keys can be moved in all layers.
+        refused: Whether keys of one text differ with the length of the whole, so that not even its start can be reused.
+        why: What stands against turning, or "".
+    """
+
+    layers: tuple[RotaryGeometry, ...]
+    turns: bool
+    refused: bool
+    why: str
+
+
+_rotations: dict[int, tuple[weakref.ref[PreTrainedConfig], Rotation]] = {}
+
+
+def rotation_of(config: PreTrainedConfig) -> Rotation:
+    """Read from a config once, for as long as it lives.
+
+    Args:
+        config: Of the decoder.
+    """
+    kept = _rotations.get(id(config))
+    if kept is not None and kept[0]() is config:
+        return kept[1]
+    distinct: list[RotaryGeometry] = []
+    layers = []
+    for index in range(len(compat.layer_plan(config))):
+        geometry = RotaryGeometry.from_config(config, layer_idx=index)
+        same = next((other for other in distinct if other.turns_like(geometry)), None)
+        if same is None:
+            distinct.append(geometry)
+        layers.append(same or geometry)
+    refusal = next((geometry.refusal for geometry in distinct if geometry.refusal), None)
+    still = [geometry.kind for geometry in distinct if geometry.kind not in ("rope", "none")]
+    why = refusal or (f"its keys can't be moved (positions of the kind {still[0]!r})" if still else "")
+    rotation = Rotation(tuple(layers), not why, refusal is not None, why)
+    identity = id(config)
+    _rotations[identity] = (weakref.ref(config, lambda _: _rotations.pop(identity, None)), rotation)
+    return rotation
+
+
+class Reader(NamedTuple):
+    """What reads prompts.
+
+    Args:
+        discovery: Cuts them into segments.
+        signer: Says what segments resemble.
+    """
+
+    discovery: Discovery
+    signer: Signer
+
+
+_tokenizers: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
+_readers: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Reader]] = weakref.WeakKeyDictionary()
+
+
+def scope_of(model: PreTrainedModel, tokenizer: Any, quantization: str | None, depth: int | None) -> str:
+    """The name of all that must be the same for a stored segment to be of use.
+
+    Args:
+        model: With the adapters that are active now.
+        tokenizer: Its tokenizer, or None.
+        quantization: How segments are stored.
+        depth: Of how many layers.
+    """
+    parts = (str(FORMAT), digest_of_model(model), _tokenizer_name(model, tokenizer), str(quantization), str(depth), str(model.dtype))
+    return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _tokenizer_name(model: PreTrainedModel, tokenizer: Any) -> str:
+    """Reading a tokenizer takes longer than a short prompt, so it is read again only where it has visibly changed."""
+    if tokenizer is None:
+        return ""
+    seen = (len(tokenizer), tokenizer.chat_template, tokenizer.special_tokens_map) if hasattr(tokenizer, "__len__") else None
+    kept = _tokenizers.get(tokenizer)
+    if seen is None or kept is None or kept[0] != seen:
+        kept = (seen, ModelFingerprint.of(model, tokenizer).tokenizer or "")
+        _tokenizers[tokenizer] = kept
+    return kept[1]
+
+
+_without_tokenizer: dict[tuple[str, ...], Reader] = {}
+
+
+def reader_for(tokenizer: Any, separators: tuple[str, ...]) -> Reader:
+    """One for each tokenizer, because it learns tokens by heart.
+
+    Args:
+        tokenizer: Or None.
+        separators: The caller's own.
+    """
+    known = _without_tokenizer if tokenizer is None else _readers.setdefault(tokenizer, {})
+    if separators not in known:
+        discovery = Discovery(tokenizer, separators=separators)
+        known[separators] = Reader(discovery, Signer(None if tokenizer is None else discovery.pieces))
+    return known[separators]

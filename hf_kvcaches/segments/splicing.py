@@ -1,0 +1,159 @@
+"""Stored segments, written into a cache's layers where a prompt has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.kernels._shared import Layout
+from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.segments import codec
+from hf_kvcaches.segments.codec import Pile
+from hf_kvcaches.segments.index import Piece
+from hf_kvcaches.segments.layer import SegmentLayer
+
+# Tokens that go to a GPU at a time: while one portion is written into the buffers, the next one is on its way.
+PORTION = 2048
+
+
+class Loaded(NamedTuple):
+    """A piece of a row, with its tensors.
+
+    Args:
+        piece: The piece.
+        tensors: Of the whole segment.
+        depth: Only of layers below this one; None: of all.
+    """
+
+    piece: Piece
+    tensors: Mapping[str, torch.Tensor]
+    depth: int | None = None
+
+
+def like_stored(loaded: Loaded, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """For each layer an empty tensor of its keys' heads, head_dim and type, and one of its values'; layers above those stored are like them.
+
+    Args:
+        loaded: Any piece.
+        layers: How many.
+    """
+    stored = loaded.piece.record.stored
+    dtype = codec.dtype_of(stored)
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for number, members in enumerate(stored["piles"]):
+        pair = []
+        for name in ("keys", "values"):
+            data = loaded.tensors[f"{name}.{number}"]
+            dim = stored["dims"][number][name == "values"]
+            pair.append(torch.empty(1, data.shape[1], 0, dim, dtype=dtype))
+        found |= dict.fromkeys(members, (pair[0], pair[1]))
+    return [found.get(index, found[max(found)]) for index in range(layers)]
+
+
+def splice_row(
+    layers: Sequence[SegmentLayer], row: int, padding: int, pieces: Sequence[Loaded], geometries: Sequence[RotaryGeometry | None]
+) -> None:
+    """Writes pieces into one row of the layers' buffers, their keys turned to where they now stand.
+
+    Args:
+        layers: All of the cache, with room.
+        row: Which.
+        padding: Slots at the start of the row that hold no token.
+        pieces: What to write.
+        geometries: How each layer's keys are turned; None where they can't be, and are where they were.
+    """
+    moved = [loaded for loaded in pieces if loaded.piece.start != loaded.piece.position]
+    still = [loaded for loaded in pieces if loaded.piece.start == loaded.piece.position]
+    for group in (moved, still):
+        for portion in _portions(group):
+            _splice(layers, row, padding, portion, geometries, turning=group is moved)
+
+
+def _portions(pieces: Sequence[Loaded]) -> list[list[Loaded]]:
+    """Pieces that are stored alike, up to `PORTION` tokens together."""
+    portions: list[list[Loaded]] = []
+    size = 0
+    for loaded in sorted(pieces, key=lambda each: (each.depth or 0, str(each.piece.record.stored["dtype"]))):
+        length = loaded.piece.stop - loaded.piece.start
+        before = portions[-1][-1] if portions else None
+        alike = (
+            before is not None
+            and before.depth == loaded.depth
+            and all(before.piece.record.stored[name] == loaded.piece.record.stored[name] for name in ("dtype", "piles", "quantization"))
+        )
+        if not alike or size + length > PORTION:
+            portions.append([])
+            size = 0
+        portions[-1].append(loaded)
+        size += length
+    return portions
+
+
+def _splice(
+    layers: Sequence[SegmentLayer],
+    row: int,
+    padding: int,
+    pieces: Sequence[Loaded],
+    geometries: Sequence[RotaryGeometry | None],
+    turning: bool,
+) -> None:
+    """Writes pieces that are stored alike."""
+    cut = [
+        codec.piles(each.tensors, each.piece.record.stored, each.piece.offset, each.piece.offset + each.piece.stop - each.piece.start, each.depth)
+        for each in pieces
+    ]
+    slots = torch.cat([torch.arange(each.piece.start, each.piece.stop) for each in pieces]) + padding
+    deltas = torch.cat([torch.full((each.piece.stop - each.piece.start,), each.piece.start - each.piece.position) for each in pieces])
+    for pile in (_joined(parts) for parts in zip(*cut, strict=True)):
+        for members, geometry in _turned_alike(pile.layers, geometries):
+            first = layers[members[0]]
+            assert first.key_buffer is not None
+            device = first.key_buffer.device
+            cos = sin = None
+            layout: Layout = "half"
+            if turning and geometry is not None and geometry.kind == "rope":
+                distinct, which = torch.unique(deltas, return_inverse=True)
+                cos, sin = (table[which].to(device) for table in geometry.cos_sin(distinct, torch.float32))
+                layout = geometry.layout
+            places = slots.to(device)
+            for name, packed, turn in (("key_buffer", pile.keys, (cos, sin)), ("value_buffer", pile.values, (None, None))):
+                picked = _of_layers(packed, [pile.layers.index(index) for index in members], device)
+                outs = [getattr(layers[index], name)[row] for index in members]
+                splice(picked, outs, places, cos=turn[0], sin=turn[1], layout=layout, check=False)
+
+
+def _joined(parts: Sequence[Pile]) -> Pile:
+    if len(parts) == 1:
+        return parts[0]
+    return Pile(parts[0].layers, _cat([part.keys for part in parts]), _cat([part.values for part in parts]))
+
+
+def _cat(packed: Sequence[Packed]) -> Packed:
+    data = torch.cat([each.data for each in packed], 2)
+    if packed[0].scale is None:
+        return Packed(data)
+    scale, zero = ([part for part in parts if part is not None] for parts in zip(*((each.scale, each.zero) for each in packed), strict=True))
+    return Packed(data, torch.cat(scale, 2), torch.cat(zero, 2), packed[0].group)
+
+
+def _turned_alike(layers: Sequence[int], geometries: Sequence[RotaryGeometry | None]) -> list[tuple[list[int], RotaryGeometry | None]]:
+    """Layers with one geometry, and that geometry."""
+    groups: dict[int, tuple[list[int], RotaryGeometry | None]] = {}
+    for index in layers:
+        groups.setdefault(id(geometries[index]), ([], geometries[index]))[0].append(index)
+    return list(groups.values())
+
+
+def _of_layers(packed: Packed, members: Sequence[int], device: torch.device) -> Packed:
+    """Some layers of a pile, on a device."""
+    whole = list(members) == list(range(packed.data.shape[0]))
+    parts = [part if part is None or whole else part[list(members)] for part in packed[:3]]
+    if device.type == "cuda":
+        parts = [None if part is None else part.contiguous().pin_memory().to(device, non_blocking=True) for part in parts]
+    elif device.type != "cpu":
+        parts = [None if part is None else part.to(device) for part in parts]
+    assert parts[0] is not None
+    return Packed(parts[0], parts[1], parts[2], packed.group)

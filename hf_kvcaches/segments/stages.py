@@ -1,0 +1,190 @@
+"""A prompt that is run some layers at a time, because tokens join or leave between them.
+
+Segments of which only the lower layers are reused join where those end, with the hidden states that are stored with them. Probed segments
+leave a few tokens in the lowest layers, until it is known whether the whole segment may be reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hf_kvcaches.core.prefill import PrefillCall, run_layers
+from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.splice import splice
+from hf_kvcaches.segments import codec
+from hf_kvcaches.segments.admission import Part, Places, settle
+from hf_kvcaches.segments.probing import Looked, agreement
+from hf_kvcaches.segments.remembering import Hidden
+from hf_kvcaches.segments.running import Look, SparsePass
+
+if TYPE_CHECKING:
+    from hf_kvcaches.segments.cache import SegmentReuseCache
+    from hf_kvcaches.segments.taking import Row
+
+# A probe is so many consecutive tokens: the queries of the last ones, against the keys of those before.
+SLICE, PROBES = 8, 2
+
+
+class Stages:
+    """Runs all tokens of a prompt but the last, where that takes more than one pass.
+
+    Args:
+        cache: Its layers have room for the prompt, and hold what is reused of it.
+        call: The prompt.
+        rows: With plans; probed parts are settled here.
+        tensors: Of the stored segments.
+        total: Slots of the prompt.
+    """
+
+    def __init__(
+        self,
+        cache: SegmentReuseCache,
+        call: PrefillCall,
+        rows: Sequence[Row],
+        tensors: Mapping[str, Mapping[str, torch.Tensor] | None],
+        total: int,
+    ) -> None:
+        self.cache, self.call, self.rows, self.tensors, self.total = cache, call, rows, tensors, total
+        self.layers = len(cache.layers)
+        self.device = call.input_ids.device
+        self.padding = torch.tensor([row.padding for row in rows], device=self.device)
+        self.before = cache.layers[0].seen
+
+    def run(self) -> dict[int, Hidden]:
+        """Fills the cache, and returns for each row what entered the layers at which the store wants hidden states."""
+        check = self.cache.policy.check_layer if any(part.probe for row in self.rows for part in row.plan.parts) else None
+        if check is not None and check >= self.layers:
+            raise UnsupportedError(f"policy: check_layer={check}, and the model has {self.layers} layers. Calibrate a policy for this model.")
+        wanted = self._wanted_cuts()
+        depths = {part.depth for row in self.rows for part in row.plan.parts if part.depth is not None}
+        levels = sorted({level for level in {check, *wanted, *depths} if level is not None and level < self.layers} | {self.layers})
+        probes = [self._probe_places(row) for row in self.rows]
+        slots = self._slots([np.union1d(row.places_to_run(), places) for row, places in zip(self.rows, probes, strict=True)])
+        hidden = self._run(0, levels[0], slots, None)
+        kept: dict[int, Hidden] = {row.number: {} for row in self.rows}
+        for level, following in zip(levels, levels[1:], strict=False):
+            if level == check:
+                slots, hidden = self._check(level, slots, hidden, probes)
+            slots, hidden = self._joined(level, slots, hidden)
+            if level in wanted:
+                for row in self.rows:
+                    kept[row.number] = {**kept[row.number], level: (slots[row.number].cpu(), hidden[row.number])}
+            hidden = self._run(level, following, slots, hidden)
+        return kept
+
+    def _wanted_cuts(self) -> set[int]:
+        store = self.cache.store
+        cuts = set(range(store.cuts, self.layers, store.cuts)) if store.cuts else set()
+        return cuts | ({store.depth} if store.depth and store.depth < self.layers else set())
+
+    def _slots(self, places: Sequence[Places]) -> torch.Tensor:
+        """Places in rows as slots, (batch, most tokens), filled up with the slot that nobody looks at."""
+        slots = np.full((len(places), max(map(len, places))), self.total)
+        for row, line, own in zip(self.rows, slots, places, strict=True):
+            line[: len(own)] = own + row.padding
+        return torch.from_numpy(slots).to(self.device)
+
+    def _run(self, start: int, stop: int, slots: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Runs tokens through some layers."""
+        if not slots.shape[1]:
+            return torch.zeros(len(slots), 0, 0) if hidden is None else hidden
+        running = SparsePass(slots, self.padding, self.total)
+        with self.cache.sparse(running):
+            if hidden is None:
+                ids = torch.cat([self.call.input_ids, self.call.input_ids[:, -1:]], dim=1)
+                return run_layers(self.call.model, start, stop, ids.gather(1, slots - self.before), self.cache, running.positions)
+            return run_layers(self.call.model, start, stop, hidden, self.cache, running.positions)
+
+    def _joined(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """With the tokens of segments that are reused up to this layer."""
+        parts = [[part for part in row.plan.parts if part.depth == level] for row in self.rows]
+        if not any(parts):
+            return slots, hidden
+        places = [np.concatenate([np.zeros(0, np.int64), *(np.arange(part.start, part.stop) for part in own)]) for own in parts]
+        new = self._slots(places)
+        width = self.cache.config.hidden_size
+        states = torch.zeros(len(new), new.shape[1], width, dtype=self.call.model.dtype, device=self.device)
+        for line, own in zip(states, parts, strict=True):
+            place = 0
+            for part in own:
+                for piece in part.pieces:
+                    length = piece.stop - piece.start
+                    tensors = self.tensors[piece.record.key]
+                    assert tensors is not None
+                    packed = codec.hidden_states(tensors, piece.record.stored, level, piece.offset, piece.offset + length)
+                    splice(packed, [line[None, place : place + length]], torch.arange(length, device=self.device))
+                    place += length
+        return self._merged(slots, hidden, new, states)
+
+    def _merged(
+        self, slots: torch.Tensor, hidden: torch.Tensor, new: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both, order = torch.cat([slots, new], dim=1).sort(dim=1, stable=True)
+        joined = torch.cat([hidden.to(states), states], dim=1) if hidden.shape[1] else states
+        longest = int((both < self.total).sum(1).max())
+        return both[:, :longest], joined.gather(1, order[..., None].expand_as(joined))[:, :longest]
+
+    def _probe_places(self, row: Row) -> Places:
+        """Of the tokens that probes look at: those behind what is run again at the start of each probed part."""
+        found = [np.zeros(0, np.int64)]
+        for part in row.plan.parts:
+            if part.probe:
+                start = int(part.rerun[-1]) + 1 if len(part.rerun) else part.start
+                found.append(np.arange(start, min(start + SLICE + PROBES, part.stop)))
+        return np.concatenate(found)
+
+    def _check(
+        self, level: int, slots: torch.Tensor, hidden: torch.Tensor, probes: Sequence[Places]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Settles the probed parts; returns the tokens that go on, without the probes and with what is not reused after all."""
+        looked = self._slots(probes)
+        states = self._of(looked, slots, hidden)
+        look = self._look(level, looked, states)
+        for line, row in enumerate(self.rows):
+            parts = []
+            for part in row.plan.parts:
+                if not part.probe:
+                    parts.append(part)
+                    continue
+                score = self._score(level, line, row, part, looked[line], look)
+                parts += self._settled(part, score)
+            row.plan = replace(row.plan, parts=tuple(parts))
+        going = self._slots([row.places_to_run() for row in self.rows])
+        ran = [set(line.tolist()) for line in slots]
+        late = [np.array(sorted(set((row.places_to_run() + row.padding).tolist()) - ran[line]), np.int64) for line, row in enumerate(self.rows)]
+        if any(map(len, late)):
+            # Above layer 0, what stands behind a refused segment has looked at it already, and runs anew with it.
+            again = going if level > 1 else self._slots([own - row.padding for own, row in zip(late, self.rows, strict=True)])
+            fresh = self._run(0, level, again, None)
+            slots, hidden = (again, fresh) if level > 1 else self._merged(slots, hidden, again, fresh)
+        return going, self._of(going, slots, hidden)
+
+    def _settled(self, part: Part, score: float) -> list[Part]:
+        self.cache.probes.append(Looked(part.start, part.stop, score))
+        return [settle(part, score >= self.cache.policy.probe)]
+
+    def _look(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> Look:
+        layer = self.cache.layers[level]
+        with layer.look() as found:
+            running = SparsePass(slots, self.padding, self.total)
+            run_layers(self.call.model, level, level + 1, hidden, self.cache, running.positions)
+        return found[0]
+
+    def _score(self, level: int, line: int, row: Row, part: Part, looked: torch.Tensor, look: Look) -> float:
+        start = (int(part.rerun[-1]) + 1 if len(part.rerun) else part.start) + row.padding
+        mine = ((looked >= start) & (looked < part.stop + row.padding)).nonzero()[:, 0]
+        if len(mine) <= PROBES or look.query is None:
+            return 0.0
+        asked, asking = mine[:-PROBES], mine[-PROBES:]
+        cached = self.cache.layers[level].key_buffer[line, :, looked[asked]]
+        return agreement(look.query[line, :, asking], cached, look.fresh[line, :, asked])
+
+    def _of(self, wanted: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The states of some of the tokens that ran; of those that only fill up, any."""
+        where = torch.searchsorted(slots.contiguous(), wanted).clamp_max(slots.shape[1] - 1)
+        return hidden.gather(1, where[..., None].expand(-1, -1, hidden.shape[-1]))

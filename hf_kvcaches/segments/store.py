@@ -1,0 +1,418 @@
+"""`SegmentStore`: segments of prompts with their keys and values, shared by threads, caches and processes."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.segments import codec
+from hf_kvcaches.segments.codec import LayerStates, Quantization
+from hf_kvcaches.segments.index import SegmentIndex
+from hf_kvcaches.segments.records import Record
+from hf_kvcaches.segments.worth import Worth
+from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+@dataclass(frozen=True)
+class StoreReport:
+    """What a store holds and what it was good for, counted by this process.
+
+    Args:
+        location: Where it is.
+        segments: How many, of all models.
+        tokens: In them.
+        bytes: They take in the back-end.
+        max_bytes: The cap, or None.
+        pinned: How many segments are never evicted.
+        written: Segments that this process stored.
+        evicted: That it evicted.
+        damaged: That it found damaged, and deleted.
+        loads: How often it read tensors.
+        failures: How often the back-end failed it.
+    """
+
+    location: str
+    segments: int
+    tokens: int
+    bytes: int
+    max_bytes: int | None
+    pinned: int
+    written: int
+    evicted: int
+    damaged: int
+    loads: int
+    failures: int
+
+
+class NewSegment(NamedTuple):
+    """A segment on its way into the store: its record, still without `stored`, and its states.
+
+    Args:
+        record: What is known of it.
+        layers: Keys and values of the lowest layers, or all.
+        hidden: What entered a layer, by its index.
+    """
+
+    record: Record
+    layers: Sequence[LayerStates]
+    hidden: Mapping[int, torch.Tensor]
+
+
+class SegmentStore:
+    """Where segments live between requests.
+
+    Writing happens in a thread of its own, after the first token of a request; the next request of this process waits for it. Whatever
+    fails (a damaged segment, a full disk, a server that is gone) is a miss, said once as a warning, and never wrong keys.
+
+    **Sharing.** Processes that open one folder or one Redis see each other's segments. Segments of other models, adapters, tokenizers and
+    formats lie beside each other and are never mixed. In Redis, tensors are bytes on a server: whoever can write there can make a
+    model say anything, so keep it as private as the weights.
+
+    Args:
+        location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
+        max_bytes: The most that all segments may take, a number or such as `"4GiB"`. Above it, those go first that saved least work a byte.
+        quantization: How keys and values are stored: `"int8"`, `"int4"`, or None for bit-equal ones.
+        cuts: Every how many layers the hidden states of a segment are stored too, so that only the layers above have to be run where
+            what stands to the left differs far away. None: nowhere.
+        depth: How many layers' keys and values are stored, with the hidden state that enters the next one; the layers above are run
+            again each time. None: of all layers.
+    """
+
+    def __init__(
+        self,
+        location: str = "memory",
+        *,
+        max_bytes: int | str | None = None,
+        quantization: Quantization = "int8",
+        cuts: int | None = None,
+        depth: int | None = None,
+    ) -> None:
+        self.quantization = codec.check_quantization(quantization)
+        self.max_bytes = _bytes_of(max_bytes)
+        for name, value in (("cuts", cuts), ("depth", depth)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError.of(name, "a number of layers of at least 1, or None", value)
+        self.cuts, self.depth = cuts, depth
+        self.location = location
+        self._blobs: BlobStore = open_blobs(location)
+        self._lock = threading.RLock()
+        self._indices: dict[str, SegmentIndex] = {}
+        self._worth = Worth()
+        self._pinned: frozenset[str] = frozenset()
+        self._said: set[str] = set()
+        self._counts = dict.fromkeys(("written", "evicted", "loads", "failures"), 0)
+        self._writer = _Writer()
+        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def watch(self, waiting: Any) -> None:
+        """Asks something to `release` what it has to store, before anything is looked up.
+
+        Args:
+            waiting: It is not kept alive.
+        """
+        with self._lock:
+            self._waiting.add(waiting)
+
+    def index(self, scope: str) -> SegmentIndex:
+        """What is known of one scope's segments. To be used while `reading`.
+
+        Args:
+            scope: See `Record`.
+        """
+        return self._indices.setdefault(scope, SegmentIndex())
+
+    def reading(self) -> threading.RLock:
+        """A lock under which no index changes."""
+        return self._lock
+
+    def refresh(self, scope: str | None = None) -> None:
+        """Writes what waits to be written, and learns what other processes did.
+
+        Args:
+            scope: Whose segments are wanted; said once where the store has segments, but none for it.
+        """
+        self.flush()
+        try:
+            with self._lock:
+                changes = self._blobs.changes()
+                for key in changes.removed:
+                    self._forget(key)
+                for key, head, size in changes.added:
+                    self._learn(key, head, size)
+                self._pinned = self._blobs.pinned()
+        except StoreUnavailable as error:
+            self._failed(error)
+        self._tell_damage()
+        if scope is not None and scope not in self._indices and self._worth.sizes:
+            self._say(
+                "foreign",
+                f"{self.location} holds {len(self._worth.sizes)} segments, but none for this model with its adapters, tokenizer and "
+                "format, so nothing is reused until it has stored its own.",
+            )
+
+    def tensors(self, key: str) -> dict[str, torch.Tensor] | None:
+        """What was stored of a segment, or None where it is gone or damaged. Not to be written to.
+
+        Args:
+            key: The segment's id.
+        """
+        try:
+            found = self._blobs.tensors(key)
+        except StoreUnavailable as error:
+            self._failed(error)
+            return None
+        self._tell_damage()
+        with self._lock:
+            self._counts["loads"] += 1
+            if found is None:
+                self._forget(key)
+        return found
+
+    def used(self, key: str, tokens: int) -> None:
+        """Counts the work that a segment saved.
+
+        Args:
+            key: Its id.
+            tokens: That were not computed.
+        """
+        with self._lock:
+            self._worth.used(key, tokens)
+
+    def put(self, segments: Sequence[NewSegment]) -> None:
+        """Stores segments now, and evicts others where that makes too many bytes.
+
+        Args:
+            segments: What is there already is left alone.
+        """
+        # The last first: where two are worth the same, the older one is evicted first, and without its start the rest of a prompt is not found.
+        for record, layers, hidden in reversed(segments):
+            key = record.key
+            with self._lock:
+                if key in self._worth.sizes:
+                    continue
+            try:
+                tensors, stored = codec.encode(layers, hidden, self.quantization)
+            except ConfigError as error:  # not finite
+                self._say("unfinite", f"A segment was not stored: {error}")
+                continue
+            record.stored.update(stored)
+            try:
+                size = self._blobs.put(key, record.to_dict(), tensors)
+            except StoreUnavailable as error:
+                self._failed(error)
+                return
+            with self._lock:
+                self._add(key, record, size)
+                self._counts["written"] += 1
+        self._evict()
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Runs a job in the store's thread, behind those that wait; `refresh` and `flush` wait for it.
+
+        Args:
+            job: What fails in it is said once.
+        """
+        self._writer.add(self._guarded(job))
+
+    def flush(self) -> None:
+        """Waits until everything is written that is computed."""
+        with self._lock:
+            waiting = list(self._waiting)
+        for each in waiting:
+            each.release(drop=False)
+        self._writer.wait()
+
+    def pin(self, key: str, pinned: bool = True) -> None:
+        """Keeps a segment from eviction, by any process.
+
+        Args:
+            key: Its id, as in the spans of `report()`.
+            pinned: False lets it go again.
+        """
+        self._blobs.pin(key, pinned)
+        with self._lock:
+            self._pinned = self._blobs.pinned()
+
+    def delete(self, key: str) -> bool:
+        """Deletes a segment, and returns whether it was there.
+
+        Args:
+            key: Its id.
+        """
+        gone = self._blobs.delete(key)
+        with self._lock:
+            self._forget(key)
+        return gone
+
+    def clear(self) -> None:
+        """Deletes all segments of all models."""
+        self.flush()
+        self._blobs.clear()
+        self.refresh()
+
+    def report(self) -> StoreReport:
+        """What the store holds, after writing what waits."""
+        self.refresh()
+        with self._lock:
+            tokens = sum(len(record) for index in self._indices.values() for record in index.records.values())
+            return StoreReport(
+                location=self.location,
+                segments=len(self._worth.sizes),
+                tokens=tokens,
+                bytes=self._worth.total,
+                max_bytes=self.max_bytes,
+                pinned=len(self._pinned),
+                damaged=self._blobs.damaged,
+                **self._counts,
+            )
+
+    def close(self) -> None:
+        """Writes what waits and lets go of files and connections."""
+        self.flush()
+        self._writer.stop()
+        self._blobs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SegmentStore:
+        # A copied cache goes on with the same store.
+        return self
+
+    def __repr__(self) -> str:
+        cap = "" if self.max_bytes is None else f" of {self.max_bytes / 2**20:.1f}"
+        return f"SegmentStore({self.location!r}, {len(self._worth.sizes)} segments, {self._worth.total / 2**20:.1f}{cap} MiB)"
+
+    def _learn(self, key: str, head: Mapping[str, Any], size: int) -> None:
+        try:
+            record = Record.from_dict(dict(head))
+        except (LookupError, TypeError, ValueError):
+            self._say("unreadable", f"{self.location} holds something that is no segment, or one of another version; it is left alone.")
+            return
+        if record.key == key:
+            self._add(key, record, size)
+
+    def _add(self, key: str, record: Record, size: int) -> None:
+        self._worth.add(key, size, len(record))
+        self.index(record.scope).add(key, record)
+
+    def _forget(self, key: str) -> None:
+        self._worth.remove(key)
+        for index in self._indices.values():
+            index.remove(key)
+
+    def _evict(self) -> None:
+        if self.max_bytes is None:
+            return
+        with self._lock:
+            leaving = self._worth.least(self._worth.total - self.max_bytes, keep=self._pinned)
+        for key in leaving:
+            try:
+                self._blobs.delete(key)
+            except StoreUnavailable as error:
+                self._failed(error)
+                return
+            with self._lock:
+                self._forget(key)
+                self._counts["evicted"] += 1
+
+    def _guarded(self, job: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:  # in a thread, where nobody else would hear of it
+                self._say("failed job", f"Segments were not stored: {type(error).__name__}: {error}")
+
+        return run
+
+    def _failed(self, error: Exception) -> None:
+        with self._lock:
+            self._counts["failures"] += 1
+        self._say("unavailable", f"{self.location} can't be used ({error}); prompts are computed instead, until it can.")
+
+    def _tell_damage(self) -> None:
+        if self._blobs.damaged:
+            self._say("damaged", f"{self.location} held a damaged segment, which was deleted and will be computed: {self._blobs.complaints[0]}")
+
+    def _say(self, kind: str, sentence: str) -> None:
+        with self._lock:
+            if kind in self._said:
+                return
+            self._said.add(kind)
+        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+
+
+class _Writer:
+    """One thread that runs jobs in order, started when there is a first one."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, job: Callable[[], None]) -> None:
+        with self._lock:
+            self._jobs.put(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=_work, args=(self._jobs,), name="hf_kvcaches-segments", daemon=True)
+                self._thread.start()
+                atexit.register(_wait, weakref.ref(self))
+
+    def wait(self) -> None:
+        if threading.current_thread() is not self._thread:
+            self._jobs.join()
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                self._jobs.put(None)
+                self._thread = None
+
+
+def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:
+    while True:
+        job = jobs.get()
+        try:
+            if job is None:
+                return
+            job()
+        finally:
+            jobs.task_done()
+
+
+def _wait(writer: weakref.ref[_Writer]) -> None:
+    if (alive := writer()) is not None:
+        alive.wait()
+
+
+def _bytes_of(value: int | str | None) -> int | None:
+    """A number of bytes from such as "4GiB"."""
+    if value is None:
+        return None
+    number: float | None = None
+    if isinstance(value, str):
+        text = value.strip().lower().replace(" ", "")
+        digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
+        try:
+            number = float(digits) * _UNITS[text[len(digits) :]]
+        except (ValueError, KeyError):
+            number = None
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value)
+    if number is None or not 0 < number < float("inf"):
+        raise ConfigError.of("max_bytes", "a number of bytes above 0, or such as '4GiB'", value)
+    return int(number)

@@ -1,0 +1,248 @@
+"""One prompt's way into a `SegmentReuseCache`: look up, splice, run what remains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.segments.admission import Part, Places, Plan, plan_row
+from hf_kvcaches.segments.flops import Costs
+from hf_kvcaches.segments.index import Piece
+
+from hf_kvcaches.segments.records import Chain, Ids
+from hf_kvcaches.segments.remembering import Hidden, NewRow
+from hf_kvcaches.segments.running import SparsePass
+from hf_kvcaches.segments.scope import scope_of
+from hf_kvcaches.segments.splicing import Loaded, like_stored, splice_row
+from hf_kvcaches.segments.stages import Stages
+
+if TYPE_CHECKING:
+    from hf_kvcaches.segments.cache import SegmentReuseCache
+
+
+@dataclass
+class Row:
+    """A row of the prompt.
+
+    Args:
+        number: Of the batch.
+        padding: Slots at its start that hold no token.
+        ids: All its tokens, those in the cache included.
+        begin: How many of them are in the cache.
+        plan: What happens to the others.
+    """
+
+    number: int
+    padding: int
+    ids: Ids
+    begin: int
+    plan: Plan
+
+    def places_to_run(self) -> Places:
+        """Of all tokens that are run through all layers, but for the last one."""
+        computed = [np.arange(part.start, part.stop) if not part.pieces else part.rerun for part in self.plan.parts]
+        return np.concatenate([np.zeros(0, np.int64), *computed])
+
+
+class Taking:
+    """Fills the cache with a prompt's tokens, as far as they are stored, and says what remains.
+
+    Args:
+        cache: The cache.
+        call: The prompt.
+    """
+
+    def __init__(self, cache: SegmentReuseCache, call: PrefillCall) -> None:
+        self.cache, self.call = cache, call
+        self.tensors: dict[str, Mapping[str, torch.Tensor] | None] = {}
+
+    def take(self) -> int | Remaining:
+        """Does all of it."""
+        cache, store = self.cache, self.cache.store
+        padding = self._padding()
+        if padding is None:
+            return 0
+        scope = scope_of(cache.model, cache.tokenizer, store.quantization, store.depth)
+        store.refresh(scope)
+        rows = self._rows(padding, scope)
+        before = cache.seen
+        total = before + self.call.input_ids.shape[1]
+        hidden: dict[int, Hidden] = {}
+        taken: int | Remaining = 0
+        common = self._common_prefix(rows)
+        staged = bool(store.cuts or store.depth) and cache.approximates
+        if common is not None and not staged:
+            taken = self._splice_prefix(rows, common)
+        elif staged or any(row.plan.reuses for row in rows):
+            self._open(rows, total)
+            if staged or any(part.probe or part.depth is not None for row in rows for part in row.plan.parts):
+                hidden = Stages(cache, self.call, rows, self.tensors, total).run()
+                taken = total - 1 - before
+                for layer in cache.layers:
+                    layer.seen = total - 1
+            else:
+                taken = self._sparse(rows, total)
+        self._note(rows)
+        given = cache.given_spans
+        new = [
+            NewRow(row.number, row.padding, row.ids, row.plan, tuple(given[row.number]) if given else (), hidden.get(row.number))
+            for row in rows
+            if row.plan.prefix < len(row.ids)
+        ]
+        cache.remembering.expect(new, scope, cache.reader, total)
+        return taken
+
+    def _padding(self) -> list[int] | None:
+        """Each row's, or None where the prompt is none that can be reused: unknown tokens, positions of the caller's own, gradients."""
+        cache, call = self.cache, self.call
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or cache.offloading:
+            return None
+        padding = cache.history.padding(cache.seen + call.input_ids.shape[1])
+        if padding is None or call.position_ids is None:
+            return padding
+        slots = torch.arange(cache.seen, cache.seen + call.input_ids.shape[1])
+        expected = slots[None] - torch.tensor(padding)[:, None]
+        positions = call.position_ids.cpu()
+        usual = positions.ndim == 2 and bool(((positions == expected) | (expected < 0)).all())
+        return padding if usual else None
+
+    def _rows(self, padding: Sequence[int], scope: str) -> list[Row]:
+        cache, store = self.cache, self.cache.store
+        mode = cache.mode if cache.approximates else "exact"
+        rows = []
+        with store.reading():
+            index = store.index(scope)
+            for number, (slots, pad) in enumerate(zip(cache.history.rows(), padding, strict=True)):
+                ids, begin = slots[pad:], max(cache.seen - pad, 0)
+                plan = plan_row(ids[:-1], begin, Chain().extend(ids[:begin]), index, cache.policy, mode, len(cache.layers))
+                rows.append(Row(number, pad, ids, begin, plan))
+        for row in rows:
+            row.plan = self._loaded(row)
+        return rows
+
+    def _loaded(self, row: Row) -> Plan:
+        """The plan as far as the store still has what it needs."""
+        parts: list[Part] = []
+        prefix = row.plan.prefix
+        for part in row.plan.parts:
+            lost = [piece for piece in part.pieces if self._tensors_of(piece) is None]
+            if not lost:
+                parts.append(part)
+            elif part.start >= row.plan.prefix:
+                parts.append(Part(part.start, part.stop, "computed"))
+            else:
+                prefix = min(prefix, lost[0].start)
+                parts += [
+                    Part(piece.start, piece.stop, "computed") if piece in lost else replace(part, start=piece.start, stop=piece.stop, pieces=(piece,))
+                    for piece in part.pieces
+                ]
+        if prefix == row.plan.prefix:
+            return replace(row.plan, parts=tuple(parts))
+        return Plan(row.plan.begin, tuple(parts), prefix, Chain().extend(row.ids[:prefix]))
+
+    def _tensors_of(self, piece: Piece) -> Mapping[str, torch.Tensor] | None:
+        key = piece.record.key
+        if key not in self.tensors:
+            self.tensors[key] = self.cache.store.tensors(key)
+        return self.tensors[key]
+
+    def _common_prefix(self, rows: Sequence[Row]) -> int | None:
+        """How many slots of all rows are reused, if nothing behind them is (or could be); None if there is more to do."""
+        ends = []
+        for row in rows:
+            parts = row.plan.parts
+            count = next((number for number, part in enumerate(parts) if not part.pieces or len(part.rerun) or part.probe), len(parts))
+            more = any(part.pieces for part in parts[count:])
+            if self.cache.approximates and more:
+                return None
+            ends.append((parts[count - 1].stop if count else row.begin) + row.padding)
+        if self.cache.approximates and len(set(ends)) > 1:
+            return None
+        return min(ends) if min(ends) > self.cache.seen else 0
+
+    def _splice_prefix(self, rows: Sequence[Row], common: int) -> int:
+        """Takes the same number of slots of each row, and leaves all that follows to the model."""
+        cache = self.cache
+        for row in rows:
+            row.plan = _cut(row.plan, max(common - row.padding, row.begin), len(row.ids) - 1)
+        if common == 0:
+            return 0
+        self._open(rows, common)
+        taken = common - cache.seen
+        for layer in cache.layers:
+            layer.seen = common
+        return taken
+
+    def _open(self, rows: Sequence[Row], total: int) -> None:
+        """Makes room for all slots, and writes what is stored."""
+        cache = self.cache
+        some = next((self._pieces(row)[0] for row in rows if row.plan.reuses), None)
+        if some is None:
+            return
+        _, _, decoder = compat.decoder_layers(cache.model)
+        for layer, module, (keys, values) in zip(cache.layers, decoder, like_stored(some, len(cache.layers)), strict=True):
+            device = compat.layer_device(module)
+            layer.open(len(rows), total, keys.to(device), values.to(device))
+        for row in rows:
+            splice_row(cache.layers, row.number, row.padding, self._pieces(row), cache.rotation.layers)
+
+    def _pieces(self, row: Row) -> list[Loaded]:
+        found = []
+        for part in row.plan.parts:
+            for piece in part.pieces:
+                tensors = self.tensors[piece.record.key]
+                assert tensors is not None
+                found.append(Loaded(piece, tensors, part.depth))
+        return found
+
+    def _sparse(self, rows: Sequence[Row], total: int) -> Remaining:
+        """What is left to run, the last token included, as one pass over tokens between which others are in the cache."""
+        cache, device = self.cache, self.call.input_ids.device
+        places = [np.append(row.places_to_run(), len(row.ids) - 1) + row.padding for row in rows]
+        slots = np.full((len(rows), max(map(len, places))), total)
+        for line, own in zip(slots, places, strict=True):
+            # Rows with fewer are filled up at the start, because the last column is the one that generate looks at.
+            line[len(line) - len(own) :] = own
+        running = SparsePass(torch.from_numpy(slots).to(device), torch.tensor([row.padding for row in rows], device=device), total)
+        cache.begin_pass(running)
+        new = torch.cat([self.call.input_ids, self.call.input_ids[:, -1:]], dim=1)
+        return Remaining(new.gather(1, running.slots - cache.layers[0].seen), running.positions)
+
+    def _note(self, rows: Sequence[Row]) -> None:
+        """Counts what happened, for the report and for the store."""
+        costs = Costs.of(self.cache.model)
+        layers = len(self.cache.layers)
+        for row in rows:
+            whole = costs.of_prompt(row.begin, len(row.ids))
+            last = np.array([len(row.ids) - 1])
+            cost = costs.of_tokens(np.append(row.places_to_run(), last))
+            for part in row.plan.parts:
+                if part.pieces and part.depth is not None:
+                    cost += costs.of_tokens(np.arange(part.start, part.stop), part.depth, layers)
+            self.cache.note(row.number, row.plan.parts, cost, whole)
+            # The deepest first: of what is worth the same, the start of a prompt is evicted last.
+            for part in reversed(row.plan.parts):
+                for piece in reversed(part.pieces):
+                    self.cache.store.used(piece.record.key, piece.stop - piece.start)
+
+
+def _cut(plan: Plan, stop: int, end: int) -> Plan:
+    """A plan of which only what comes before a place is reused."""
+    parts = []
+    for part in plan.parts:
+        if part.start >= stop:
+            break
+        pieces = tuple(piece._replace(stop=min(piece.stop, stop)) for piece in part.pieces if piece.start < stop)
+        parts.append(replace(part, stop=min(part.stop, stop), pieces=pieces))
+    if stop < end:
+        parts.append(Part(stop, end, "computed"))
+    return replace(plan, parts=tuple(parts))
+
+
+

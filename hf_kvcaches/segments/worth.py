@@ -1,0 +1,80 @@
+"""Which segments a full store can do without: those that saved least work a byte, and not lately."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection
+
+
+class Worth:
+    """What each segment takes, and what it is worth.
+
+    The worth of a segment is the work that it has saved, in tokens a byte, plus the clock at its last use. The clock stands at the
+    worth of what was evicted last, so that what was useful long ago, but not since, goes in the end (the greedy-dual size frequency
+    policy of Cherkasova, 1998). A new segment counts as used once: for itself.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.total = 0
+        self._clock = 0.0
+        self._saved: dict[str, int] = {}
+        self._rank: dict[str, tuple[float, int]] = {}
+        self._uses = 0
+
+    def add(self, key: str, size: int, tokens: int) -> None:
+        """Counts a segment in.
+
+        Args:
+            key: Its id.
+            size: The bytes that it takes.
+            tokens: That it holds.
+        """
+        if key in self.sizes:
+            return
+        self.sizes[key] = size
+        self.total += size
+        self._saved[key] = 0
+        self.used(key, tokens)
+
+    def used(self, key: str, tokens: int) -> None:
+        """Counts work that a segment saved.
+
+        Args:
+            key: Its id; what is not there any more is ignored.
+            tokens: That were not computed.
+        """
+        if key in self.sizes:
+            self._uses += 1
+            self._saved[key] += tokens
+            self._rank[key] = (self._clock + self._saved[key] / max(self.sizes[key], 1), self._uses)
+
+    def remove(self, key: str) -> None:
+        """Counts a segment out.
+
+        Args:
+            key: Its id.
+        """
+        size = self.sizes.pop(key, None)
+        if size is not None:
+            self.total -= size
+            del self._saved[key], self._rank[key]
+
+    def least(self, excess: int, keep: Collection[str]) -> list[str]:
+        """What to evict, the least worth first.
+
+        Args:
+            excess: How many bytes have to go.
+            keep: Ids that must stay.
+        """
+        if excess <= 0:
+            return []
+        ranked = [(rank, key) for key, rank in self._rank.items() if key not in keep]
+        heapq.heapify(ranked)
+        leaving = []
+        while ranked and excess > 0:
+            (worth, _), key = heapq.heappop(ranked)
+            leaving.append(key)
+            excess -= self.sizes[key]
+            self._clock = max(self._clock, worth)
+        return leaving
