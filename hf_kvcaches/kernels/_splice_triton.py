@@ -78,18 +78,18 @@ def splice_kernel(
 
 def splice(packed: Packed, outs: Sequence[torch.Tensor], slots: torch.Tensor, tables: Tables | None, layout: Layout) -> None:
     """`splice`. Arguments are its, checked; there are tokens and layers."""
-    data, scale, zero, group = packed
+    data, group = packed.data, packed.group
     (_, heads, tokens, _), dim = data.shape, outs[0].shape[2]
-    # As many tokens as registers hold without spilling, as compiled for sm_80 and sm_90.
-    block = min(triton.next_power_of_2(tokens), max(1, 2048 // padded(dim)))
+    stored = [None if part is None else strided(part) for part in packed[:3]]
+    turn = None if tables is None else (tables[0].contiguous(), tables[1].contiguous())
+    # As many tokens as take at most 96 registers, as compiled for sm_80 and sm_90; twice as many leave room for few programs at a time.
+    block = min(triton.next_power_of_2(tokens), max(1, 1024 // padded(dim)))
     for layer, out in enumerate(outs):
         splice_kernel[(triton.cdiv(tokens, block), heads)](
-            strided(data),
-            None if scale is None else strided(scale),
-            None if zero is None else strided(zero),
+            *stored,
             strided(out),
             (slots, slots.stride(0)),
-            None if tables is None else (tables[0].contiguous(), tables[1].contiguous()),
+            turn,
             *(layer, tokens, out.shape[1]),
             DIM=dim,
             DIM_PAD=padded(dim),

@@ -48,7 +48,7 @@ def variants():
             "GROUP": 120 if bits == 8 else 32,
             "HALF": 30 if turned else 0,
             "INTERLEAVED": bits == 4,
-            "BLOCK": 16,
+            "BLOCK": 8,
         }
 
 
