@@ -1,0 +1,239 @@
+"""A blob as bytes: a safetensors file that knows when it is damaged.
+
+```
+8 bytes   the header's length
+header    {"__metadata__": {"check": ..., "crc32": ..., "head": ...}, NAME: {"dtype", "shape", "data_offsets"}, ...}, padded with spaces
+body      the tensors
+```
+
+`check` is the SHA-256 of the key, the length and all of the header behind itself, what lies before it is always the same, and `crc32` is
+that of the body. So any flipped bit is found, as are a blob under another's key and one of another length, and the header can be trusted
+before the body is read.
+
+The body has a CRC-32 because it is read at each use: zlib's runs at 2.8 GB/s where SHA-256 does 1.3 (0.4 without the processor's SHA
+instructions) and BLAKE2b 0.5. It misses no error within 32 neighbouring bits, no two flipped bits within 500 MB, and one in four billion
+of the others. Neither is there against someone who means harm: whoever can write a blob can write its checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_kvcaches.errors import ArtifactError, ConfigError
+
+# safetensors' names. Those of one size stand together.
+DTYPES = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "F32": torch.float32,
+    "I32": torch.int32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I16": torch.int16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+KEY = re.compile(r"[0-9a-f]{1,128}")
+_METADATA = "__metadata__"
+_LENGTH = 8
+_OPENING = b'{"__metadata__":{"check":"'
+_CHECK = slice(_LENGTH + len(_OPENING), _LENGTH + len(_OPENING) + 64)
+# The body starts at a multiple of this many bytes, and with it the first tensor: a cache line.
+_ALIGNMENT = 64
+
+
+class Encoded(NamedTuple):
+    """A blob that is ready to be written: the header, then the pieces of the body one after the other."""
+
+    header: bytes
+    body: list[memoryview]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole."""
+        return len(self.header) + sum(len(piece) for piece in self.body)
+
+
+class Place(NamedTuple):
+    """Where a tensor lies, in bytes from the start of the body."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Header(NamedTuple):
+    """What stands in a header whose checksum is right.
+
+    Args:
+        head: What the owner of the blob wrote.
+        check: Of the header; two blobs of one key and check are the same.
+        crc32: Of the body.
+        places: Of the tensors by name.
+        length: Bytes before the body.
+        size: Bytes of the whole blob.
+    """
+
+    head: dict[str, Any]
+    check: str
+    crc32: int
+    places: dict[str, Place]
+    length: int
+    size: int
+
+
+def checked_key(key: str) -> str:
+    """The key, or a `ConfigError`. Capitals are refused because some file systems take them for small letters."""
+    if not isinstance(key, str) or not KEY.fullmatch(key):
+        raise ConfigError.of("key", "1 to 128 hexadecimal digits in small letters", key, "Take a digest's hexdigest().")
+    return key
+
+
+def head_as_json(head: Mapping[str, Any]) -> str:
+    """The head as JSON, or a `ConfigError` where it would come back as something else."""
+    hint = "Give strings as keys, and lists where there are tuples."
+    try:
+        text = json.dumps(head, separators=(",", ":"))
+        same = isinstance(head, dict) and json.loads(text) == head
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError.of("head", "a dict that JSON can hold", str(error), hint) from error
+    if not same:
+        raise ConfigError.of("head", "a dict that comes back from JSON as it was", head, hint)
+    return text
+
+
+def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU and contiguous, not copied where they are so already; a `ConfigError` for what can't be stored."""
+    plain = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or name == _METADATA:
+            raise ConfigError.of("tensors", f"names that are strings other than {_METADATA!r}", name)
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in _NAMES or tensor.is_meta:
+            got = f"{tensor.layout}, {tensor.dtype}, {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigError.of(f"tensors[{name!r}]", f"a dense tensor of {', '.join(map(str, _NAMES))}", got)
+        plain[name] = tensor.detach().cpu().contiguous().resolve_neg()
+    return plain
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, not copied."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def crc32_of(pieces: Iterable[memoryview]) -> int:
+    """The CRC-32 of the pieces one after the other."""
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Encoded:
+    """A blob as bytes. The pieces of its body are the tensors' own memory where they are dense.
+
+    Args:
+        key: A checked key. It isn't written, but in the checksum.
+        head: What JSON can hold.
+        tensors: By name. They come back in this order.
+    """
+    written, plain = head_as_json(head), dense(tensors)
+    layout: dict[str, Any] = dict.fromkeys(plain)
+    body, end = [], 0
+    # The widest first: so each begins at a multiple of its elements' size.
+    for name, tensor in sorted(plain.items(), key=lambda item: -item[1].element_size()):
+        start, end = end, end + tensor.nbytes
+        layout[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        body.append(as_bytes(tensor))
+    metadata = {"check": "0" * 64, "crc32": f"{crc32_of(body):08x}", "head": written}
+    text = json.dumps({_METADATA: metadata, **layout}, separators=(",", ":")).encode()
+    text += b" " * (-(_LENGTH + len(text)) % _ALIGNMENT)
+    header = bytearray(len(text).to_bytes(_LENGTH, "little") + text)
+    assert header[_LENGTH : _CHECK.start] == _OPENING
+    header[_CHECK] = _check(key, header)
+    return Encoded(bytes(header), body)
+
+
+def _check(key: str, header: bytes | bytearray | memoryview) -> bytes:
+    hasher = hashlib.sha256(key.encode() + b" ")
+    hasher.update(header[:_LENGTH])
+    hasher.update(header[_CHECK.stop :])
+    return hasher.hexdigest().encode()
+
+
+def header_length(start: bytes | memoryview, size: int) -> int:
+    """Bytes before the body, as the blob's first bytes say; an `ArtifactError` if a blob of this size can't hold them.
+
+    Args:
+        start: The first 8 bytes or more.
+        size: Of the whole blob.
+    """
+    if size < _CHECK.stop or len(start) < _LENGTH:
+        raise ArtifactError(f"it ends after {size} bytes, in its header")
+    length = _LENGTH + int.from_bytes(start[:_LENGTH], "little")
+    if not _CHECK.stop < length <= size:
+        raise ArtifactError(f"its header should take {length} of its {size} bytes")
+    return length
+
+
+def read_header(key: str, header: bytes | memoryview) -> Header:
+    """What a header says, or an `ArtifactError` with the reason why it can't be trusted.
+
+    Args:
+        key: Where the blob was found.
+        header: All that stands before the body, and nothing else.
+    """
+    if header_length(header, len(header)) != len(header):
+        raise ArtifactError("its header is of another length than it says")
+    if header[_LENGTH : _CHECK.start] != _OPENING or header[_CHECK] != _check(key, header):
+        raise ArtifactError("its header's checksum is wrong")
+    try:
+        layout = json.loads(bytes(header[_LENGTH:]))
+        metadata = layout.pop(_METADATA)
+        places = {
+            name: Place(DTYPES[entry["dtype"]], tuple(entry["shape"]), *map(int, entry["data_offsets"])) for name, entry in layout.items()
+        }
+        size = len(header) + max((place.stop for place in places.values()), default=0)
+        return Header(json.loads(metadata["head"]), metadata["check"], int(metadata["crc32"], 16), places, len(header), size)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ArtifactError(f"its header makes no sense: {error!r}") from error
+
+
+def decode(key: str, content: Any) -> dict[str, Tensor]:
+    """The tensors of a blob, in its own memory; an `ArtifactError` with the reason if a single bit is not as it was.
+
+    Args:
+        key: Where the blob was found.
+        content: All of it, in writable memory: torch warns of any other. It lives as long as the tensors do.
+    """
+    view = memoryview(content)
+    header = read_header(key, view[: header_length(view, len(view))])
+    if header.size != len(view):
+        raise ArtifactError(f"it has {len(view)} bytes of {header.size}")
+    if zlib.crc32(view[header.length :]) != header.crc32:
+        raise ArtifactError("the checksum of its tensors is wrong")
+    try:
+        return {name: _tensor(content, header.length, place) for name, place in header.places.items()}
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ArtifactError(f"its header makes no sense: {error!r}") from error
+
+
+def _tensor(content: Any, offset: int, place: Place) -> Tensor:
+    count, rest = divmod(place.stop - place.start, place.dtype.itemsize)
+    if rest:
+        raise ValueError(f"{place.stop - place.start} bytes for elements of {place.dtype}")
+    if count == 0:
+        return torch.empty(place.shape, dtype=place.dtype).reshape(place.shape)
+    return torch.frombuffer(content, dtype=place.dtype, count=count, offset=offset + place.start).reshape(place.shape)

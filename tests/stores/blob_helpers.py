@@ -1,0 +1,171 @@
+"""Blobs for tests, servers and processes to share them with."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
+
+# A process that has torch loaded and forks from then on: a killed child costs milliseconds.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.stores.blob_helpers"])
+HEAD = {"tokens": [1, 2, 3], "name": "größe", "share": 0.5, "nothing": None}
+DTYPES = (torch.int8, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.float64, torch.bool)
+
+
+def blob(seed: int = 0, count: int = 12) -> dict[str, Tensor]:
+    """A few small tensors."""
+    made = torch.Generator().manual_seed(seed)
+    return {
+        "keys": torch.randn(2, count, generator=made).to(torch.bfloat16),
+        "scale": torch.randn(count, generator=made),
+        "levels": torch.randint(-128, 128, (3, count), dtype=torch.int8, generator=made),
+    }
+
+
+def same(ours: Mapping[str, Tensor] | None, theirs: Mapping[str, Tensor]) -> bool:
+    """Whether these are the same tensors in names, shapes, dtypes and bits."""
+    return (
+        ours is not None
+        and list(ours) == list(theirs)
+        and all(ours[n].dtype == t.dtype and ours[n].shape == t.shape and bits(ours[n]) == bits(t) for n, t in theirs.items())
+    )
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def key_of(number: int) -> str:
+    return f"{number:032x}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    """A Redis server on a free loopback port that keeps nothing on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            pytest.skip("there is no redis-server on PATH")
+        self._program, self._folder = program, folder
+        self.port = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def location(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        """Starts it, on the port that it had if it is started again."""
+        chosen, deadline = self.port, time.monotonic() + 20
+        while not self._started(chosen or free_port()):
+            assert time.monotonic() < deadline, "redis-server doesn't answer"
+
+    def _started(self, port: int) -> bool:
+        """Whether it came up. It doesn't if another process has taken the port meanwhile."""
+        self.port = port
+        command = [self._program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._process = subprocess.Popen(command, cwd=self._folder, stdout=subprocess.DEVNULL)
+        while self._process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as ours:
+                ours.sendall(b"INFO server\r\n")
+                if f"process_id:{self._process.pid}\r".encode() in ours.recv(8192):
+                    return True
+            time.sleep(0.02)
+        return False
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    @contextlib.contextmanager
+    def hanging(self) -> Any:
+        """The server takes connections and doesn't answer."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
+
+    def client(self) -> Any:
+        import redis
+
+        return redis.Redis(port=self.port)
+
+
+# What other processes do. They are started by name, so these stand in a module.
+
+
+def put_on_and_on(location: str, out: Connection, size: int) -> None:
+    """Puts blobs and tells of each that `put` returned for, until it is killed."""
+    torch.set_num_threads(1)
+    store = open_blobs(location)
+    out.send(-1)
+    number = 0
+    while True:
+        store.put(key_of(number), {"number": number}, {"x": torch.full((size,), number, dtype=torch.int32)})
+        out.send(number)
+        number += 1
+
+
+def put_some(location: str, out: Connection, numbers: list[int]) -> None:
+    """Puts blobs that others put as well, and sends what it was told."""
+    torch.set_num_threads(1)
+    store = open_blobs(location)
+    for number in numbers:
+        store.put(key_of(number), {"number": number}, blob(number))
+    out.send(sorted(stored.key for stored in store.changes().added))
+
+
+def put_with_little_room(location: str, out: Connection, limit: int, counts: list[int]) -> None:
+    """Puts blobs while no file may grow beyond a limit, and sends what became of each."""
+    torch.set_num_threads(1)
+    store = open_blobs(location)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    for number, count in enumerate(counts):
+        try:
+            store.put(key_of(number), {}, {"x": torch.arange(count)})
+            out.send("stored")
+        except StoreUnavailable as error:
+            out.send(f"unavailable: {error}")
+
+
+class Follower:
+    """What one handle has been told, put together. Being told of the same change twice, or of one that wasn't, is an error."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self.store = store
+        self.known: dict[str, dict[str, Any]] = {}
+
+    def follow(self) -> None:
+        news = self.store.changes()
+        for key in news.removed:
+            del self.known[key]
+        for stored in news.added:
+            assert stored.key not in self.known
+            assert stored.bytes > 0
+            self.known[stored.key] = stored.head
+        assert len(set(news.removed)) == len(news.removed)

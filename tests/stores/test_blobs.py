@@ -1,0 +1,289 @@
+"""A store of blobs does as a dict does, wherever the blobs lie and whoever looks."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.stores.blobs import open_blobs
+from tests.stores.blob_helpers import DTYPES, HEAD, PROCESSES, Follower, blob, key_of, put_some, same
+
+KEY = key_of(7)
+_numbers = itertools.count()
+
+
+def handles(location: str) -> list[Follower]:
+    """Two handles on one store; in memory there is only one."""
+    first = Follower(open_blobs(location))
+    return [first] if location == "memory" else [first, Follower(open_blobs(location))]
+
+
+def test_a_blob_comes_back_with_its_head_until_it_is_deleted(location):
+    store = open_blobs(location)
+    size = store.put(KEY, HEAD, blob())
+    assert same(store.tensors(KEY), blob())
+    ((key, head, told),) = store.changes().added
+    assert (key, head, told) == (KEY, HEAD, size)
+    assert store.delete(KEY)
+    assert not store.delete(KEY)
+    assert store.tensors(KEY) is None
+    assert store.changes() == ([], [KEY])
+    assert (store.damaged, store.complaints) == (0, [])
+    store.close()
+
+
+def test_all_dtypes_empty_and_zero_dimensional_tensors_and_none_at_all_come_back(location):
+    store = open_blobs(location)
+    tensors = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    tensors |= {f"empty {dtype}": torch.empty(2, 0, 3, dtype=dtype) for dtype in DTYPES}
+    tensors |= {f"one {dtype}": torch.tensor(1).to(dtype) for dtype in DTYPES}
+    store.put(KEY, {}, tensors)
+    assert same(store.tensors(KEY), tensors)
+    store.put("ab", {}, {})
+    assert store.tensors("ab") == {}
+    store.put("ac", {}, {"only": torch.empty(0)})
+    assert same(store.tensors("ac"), {"only": torch.empty(0)})
+
+
+def test_a_second_put_of_a_key_changes_nothing(location):
+    store = open_blobs(location)
+    size = store.put(KEY, HEAD, blob())
+    assert store.put(KEY, {"other": 1}, blob(1, count=500)) == size
+    assert same(store.tensors(KEY), blob())
+    assert [stored.head for stored in store.changes().added] == [HEAD]
+
+
+def test_what_is_put_is_a_copy(location):
+    store = open_blobs(location)
+    tensors, head = blob(), {"list": [1]}
+    store.put(KEY, head, tensors)
+    for tensor in tensors.values():
+        tensor.zero_()
+    head["list"].append(2)
+    assert same(store.tensors(KEY), blob())
+    ((_, told, _),) = store.changes().added
+    assert told == {"list": [1]}
+
+
+def test_who_writes_into_what_was_handed_out_spoils_no_later_reader(location):
+    store = open_blobs(location)
+    store.put(KEY, HEAD, blob())
+    handed = store.tensors(KEY)
+    handed["scale"][3] += 1
+    again = store.tensors(KEY)
+    # In memory there is one copy only: it is gone then.
+    assert same(again, blob()) if location != "memory" else again is None
+    assert store.damaged == len(store.complaints) == (location == "memory")
+    if location == "memory":
+        assert KEY in store.complaints[0]
+        assert store.changes() == ([], [])
+        store.put(KEY, HEAD, blob())
+        assert same(store.tensors(KEY), blob())
+
+
+def test_reshaping_what_was_handed_out_in_place_leaves_the_store_alone(location):
+    store = open_blobs(location)
+    store.put(KEY, HEAD, blob())
+    store.tensors(KEY)["scale"].unsqueeze_(0)
+    assert same(store.tensors(KEY), blob())
+
+
+def test_tensors_outlive_their_blob_and_their_store(location):
+    store = open_blobs(location)
+    store.put(KEY, HEAD, blob())
+    read = store.tensors(KEY)
+    store.delete(KEY)
+    store.close()
+    del store
+    assert same(read, blob())
+
+
+def test_another_blob_under_an_old_key_is_told_as_removed_and_added(location):
+    for follower in handles(location):
+        store = follower.store
+        store.put(KEY, {"n": 1}, blob(1))
+        follower.follow()
+        store.delete(KEY)
+        store.put(KEY, {"n": 2}, blob(2))
+        news = store.changes()
+        assert (news.removed, [stored.head for stored in news.added]) == ([KEY], [{"n": 2}])
+        assert store.changes() == ([], [])
+        store.delete(KEY)
+
+
+def test_pins_need_no_blob_and_outlast_it_until_the_store_is_cleared(location):
+    first, *others = handles(location)
+    store, other = first.store, (others or [first])[0].store
+    store.pin(KEY)
+    store.pin("ab")
+    other.pin("ab", False)
+    other.pin("ac", False)
+    other.put(KEY, HEAD, blob())
+    other.delete(KEY)
+    assert store.pinned() == other.pinned() == {KEY}
+    store.put("ab", HEAD, blob())
+    other.clear()
+    assert store.pinned() == frozenset()
+    assert store.tensors("ab") is None
+    assert store.changes().added == []
+
+
+OPERATION = st.tuples(
+    st.sampled_from(["put", "put", "put", "delete", "pin", "unpin", "changes", "changes", "read", "clear", "open"]),
+    st.integers(0, 1),
+    st.integers(0, 3),
+    st.integers(0, 2),
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(operations=st.lists(OPERATION, max_size=25), kind=st.sampled_from(["memory", "disk", "redis"]))
+def test_any_order_of_calls_by_two_handles_does_as_a_dict_does(shared_server, operations, kind):
+    with tempfile.TemporaryDirectory() as folder:
+        location = {"memory": "memory", "disk": f"disk:{folder}", "redis": f"{shared_server.location}?prefix=any{next(_numbers)}"}[kind]
+        users = handles(location)
+        expected, pins = {}, set()
+        for what, who, number, content in operations:
+            user, key = users[who % len(users)], key_of(number)
+            if what == "put":
+                user.store.put(key, {"content": content}, blob(content))
+                expected.setdefault(key, content)
+            elif what == "delete":
+                assert user.store.delete(key) == (expected.pop(key, None) is not None)
+            elif what in ("pin", "unpin"):
+                user.store.pin(key, what == "pin")
+                (pins.add if what == "pin" else pins.discard)(key)
+            elif what == "changes":
+                user.follow()
+                assert user.known == {k: {"content": c} for k, c in expected.items()}
+            elif what == "read":
+                read = user.store.tensors(key)
+                assert same(read, blob(expected[key])) if key in expected else read is None
+                assert user.store.pinned() == pins
+            elif what == "clear":
+                user.store.clear()
+                expected, pins = {}, set()
+            elif kind != "memory":
+                users[who % len(users)] = Follower(open_blobs(location))
+        for user in users:
+            user.follow()
+            assert user.known == {k: {"content": c} for k, c in expected.items()}
+            assert user.store.changes() == ([], [])
+            assert user.store.damaged == 0
+            user.store.close()
+
+
+def test_threads_that_put_read_and_delete_see_whole_blobs_and_each_change_once(location):
+    store = open_blobs(location)
+    follower, failures = Follower(store), []
+    telling = threading.Lock()
+
+    def work(mine: int) -> None:
+        try:
+            for step in range(12):
+                shared, own = step % 4, 100 + mine * 100 + step
+                store.put(key_of(shared), {"n": shared}, blob(shared))
+                store.put(key_of(own), {"n": own}, blob(own))
+                assert same(store.tensors(key_of(own)), blob(own))
+                read = store.tensors(key_of(shared))
+                assert read is None or same(read, blob(shared))
+                store.pin(key_of(own), step % 2 == 0)
+                with telling:
+                    follower.follow()
+                if step % 3 == 0:
+                    store.delete(key_of(shared))
+                    assert store.delete(key_of(own))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    follower.follow()
+    assert store.damaged == 0
+    fresh = {stored.key for stored in open_blobs(location).changes().added} if location != "memory" else set(follower.known)
+    kept = {key_of(100 + mine * 100 + step) for mine in range(8) for step in range(12) if step % 3}
+    assert set(follower.known) == fresh
+    assert fresh - {key_of(shared) for shared in range(4)} == kept
+    assert store.pinned() == {key_of(100 + mine * 100 + step) for mine in range(8) for step in range(0, 12, 2)}
+
+
+def test_threads_that_ask_for_changes_at_once_share_them_without_repetition(location):
+    store = open_blobs(location)
+    told, failures = [], []
+
+    def ask() -> None:
+        try:
+            for _ in range(30):
+                told.extend(stored.key for stored in store.changes().added)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for number in range(30):
+        store.put(key_of(number), {}, {})
+    for thread in threads:
+        thread.join()
+    told.extend(stored.key for stored in store.changes().added)
+    assert failures == []
+    assert sorted(told) == [key_of(number) for number in range(30)]
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_processes_that_put_the_same_blobs_at_once_all_see_each_once(kind, tmp_path, request):
+    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
+    here = Follower(open_blobs(location))
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(3)]
+    workers = [
+        PROCESSES.Process(target=put_some, args=(location, out, list(range(n * 10, n * 10 + 20)))) for n, (_, out) in enumerate(pipes)
+    ]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):
+        here.follow()
+    for n, ((told, _), worker) in enumerate(zip(pipes, workers, strict=True)):
+        worker.join()
+        assert set(told.recv()) >= {key_of(number) for number in range(n * 10, n * 10 + 20)}
+    here.follow()
+    assert here.known == {key_of(number): {"number": number} for number in range(40)}
+    assert all(same(here.store.tensors(key_of(number)), blob(number)) for number in range(40))
+    assert here.store.damaged == 0
+
+
+@pytest.mark.parametrize(
+    "location",
+    ["", "disk", "disk:", "folder", "/tmp/x", "file:///tmp", "Memory", "memory:", "redis", "redis:", "redis://", None, 3, Path("/tmp")],
+)
+def test_a_location_that_is_none_is_refused_with_a_hint(location):
+    with pytest.raises(ConfigError, match=r"location: expected .*redis://host:port/db"):
+        open_blobs(location)
+
+
+@pytest.mark.parametrize("call", ["put", "tensors", "delete", "pin"])
+def test_a_key_that_is_none_is_refused_by_every_method(location, call):
+    store = open_blobs(location)
+    with pytest.raises(ConfigError, match="key: expected"):
+        getattr(store, call)("../x", *([{}, {}] if call == "put" else []))
+
+
+def test_what_can_not_be_stored_is_refused_and_leaves_nothing(location):
+    store = open_blobs(location)
+    with pytest.raises(ConfigError, match="head: expected"):
+        store.put(KEY, {"a": (1,)}, blob())
+    with pytest.raises(ConfigError, match=r"tensors\['x'\]: expected"):
+        store.put(KEY, {}, {"x": [1]})
+    assert store.changes() == ([], [])
+    assert store.tensors(KEY) is None

@@ -1,0 +1,312 @@
+"""Blobs in Redis: no damage, outage or full server gives wrong tensors, half a blob or a long wait."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+import torch
+
+from hf_kvcaches.errors import ConfigError, MissingDependencyError
+from hf_kvcaches.stores import blobs_redis
+from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
+from tests.stores.blob_helpers import HEAD, PROCESSES, Follower, blob, key_of, put_on_and_on, same
+
+KEY = key_of(7)
+
+
+def prefix_of(location: str) -> str:
+    return location.partition("?prefix=")[2]
+
+
+def test_all_keys_lie_under_the_prefix_and_stores_with_other_prefixes_are_apart(shared_server):
+    server, client = shared_server, shared_server.client()
+    client.flushall()
+    first, second = open_blobs(f"{server.location}?prefix=one"), open_blobs(f"{server.location}?prefix=two")
+    first.put(KEY, HEAD, blob())
+    first.pin(KEY)
+    assert sorted(client.keys()) == sorted(f"one:{rest}".encode() for rest in (f"body:{KEY}", "changes", "heads", "pins"))
+    assert second.tensors(KEY) is None
+    assert second.changes() == ([], [])
+    second.clear()
+    assert same(first.tensors(KEY), blob())
+    first.clear()
+    assert client.keys() == []
+    open_blobs(server.location).put(KEY, HEAD, blob())
+    assert all(key.startswith(b"hf_kvcaches:") for key in client.keys())  # noqa: SIM118 - not a dict
+    client.flushall()
+
+
+def test_the_bytes_of_a_blob_are_those_that_the_server_holds(shared_server, redis_location):
+    store, prefix = open_blobs(redis_location), prefix_of(redis_location)
+    client = shared_server.client()
+    size = store.put(KEY, HEAD, blob())
+    assert size == client.strlen(f"{prefix}:body:{KEY}") + client.hstrlen(f"{prefix}:heads", KEY)
+    assert store.put(KEY, HEAD, blob()) == size
+    assert store.changes().added[0].bytes == size
+
+
+def test_a_flipped_bit_in_any_byte_of_a_body_is_a_miss_and_a_complaint(shared_server, redis_location):
+    store, client, body = open_blobs(redis_location), shared_server.client(), f"{prefix_of(redis_location)}:body:{KEY}"
+    store.put(KEY, HEAD, blob())
+    whole = client.get(body)
+    cuts = [whole[:length] for length in range(len(whole))] + [whole + b"\0"]
+    flips = [whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :] for place in range(len(whole))]
+    for count, content in enumerate(cuts + flips, 1):
+        client.set(body, content)
+        assert store.tensors(KEY) is None
+        assert store.damaged == len(store.complaints) == count
+        assert not client.exists(body)
+    assert store.changes() == ([], [])
+    assert KEY in store.complaints[0]
+    assert redis_location in store.complaints[0]
+
+
+def test_a_flipped_bit_in_any_byte_of_a_head_is_never_listed_and_a_complaint(shared_server, redis_location):
+    store, client, prefix = open_blobs(redis_location), shared_server.client(), prefix_of(redis_location)
+    store.put(KEY, HEAD, blob())
+    header, body = client.hget(f"{prefix}:heads", KEY), client.get(f"{prefix}:body:{KEY}")
+    store.clear()
+    cuts = [header[:length] for length in range(len(header))] + [header + b" "]
+    flips = [header[:place] + bytes([header[place] ^ 1 << place % 8]) + header[place + 1 :] for place in range(len(header))]
+    for count, content in enumerate(cuts + flips, 1):
+        client.hset(f"{prefix}:heads", KEY, content)
+        client.set(f"{prefix}:body:{KEY}", body)
+        client.xadd(f"{prefix}:changes", {"key": KEY})
+        assert store.changes() == ([], [])
+        assert store.damaged == len(store.complaints) == count
+        assert store.tensors(KEY) is None
+    assert not client.exists(f"{prefix}:heads", f"{prefix}:body:{KEY}")
+
+
+@pytest.mark.parametrize("name", [key_of(8).encode(), b"", b"x\xff\x80", "größe".encode()])
+def test_a_head_under_another_name_is_deleted(shared_server, redis_location, name):
+    store, client, prefix = open_blobs(redis_location), shared_server.client(), prefix_of(redis_location)
+    store.put(KEY, HEAD, blob())
+    client.hset(f"{prefix}:heads", name, client.hget(f"{prefix}:heads", KEY))
+    client.hdel(f"{prefix}:heads", KEY)
+    assert store.changes() == ([], [])
+    assert store.damaged == 1
+    assert not client.exists(f"{prefix}:heads")
+    # The body is there without its head; a put makes both anew.
+    store.put(KEY, HEAD, blob())
+    assert [stored.key for stored in store.changes().added] == [KEY]
+
+
+def test_a_body_that_the_server_threw_out_is_a_miss_and_all_learn_of_it(shared_server, redis_location):
+    store, other = open_blobs(redis_location), open_blobs(redis_location)
+    store.put(KEY, HEAD, blob())
+    assert [stored.key for stored in other.changes().added] == [KEY]
+    shared_server.client().delete(f"{prefix_of(redis_location)}:body:{KEY}")
+    assert store.tensors(KEY) is None
+    assert store.damaged == 0
+    assert other.changes() == ([], [KEY])
+    store.put(KEY, HEAD, blob())
+    assert same(other.tensors(KEY), blob())
+
+
+def test_a_reader_whose_place_in_the_stream_was_trimmed_away_lists_all_again(shared_server, redis_location):
+    first, second = (Follower(open_blobs(redis_location)) for _ in range(2))
+    for number in range(4):
+        first.store.put(key_of(number), {"n": number}, blob(number))
+    second.follow()
+    first.store.put(key_of(4), {"n": 4}, blob(4))
+    first.store.delete(key_of(0))
+    first.store.put(key_of(5), {"n": 5}, blob(5))
+    shared_server.client().xtrim(f"{prefix_of(redis_location)}:changes", maxlen=1, approximate=False)
+    second.follow()
+    assert second.known == {key_of(number): {"n": number} for number in (1, 2, 3, 4, 5)}
+    assert second.store.changes() == ([], [])
+
+
+def test_the_stream_is_kept_short(shared_server, redis_location, monkeypatch):
+    monkeypatch.setattr(blobs_redis, "_REMEMBERED", 50)
+    store = open_blobs(redis_location)
+    for number in range(400):
+        store.pin(key_of(number))
+        store.delete(key_of(number))
+    assert shared_server.client().xlen(f"{prefix_of(redis_location)}:changes") < 300
+
+
+def test_more_changes_and_heads_than_are_fetched_at_a_time_are_all_told(redis_location, monkeypatch):
+    monkeypatch.setattr(blobs_redis, "_ENTRIES", 7)
+    monkeypatch.setattr(blobs_redis, "_HEADS", 5)
+    first, second = (Follower(open_blobs(redis_location)) for _ in range(2))
+    second.follow()
+    for number in range(50):
+        first.store.put(key_of(number), {"n": number}, {})
+        if number % 5 == 0:
+            second.follow()
+    second.follow()
+    first.follow()
+    assert first.known == second.known == {key_of(number): {"n": number} for number in range(50)}
+
+
+def test_a_writer_killed_at_any_moment_leaves_all_that_it_had_put_and_no_damage(shared_server, redis_location):
+    for trial, delay in enumerate([0.0, 0.002, 0.005, 0.01, 0.02, 0.04]):
+        location = f"{redis_location}kill{trial}"
+        told, out = PROCESSES.Pipe(duplex=False)
+        writer = PROCESSES.Process(target=put_on_and_on, args=(location, out, 500_000))
+        writer.start()
+        out.close()
+        assert told.recv() == -1
+        time.sleep(delay)
+        writer.kill()
+        writer.join()
+        returned = []
+        while told.poll():
+            try:
+                returned.append(told.recv())
+            except EOFError:
+                break
+        fresh = Follower(open_blobs(location))
+        fresh.follow()
+        assert {key_of(number) for number in returned} <= set(fresh.known)
+        for key, head in fresh.known.items():
+            assert bool((fresh.store.tensors(key)["x"] == head["number"]).all())
+        assert fresh.store.damaged == 0
+        fresh.store.clear()
+
+
+# Outages
+
+
+def test_a_server_that_went_away_fails_at_once_and_works_when_it_is_back(server, monkeypatch):
+    monkeypatch.setattr(blobs_redis, "_PAUSE", 60.0)
+    store = open_blobs(server.location)
+    store.put(KEY, HEAD, blob())
+    store.changes()
+    server.stop()
+    calls = (lambda: store.tensors(KEY), lambda: store.put("ab", {}, {}), lambda: store.delete(KEY), store.changes)
+    calls += (store.pinned, store.clear, lambda: store.pin(KEY))
+    for call in calls:
+        with pytest.raises(StoreUnavailable, match=r"redis://127\.0\.0\.1"):
+            call()
+    server.start()
+    # Still within the pause.
+    with pytest.raises(StoreUnavailable, match="a moment ago"):
+        store.changes()
+    store._pause_until = time.monotonic() + 0.2
+    time.sleep(0.25)
+    # It kept nothing on disk.
+    assert store.changes() == ([], [KEY])
+    store.put("ab", HEAD, blob())
+    assert same(store.tensors("ab"), blob())
+    assert [stored.key for stored in store.changes().added] == ["ab"]
+
+
+def test_a_server_that_hangs_costs_two_seconds_once(server):
+    store = open_blobs(server.location)
+    store.put(KEY, HEAD, blob())
+    with server.hanging():
+        start = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="can't be reached"):
+            store.tensors(KEY)
+        assert 1.5 < time.monotonic() - start < 5
+        start = time.monotonic()
+        for _ in range(100):
+            with pytest.raises(StoreUnavailable, match="a moment ago"):
+                store.tensors(KEY)
+        assert time.monotonic() - start < 1
+    assert 3 < store._pause_until - time.monotonic() <= 5
+    store._pause_until = 0.0
+    # The late answer to the call that was given up is not taken for one to this.
+    assert [stored.key for stored in store.changes().added] == [KEY]
+    assert same(store.tensors(KEY), blob())
+
+
+def put_many(store: BlobStore) -> None:
+    for number in range(100, 200):
+        store.put(key_of(number), {}, {"x": torch.zeros(50_000)})
+
+
+def test_a_full_server_refuses_a_blob_whole_and_goes_on_giving_the_others(server):
+    store = open_blobs(server.location)
+    store.put(KEY, HEAD, blob())
+    store.changes()
+    client = server.client()
+    client.config_set("maxmemory", str(client.info("memory")["used_memory"] + 300_000))
+    with pytest.raises(StoreUnavailable, match=r"refuses: .*maxmemory"):
+        put_many(store)
+    stored = {stored.key for stored in store.changes().added}
+    assert {key.removeprefix(b"hf_kvcaches:body:").decode() for key in client.keys("hf_kvcaches:body:*")} == stored | {KEY}
+    assert same(store.tensors(KEY), blob())
+    # Nor is there room to tell of what is deleted: others learn of it when they look.
+    other = open_blobs(server.location)
+    other.changes()
+    client.config_set("maxmemory", "1")
+    assert store.delete(KEY)
+    assert store.changes() == ([], [KEY])
+    assert other.changes() == ([], [])
+    assert other.tensors(KEY) is None
+    assert other.changes() == ([], [KEY])
+    client.config_set("maxmemory", "0")
+    store.put("ab", HEAD, blob())
+    assert same(store.tensors("ab"), blob())
+
+
+def test_a_server_that_forgot_all_is_an_empty_store(server):
+    first, second = (Follower(open_blobs(server.location)) for _ in range(2))
+    first.store.put(KEY, HEAD, blob())
+    second.follow()
+    server.client().flushall()
+    second.follow()
+    assert second.known == {}
+    first.store.put(key_of(8), HEAD, blob())
+    second.follow()
+    first.follow()
+    assert set(second.known) == set(first.known) == {key_of(8)}
+
+
+# Opening
+
+
+def test_a_server_that_does_not_answer_is_refused_with_a_hint(server):
+    server.stop()
+    with pytest.raises(ConfigError, match=r"location: expected a Redis server that answers at redis://127.0.0.1.*Start it"):
+        open_blobs(server.location)
+
+
+@pytest.mark.parametrize("rest", ["x:y/0", "127.0.0.1:PORT/db", "127.0.0.1:PORT/0?prefix=", "127.0.0.1:PORT/0?prefix=a*b", "[::1"])
+def test_an_address_that_is_none_is_refused(shared_server, rest):
+    with pytest.raises(ConfigError, match="location: expected the address of a Redis server"):
+        open_blobs(f"redis://{rest.replace('PORT', str(shared_server.port))}")
+
+
+@pytest.mark.parametrize("option", ["decode_responses=True", "socket_timeout=x", "nonsense=1"])
+def test_an_option_that_redis_does_not_know_or_that_would_break_the_store_is_refused(shared_server, option):
+    with pytest.raises(ConfigError, match="location: expected"):
+        open_blobs(f"{shared_server.location}?{option}")
+
+
+def test_passwords_are_in_no_message(server):
+    location = f"redis://user:secret@127.0.0.1:{server.port}/0"
+    with pytest.raises(ConfigError) as raised:
+        open_blobs(location)
+    assert "secret" not in str(raised.value)
+    for wrong in ("redis://user:secret@", "redis://:secret@127.0.0.1:x/0", "http://user:secret@host"):
+        with pytest.raises(ConfigError) as raised:
+            open_blobs(wrong)
+        assert "secret" not in str(raised.value)
+    server.client().acl_setuser("user", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all"])
+    store = open_blobs(location)
+    assert "secret" not in store.place
+    server.stop()
+    with pytest.raises(StoreUnavailable) as unavailable:
+        store.changes()
+    assert "secret" not in str(unavailable.value)
+
+
+def test_databases_of_one_server_are_apart(shared_server):
+    first, second = open_blobs(f"{shared_server.location}?prefix=db"), open_blobs(f"redis://127.0.0.1:{shared_server.port}/5?prefix=db")
+    first.put(KEY, HEAD, blob())
+    assert second.changes() == ([], [])
+    first.close()
+    second.close()
+
+
+def test_without_redis_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with pytest.raises(MissingDependencyError, match=r"hf-kvcaches\[distributed\]"):
+        open_blobs("redis://127.0.0.1:1/0")
