@@ -1,0 +1,397 @@
+"""Where a prompt is cut into spans that other prompts may hold too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.segments.canonical import Ids
+
+
+class Span(NamedTuple):
+    """Tokens `start` to `stop` of a row.
+
+    `kind` is what they are or begin with: "message", "json", "xml", "code", "heading" or "paragraph"; "window" for what was cut by
+    counting; "given" for the caller's own.
+    """
+
+    start: int
+    stop: int
+    kind: str
+
+
+_KINDS = ("paragraph", "message", "json", "xml", "code", "heading", "window", "given")
+_PARAGRAPH, _MESSAGE, _JSON, _XML, _CODE, _HEADING, _WINDOW, _GIVEN = range(len(_KINDS))
+
+# How much a place divides: lines of a block; blocks; and what nothing is put together across.
+_LINE, _BLOCK, _WALL = 1, 2, 3
+
+_LINE_START = re.compile(r"\n\s*")
+_BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
+_HEADING_LINE = re.compile(r"\n[^\S\n]{0,3}(#{1,6})[^\S\n]+\S")
+
+# Stand-ins for bytes of unfinished characters, so that different tokens don't look alike: the private planes of Unicode.
+_PRIVATE, _PRIVATE_SIZE = 0xF0000, 0x20000
+
+
+class Discovery:
+    """Cuts a row of token ids at places that come again in other prompts.
+
+    **Walls** stand where a chat message begins, at the caller's separators, and around the caller's own spans. Between walls a row falls
+    into **blocks**. A block begins behind a blank line, at a Markdown heading, and at the first line of anything of these that is whole:
+    JSON (brackets balance), XML or HTML (the tag closes), fenced code; and it ends behind the last line of these. A line of at least
+    twice `shortest` tokens is a block of its own.
+
+    - A block of at least `shortest` tokens is cut by itself: its lines are put together from the left until they have `shortest` tokens;
+      lines left over at its end join what is before them, if that gives at most `longest`. What is longer than `longest` is cut into
+      windows, counted from its own start.
+    - Shorter blocks are not cut. Those that stand side by side are put together in the same way, never with a longer one and never
+      across a wall. One that stands alone stays shorter than `shortest`: to compute it anew costs less than to tie a neighbour to it.
+
+    So the spans of a block of at least `shortest` tokens follow from its tokens alone, wherever it stands, as long as it shares no token
+    with a neighbour and closes nothing that was left open before it. A place inside of a token counts as before it.
+
+    Args:
+        tokenizer: Of the model; its chat template, if it has one, tells how messages begin. None: there are only the caller's spans, and
+            windows of `longest` tokens.
+        separators: Strings that the caller puts between parts of a prompt. Each is kept at the start of what follows.
+        shortest: Tokens that a span should have at least.
+        longest: Tokens that a span has at most. The caller's own spans are not held to either.
+    """
+
+    def __init__(self, tokenizer: Any = None, *, separators: Sequence[str] = (), shortest: int = 16, longest: int = 128) -> None:
+        for argument, value, least in (("shortest", shortest, 1), ("longest", longest, shortest)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError.of(argument, f"a number of tokens, at least {least}", value)
+        if isinstance(separators, str) or not all(isinstance(separator, str) and separator for separator in separators):
+            raise ConfigError.of("separators", "a list of strings, none empty", separators)
+        if separators and tokenizer is None:
+            raise ConfigError.of("separators", "none without a tokenizer", separators, "Pass the tokenizer: they are looked for in text.")
+        self.shortest = shortest
+        self.longest = longest
+        self.messages = _message_starts(tokenizer)
+        self._tokenizer = tokenizer
+        self._message = _any_of([_loosely(text) for text in self.messages])
+        self._separator = _any_of([re.escape(text) for text in separators])
+        self._special = frozenset(getattr(tokenizer, "all_special_tokens", ()))
+        self._pieces: dict[int, str] = {}
+        self._anchor = _anchor(tokenizer)
+
+    def spans(self, ids: Ids, given: Sequence[tuple[int, int]] = ()) -> list[Span]:
+        """The row's spans, in order, without gaps and without overlaps.
+
+        Args:
+            ids: Token ids: a list, or an array of one dimension.
+            given: Starts and stops of spans to be kept as they are. They may touch, not overlap; empty ones are dropped.
+        """
+        row = _as_list(ids)
+        kept = _checked(given, len(row))
+        if not row:
+            return []
+        power = np.zeros(len(row) + 1, dtype=np.uint8)
+        kinds = np.zeros(len(row) + 1, dtype=np.uint8)
+        if self._tokenizer is not None:
+            self._mark(row, power, kinds)
+        power[[0, -1]] = _WALL
+        for start, stop in kept:
+            power[start + 1 : stop] = 0
+            power[[start, stop]] = _WALL
+            kinds[start] = _GIVEN
+        places = np.flatnonzero(power)
+        long = np.flatnonzero(np.diff(places) >= 2 * self.shortest)
+        for edge in (places[long], places[long + 1]):
+            power[edge] = np.maximum(power[edge], _BLOCK)
+        return list(self._put_together(places.tolist(), power[places].tolist(), kinds[places].tolist()))
+
+    def text(self, ids: Ids) -> tuple[str, NDArray[np.int64]]:
+        """The row's text, and where in it each token begins: `(tokens + 1,)`, the last being the length of the text."""
+        pieces = self.pieces(ids)
+        offsets = np.zeros(len(pieces) + 1, dtype=np.int64)
+        np.cumsum(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)), out=offsets[1:])
+        return "".join(pieces), offsets
+
+    def pieces(self, ids: Ids) -> list[str]:
+        """The text of each token. One that is part of a character has a character of its own; one that is unknown, none."""
+        row = _as_list(ids)
+        known = self._pieces
+        try:
+            return [known[token] for token in row]
+        except KeyError:
+            for token in set(row) - known.keys():
+                known[token] = self._decoded(token)
+            return [known[token] for token in row]
+
+    def _decoded(self, token: int) -> str:
+        # Behind another token: some tokenizers drop the space at the start of a text.
+        text = _decode(self._tokenizer, [self._anchor[0], token] if self._anchor else [token])
+        if self._anchor and text.startswith(self._anchor[1]):
+            text = text[len(self._anchor[1]) :]
+        return text.replace("\ufffd", chr(_PRIVATE + token % _PRIVATE_SIZE))
+
+    def _mark(self, row: list[int], power: NDArray[np.uint8], kinds: NDArray[np.uint8]) -> None:
+        """Finds the structure of the row's text and writes it down by tokens."""
+        text, offsets = self.text(row)
+        # With a line end in front, every line starts behind one.
+        text = "\n" + text
+
+        def tokens(places: Iterable[int]) -> NDArray[np.int64]:
+            found = np.searchsorted(offsets, np.fromiter(places, dtype=np.int64) - 1, side="right") - 1
+            return np.maximum(found, 0)
+
+        ranges = sorted((*_code_ranges(text), *_json_ranges(text), *_xml_ranges(text, self._special)), key=lambda range_: range_[0])
+        starts, stops = (tokens(range_[side] for range_ in ranges) for side in (0, 1))
+        for (_, _, kind), start, stop in zip(ranges, starts.tolist(), stops.tolist(), strict=True):
+            kinds[start:stop] = kind
+        headings = tokens(match.start(1) for match in _HEADING_LINE.finditer(text))
+        headings = headings[kinds[headings] != _CODE]
+        kinds[headings] = _HEADING
+        power[tokens(match.end() for match in _LINE_START.finditer(text))] = _LINE
+        for blocks in (tokens(match.end() for match in _BLANK_LINE.finditer(text)), starts, stops, headings):
+            power[blocks] = _BLOCK
+        if self._separator is not None:
+            power[tokens(match.start() for match in self._separator.finditer(text))] = _WALL
+        if self._message is not None:
+            messages = tokens(match.start() for match in self._message.finditer(text))
+            power[messages] = _WALL
+            kinds[messages] = _MESSAGE
+
+    def _put_together(self, places: list[int], powers: list[int], kinds: list[int]) -> Iterator[Span]:
+        """The spans of a row.
+
+        Args:
+            places: All places where it may be cut, its two ends among them.
+            powers: How much each divides.
+            kinds: What begins at each.
+        """
+        kind_of = dict(zip(places, kinds, strict=True))
+        block = [places[0]]
+        short: list[int] = []  # the edges of short blocks side by side
+        for place, power in zip(places[1:], powers[1:], strict=True):
+            block.append(place)
+            if power == _LINE:
+                continue
+            if kind_of[block[0]] == _GIVEN:
+                yield Span(block[0], place, "given")
+            elif place - block[0] >= self.shortest:
+                yield from self._cut(short, kind_of)
+                yield from self._cut(block, kind_of)
+                short = []
+            else:
+                short = [*(short or block[:1]), place]
+            if power == _WALL:
+                yield from self._cut(short, kind_of)
+                short = []
+            block = [place]
+
+    def _cut(self, edges: list[int], kind_of: dict[int, int]) -> Iterator[Span]:
+        """Puts pieces together until they are long enough, and cuts up what is too long."""
+        cuts = edges[:1]
+        for edge in edges[1:]:
+            if edge - cuts[-1] >= self.shortest:
+                cuts.append(edge)
+        if edges and cuts[-1] != edges[-1]:
+            if len(cuts) > 1 and edges[-1] - cuts[-2] <= self.longest:
+                cuts.pop()
+            cuts.append(edges[-1])
+        for start, stop in pairwise(cuts):
+            if stop - start <= self.longest:
+                yield Span(start, stop, _KINDS[kind_of[start]])
+            else:
+                yield from (Span(at, min(at + self.longest, stop), "window") for at in range(start, stop, self.longest))
+
+
+def _as_list(ids: Ids) -> list[int]:
+    if isinstance(ids, np.ndarray):
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ConfigError.of("ids", "token ids, in one dimension", (ids.shape, ids.dtype), "Pass one row at a time.")
+        return ids.tolist()
+    return ids if isinstance(ids, list) else list(ids)
+
+
+def _checked(given: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    kept = sorted((int(start), int(stop)) for start, stop in given)
+    for start, stop in kept:
+        if not 0 <= start <= stop <= length:
+            raise ConfigError.of("given", f"spans within the {length} tokens of the row", (start, stop))
+    kept = [(start, stop) for start, stop in kept if start < stop]
+    for before, after in pairwise(kept):
+        if before[1] > after[0]:
+            raise ConfigError.of("given", "spans that don't overlap", [before, after])
+    return kept
+
+
+def _any_of(patterns: Sequence[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(sorted(patterns, key=len, reverse=True))) if patterns else None
+
+
+def _loosely(text: str) -> str:
+    """A pattern for a text, whatever white space a tokenizer puts between or takes away."""
+    parts = [re.escape(part) for part in re.findall(r"\w+|[^\w\s]", text)]
+    return (r"\b" if text[0].isalnum() else "") + r"\s*".join(parts)
+
+
+def _decode(tokenizer: Any, ids: list[int]) -> str:
+    try:
+        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    except Exception:  # Tokenizers differ in what they raise at ids that they don't know, which is what padded vocabularies have.
+        return ""
+
+
+def _anchor(tokenizer: Any) -> tuple[int, str] | None:
+    """A token of plain text to decode others behind, and its text."""
+    if tokenizer is None:
+        return None
+    ids = list(tokenizer.encode("a", add_special_tokens=False))
+    text = _decode(tokenizer, ids[-1:])
+    return (ids[-1], text) if text and text.isascii() else None
+
+
+def _next_line(text: str, place: int) -> int:
+    end = text.find("\n", place)
+    match = _LINE_START.match(text, end) if end >= 0 else None
+    return match.end() if match else len(text)
+
+
+_FENCE = re.compile(r"\n[^\S\n]{0,3}(`{3,}|~{3,})([^\n]*)")
+
+
+def _code_ranges(text: str) -> Iterator[tuple[int, int, int]]:
+    """Fenced code that is closed: start, stop and kind. A fence that names a language opens, even where one is open already."""
+    opened: re.Match[str] | None = None
+    for match in _FENCE.finditer(text):
+        if opened is None:
+            opened = match
+        elif match[1].startswith(opened[1]):
+            if match[2].strip():
+                opened = match
+            else:
+                yield opened.start(1), _next_line(text, match.end()), _CODE
+                opened = None
+
+
+# An array begins with what no citation or marker in brackets does.
+_JSON_START = re.compile(r"\n[^\S\n]*(\{|\[(?=\s*[\[{\"\]]))")
+# Whole strings, brackets, and what no JSON has: a quote without another in its line, and blank lines.
+_JSON_TOKEN = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|[\[\]{}]|"|\n[^\S\n]*\n')
+
+
+def _json_ranges(text: str) -> Iterator[tuple[int, int, int]]:
+    """What begins a line with a bracket and balances, also inside of others: start, stop and kind.
+
+    No string goes on over the end of a line. So what a line is does not depend on those before it.
+    """
+    starts = [match.start(1) for match in _JSON_START.finditer(text)]
+    known, read = frozenset(starts), 0
+    for start in starts:
+        if start < read:
+            continue
+        stack: list[int] = []
+        read = len(text)
+        for match in _JSON_TOKEN.finditer(text, start):
+            char = match[0][0]
+            if char in "[{":
+                stack.append(match.start())
+            elif char in "]}" and text[stack[-1]] == ("[" if char == "]" else "{"):
+                if stack[-1] in known:
+                    yield stack[-1], _next_line(text, match.end()), _JSON
+                stack.pop()
+            elif len(match[0]) == 1 or char == "\n":
+                stack = []
+            if not stack:
+                read = match.end()
+                break
+
+
+_XML_START = re.compile(r"\n[^\S\n]*(<[A-Za-z_])")
+_XML_TAG = re.compile(r"<(/?)([A-Za-z_][\w:.-]*)(?:\s[^<>]*|/)?>")
+
+
+def _xml_ranges(text: str, special: frozenset[str]) -> Iterator[tuple[int, int, int]]:
+    """What begins a line with a tag that is closed later, also inside of others: start, stop and kind.
+
+    Args:
+        text: That of the row, behind a line end.
+        special: Tokens that look like tags.
+    """
+    starts = frozenset(match.start(1) for match in _XML_START.finditer(text))
+    if not starts:
+        return
+    stack: list[tuple[str, int]] = []
+    count: dict[str, int] = {}
+    for match in _XML_TAG.finditer(text, min(starts)):
+        name = match[2]
+        if match[0] in special or match[0].endswith("/>"):
+            continue
+        if not match[1]:
+            stack.append((name, match.start()))
+            count[name] = count.get(name, 0) + 1
+        elif count.get(name):
+            while True:  # Tags that were left open inside of this one are closed with it.
+                other, start = stack.pop()
+                count[other] -= 1
+                if other == name:
+                    break
+            if start in starts:
+                yield start, _next_line(text, match.end()), _XML
+
+
+_ROLES = ("user", "assistant", "system", "developer", "tool")
+# Each role alone, at the start, in the middle and at the end. Templates refuse some of these.
+_TALKS = (
+    *((role,) for role in _ROLES),
+    ("user", "assistant"),
+    *(("user", "assistant", role) for role in _ROLES),
+    *((role, "user", "assistant", "user") for role in _ROLES[2:]),
+    *(("user", "assistant", role, other) for role in _ROLES[2:] for other in _ROLES[:2]),
+)
+
+
+def _message_starts(tokenizer: Any) -> tuple[str, ...]:
+    """What a chat template puts before a message of each role, as far as the template tells."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ()
+    talks = {talk: parts for talk in _TALKS if (parts := _rendered(tokenizer, talk)) is not None}
+    ends = {talk[-1]: parts[-1] for talk, parts in talks.items()}
+    special = (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())
+    found: dict[str, set[str]] = {role: set() for role in _ROLES}
+    for talk, parts in talks.items():
+        for before, role, between in zip(talk, talk[1:], parts[1:], strict=False):
+            found[role].add(_without_end(between, ends.get(before, ""), special))
+    asked = _rendered(tokenizer, ("user",), add_generation_prompt=True)
+    if asked is not None:
+        found["assistant"].add(_without_end(asked[-1], ends.get("user", ""), special))
+    for talk, parts in talks.items():
+        # Before the first message there may be more than its start. So it counts only where nothing else tells.
+        if not any(found[talk[0]]):
+            found[talk[0]].add(parts[0].removeprefix(tokenizer.bos_token or "").strip())
+    starts = {start for some in found.values() for start in some if len(start) > 1}
+    return tuple(sorted(a for a in starts if not any(a != b and (a.startswith(b) or a.endswith(b)) for b in starts)))
+
+
+def _rendered(tokenizer: Any, roles: Sequence[str], **options: Any) -> list[str] | None:
+    """What a chat template writes before, between and behind messages of these roles. None if it refuses."""
+    contents = [f"Qx{place}wZ" for place in range(len(roles))]
+    for as_list in (False, True):
+        told = [[{"type": "text", "text": content}] if as_list else content for content in contents]
+        messages = [{"role": role, "content": content} for role, content in zip(roles, told, strict=True)]
+        try:
+            parts = re.split("|".join(contents), tokenizer.apply_chat_template(messages, tokenize=False, **options))
+        except Exception:  # Templates raise what they like.
+            continue
+        if len(parts) == len(roles) + 1:
+            return parts
+    return None
+
+
+def _without_end(between: str, end: str, special: tuple[str, ...]) -> str:
+    """What stands between two messages, without what ends the first: as far as that is whole special tokens or white space."""
+    size = len(end)
+    while not between.startswith(end[:size]) or (0 < size < len(end) and not end[size - 1].isspace() and not end[:size].endswith(special)):
+        size -= 1
+    return between[size:].strip() or between.strip()
