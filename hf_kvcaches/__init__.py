@@ -34,6 +34,9 @@ if TYPE_CHECKING:
         PoolExhausted,
         UnsupportedError,
     )
+    from hf_kvcaches.segments.cache import SegmentReuseCache
+    from hf_kvcaches.segments.policy import SegmentPolicy
+    from hf_kvcaches.segments.store import SegmentStore
     from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
     from hf_kvcaches.subspace.bases import SubspaceBases
     from hf_kvcaches.subspace.cache import SubspaceCache
@@ -63,6 +66,9 @@ _HOMES = {
     "LagKVPolicy": "equip.policies",
     "KeyNormPolicy": "equip.policies",
     "RandomPolicy": "equip.policies",
+    "SegmentPolicy": "segments.policy",
+    "SegmentReuseCache": "segments.cache",
+    "SegmentStore": "segments.store",
     "AdaptiveSubspace": "subspace.adaptive",
     "SubspaceBases": "subspace.bases",
     "SubspaceCache": "subspace.cache",
@@ -96,6 +102,9 @@ __all__ = [
     "PoolExhausted",
     "RandomPolicy",
     "RotaryGeometry",
+    "SegmentPolicy",
+    "SegmentReuseCache",
+    "SegmentStore",
     "SnapKVPolicy",
     "StreamingPolicy",
     "SubspaceBases",

@@ -59,7 +59,9 @@ class SegmentPolicy(Artifact):
             raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by)
         pairs = [tuple(pair) for pair in self.guard]
         if pairs != sorted(pairs) or any(len(pair) != 2 or not 0 < pair[0] <= 1 or pair[1] < 0 for pair in pairs):
-            raise ConfigError.of("guard", "ascending pairs of a share of the layers, above 0 and up to 1, and a number of tokens", self.guard)
+            raise ConfigError.of(
+                "guard", "ascending pairs of a share of the layers, above 0 and up to 1, and a number of tokens", self.guard
+            )
 
     def safe_depth(self, same: int, layers: int) -> int:
         """How many of the lowest layers may be reused unrepaired.

@@ -102,7 +102,9 @@ def _splice(
 ) -> None:
     """Writes pieces that are stored alike."""
     cut = [
-        codec.piles(each.tensors, each.piece.record.stored, each.piece.offset, each.piece.offset + each.piece.stop - each.piece.start, each.depth)
+        codec.piles(
+            each.tensors, each.piece.record.stored, each.piece.offset, each.piece.offset + each.piece.stop - each.piece.start, each.depth
+        )
         for each in pieces
     ]
     slots = torch.cat([torch.arange(each.piece.start, each.piece.stop) for each in pieces]) + padding
@@ -135,7 +137,9 @@ def _cat(packed: Sequence[Packed]) -> Packed:
     data = torch.cat([each.data for each in packed], 2)
     if packed[0].scale is None:
         return Packed(data)
-    scale, zero = ([part for part in parts if part is not None] for parts in zip(*((each.scale, each.zero) for each in packed), strict=True))
+    scale, zero = (
+        [part for part in parts if part is not None] for parts in zip(*((each.scale, each.zero) for each in packed), strict=True)
+    )
     return Packed(data, torch.cat(scale, 2), torch.cat(zero, 2), packed[0].group)
 
 

@@ -59,7 +59,9 @@ class Stages:
         """Fills the cache, and returns for each row what entered the layers at which the store wants hidden states."""
         check = self.cache.policy.check_layer if any(part.probe for row in self.rows for part in row.plan.parts) else None
         if check is not None and check >= self.layers:
-            raise UnsupportedError(f"policy: check_layer={check}, and the model has {self.layers} layers. Calibrate a policy for this model.")
+            raise UnsupportedError(
+                f"policy: check_layer={check}, and the model has {self.layers} layers. Calibrate a policy for this model."
+            )
         wanted = self._wanted_cuts()
         depths = {part.depth for row in self.rows for part in row.plan.parts if part.depth is not None}
         levels = sorted({level for level in {check, *wanted, *depths} if level is not None and level < self.layers} | {self.layers})
@@ -138,9 +140,7 @@ class Stages:
                 found.append(np.arange(start, min(start + SLICE + PROBES, part.stop)))
         return np.concatenate(found)
 
-    def _check(
-        self, level: int, slots: torch.Tensor, hidden: torch.Tensor, probes: Sequence[Places]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _check(self, level: int, slots: torch.Tensor, hidden: torch.Tensor, probes: Sequence[Places]) -> tuple[torch.Tensor, torch.Tensor]:
         """Settles the probed parts; returns the tokens that go on, without the probes and with what is not reused after all."""
         looked = self._slots(probes)
         states = self._of(looked, slots, hidden)
@@ -156,7 +156,9 @@ class Stages:
             row.plan = replace(row.plan, parts=tuple(parts))
         going = self._slots([row.places_to_run() for row in self.rows])
         ran = [set(line.tolist()) for line in slots]
-        late = [np.array(sorted(set((row.places_to_run() + row.padding).tolist()) - ran[line]), np.int64) for line, row in enumerate(self.rows)]
+        late = [
+            np.array(sorted(set((row.places_to_run() + row.padding).tolist()) - ran[line]), np.int64) for line, row in enumerate(self.rows)
+        ]
         if any(map(len, late)):
             # Above layer 0, what stands behind a refused segment has looked at it already, and runs anew with it.
             again = going if level > 1 else self._slots([own - row.padding for own, row in zip(late, self.rows, strict=True)])

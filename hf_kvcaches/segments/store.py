@@ -149,7 +149,8 @@ class SegmentStore:
                 for key in changes.removed:
                     self._forget(key)
                 for key, head, size in changes.added:
-                    self._learn(key, head, size)
+                    if key not in self._worth.sizes:  # another process's
+                        self._learn(key, head, size)
                 self._pinned = self._blobs.pinned()
         except StoreUnavailable as error:
             self._failed(error)
@@ -346,7 +347,9 @@ class SegmentStore:
 
     def _tell_damage(self) -> None:
         if self._blobs.damaged:
-            self._say("damaged", f"{self.location} held a damaged segment, which was deleted and will be computed: {self._blobs.complaints[0]}")
+            self._say(
+                "damaged", f"{self.location} held a damaged segment, which was deleted and will be computed: {self._blobs.complaints[0]}"
+            )
 
     def _say(self, kind: str, sentence: str) -> None:
         with self._lock:

@@ -14,7 +14,6 @@ from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.segments.admission import Part, Places, Plan, plan_row
 from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.index import Piece
-
 from hf_kvcaches.segments.records import Chain, Ids
 from hf_kvcaches.segments.remembering import Hidden, NewRow
 from hf_kvcaches.segments.running import SparsePass
@@ -139,7 +138,9 @@ class Taking:
             else:
                 prefix = min(prefix, lost[0].start)
                 parts += [
-                    Part(piece.start, piece.stop, "computed") if piece in lost else replace(part, start=piece.start, stop=piece.stop, pieces=(piece,))
+                    Part(piece.start, piece.stop, "computed")
+                    if piece in lost
+                    else replace(part, start=piece.start, stop=piece.stop, pieces=(piece,))
                     for piece in part.pieces
                 ]
         if prefix == row.plan.prefix:
@@ -243,6 +244,3 @@ def _cut(plan: Plan, stop: int, end: int) -> Plan:
     if stop < end:
         parts.append(Part(stop, end, "computed"))
     return replace(plan, parts=tuple(parts))
-
-
-
