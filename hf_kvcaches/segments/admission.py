@@ -7,6 +7,7 @@ computed otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from hf_kvcaches.segments.index import Piece, Run, SegmentIndex
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.records import Chain, Ids, Tier, common_suffix
+from hf_kvcaches.segments.resembling import Resembling
 
 Mode = Literal["exact", "approximate", "auto"]
 Places = npt.NDArray[np.int64]
@@ -79,7 +81,16 @@ class Plan:
         return any(part.pieces for part in self.parts)
 
 
-def plan_row(ids: Ids, begin: int, chain: Chain, index: SegmentIndex, policy: SegmentPolicy, mode: Mode, layers: int) -> Plan:
+def plan_row(
+    ids: Ids,
+    begin: int,
+    chain: Chain,
+    index: SegmentIndex,
+    policy: SegmentPolicy,
+    mode: Mode,
+    layers: int,
+    resembling: Resembling | None = None,
+) -> Plan:
     """The plan for a row, in which some parts may still want a probe.
 
     Args:
@@ -90,6 +101,7 @@ def plan_row(ids: Ids, begin: int, chain: Chain, index: SegmentIndex, policy: Se
         policy: What is let in.
         mode: Whether approximations are let in, with or without gates.
         layers: How many the model has.
+        resembling: Looks for near-identical segments; only asked where something verbatim was found, because a look takes longer.
     """
     pieces, after = index.prefix(ids, chain, begin, exact_only=mode == "exact")
     parts: list[Part] = []
@@ -97,13 +109,22 @@ def plan_row(ids: Ids, begin: int, chain: Chain, index: SegmentIndex, policy: Se
         _add(parts, Part(piece.start, piece.stop, piece.record.origin, (piece,)))
     prefix = place = pieces[-1].stop if pieces else begin
     if mode != "exact":
-        for run in index.runs(ids, place, policy.shortest):
+        runs = index.runs(ids, place, policy.shortest)
+        if resembling is not None and (pieces or runs):
+            runs = sorted([*runs, *resembling.runs(ids, _gaps(runs, place, len(ids)), policy.aligned)], key=lambda run: run.start)
+        for run in runs:
             _add(parts, Part(place, run.start, "computed"))
             for part in _admitted(ids, run, policy, mode, layers):
                 _add(parts, part)
             place = run.stop
     _add(parts, Part(place, len(ids), "computed"))
     return Plan(begin, tuple(parts), prefix, after)
+
+
+def _gaps(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int]]:
+    """What lies before, between and behind runs."""
+    edges = [start, *(edge for run in runs for edge in (run.start, run.stop)), stop]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def settle(part: Part, passed: bool) -> Part:

@@ -29,6 +29,7 @@ class SegmentPolicy(Artifact):
         repair: Share of a segment's tokens that are run again in the new context.
         repair_by: Which: the `"first"` ones, or those whose keys deviate most at `check_layer` (`"deviation"`).
         shortest: Fewer tokens than this are not worth reusing elsewhere.
+        aligned: Nor are fewer than this in a segment that is nearly the same.
         bound: The mean KL divergence that calibration kept below, in nats; None without calibration.
         measured: One dict of settings and measurements for each setting that was tried.
     """
@@ -43,6 +44,7 @@ class SegmentPolicy(Artifact):
     repair: float = 0.15
     repair_by: RepairBy = "first"
     shortest: int = 24
+    aligned: int = 12
     bound: float | None = None
     measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
@@ -51,7 +53,7 @@ class SegmentPolicy(Artifact):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ConfigError.of(name, f"a number from {low} to {high}", value)
-        for name, low in (("check_layer", 1), ("shortest", 1)):
+        for name, low in (("check_layer", 1), ("shortest", 1), ("aligned", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError.of(name, f"an integer of at least {low}", value)
@@ -86,7 +88,7 @@ class SegmentPolicy(Artifact):
         return {}
 
     def metadata(self) -> dict[str, Any]:
-        names = ("similarity", "probe", "check_layer", "repair", "repair_by", "shortest", "bound")
+        names = ("similarity", "probe", "check_layer", "repair", "repair_by", "shortest", "aligned", "bound")
         plain = {name: getattr(self, name) for name in names}
         return plain | {"guard": [list(pair) for pair in self.guard], "measured": list(self.measured)}
 
@@ -111,7 +113,11 @@ class SegmentPolicy(Artifact):
         Args:
             repair: The share, or None for the policy's own.
         """
-        return self if repair is None else replace(self, repair=repair)
+        if repair is None:
+            return self
+        other = replace(self, repair=repair)
+        object.__setattr__(other, "fingerprint", self.fingerprint)
+        return other
 
 
 def _markdown(rows: tuple[dict[str, Any], ...]) -> list[str]:

@@ -29,7 +29,6 @@ def agreement(query: torch.Tensor, cached: torch.Tensor, fresh: torch.Tensor) ->
         cached: (kv_heads, keys, head_dim).
         fresh: Like `cached`.
     """
-    heads, queries, dim = query.shape
-    grouped = query.float().reshape(cached.shape[0], -1, dim)
+    grouped = query.float().reshape(cached.shape[0], -1, query.shape[-1])
     first, second = (grouped @ keys.float().mT for keys in (cached, fresh))
     return float(torch.nn.functional.cosine_similarity(first, second, dim=-1).mean())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -103,7 +104,7 @@ def _segments(
     edges = {begin, len(row.ids)} | {span.start for span in spans} | {edge for part in row.plan.parts for edge in (part.start, part.stop)}
     places = sorted(edge for edge in edges if begin <= edge <= len(row.ids))
     chain, found = row.plan.chain, []
-    bounds = [(a, b) for a, b in zip(places, places[1:], strict=False) if b > a]
+    bounds = [(a, b) for a, b in pairwise(places) if b > a]
     signatures = reader.signer.of(row.ids.astype(np.int64), bounds)
     surroundings = reader.signer.left_of(row.ids.astype(np.int64), [start for start, _ in bounds])
     for number, (start, stop) in enumerate(bounds):

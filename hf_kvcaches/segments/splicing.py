@@ -34,7 +34,7 @@ class Loaded(NamedTuple):
 
 
 def like_stored(loaded: Loaded, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each layer an empty tensor of its keys' heads, head_dim and type, and one of its values'; layers above those stored are like them.
+    """For each layer an empty tensor of its keys' heads, head_dim and type, and one of its values'; all layers are taken to be alike.
 
     Args:
         loaded: Any piece.
@@ -101,14 +101,14 @@ def _splice(
     turning: bool,
 ) -> None:
     """Writes pieces that are stored alike."""
+    lengths = [each.piece.stop - each.piece.start for each in pieces]
     cut = [
-        codec.piles(
-            each.tensors, each.piece.record.stored, each.piece.offset, each.piece.offset + each.piece.stop - each.piece.start, each.depth
-        )
-        for each in pieces
+        codec.piles(each.tensors, each.piece.record.stored, each.piece.offset, each.piece.offset + length, each.depth)
+        for each, length in zip(pieces, lengths, strict=True)
     ]
     slots = torch.cat([torch.arange(each.piece.start, each.piece.stop) for each in pieces]) + padding
-    deltas = torch.cat([torch.full((each.piece.stop - each.piece.start,), each.piece.start - each.piece.position) for each in pieces])
+    shifts = [each.piece.start - each.piece.position for each in pieces]
+    deltas = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
     for pile in (_joined(parts) for parts in zip(*cut, strict=True)):
         for members, geometry in _turned_alike(pile.layers, geometries):
             first = layers[members[0]]
@@ -137,10 +137,9 @@ def _cat(packed: Sequence[Packed]) -> Packed:
     data = torch.cat([each.data for each in packed], 2)
     if packed[0].scale is None:
         return Packed(data)
-    scale, zero = (
-        [part for part in parts if part is not None] for parts in zip(*((each.scale, each.zero) for each in packed), strict=True)
-    )
-    return Packed(data, torch.cat(scale, 2), torch.cat(zero, 2), packed[0].group)
+    scale = torch.cat([each.scale for each in packed if each.scale is not None], 2)
+    zero = torch.cat([each.zero for each in packed if each.zero is not None], 2)
+    return Packed(data, scale, zero, packed[0].group)
 
 
 def _turned_alike(layers: Sequence[int], geometries: Sequence[RotaryGeometry | None]) -> list[tuple[list[int], RotaryGeometry | None]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,7 +70,7 @@ class Stages:
         slots = self._slots([np.union1d(row.places_to_run(), places) for row, places in zip(self.rows, probes, strict=True)])
         hidden = self._run(0, levels[0], slots, None)
         kept: dict[int, Hidden] = {row.number: {} for row in self.rows}
-        for level, following in zip(levels, levels[1:], strict=False):
+        for level, following in pairwise(levels):
             if level == check:
                 slots, hidden = self._check(level, slots, hidden, probes)
             slots, hidden = self._joined(level, slots, hidden)
@@ -156,9 +157,8 @@ class Stages:
             row.plan = replace(row.plan, parts=tuple(parts))
         going = self._slots([row.places_to_run() for row in self.rows])
         ran = [set(line.tolist()) for line in slots]
-        late = [
-            np.array(sorted(set((row.places_to_run() + row.padding).tolist()) - ran[line]), np.int64) for line, row in enumerate(self.rows)
-        ]
+        needed = [set((row.places_to_run() + row.padding).tolist()) for row in self.rows]
+        late = [np.array(sorted(own - done), np.int64) for own, done in zip(needed, ran, strict=True)]
         if any(map(len, late)):
             # Above layer 0, what stands behind a refused segment has looked at it already, and runs anew with it.
             again = going if level > 1 else self._slots([own - row.padding for own, row in zip(late, self.rows, strict=True)])

@@ -17,7 +17,8 @@ from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments import codec
 from hf_kvcaches.segments.codec import LayerStates, Quantization
 from hf_kvcaches.segments.index import SegmentIndex
-from hf_kvcaches.segments.records import Record
+from hf_kvcaches.segments.records import Record, Signature
+from hf_kvcaches.segments.similar import Similar
 from hf_kvcaches.segments.worth import Worth
 from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
 
@@ -109,6 +110,7 @@ class SegmentStore:
         self._lock = threading.RLock()
         self._indices: dict[str, SegmentIndex] = {}
         self._worth = Worth()
+        self._similar = Similar(location)
         self._pinned: frozenset[str] = frozenset()
         self._said: set[str] = set()
         self._counts = dict.fromkeys(("written", "evicted", "loads", "failures"), 0)
@@ -131,6 +133,22 @@ class SegmentStore:
             scope: See `Record`.
         """
         return self._indices.setdefault(scope, SegmentIndex())
+
+    def near(self, scope: str, signature: Signature) -> list[Record]:
+        """Segments that resemble one, by the signatures of their canonical texts.
+
+        Args:
+            scope: See `Record`.
+            signature: As `Record.signature`.
+        """
+        with self._lock:
+            records = self.index(scope).records
+            try:
+                keys = self._similar.of(scope, records).near(signature)
+            except self._similar.errors as error:
+                self._failed(error)
+                return []
+            return [records[key] for key in keys if key in records]
 
     def reading(self) -> threading.RLock:
         """A lock under which no index changes."""
@@ -196,7 +214,7 @@ class SegmentStore:
         Args:
             segments: What is there already is left alone.
         """
-        # The last first: where two are worth the same, the older one is evicted first, and without its start the rest of a prompt is not found.
+        # The last first: of two that are worth the same the older one is evicted, and a prompt without its start is not found.
         for record, layers, hidden in reversed(segments):
             key = record.key
             with self._lock:
@@ -216,6 +234,10 @@ class SegmentStore:
             with self._lock:
                 self._add(key, record, size)
                 self._counts["written"] += 1
+            try:
+                self._similar.publish(key, record)
+            except self._similar.errors as error:
+                self._failed(error)
         self._evict()
 
     def later(self, job: Callable[[], None]) -> None:
@@ -310,11 +332,14 @@ class SegmentStore:
     def _add(self, key: str, record: Record, size: int) -> None:
         self._worth.add(key, size, len(record))
         self.index(record.scope).add(key, record)
+        self._similar.add(key, record)
 
     def _forget(self, key: str) -> None:
         self._worth.remove(key)
-        for index in self._indices.values():
-            index.remove(key)
+        for scope, index in self._indices.items():
+            if key in index.records:
+                index.remove(key)
+                self._similar.remove(scope, key)
 
     def _evict(self) -> None:
         if self.max_bytes is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +17,7 @@ from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.index import Piece
 from hf_kvcaches.segments.records import Chain, Ids
 from hf_kvcaches.segments.remembering import Hidden, NewRow
+from hf_kvcaches.segments.resembling import Resembling
 from hf_kvcaches.segments.running import SparsePass
 from hf_kvcaches.segments.scope import scope_of
 from hf_kvcaches.segments.splicing import Loaded, like_stored, splice_row
@@ -114,12 +116,13 @@ class Taking:
     def _rows(self, padding: Sequence[int], scope: str) -> list[Row]:
         cache, store = self.cache, self.cache.store
         mode = cache.mode if cache.approximates else "exact"
+        resembling = Resembling(partial(store.near, scope), cache.reader)
         rows = []
         with store.reading():
             index = store.index(scope)
             for number, (slots, pad) in enumerate(zip(cache.history.rows(), padding, strict=True)):
                 ids, begin = slots[pad:], max(cache.seen - pad, 0)
-                plan = plan_row(ids[:-1], begin, Chain().extend(ids[:begin]), index, cache.policy, mode, len(cache.layers))
+                plan = plan_row(ids[:-1], begin, Chain().extend(ids[:begin]), index, cache.policy, mode, len(cache.layers), resembling)
                 rows.append(Row(number, pad, ids, begin, plan))
         for row in rows:
             row.plan = self._loaded(row)

@@ -1,0 +1,78 @@
+"""Near-identical segments: what a prompt shares with a stored segment of which a date, an id or a word is another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
+
+import numpy as np
+
+from hf_kvcaches.segments.index import Piece, Run
+from hf_kvcaches.segments.records import Ids, Record, Signature
+from hf_kvcaches.segments.scope import Reader
+from hf_kvcaches.stores.signatures import MinHasher
+
+# Candidates that are compared token by token.
+COMPARED = 3
+
+
+class Resembling:
+    """Looks for what verbatim search has not found.
+
+    Args:
+        near: Gives the stored segments whose signatures resemble one.
+        reader: Cuts the prompt, and makes signatures.
+    """
+
+    def __init__(self, near: Callable[[Signature], list[Record]], reader: Reader) -> None:
+        self.near, self.reader = near, reader
+
+    def runs(self, ids: Ids, gaps: Sequence[tuple[int, int]], shortest: int) -> list[Run]:
+        """Stretches of the gaps that stand in similar segments, in order and without overlaps.
+
+        Args:
+            ids: The row.
+            gaps: Where to look, as (start, stop).
+            shortest: Gaps and stretches with fewer tokens are not worth it.
+        """
+        wanted = [gap for gap in gaps if gap[1] - gap[0] >= shortest]
+        if not wanted:
+            return []
+        wide = ids.astype(np.int64)
+        spans = [
+            (max(span.start, start), min(span.stop, stop), span.start, span.stop)
+            for span in self.reader.discovery.spans(wide)
+            for start, stop in wanted
+            if min(span.stop, stop) - max(span.start, start) >= shortest
+        ]
+        # The signature is that of the whole span, as it was when the like of it was stored.
+        signatures = self.reader.signer.of(wide, [span[2:] for span in spans])
+        surroundings = self.reader.signer.left_of(wide, [span[2] for span in spans])
+        found = []
+        for (start, stop, _, _), signature, around in zip(spans, signatures, surroundings, strict=True):
+            found += self._aligned(ids, start, stop, self._closest(signature, around), shortest)
+        return sorted(found, key=lambda run: run.start)
+
+    def _closest(self, signature: Signature, around: Signature) -> list[Record]:
+        """Stored segments, the most similar first; where two are alike, the one in similar surroundings."""
+        near = [record for record in self.near(signature) if record.fresh and record.signature is not None]
+
+        def likeness(record: Record) -> tuple[float, float]:
+            beside = 0.0 if record.surroundings is None else float(MinHasher.jaccard(around, record.surroundings))
+            assert record.signature is not None
+            return float(MinHasher.jaccard(signature, record.signature)), beside
+
+        return sorted(near, key=likeness, reverse=True)[:COMPARED]
+
+    def _aligned(self, ids: Ids, start: int, stop: int, records: Sequence[Record], shortest: int) -> list[Run]:
+        """What a stretch shares with the segment that shares most with it, token by token."""
+        best: list[Run] = []
+        own = ids[start:stop].tolist()
+        for record in records:
+            blocks = SequenceMatcher(None, record.ids.tolist(), own, autojunk=False).get_matching_blocks()
+            runs = [
+                Run((Piece(start + block.b, start + block.b + block.size, record, block.a),)) for block in blocks if block.size >= shortest
+            ]
+            if sum(map(len, runs)) > sum(map(len, best)):
+                best = runs
+        return best
