@@ -117,7 +117,7 @@ class KVCache(Cache, ABC):
         """
         return cls(model, **settings)
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any) -> None:
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         """Told of the tokens of every pass, before it runs. Only with `takes_over_prefill`.
 
         Passes on embeddings, images and the like are not told of: after one, a cache that counts has been told of fewer than it holds.
@@ -125,6 +125,7 @@ class KVCache(Cache, ABC):
         Args:
             input_ids: (batch, tokens).
             attention_mask: As the model got it.
+            position_ids: Likewise.
         """
 
     def take_prefill(self, call: prefill.PrefillCall) -> int | prefill.Remaining:

@@ -124,7 +124,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     mask = kwargs.get("attention_mask")
     if not _tokens_alone(kwargs):
         return None
-    cache.observe(input_ids, mask)
+    cache.observe(input_ids, mask, kwargs.get("position_ids"))
     # Who keeps the logits of the last token only, as `generate` does for prompts, can do without the others' forward pass.
     if (
         kwargs.get("logits_to_keep") != 1

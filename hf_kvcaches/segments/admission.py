@@ -40,6 +40,8 @@ class Part:
         depth: Up to this layer what is stored is used, and the layers above are run from the hidden states stored there; None: all
             layers are used.
         probe: Whether that still hangs on a probe.
+        choose: How many tokens are still to be chosen for `rerun`, by how much their keys deviate.
+        instead: What it becomes if the probe fails.
     """
 
     start: int
@@ -49,6 +51,8 @@ class Part:
     rerun: Places = field(default_factory=lambda: _NONE)
     depth: int | None = None
     probe: bool = False
+    choose: int = 0
+    instead: tuple[Part, ...] = ()
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -57,6 +61,15 @@ class Part:
     def reused(self) -> int:
         """Tokens that are not run at all, in the layers that are used."""
         return len(self) - len(self.rerun) if self.pieces else 0
+
+    @property
+    def open(self) -> bool:
+        """Whether something of it is settled only when its keys have been looked at."""
+        return self.probe or self.choose > 0
+
+    def joining(self) -> Places:
+        """Places of the tokens that are run from `depth` on."""
+        return np.setdiff1d(np.arange(self.start, self.stop), self.rerun) if self.depth is not None else _NONE
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +119,7 @@ def plan_row(
     pieces, after = index.prefix(ids, chain, begin, exact_only=mode == "exact")
     parts: list[Part] = []
     for piece in pieces:
-        _add(parts, Part(piece.start, piece.stop, piece.record.origin, (piece,)))
+        _add(parts, Part(piece.start, piece.stop, piece.record.origin, (piece,), depth=_stored_depth((piece,), layers)))
     prefix = place = pieces[-1].stop if pieces else begin
     if mode != "exact":
         runs = index.runs(ids, place, policy.shortest)
@@ -127,16 +140,20 @@ def _gaps(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def settle(part: Part, passed: bool) -> Part:
-    """A part whose probe is done.
+def settle(part: Part, passed: bool, deviations: npt.NDArray[np.float32] | None = None) -> tuple[Part, ...]:
+    """What becomes of a part that has been looked at.
 
     Args:
         part: The part.
         passed: Whether it may be reused.
+        deviations: How much the keys of its tokens deviate, (tokens,), where some are to be chosen.
     """
-    if passed:
-        return replace(part, tier="probed", probe=False)
-    return Part(part.start, part.stop, "computed")
+    if not passed:
+        return part.instead
+    rerun = part.rerun
+    if part.choose and deviations is not None:
+        rerun = np.sort(np.argsort(-deviations, kind="stable")[: part.choose]) + part.start
+    return (replace(part, rerun=rerun, probe=False, choose=0, instead=()),)
 
 
 def _add(parts: list[Part], part: Part) -> None:
@@ -145,7 +162,7 @@ def _add(parts: list[Part], part: Part) -> None:
         return
     last = parts[-1] if parts else None
     alike = last is not None and (last.tier, last.depth, bool(last.pieces)) == (part.tier, part.depth, bool(part.pieces))
-    if last is None or not alike or len(last.rerun) or len(part.rerun) or part.probe or last.probe:
+    if last is None or not alike or len(last.rerun) or len(part.rerun) or part.open or last.open:
         parts.append(part)
     else:
         parts[-1] = replace(last, stop=part.stop, pieces=last.pieces + part.pieces)
@@ -159,17 +176,39 @@ def _admitted(ids: Ids, run: Run, policy: SegmentPolicy, mode: Mode, layers: int
     # From here on enough tokens to the left are the same for all layers.
     safe = run.stop if whole is None else min(run.stop, run.start + max(0, whole - same))
     repaired = int(np.ceil(policy.repair * len(run)))
+    depth = _stored_depth(run.pieces, layers)
     if safe == run.start:
-        return [Part(run.start, run.stop, "guarded", run.pieces)]
+        return [Part(run.start, run.stop, "guarded", run.pieces, depth=depth)]
+    # Not more than are unsafe.
+    repaired = min(repaired, safe - run.start)
+    part = Part(run.start, run.stop, "repaired", run.pieces, depth=depth)
+    if policy.repair_by == "deviation" and layers > policy.check_layer:
+        part = replace(part, choose=repaired)
+    else:
+        part = replace(part, rerun=np.arange(run.start, run.start + repaired))
     if mode == "approximate" or similarity(before, ids[: run.start]) >= policy.similarity:
-        return [_repaired(run, repaired, safe, "repaired")]
-    return [replace(_repaired(run, repaired, safe, "probed"), probe=True)]
+        return [part]
+    guarded = _guarded(run, same, policy, layers)
+    if policy.probe > 1 or layers <= policy.check_layer:
+        return guarded
+    return [replace(part, tier="probed", probe=True, instead=tuple(guarded))]
 
 
-def _repaired(run: Run, repaired: int, safe: int, tier: Tier) -> Part:
-    """A run whose first tokens are run again, but not more of them than are unsafe."""
-    rerun = np.arange(run.start, min(run.start + repaired, safe))
-    return Part(run.start, run.stop, tier, run.pieces, rerun)
+def _guarded(run: Run, same: int, policy: SegmentPolicy, layers: int) -> list[Part]:
+    """A run of which only as many layers are reused as its guards allow, the further into it the more."""
+    parts: list[Part] = []
+    for piece in run.pieces:
+        safe = policy.safe_depth(same + piece.start - run.start, layers)
+        depth = max((cut for cut in piece.record.stored.get("cuts", ()) if cut <= safe), default=None)
+        reused = Part(piece.start, piece.stop, "guarded", (piece,), depth=depth)
+        _add(parts, Part(piece.start, piece.stop, "computed") if depth is None else reused)
+    return parts
+
+
+def _stored_depth(pieces: Sequence[Piece], layers: int) -> int | None:
+    """How many layers are stored of all pieces, or None for all that the model has."""
+    stored = min((sum(map(len, piece.record.stored.get("piles", ()))) for piece in pieces), default=layers)
+    return stored if 0 < stored < layers else None
 
 
 def _stood_before(run: Run) -> Ids:

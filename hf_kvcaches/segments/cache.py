@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -123,6 +123,11 @@ class SegmentReuseCache(KVCache):
         self.policy = (policy or SegmentPolicy()).with_repair(repair)
         self.rotation: Rotation = rotation_of(self.config)
         self._check_layers()
+        if (store.depth or store.cuts) and not self.approximates:
+            raise UnsupportedError(
+                f"store: with cuts or depth, layers are run from the middle, and {self.rotation.why or 'this model can not be'}. "
+                "Use a store without."
+            )
         if mode == "approximate" and not self.approximates:
             raise UnsupportedError(
                 f"mode='approximate': {self.rotation.why or 'this model computes attention its own way'}. Use mode='exact', or 'auto'."
@@ -130,10 +135,10 @@ class SegmentReuseCache(KVCache):
         self.history = History()
         self.reader = reader_for(tokenizer, tuple(separators))
         self.given_spans = spans
-        self._settings = {"mode": mode, "repair": repair}
+        self._repair = repair
         self._parts: list[tuple[int, Part]] = []
         self._flops = [0.0, 0.0]
-        self._one_pass = False
+        self._one_pass = self._exchanged = False
         self.probes: list[Looked] = []
         self._watch()
 
@@ -146,7 +151,12 @@ class SegmentReuseCache(KVCache):
         return SegmentLayer()
 
     def settings(self) -> dict[str, Any]:
-        raise UnsupportedError("save: the segments are in the store already. Give the next request the same prompt, or use GrowingCache.")
+        return {"mode": self.mode, "repair": self._repair}
+
+    @classmethod
+    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
+        # The file holds the tokens' keys and values; the store is not in it, and what the loaded cache stores goes into one of its own.
+        return cls(model, SegmentStore("memory"), **settings)
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Does by hand what `generate` does with a prompt: fills the cache with all tokens but the last.
@@ -165,12 +175,22 @@ class SegmentReuseCache(KVCache):
         self.crop(-1)
         return self.seen
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any) -> None:
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self.remembering.release()
-        self.history.observe(input_ids, attention_mask, self.seen)
+        self.history.observe(input_ids, attention_mask, position_ids, self.seen)
 
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
         return Taking(self, call).take()
+
+    def earlier_parts(self, row: int) -> tuple[Part, ...]:
+        """What became of a row's earlier prompts. Where rows have been exchanged, any approximation counts for all.
+
+        Args:
+            row: Of the batch.
+        """
+        if not self._exchanged:
+            return tuple(part for number, part in self._parts if number == row)
+        return tuple(replace(part, start=0) for _, part in self._parts if part.tier != "exact" and part.pieces)
 
     def note(self, row: int, parts: tuple[Part, ...], cost: float, whole: float) -> None:
         """Counts what became of a row's prompt.
@@ -243,7 +263,7 @@ class SegmentReuseCache(KVCache):
         super().reset()
         self.history.reset()
         self._parts, self._flops, self.probes = [], [0.0, 0.0], []
-        self._one_pass = False
+        self._one_pass = self._exchanged = False
 
     def crop(self, tokens_to_remove: int) -> None:
         # New tokens are going to be written where these were, and the store's thread may be reading there.
@@ -256,16 +276,19 @@ class SegmentReuseCache(KVCache):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.remembering.release()
         super().reorder_cache(beam_idx)
+        self._exchanged = True
         self.history.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.remembering.release()
         super().batch_repeat_interleave(repeats)
+        self._exchanged = True
         self.history.map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.remembering.release()
         super().batch_select_indices(indices)
+        self._exchanged = True
         self.history.map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
 
     def _watch(self) -> None:
@@ -285,10 +308,19 @@ class SegmentReuseCache(KVCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self.remembering.release()
+        # These are shared, not copied.
+        memo |= {id(each): each for each in (self.tokenizer, self.reader, self.policy, self.rotation)}
         memo[id(self.remembering)] = None
         copied = super().__deepcopy__(memo)
         copied._watch()
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        raise UnsupportedError("pickle: a cache that is bound to a store stays in its process. Give the next request the same prompt.")
+        # A store stays in its process. Elsewhere the cache goes on with what it has.
+        self.remembering.release()
+        return {**super().__getstate__(), "store": None, "remembering": None, "tokenizer": None, "reader": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.store, self.reader = SegmentStore("memory"), reader_for(None, ())
+        self._watch()

@@ -27,12 +27,13 @@ class History:
         self._mask: torch.Tensor | None = None
         self.known = True
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, seen: int) -> None:
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any, seen: int) -> None:
         """Takes in the tokens of a pass.
 
         Args:
             input_ids: (batch, tokens).
             attention_mask: As the model got it.
+            position_ids: Likewise; those of a single token are taken to be usual.
             seen: How many tokens the cache had before.
         """
         if seen != self._length or (self._parts and self._parts[0].shape[0] != input_ids.shape[0]):
@@ -46,6 +47,16 @@ class History:
                 self._mask = attention_mask
         self._parts.append(input_ids)
         self._length += input_ids.shape[1]
+        if position_ids is not None and input_ids.shape[1] > 1 and not self._usual(position_ids, seen):
+            self.known = False
+
+    def _usual(self, positions: Any, seen: int) -> bool:
+        """Whether a pass has the positions that follow from the rows and their padding."""
+        padding = self.padding(self._length)
+        if padding is None or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
+            return False
+        expected = torch.arange(seen, self._length)[None] - torch.tensor(padding)[:, None]
+        return bool(((positions.cpu() == expected) | (expected < 0)).all())
 
     def padding(self, length: int) -> list[int] | None:
         """How many slots at the start of each row hold no token; None where that is not all there is to the mask, or too little is known.

@@ -56,6 +56,8 @@ class SegmentLayer(GrowingLayer):
                 f"The cache waits for {tuple(running.slots.shape)} tokens of a prompt, and the model came with "
                 f"{(key_states.shape[0], key_states.shape[2])}. A pass broke off: reset() the cache."
             )
+        if self.key_buffer is None or self.key_buffer.shape[2] <= running.total:
+            self.open(len(running.slots), running.total, key_states, value_states)
         assert self.key_buffer is not None
         assert self.value_buffer is not None
         where = running.slots.to(key_states.device)

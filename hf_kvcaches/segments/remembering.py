@@ -28,7 +28,8 @@ class NewRow:
         row: Of the batch.
         padding: Slots at its start that hold no token.
         ids: All its tokens.
-        plan: What became of them.
+        plan: What became of the new ones.
+        earlier: What became of those before.
         given: The caller's own segments.
         hidden: What entered some layers: the slots that ran, (tokens,), and their states, (tokens, hidden).
     """
@@ -37,6 +38,7 @@ class NewRow:
     padding: int
     ids: Ids
     plan: Plan
+    earlier: tuple[Part, ...] = ()
     given: tuple[tuple[int, int], ...] = ()
     hidden: Hidden | None = None
 
@@ -109,7 +111,7 @@ def _segments(
     surroundings = reader.signer.left_of(row.ids.astype(np.int64), [start for start, _ in bounds])
     for number, (start, stop) in enumerate(bounds):
         left, chain = chain, chain.extend(row.ids[start:stop])
-        origin, fresh = _origin(row.plan.parts, start, stop)
+        origin, fresh = _origin([*row.earlier, *row.plan.parts], start, stop)
         record = Record(
             scope,
             row.ids[start:stop],
@@ -123,13 +125,16 @@ def _segments(
             signatures[number],
             surroundings[number],
         )
+        hidden = _hidden(row.hidden, slice(start + row.padding, stop + row.padding)) if fresh else {}
+        if store.depth is not None and store.depth < len(buffers) and store.depth not in hidden:
+            continue  # without them the layers above could not be run
         slots = slice(start + row.padding, stop + row.padding)
         layers = [
             LayerStates(keys[row.row, :, slots].detach(), values[row.row, :, slots].detach())
             for keys, values in buffers[: store.depth]
             if keys is not None and values is not None
         ]
-        found.append(NewSegment(record, layers, _hidden(row.hidden, slots) if fresh else {}))
+        found.append(NewSegment(record, layers, hidden))
     return found
 
 

@@ -22,10 +22,11 @@ class Resembling:
     Args:
         near: Gives the stored segments whose signatures resemble one.
         reader: Cuts the prompt, and makes signatures.
+        given: The caller's own segments.
     """
 
-    def __init__(self, near: Callable[[Signature], list[Record]], reader: Reader) -> None:
-        self.near, self.reader = near, reader
+    def __init__(self, near: Callable[[Signature], list[Record]], reader: Reader, given: Sequence[tuple[int, int]] = ()) -> None:
+        self.near, self.reader, self.given = near, reader, given
 
     def runs(self, ids: Ids, gaps: Sequence[tuple[int, int]], shortest: int) -> list[Run]:
         """Stretches of the gaps that stand in similar segments, in order and without overlaps.
@@ -41,7 +42,7 @@ class Resembling:
         wide = ids.astype(np.int64)
         spans = [
             (max(span.start, start), min(span.stop, stop), span.start, span.stop)
-            for span in self.reader.discovery.spans(wide)
+            for span in self.reader.discovery.spans(wide, [each for each in self.given if each[1] <= len(ids)])
             for start, stop in wanted
             if min(span.stop, stop) - max(span.start, start) >= shortest
         ]

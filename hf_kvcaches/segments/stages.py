@@ -16,7 +16,7 @@ import torch
 
 from hf_kvcaches.core.prefill import PrefillCall, run_layers
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.splice import splice
+from hf_kvcaches.kernels.splice import Packed, splice
 from hf_kvcaches.segments import codec
 from hf_kvcaches.segments.admission import Part, Places, settle
 from hf_kvcaches.segments.probing import Looked, agreement
@@ -58,7 +58,7 @@ class Stages:
 
     def run(self) -> dict[int, Hidden]:
         """Fills the cache, and returns for each row what entered the layers at which the store wants hidden states."""
-        check = self.cache.policy.check_layer if any(part.probe for row in self.rows for part in row.plan.parts) else None
+        check = self.cache.policy.check_layer if any(part.open for row in self.rows for part in row.plan.parts) else None
         if check is not None and check >= self.layers:
             raise UnsupportedError(
                 f"policy: check_layer={check}, and the model has {self.layers} layers. Calibrate a policy for this model."
@@ -108,7 +108,7 @@ class Stages:
         parts = [[part for part in row.plan.parts if part.depth == level] for row in self.rows]
         if not any(parts):
             return slots, hidden
-        places = [np.concatenate([np.zeros(0, np.int64), *(np.arange(part.start, part.stop) for part in own)]) for own in parts]
+        places = [np.concatenate([np.zeros(0, np.int64), *(part.joining() for part in own)]) for own in parts]
         new = self._slots(places)
         width = self.cache.config.hidden_size
         states = torch.zeros(len(new), new.shape[1], width, dtype=self.call.model.dtype, device=self.device)
@@ -120,8 +120,11 @@ class Stages:
                     tensors = self.tensors[piece.record.key]
                     assert tensors is not None
                     packed = codec.hidden_states(tensors, piece.record.stored, level, piece.offset, piece.offset + length)
-                    splice(packed, [line[None, place : place + length]], torch.arange(length, device=self.device))
-                    place += length
+                    whole = line.new_empty(1, length, line.shape[-1])
+                    splice(_moved(packed, self.device), [whole], torch.arange(length, device=self.device))
+                    joining = np.setdiff1d(np.arange(piece.start, piece.stop), part.rerun) - piece.start
+                    line[place : place + len(joining)] = whole[0, joining]
+                    place += len(joining)
         return self._merged(slots, hidden, new, states)
 
     def _merged(
@@ -133,13 +136,8 @@ class Stages:
         return both[:, :longest], joined.gather(1, order[..., None].expand_as(joined))[:, :longest]
 
     def _probe_places(self, row: Row) -> Places:
-        """Of the tokens that probes look at: those behind what is run again at the start of each probed part."""
-        found = [np.zeros(0, np.int64)]
-        for part in row.plan.parts:
-            if part.probe:
-                start = int(part.rerun[-1]) + 1 if len(part.rerun) else part.start
-                found.append(np.arange(start, min(start + SLICE + PROBES, part.stop)))
-        return np.concatenate(found)
+        """Of the tokens that are looked at in each part that is still open."""
+        return np.concatenate([np.zeros(0, np.int64), *(_looked_at(part) for part in row.plan.parts if part.open)])
 
     def _check(self, level: int, slots: torch.Tensor, hidden: torch.Tensor, probes: Sequence[Places]) -> tuple[torch.Tensor, torch.Tensor]:
         """Settles the probed parts; returns the tokens that go on, without the probes and with what is not reused after all."""
@@ -147,13 +145,9 @@ class Stages:
         states = self._of(looked, slots, hidden)
         look = self._look(level, looked, states)
         for line, row in enumerate(self.rows):
-            parts = []
+            parts: list[Part] = []
             for part in row.plan.parts:
-                if not part.probe:
-                    parts.append(part)
-                    continue
-                score = self._score(level, line, row, part, looked[line], look)
-                parts += self._settled(part, score)
+                parts += self._settled(part, level, line, row, looked[line], look) if part.open else [part]
             row.plan = replace(row.plan, parts=tuple(parts))
         going = self._slots([row.places_to_run() for row in self.rows])
         ran = [set(line.tolist()) for line in slots]
@@ -166,9 +160,23 @@ class Stages:
             slots, hidden = (again, fresh) if level > 1 else self._merged(slots, hidden, again, fresh)
         return going, self._of(going, slots, hidden)
 
-    def _settled(self, part: Part, score: float) -> list[Part]:
-        self.cache.probes.append(Looked(part.start, part.stop, score))
-        return [settle(part, score >= self.cache.policy.probe)]
+    def _settled(self, part: Part, level: int, line: int, row: Row, looked: torch.Tensor, look: Look) -> Sequence[Part]:
+        """What becomes of an open part, by the keys that some of its tokens have here."""
+        places = torch.from_numpy(_looked_at(part)).to(self.device) + row.padding
+        mine = torch.searchsorted(looked.contiguous(), places)
+        buffer = self.cache.layers[level].key_buffer
+        assert buffer is not None
+        cached, fresh = buffer[line, :, places], look.fresh[line, :, mine]
+        deviations = (fresh.float() - cached.float()).norm(dim=-1).norm(dim=0).cpu().numpy()
+        passed = True
+        if part.probe:
+            asked, asking = mine[:SLICE], mine[SLICE : SLICE + PROBES]
+            score = 0.0
+            if len(asking) and look.query is not None:
+                score = agreement(look.query[line, :, asking], cached[:, : len(asked)], fresh[:, : len(asked)])
+            self.cache.probes.append(Looked(part.start, part.stop, score))
+            passed = score >= self.cache.policy.probe
+        return settle(part, passed, deviations)
 
     def _look(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> Look:
         layer = self.cache.layers[level]
@@ -177,16 +185,21 @@ class Stages:
             run_layers(self.call.model, level, level + 1, hidden, self.cache, running.positions)
         return found[0]
 
-    def _score(self, level: int, line: int, row: Row, part: Part, looked: torch.Tensor, look: Look) -> float:
-        start = (int(part.rerun[-1]) + 1 if len(part.rerun) else part.start) + row.padding
-        mine = ((looked >= start) & (looked < part.stop + row.padding)).nonzero()[:, 0]
-        if len(mine) <= PROBES or look.query is None:
-            return 0.0
-        asked, asking = mine[:-PROBES], mine[-PROBES:]
-        cached = self.cache.layers[level].key_buffer[line, :, looked[asked]]
-        return agreement(look.query[line, :, asking], cached, look.fresh[line, :, asked])
-
     def _of(self, wanted: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The states of some of the tokens that ran; of those that only fill up, any."""
         where = torch.searchsorted(slots.contiguous(), wanted).clamp_max(slots.shape[1] - 1)
         return hidden.gather(1, where[..., None].expand(-1, -1, hidden.shape[-1]))
+
+
+def _looked_at(part: Part) -> Places:
+    """Places of the tokens that a part is judged by: all where some are to be chosen, else those behind what is run again."""
+    if part.choose:
+        return np.arange(part.start, part.stop)
+    start = int(part.rerun[-1]) + 1 if len(part.rerun) else part.start
+    return np.arange(start, min(start + SLICE + PROBES, part.stop))
+
+
+def _moved(packed: Packed, device: torch.device) -> Packed:
+    parts = [None if part is None else part.to(device) for part in packed[:3]]
+    assert parts[0] is not None
+    return Packed(parts[0], parts[1], parts[2], packed.group)

@@ -82,46 +82,46 @@ class Taking:
             taken = self._splice_prefix(rows, common)
         elif staged or any(row.plan.reuses for row in rows):
             self._open(rows, total)
-            if staged or any(part.probe or part.depth is not None for row in rows for part in row.plan.parts):
+            if staged or any(part.open or part.depth is not None for row in rows for part in row.plan.parts):
                 hidden = Stages(cache, self.call, rows, self.tensors, total).run()
                 taken = total - 1 - before
                 for layer in cache.layers:
                     layer.seen = total - 1
             else:
                 taken = self._sparse(rows, total)
+        with store.reading():
+            new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows)
-        given = cache.given_spans
-        new = [
-            NewRow(row.number, row.padding, row.ids, row.plan, tuple(given[row.number]) if given else (), hidden.get(row.number))
-            for row in rows
-            if row.plan.prefix < len(row.ids)
-        ]
-        cache.remembering.expect(new, scope, cache.reader, total)
+        cache.remembering.expect([row for row in new if row.plan.prefix < len(row.ids)], scope, cache.reader, total)
         return taken
+
+    def _to_store(self, row: Row, scope: str, hidden: Hidden | None) -> NewRow:
+        """What of a row is new. In a chat that goes on in one cache, that is also what was generated since the last prompt."""
+        cache, plan = self.cache, row.plan
+        if row.begin:
+            pieces, chain = cache.store.index(scope).prefix(row.ids[: row.begin], Chain(), 0, exact_only=cache.mode == "exact")
+            stored = pieces[-1].stop if pieces else 0
+            plan = plan if stored == row.begin else replace(plan, prefix=stored, chain=chain)
+        given = tuple(cache.given_spans[row.number]) if cache.given_spans else ()
+        return NewRow(row.number, row.padding, row.ids, plan, cache.earlier_parts(row.number), given, hidden)
 
     def _padding(self) -> list[int] | None:
         """Each row's, or None where the prompt is none that can be reused: unknown tokens, positions of the caller's own, gradients."""
         cache, call = self.cache, self.call
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or cache.offloading:
             return None
-        padding = cache.history.padding(cache.seen + call.input_ids.shape[1])
-        if padding is None or call.position_ids is None:
-            return padding
-        slots = torch.arange(cache.seen, cache.seen + call.input_ids.shape[1])
-        expected = slots[None] - torch.tensor(padding)[:, None]
-        positions = call.position_ids.cpu()
-        usual = positions.ndim == 2 and bool(((positions == expected) | (expected < 0)).all())
-        return padding if usual else None
+        return cache.history.padding(cache.seen + call.input_ids.shape[1])
 
     def _rows(self, padding: Sequence[int], scope: str) -> list[Row]:
         cache, store = self.cache, self.cache.store
         mode = cache.mode if cache.approximates else "exact"
-        resembling = Resembling(partial(store.near, scope), cache.reader)
         rows = []
         with store.reading():
             index = store.index(scope)
             for number, (slots, pad) in enumerate(zip(cache.history.rows(), padding, strict=True)):
                 ids, begin = slots[pad:], max(cache.seen - pad, 0)
+                given = tuple(cache.given_spans[number]) if cache.given_spans else ()
+                resembling = Resembling(partial(store.near, scope), cache.reader, given)
                 plan = plan_row(ids[:-1], begin, Chain().extend(ids[:begin]), index, cache.policy, mode, len(cache.layers), resembling)
                 rows.append(Row(number, pad, ids, begin, plan))
         for row in rows:
@@ -161,7 +161,7 @@ class Taking:
         ends = []
         for row in rows:
             parts = row.plan.parts
-            count = next((number for number, part in enumerate(parts) if not part.pieces or len(part.rerun) or part.probe), len(parts))
+            count = next((number for number, part in enumerate(parts) if not part.pieces or len(part.rerun) or part.open), len(parts))
             more = any(part.pieces for part in parts[count:])
             if self.cache.approximates and more:
                 return None
@@ -228,7 +228,7 @@ class Taking:
             cost = costs.of_tokens(np.append(row.places_to_run(), last))
             for part in row.plan.parts:
                 if part.pieces and part.depth is not None:
-                    cost += costs.of_tokens(np.arange(part.start, part.stop), part.depth, layers)
+                    cost += costs.of_tokens(part.joining(), part.depth, layers)
             self.cache.note(row.number, row.plan.parts, cost, whole)
             # The deepest first: of what is worth the same, the start of a prompt is evicted last.
             for part in reversed(row.plan.parts):

@@ -16,6 +16,8 @@ from hf_kvcaches import (
     KeyNormPolicy,
     KVCache,
     LagKVPolicy,
+    SegmentReuseCache,
+    SegmentStore,
     SnapKVPolicy,
     SubspaceBases,
     SubspaceCache,
@@ -114,12 +116,28 @@ def adaptive(model: Any, **options: Any) -> SubspaceCache:
     return SubspaceCache(model, adaptive=AdaptiveSubspace(**follow), **options)
 
 
+# What one test has stored is there for the next one with the same model, so that prompts come again.
+STORED = SegmentStore("memory", max_bytes="64MiB", quantization=None)
+
+
+def empty_store(model: Any) -> SegmentReuseCache:
+    """A cache with nothing to reuse."""
+    return SegmentReuseCache(model, SegmentStore("memory"))
+
+
+def exact_segments(model: Any) -> SegmentReuseCache:
+    """A cache that reuses what is bit-equal."""
+    return SegmentReuseCache(model, STORED, mode="exact")
+
+
 # Models with no layer of full attention have nothing to calibrate.
 # In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
 SUBSPACE = frozenset({"mistral_sliding", "forced_tokens@bfloat16"})
 
 ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
+    Entry("segments_empty", empty_store, lossless=True),
+    Entry("segments_exact", exact_segments, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
     *(
         Entry(

@@ -1,0 +1,80 @@
+"""A prefill with reuse, one token after the other: what is stored is appended, all else is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_kvcaches import GrowingCache, RotaryGeometry, SegmentReuseCache, SegmentStore
+from hf_kvcaches.core.prefill import capture_hidden, run_from_layer
+
+States = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Source:
+    """An earlier prompt, as the model alone computes it."""
+
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, cut: int | None = None) -> None:
+        self.model, self.hidden = model, None
+        # Its layers keep all tokens, also those with a window.
+        cache = SegmentReuseCache(model, SegmentStore("memory"), mode="exact")
+        with torch.no_grad():
+            if cut is None:
+                model(ids, past_key_values=cache)
+            else:
+                with capture_hidden(model, cut) as seen:
+                    model(ids, past_key_values=cache)
+                self.hidden = seen[0]
+        self.layers = [(layer.keys, layer.values) for layer in cache.layers]
+
+    def at(self, position: int, place: int) -> States:
+        """Keys and values of one token, for another place."""
+        found = []
+        for index, (keys, values) in enumerate(self.layers):
+            geometry = RotaryGeometry.from_config(self.model.config, layer_idx=index)
+            key = keys[:, :, position : position + 1]
+            found.append((geometry.shift(key, place - position) if place != position else key, values[:, :, position : position + 1]))
+        return found
+
+
+def step_by_step(
+    model: PreTrainedModel, ids: torch.Tensor, positions: Mapping[int, int], source: Source, depths: Mapping[int, int] | None = None
+) -> tuple[torch.Tensor, DynamicCache]:
+    """The last token's logits, and the cache.
+
+    Args:
+        model: The model.
+        ids: (1, tokens).
+        positions: For each place that is reused, where it stood in the source.
+        source: The earlier prompt.
+        depths: For some of these places, how many layers are reused; the others run on the source's hidden states.
+    """
+    cache = GrowingCache(model.config)
+    logits = None
+    with torch.no_grad():
+        for place in range(ids.shape[1]):
+            if place not in positions:
+                logits = model(ids[:, place : place + 1], position_ids=torch.tensor([[place]]), past_key_values=cache).logits
+                continue
+            depth = (depths or {}).get(place, len(cache.layers))
+            for layer, (key, value) in list(zip(cache.layers, source.at(positions[place], place), strict=True))[:depth]:
+                layer.update(key, value)
+            if depth < len(cache.layers):
+                hidden = source.hidden[:, positions[place] : positions[place] + 1]
+                run_from_layer(model, depth, hidden, cache, torch.tensor([place]))
+    return logits[:, -1], cache
+
+
+def reused_positions(cache: SegmentReuseCache, row: int = 0) -> tuple[dict[int, int], dict[int, int]]:
+    """For each place that a cache has reused, where it stood when it was stored; and how many layers, where not all."""
+    positions, depths = {}, {}
+    for number, part in cache._parts:
+        for piece in part.pieces if number == row else ():
+            for place in range(piece.start, piece.stop):
+                if place not in part.rerun:
+                    positions[place] = piece.position + place - piece.start
+                    if part.depth is not None:
+                        depths[place] = part.depth
+    return positions, depths

@@ -1,0 +1,373 @@
+"""`SegmentReuseCache` inside `generate`: bit-equal where it says exact, and elsewhere what one token after the other gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config
+
+from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from tests import testbed, tiny
+from tests.segments.reference import Source, reused_positions, step_by_step
+
+MODELS = {
+    "llama": tiny.llama,
+    "mha": lambda: tiny.llama(num_key_value_heads=4),
+    "mqa": lambda: tiny.llama(num_key_value_heads=1),
+    "yarn": lambda: tiny.llama(
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    ),
+    "llama3": lambda: tiny.build(
+        LlamaConfig(
+            **{**tiny._SHAPE, "num_hidden_layers": 2},
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        )
+    ),
+    "partial": lambda: tiny.build(
+        GPTNeoXConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, initializer_range=0.3
+        )
+    ),
+    "gemma2": tiny.gemma2,
+    "sliding": lambda: tiny.build(
+        Qwen2Config(**tiny._SHAPE, use_sliding_window=True, sliding_window=6, max_window_layers=2),
+    ),
+}
+ONE = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+A, B, C, D = (tiny.ids(1, length, seed=seed) for length, seed in ((29, 1), (47, 2), (31, 3), (17, 5)))
+
+
+assert len({int(part[0, 0]) for part in (A, B, C, D)}) == 4  # or prompts would share a token more
+
+
+def joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts, dim=1)
+
+
+def first_logits(model, ids, cache, **inputs):
+    return model.generate(ids, past_key_values=cache, **ONE, **inputs).logits[0]
+
+
+def plain(model, ids, **inputs):
+    return first_logits(model, ids, DynamicCache(config=model.config), **inputs)
+
+
+def stored(model, *prompts, **options):
+    """A store that has seen these prompts."""
+    store = SegmentStore("memory", **{"quantization": None, **options})
+    for prompt in prompts:
+        first_logits(model, prompt, SegmentReuseCache(model, store, mode="exact"))
+    return store
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_a_prompt_that_begins_like_an_earlier_one_is_bit_equal_up_to_there(name):
+    model = MODELS[name]()
+    store = stored(model, joined(A, B, C))
+    cache, prompt = SegmentReuseCache(model, store, mode="exact"), joined(A, B, D)
+    assert torch.allclose(first_logits(model, prompt, cache), plain(model, prompt), atol=1e-4)
+    source = Source(model, joined(A, B, C))
+    for layer, (keys, values) in zip(cache.layers, source.layers, strict=True):
+        assert torch.equal(layer.keys[:, :, :76], keys[:, :, :76])
+        assert torch.equal(layer.values[:, :, :76], values[:, :, :76])
+    report = cache.report()
+    assert (report.reused_tokens, report.repaired_tokens, report.computed_tokens) == (76, 0, 16)
+    assert report.tiers == {"exact": 76, "computed": 16}
+    assert 0.7 < report.flops_saved < 0.85
+
+
+@pytest.mark.parametrize("repair", [0.0, 0.3])
+@pytest.mark.parametrize("name", list(MODELS))
+def test_moved_segments_give_what_one_token_after_the_other_gives(name, repair):
+    model = MODELS[name]()
+    earlier, prompt = joined(A, B, C), joined(D, C[:, :7], B, A, D[:, ::2])
+    cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate", repair=repair)
+    got = first_logits(model, prompt, cache)
+    positions, _ = reused_positions(cache)
+    assert len(positions) >= (29 + 47) * (1 - repair) - 3
+    expected, reference = step_by_step(model, prompt, positions, Source(model, earlier))
+    assert torch.allclose(got, expected, atol=1e-4)
+    assert not torch.allclose(got, plain(model, prompt), atol=1e-4)
+    for mine, theirs in zip(cache.layers, reference.layers, strict=True):
+        held = theirs.keys.shape[2]
+        assert torch.allclose(mine.keys[:, :, -held:], theirs.keys, atol=1e-4)
+    assert {"repaired", "computed"} == set(cache.report().tiers)
+
+
+def test_rows_with_padding_are_matched_by_themselves():
+    model, earlier = tiny.llama(), joined(A, B, C)
+    prompts = [joined(D, B, D[:, :5]), joined(A, B, D), joined(tiny.ids(1, 40, seed=9), C, D), D]
+    length = max(prompt.shape[1] for prompt in prompts)
+    ids = torch.cat([torch.cat([torch.zeros(1, length - prompt.shape[1], dtype=torch.long), prompt], dim=1) for prompt in prompts])
+    mask = torch.stack([torch.arange(length) >= length - prompt.shape[1] for prompt in prompts]).long()
+    cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate")
+    got = first_logits(model, ids, cache, attention_mask=mask)
+    for row, prompt in enumerate(prompts):
+        alone = SegmentReuseCache(model, stored(model, earlier), mode="approximate")
+        assert torch.allclose(got[row : row + 1], first_logits(model, prompt, alone), atol=1e-4)
+        mine = [(s.start, s.stop, s.tier) for s in cache.report().spans if s.row == row]
+        assert mine == [(s.start, s.stop, s.tier) for s in alone.report().spans]
+    exact = SegmentReuseCache(model, stored(model, earlier), mode="exact")
+    assert torch.allclose(first_logits(model, ids, exact, attention_mask=mask), plain(model, ids, attention_mask=mask), atol=1e-4)
+
+
+@pytest.mark.parametrize("repair_by", ["first", "deviation"])
+def test_probes_that_all_pass_change_nothing_but_the_tier(repair_by):
+    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D[:, :9], A, D)
+    results = []
+    for mode, probe in (("approximate", 0.0), ("auto", -1.0)):
+        policy = SegmentPolicy(probe=probe, repair_by=repair_by)
+        cache = SegmentReuseCache(model, stored(model, earlier), mode=mode, policy=policy, repair=0.2)
+        results.append((first_logits(model, prompt, cache), cache.report()))
+        positions, _ = reused_positions(cache)
+        expected, _ = step_by_step(model, prompt, positions, Source(model, earlier))
+        # What is looked at runs through the lowest layer, whose keys follow from the token alone.
+        assert torch.allclose(results[-1][0], expected, atol=1e-4)
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-4)
+    assert [span[1:3] for span in results[0][1].spans] == [span[1:3] for span in results[1][1].spans]
+    assert results[0][1].repaired_tokens == results[1][1].repaired_tokens == 6 + 10
+    assert set(results[1][1].tiers) == {"probed", "computed"}
+
+
+@pytest.mark.parametrize("check_layer", [1, 2])
+def test_segments_whose_probe_fails_are_computed(check_layer):
+    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D[:, :9], A, D)
+    policy = SegmentPolicy(probe=0.99999, check_layer=check_layer)
+    cache = SegmentReuseCache(model, stored(model, earlier), policy=policy)
+    assert torch.allclose(first_logits(model, prompt, cache), plain(model, prompt), atol=1e-4)
+    assert set(cache.report().tiers) == {"computed"}
+    assert len(cache.probes) == 2
+
+
+def test_tokens_whose_keys_deviate_most_are_run_again():
+    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D)
+    policy = SegmentPolicy(repair_by="deviation")
+    cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate", policy=policy, repair=0.25)
+    first_logits(model, prompt, cache)
+    (part,) = [part for _, part in cache._parts if part.pieces]
+    source, whole = Source(model, earlier), Source(model, prompt)
+    deviations = {}
+    for place in range(part.start, part.stop):
+        moved, fresh = source.at(place - part.start + part.pieces[0].position, place)[1][0], whole.at(place, place)[1][0]
+        deviations[place] = float((moved - fresh).norm())
+    assert sorted(part.rerun) == sorted(sorted(deviations, key=deviations.get, reverse=True)[: len(part.rerun)])
+    assert len(part.rerun) == 12
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_lower_layers_are_reused_and_upper_ones_run_on_stored_hidden_states(depth):
+    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D)
+    store = SegmentStore("memory", quantization=None, cuts=1)
+    first_logits(model, earlier, SegmentReuseCache(model, store, mode="exact"))
+    policy = SegmentPolicy(guard=((depth / 4, 0),), probe=1.01)
+    cache = SegmentReuseCache(model, store, policy=policy)
+    got = first_logits(model, prompt, cache)
+    positions, depths = reused_positions(cache)
+    assert set(depths.values()) == {depth}
+    assert len(positions) == 47
+    expected, _ = step_by_step(model, prompt, positions, Source(model, earlier, cut=depth), depths)
+    assert torch.allclose(got, expected, atol=1e-4)
+    assert cache.report().tiers["guarded"] == 47
+
+
+def test_guards_grow_with_the_depth():
+    model, earlier, prompt = tiny.llama(), joined(A, tiny.ids(1, 100, seed=8), C), joined(D, tiny.ids(1, 100, seed=8), D)
+    store = SegmentStore("memory", quantization=None, cuts=1)
+    first_logits(model, earlier, SegmentReuseCache(model, store, mode="exact"))
+    policy = SegmentPolicy(guard=((0.25, 10), (0.5, 60), (0.75, 90)), probe=1.01)
+    cache = SegmentReuseCache(model, store, policy=policy)
+    got = first_logits(model, prompt, cache)
+    _, depths = reused_positions(cache)
+    assert all(place - 17 >= {1: 10, 2: 60, 3: 90}[depth] for place, depth in depths.items())
+    assert len(set(depths.values())) >= 1
+    for span in cache.report().spans:
+        assert span.depth in (None, 1, 2, 3)
+    assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_store_of_lower_layers_only_gives_the_same_with_fewer_bytes(quantization):
+    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(A, B, D)
+    store = SegmentStore("memory", quantization=quantization, depth=2)
+    first_logits(model, earlier, SegmentReuseCache(model, store, mode="exact"))
+    cache = SegmentReuseCache(model, store, mode="exact")
+    assert torch.allclose(first_logits(model, prompt, cache), plain(model, prompt), atol=1e-4 if quantization is None else 0.3)
+    assert cache.report().tiers == {"exact": 76, "computed": 16}
+    assert 0.3 < cache.report().flops_saved < 0.5
+
+
+def test_segments_with_other_dates_and_numbers_share_what_is_equal():
+    _, tokenizer = testbed.load()
+    model = tiny.llama(vocab_size=2048)
+
+    def log(day: int) -> torch.Tensor:
+        lines = [
+            f"- Ship {name} left port on 2024-03-{day + index:02d}." for index, name in enumerate(("Argo", "Beagle", "Calypso", "Dart"))
+        ]
+        return tokenizer("\n".join(["", "", *lines, "", ""]), return_tensors="pt", add_special_tokens=False)["input_ids"]
+
+    store = SegmentStore("memory", quantization=None)
+    policy = SegmentPolicy(aligned=5)
+    first_logits(model, joined(A, log(10), C), SegmentReuseCache(model, store, tokenizer))
+    cache = SegmentReuseCache(model, store, tokenizer, mode="approximate", policy=policy)
+    prompt = joined(A, D, log(20), D)
+    first_logits(model, prompt, cache)
+    reused = [span for span in cache.report().spans if span.tier == "repaired"]
+    assert len(reused) >= 4
+    assert sum(span.stop - span.start for span in reused) > 0.6 * log(20).shape[1]
+    for _, part in cache._parts:
+        for piece in part.pieces:
+            mine = prompt[0, piece.start : piece.stop].tolist()
+            assert mine == piece.record.ids[piece.offset : piece.offset + len(mine)].tolist()
+
+
+def test_what_was_reused_is_found_again_as_the_start_of_the_next_step():
+    """An agent's next prompt goes on from the last one: all of that is reused, also what was spliced there."""
+    model = tiny.llama()
+    store = stored(model, joined(A, B, C))
+    first, second = joined(D, B, D[:, :9]), joined(D, B, D[:, :9], tiny.ids(1, 20, seed=30))
+    one, two = (SegmentReuseCache(model, store, mode="approximate") for _ in range(2))
+    first_logits(model, first, one)
+    spliced = step_by_step(model, second, reused_positions(one)[0], Source(model, joined(A, B, C)))[0]
+    assert torch.allclose(first_logits(model, second, two), spliced, atol=1e-4)
+    assert two.report().reused_tokens == first.shape[1]
+    assert set(two.report().tiers) == {"exact", "repaired", "computed"}
+    strict = SegmentReuseCache(model, store, mode="exact")
+    assert torch.allclose(first_logits(model, second, strict), plain(model, second), atol=1e-4)
+    assert strict.report().reused_tokens == 17
+
+
+def test_a_chat_goes_on_in_one_cache_and_is_known_to_others():
+    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
+    cache = SegmentReuseCache(model, store, mode="exact")
+    text = model.generate(joined(A, B), past_key_values=cache, max_new_tokens=6, do_sample=False)
+    turn = joined(text, C)
+    got = model.generate(turn, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    assert torch.equal(got, model.generate(turn, max_new_tokens=5, do_sample=False))
+    other = SegmentReuseCache(model, store, mode="exact")
+    assert torch.equal(model.generate(turn, past_key_values=other, max_new_tokens=5, do_sample=False), got)
+    assert other.report().reused_tokens == turn.shape[1] - 1
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prefill_chunk_size": 20}, {"num_beams": 2, "num_return_sequences": 2}])
+def test_beams_and_chunks_go_on_as_without_reuse(options):
+    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
+    for prompt in (joined(A, B, C), joined(A, B, D)):
+        expected = model.generate(prompt, max_new_tokens=7, do_sample=False, **options)
+        cache = SegmentReuseCache(model, store, mode="exact")
+        assert torch.equal(model.generate(prompt, past_key_values=cache, max_new_tokens=7, do_sample=False, **options), expected)
+    # The last token of each chunk is always computed.
+    assert cache.report().reused_tokens >= 73
+
+
+def test_prefill_by_hand_fills_the_cache_up_to_the_last_token():
+    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
+    for _ in range(2):
+        cache = SegmentReuseCache(model, store)
+        assert cache.prefill(joined(A, B)) == 75
+        with torch.no_grad():
+            logits = model(B[:, -1:], past_key_values=cache).logits[:, -1]
+        assert torch.allclose(logits, plain(model, joined(A, B)), atol=1e-4)
+    assert cache.report().reused_tokens == 75
+    with pytest.raises(ConfigError, match="input_ids"):
+        cache.prefill(torch.zeros(3, dtype=torch.long))
+
+
+def test_one_token_is_enough_to_store_a_prompt_and_a_cache_that_lives_on_is_waited_for():
+    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
+    alive = SegmentReuseCache(model, store)
+    first_logits(model, joined(A, B), alive)
+    cache = SegmentReuseCache(model, store)
+    first_logits(model, joined(A, C), cache)
+    assert cache.report().reused_tokens == 29
+
+
+def test_tokens_written_over_a_prompt_do_not_reach_the_store():
+    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
+    cache = SegmentReuseCache(model, store)
+    first_logits(model, joined(A, B), cache)
+    cache.crop(-60)
+    with torch.no_grad():
+        model(C, past_key_values=cache)
+    other = SegmentReuseCache(model, store)
+    assert torch.allclose(first_logits(model, joined(A, B, D), other), plain(model, joined(A, B, D)), atol=1e-4)
+    assert other.report().reused_tokens == 76
+
+
+def test_what_the_cache_was_not_told_of_is_never_stored_nor_matched():
+    model, store = tiny.llama(), SegmentStore("memory", quantization=None)
+    cache = SegmentReuseCache(model, store)
+    with torch.no_grad():
+        model(inputs_embeds=model.get_input_embeddings()(A), past_key_values=cache)
+    assert torch.allclose(first_logits(model, joined(A, B), cache), plain(model, joined(A, B)), atol=1e-4)
+    assert store.report().segments == 0
+    positions = SegmentReuseCache(model, store)
+    with torch.no_grad():
+        model(input_ids=A, position_ids=torch.arange(29)[None] + 5, past_key_values=positions, logits_to_keep=1)
+        model(input_ids=B, past_key_values=positions, logits_to_keep=1)
+    assert store.report().segments == 0
+
+
+def test_training_does_not_take_from_the_store():
+    model = tiny.llama()
+    cache = SegmentReuseCache(model, stored(model, joined(A, B)))
+    logits = model(input_ids=joined(A, B), past_key_values=cache, logits_to_keep=1).logits
+    assert logits.requires_grad
+    assert cache.report().reused_tokens == 0
+
+
+def test_copies_share_the_store_and_go_on_alike():
+    model = tiny.llama()
+    store = stored(model, joined(A, B))
+    cache = SegmentReuseCache(model, store)
+    text = model.generate(joined(A, B, C), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    other = copy.deepcopy(cache)
+    assert other.store is store
+    more = joined(text, D)
+    assert torch.equal(
+        model.generate(more, past_key_values=cache, max_new_tokens=4, do_sample=False),
+        model.generate(more, past_key_values=other, max_new_tokens=4, do_sample=False),
+    )
+
+
+def test_models_that_cannot_move_keys_reuse_only_starts():
+    model = tiny.gpt2()
+    store = stored(model, joined(A, B, C))
+    cache = SegmentReuseCache(model, store)
+    assert torch.allclose(first_logits(model, joined(A, B, D), cache), plain(model, joined(A, B, D)), atol=1e-4)
+    assert cache.report().tiers == {"exact": 76, "computed": 16}
+    moved = SegmentReuseCache(model, store)
+    assert torch.allclose(first_logits(model, joined(D, B, A), moved), plain(model, joined(D, B, A)), atol=1e-4)
+    assert moved.report().reused_tokens == 0
+    with pytest.raises(UnsupportedError, match="can't be moved"):
+        SegmentReuseCache(model, store, mode="approximate")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"mode": "fast"}, "mode"), ({"policy": 0.3}, "policy"), ({"repair": 1.5}, "repair"), ({"repair": True}, "repair")],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        SegmentReuseCache(tiny.llama(), SegmentStore("memory"), **arguments)
+
+
+def test_a_store_is_asked_for():
+    with pytest.raises(ConfigError, match="SegmentStore"):
+        SegmentReuseCache(tiny.llama(), "memory")
+
+
+def test_keys_that_change_with_the_length_are_refused():
+    model = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    with pytest.raises(UnsupportedError, match="model"):
+        SegmentReuseCache(model, SegmentStore("memory"))
