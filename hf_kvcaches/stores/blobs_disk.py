@@ -61,7 +61,7 @@ class DiskBlobs(BlobStore):
             old = [entry.path for entry in entries if entry.name.endswith(TEMPORARY_SUFFIX) and _age(entry) > _STALE]
         for path in old:
             Path(path).unlink(missing_ok=True)
-        if _size(folder / _JOURNAL) not in range(_TITLE_BYTES, _LONGEST_JOURNAL + 1):
+        if not _TITLE_BYTES <= (_size(folder / _JOURNAL) or 0) <= _LONGEST_JOURNAL:
             self._start_journal()
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:

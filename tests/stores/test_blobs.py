@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,14 @@ def test_any_order_of_calls_by_two_handles_does_as_a_dict_does(shared_server, op
             user.store.close()
 
 
+@pytest.fixture
+def threads_that_take_turns_often() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
 def test_threads_that_put_read_and_delete_see_whole_blobs_and_each_change_once(location):
     store = open_blobs(location)
     follower, failures = Follower(store), []
@@ -219,7 +229,41 @@ def test_threads_that_put_read_and_delete_see_whole_blobs_and_each_change_once(l
     assert store.pinned() == {key_of(100 + mine * 100 + step) for mine in range(8) for step in range(0, 12, 2)}
 
 
-def test_threads_that_ask_for_changes_at_once_share_them_without_repetition(location):
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_of_threads_that_read_a_damaged_blob_at_once_one_complains(kind, tmp_path, request):
+    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
+    store = open_blobs(location)
+    store.put(KEY, HEAD, {"x": torch.zeros(300_000)})
+    damage(location, KEY)
+    together, read = threading.Barrier(8), []
+
+    def work() -> None:
+        together.wait()
+        read.append(store.tensors(KEY))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read == [None] * 8
+    assert store.damaged == len(store.complaints) == 1
+
+
+def damage(location: str, key: str) -> None:
+    """Flips a bit in the tensors of a blob."""
+    if location.startswith("disk:"):
+        path = Path(location.removeprefix("disk:")) / f"{key}.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    else:
+        import redis
+
+        address, _, prefix = location.partition("?prefix=")
+        redis.Redis.from_url(address).setrange(f"{prefix}:body:{key}", 500_000, b"\1")
+
+
+def test_threads_that_ask_for_changes_at_once_share_them_without_repetition(location, threads_that_take_turns_often):
     store = open_blobs(location)
     told, failures = [], []
 

@@ -67,14 +67,17 @@ def test_a_file_damaged_after_it_was_listed_is_found_when_it_is_read(tmp_path):
     store = open_blobs(f"disk:{tmp_path}")
     store.put(KEY, HEAD, blob())
     store.changes()
-    content = bytearray(file_of(tmp_path).read_bytes())
-    for place, kind in ((30, "header"), (len(content) - 1, "tensors")):
-        damaged = bytearray(content)
-        damaged[place] ^= 1
+    content = file_of(tmp_path).read_bytes()
+    flipped_header, flipped_body = (
+        bytes([*content[:place], content[place] ^ 1, *content[place + 1 :]]) for place in (30, len(content) - 1)
+    )
+    cases = [(flipped_header, "header's checksum"), (flipped_body, "checksum of its tensors"), (content[:-1], "bytes of")]
+    cases += [(content[:200], "its header should take"), (content[:5], "in its header"), (b"", "in its header")]
+    for count, (damaged, reason) in enumerate(cases, 1):
         file_of(tmp_path).write_bytes(damaged)
         assert store.tensors(KEY) is None
-        assert kind in store.complaints[-1]
-    assert store.damaged == 2
+        assert reason in store.complaints[-1]
+        assert store.damaged == count
 
 
 def test_a_file_renamed_to_another_key_is_damaged(tmp_path):
@@ -145,6 +148,7 @@ def test_a_blob_that_came_without_a_word_is_told_of_to_who_puts_it_again(tmp_pat
         lambda journal: journal.write_bytes(b""),
         lambda journal: journal.write_bytes(journal.read_bytes()[:60]),
         lambda journal: journal.write_bytes(b"0" * 31 + b"\n"),
+        lambda journal: journal.write_bytes(b"0" * 31 + b"\n" + f"-{KEY}\n".encode() * 20),
         lambda journal: journal.write_bytes(journal.read_bytes() + b"nonsense\n"),
         lambda journal: journal.write_bytes(os.urandom(5000)),
     ],
@@ -164,6 +168,14 @@ def test_whatever_happens_to_the_journal_the_folder_is_the_truth(tmp_path, spoil
     second.follow()
     assert key_of(4) in second.known
     assert second.store.changes() == ([], [])
+
+
+def test_a_journal_that_was_deleted_is_begun_anew_by_the_next_put(tmp_path):
+    store, other = open_blobs(f"disk:{tmp_path}"), open_blobs(f"disk:{tmp_path}")
+    other.changes()
+    (tmp_path / _JOURNAL).unlink()
+    store.put(KEY, HEAD, blob())
+    assert [stored.key for stored in other.changes().added] == [KEY]
 
 
 def test_a_line_of_a_killed_writer_spoils_no_later_change(tmp_path):
@@ -301,15 +313,19 @@ def test_a_folder_that_went_away_is_unavailable_and_works_when_it_is_back(tmp_pa
     store = open_blobs(f"disk:{folder}")
     store.put(KEY, HEAD, blob())
     store.changes()
+    # No line tells of this one, so it has to be remembered through the failure.
+    file_of(folder).rename(tmp_path / "aside")
+    assert store.tensors(KEY) is None
     folder.rename(tmp_path / "away")
     for call in (lambda: store.put("ab", {}, {}), store.changes, store.pinned, store.clear, lambda: store.pin(KEY)):
         with pytest.raises(StoreUnavailable, match="blobs can't be used"):
             call()
     assert store.tensors(KEY) is None
     (tmp_path / "away").rename(folder)
-    assert same(store.tensors(KEY), blob())
+    assert store.changes() == ([], [KEY])
     store.put("ab", {}, {})
     assert [stored.key for stored in store.changes().added] == ["ab"]
+    assert store.tensors("ab") == {}
 
 
 @pytest.mark.parametrize("inside", ["file", "file/deeper"])

@@ -104,6 +104,9 @@ def test_a_body_that_the_server_threw_out_is_a_miss_and_all_learn_of_it(shared_s
     assert other.changes() == ([], [KEY])
     store.put(KEY, HEAD, blob())
     assert same(other.tensors(KEY), blob())
+    shared_server.client().delete(f"{prefix_of(redis_location)}:body:{KEY}")
+    store.put(KEY, HEAD, blob())
+    assert same(other.tensors(KEY), blob())
 
 
 def test_a_reader_whose_place_in_the_stream_was_trimmed_away_lists_all_again(shared_server, redis_location):
