@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -45,23 +46,7 @@ MASKED = [
     "12345",
     "20240102102030",
 ]
-KEPT = [
-    "1234",
-    "deadbeef",
-    "facade",
-    "abc123",
-    "1.2.3",
-    "3.14",
-    "a12345b",
-    "x_12345",
-    "24-7",
-    "10:2",
-    "2024",
-    "may be",
-    "sunday",
-    "0x",
-    "abcd-1234",
-]
+KEPT = [*"1234 deadbeef facade abc123 1.2.3 3.14 a12345b x_12345 24-7 10:2 2024 sunday 0x abcd-1234".split(), "may be"]
 
 
 @pytest.mark.parametrize("text", MASKED)
@@ -82,7 +67,7 @@ PIECES = [*MASKED, *KEPT, *"0159aefzTZ:-+./,_ \n\0¤é中İΣ\u0661\ud800", "10:
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join) | st.text(max_size=30)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(text=TEXTS)
 @example("10:30:99999 1/2/2024-10:20 p.m.12345")
 def test_canonical_twice_is_as_once(text: str) -> None:
@@ -107,8 +92,14 @@ def assert_same_up_to_names(hashes: list[np.ndarray], runs: list[list[tuple]]) -
     assert len(pairs) == len({value for value, _ in pairs}) == len({run for _, run in pairs})
 
 
+def prompt(texts: list[str]) -> tuple[list[int], list[tuple[int, int]]]:
+    """The texts behind each other with a token for each character, and where each is."""
+    edges = np.cumsum([0, *map(len, texts)]).tolist()
+    return [ord(char) for char in "".join(texts)], list(itertools.pairwise(edges))
+
+
 def characters(ids: list[int]) -> list[str]:
-    """A tokenizer with a token for each character."""
+    """What such tokens are pieces of."""
     return [chr(token) for token in ids]
 
 
@@ -117,9 +108,7 @@ def characters(ids: list[int]) -> list[str]:
 @example(texts=["on Monday, January  12,\n2024 at 9:05 p.m. utc in 1 2 3 4 5 6 fri, 2024-01-02", "x 12:30"], length=2)
 def test_shingles_are_runs_of_words_of_the_canonical_text(texts: list[str], length: int) -> None:
     texts = [text.replace("\0", " ") for text in texts]
-    edges = np.cumsum([0, *map(len, texts)]).tolist()
-    spans = list(zip(edges, edges[1:], strict=False))
-    hashes = Signer(characters, shingle=length).shingles([ord(char) for char in "".join(texts)], spans)
+    hashes = Signer(characters, shingle=length).shingles(*prompt(texts))
     assert all(some.dtype == np.uint32 for some in hashes)
     assert_same_up_to_names(hashes, [runs_of(words_of(text), length) for text in texts])
 
@@ -138,10 +127,8 @@ def test_without_a_tokenizer_shingles_are_runs_of_tokens(ids: list[int], length:
 @given(texts=st.lists(TEXTS, min_size=1, max_size=5))
 def test_a_span_has_the_same_signature_alone_and_in_any_prompt(texts: list[str]) -> None:
     signer = Signer(characters, shingle=2, permutations=8)
-    edges = np.cumsum([0, *map(len, texts)]).tolist()
-    together = signer.of([ord(char) for char in "".join(texts)], list(zip(edges, edges[1:], strict=False)))
-    for text, signature in zip(texts, together, strict=True):
-        assert (signer.of([ord(char) for char in text], [(0, len(text))]) == signature).all()
+    for text, signature in zip(texts, signer.of(*prompt(texts)), strict=True):
+        assert (signer.of(*prompt([text])) == signature).all()
 
 
 def test_the_left_context_is_what_stands_before_a_place_and_no_more_than_asked() -> None:
@@ -164,9 +151,7 @@ def test_near_duplicates_are_similar_and_strangers_are_not() -> None:
     changed = " ".join([*words, *words[:-1], "day"])
     other = " ".join(sorted(words * 2))
     dated = [f"{text} on 2024-01-0{day} at 1{day}:00, job 12{day}45{day}7" for day in (1, 2)]
-    texts = [text, changed, other, *dated]
-    edges = np.cumsum([0, *map(len, texts)]).tolist()
-    made = Signer(characters, permutations=256).of([ord(char) for char in "".join(texts)], list(zip(edges, edges[1:], strict=False)))
+    made = Signer(characters, permutations=256).of(*prompt([text, changed, other, *dated]))
     assert MinHasher.jaccard(made[0], made[1]) > 0.6
     assert MinHasher.jaccard(made[0], made[2]) < 0.05
     assert MinHasher.jaccard(made[3], made[4]) == 1.0
@@ -177,18 +162,20 @@ def test_hashes_are_the_same_in_every_process_and_version() -> None:
         "from hf_kvcaches.segments.canonical import Signer\n"
         "text = 'Zoë paid 12 €, 2024-01-01. Naïve 中文!'\n"
         "signer = Signer(lambda ids: [chr(i) for i in ids], shingle=3)\n"
-        "print(signer.shingles([ord(c) for c in text], [(0, len(text))])[0][:3].tolist(), Signer(shingle=3).shingles([1, 2, 3, 4], [(0, 4)])[0].tolist())"
+        "print(signer.shingles([ord(c) for c in text], [(0, len(text))])[0][:3].tolist())\n"
+        "print(Signer(shingle=3).shingles([1, 2, 3, 4], [(0, 4)])[0].tolist())\n"
     )
     outputs = {
         subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed}).stdout
         for seed in ("0", "1")
     }
-    assert outputs == {"PINNED\n"}
+    assert outputs == {"[2297772746, 1780390330, 1084605556]\n[2077365314, 2088991107]\n"}
 
 
-@pytest.mark.parametrize(
-    "part", ["a", "1", "12:30 ", "12:30" + " " * 50, "jan ", "abcdef0", "0x", "-", "mon, ", "1 ", "\n", "deadbeef-", "12345678-1234-"]
-)
+NASTY = ["a", "1", "12:30 ", "12:30" + " " * 50, "jan ", "abcdef0", "0x", "-", "mon, ", "1 ", "\n", "deadbeef-", "12345678-1234-"]
+
+
+@pytest.mark.parametrize("part", NASTY)
 def test_the_time_grows_with_the_length_and_no_faster(part: str) -> None:
     text = part * (100_000 // len(part))
     ids = [ord(char) for char in text]
