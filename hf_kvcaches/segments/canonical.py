@@ -36,7 +36,7 @@ _DATE = "|".join(
         rf"{_MONTH}\s+[0-9]{{4}}",
     ]
 )
-_HEX = r"(?=[a-f-]*[0-9])[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|0x[0-9a-f]+|(?=[a-f]*[0-9])(?=[0-9]*[a-f])[0-9a-f]{8,}"
+_HEX = r"(?=[a-f-]{0,35}[0-9])[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|0x[0-9a-f]+|(?=[a-f]*[0-9])(?=[0-9]*[a-f])[0-9a-f]{8,}"
 _MASKED = re.compile(rf"\b(?:{_HEX}|(?:{_WEEKDAY}\.?,?\s+)?(?:{_DATE})|{_CLOCK}|[0-9]{{5,}})(?!\w)")
 
 # Stands between the texts of several spans. No mask and no word goes across it.

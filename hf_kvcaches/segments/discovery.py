@@ -183,7 +183,7 @@ class Discovery:
                 yield from self._cut(block, kind_of)
                 short = []
             else:
-                short = [*(short or block[:1]), place]
+                short += [place] if short else [block[0], place]
             if power == _WALL:
                 yield from self._cut(short, kind_of)
                 short = []

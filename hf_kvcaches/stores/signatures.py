@@ -132,7 +132,7 @@ class SignatureIndex:
             key: Any string.
             signature: `(permutations,)`.
         """
-        inner, checked = key.encode(), self._checked(signature)
+        inner, checked = _inner(key), self._checked(signature)
         with self._lock:
             self._remove(inner)
             self._lsh.insert(inner, checked, check_duplication=False)
@@ -140,7 +140,7 @@ class SignatureIndex:
     def remove(self, key: str) -> None:
         """Takes a key out. Nothing happens if it isn't there, or if another process is quicker."""
         with self._lock:
-            self._remove(key.encode())
+            self._remove(_inner(key))
 
     def near(self, signature: Hashes) -> list[str]:
         """The keys whose signatures share a bucket with this one, in no order.
@@ -151,16 +151,16 @@ class SignatureIndex:
         checked = self._checked(signature)
         if self._redis is None:
             with self._lock:
-                return [key.decode() for key in self._lsh.query(checked)]
+                return [key[1:].decode() for key in self._lsh.query(checked)]
         # In one round trip, where datasketch takes one for each band.
         pipe = self._redis.pipeline(transaction=False)
         for (start, stop), table in zip(self._bands, self._lsh.hashtables, strict=True):
             pipe.smembers(table.redis_key(checked.hashvalues[start:stop].byteswap().tobytes()))
-        return [key.decode() for key in set().union(*pipe.execute())]
+        return [key[1:].decode() for key in set().union(*pipe.execute())]
 
     def __contains__(self, key: str) -> bool:
         with self._lock:
-            return key.encode() in self._lsh
+            return _inner(key) in self._lsh
 
     def __len__(self) -> int:
         with self._lock:
@@ -187,6 +187,11 @@ class _Signature:
 
     def __len__(self) -> int:
         return len(self.hashvalues)
+
+
+def _inner(key: str) -> bytes:
+    # With something in front, because datasketch keeps a hash where an empty key would go.
+    return b":" + key.encode()
 
 
 def _connected(url: str) -> Any:

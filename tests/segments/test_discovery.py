@@ -1,0 +1,478 @@
+"""Where rows are cut: the rule against a slow reading of it, locality by shuffling blocks, and structure by example."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.segments.discovery import Discovery, Span
+from tests import testbed
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n"
+    "{% if loop.first and m.role == 'system' %}Today: {{ 26 }} Jul\n\n{% endif %}{{ m.content | trim }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+LLAMA2 = (
+    "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% set said = messages[0].content %}"
+    "{% else %}{% set rest = messages %}{% set said = none %}{% endif %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('order') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token }}[INST] {% if loop.first and said is not none %}<<SYS>>\n{{ said }}\n<</SYS>>\n\n{% endif %}"
+    "{{ m.content | trim }} [/INST]{% elif m.role == 'assistant' %} {{ m.content | trim }} {{ eos_token }}"
+    "{% else %}{{ raise_exception('role') }}{% endif %}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no such role') }}{% endif %}"
+    "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}</turn>\n{% endfor %}"
+    "{% if add_generation_prompt %}<turn>model\n{% endif %}"
+)
+ROLES = ("user", "assistant", "system", "developer", "tool")
+ONLY_LISTS = "{% for m in messages %}## {{ m.role }}:\n{{ m.content[0]['text'] }}\n{% endfor %}"
+
+
+@cache
+def tokenizer_of_testbed() -> Any:
+    return AutoTokenizer.from_pretrained(testbed.FOLDER / "base")
+
+
+def with_template(template: str, *special: str) -> Any:
+    tokenizer = copy.deepcopy(tokenizer_of_testbed())
+    tokenizer.add_tokens(list(special), special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def sentencepiece_like() -> Any:
+    """Spaces as ▁, one put in front of every text; what it doesn't know, line ends among it, as bytes."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    prose = testbed.held_out()[:20_000].replace("\n", " ")
+    tokenizer.train_from_iterator([prose], trainers.BpeTrainer(vocab_size=900, special_tokens=tokens, show_progress=False))
+    # As in the models' own files: bytes are tokens like others.
+    fresh = Tokenizer.from_str(tokenizer.to_str())
+    return PreTrainedTokenizerFast(tokenizer_object=fresh, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@cache
+def bytes_only() -> Any:
+    """A token for each byte."""
+    vocabulary = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def encoded(text: str, tokenizer: Any = None) -> list[int]:
+    return list((tokenizer or tokenizer_of_testbed()).encode(text, add_special_tokens=False))
+
+
+def texts_of(discovery: Discovery, text: str, tokenizer: Any = None) -> list[tuple[str, str]]:
+    """The spans of a text as (kind, text)."""
+    ids = encoded(text, tokenizer)
+    pieces = discovery.pieces(ids)
+    return [(span.kind, "".join(pieces[span.start : span.stop])) for span in discovery.spans(ids)]
+
+
+def assert_partition(spans: list[Span], length: int) -> None:
+    assert [span.start for span in spans] == [0, *(span.stop for span in spans)][: len(spans)]
+    assert (spans[-1].stop if spans else 0) == length
+    assert all(span.start < span.stop for span in spans)
+
+
+# --- the rule ------------------------------------------------------------------------------------------------------------------------
+
+
+def slow_spans(sections: list[list[list[int]]], shortest: int, longest: int) -> list[int]:
+    """The sizes of the spans that the rule gives, from the sizes of lines in blocks in sections between walls."""
+
+    def together(sizes: list[int]) -> list[int]:
+        groups: list[list[int]] = [[]]
+        for size in sizes:
+            if sum(groups[-1]) >= shortest:
+                groups.append([])
+            groups[-1].append(size)
+        if len(groups) > 1 and sum(groups[-1]) < shortest and sum(groups[-2] + groups[-1]) <= longest:
+            groups[-2:] = [groups[-2] + groups[-1]]
+        out = []
+        for group in groups:
+            whole, rest = divmod(sum(group), longest)
+            out += [longest] * whole + [rest] * (rest > 0)
+        return out
+
+    out: list[int] = []
+    for section in sections:
+        blocks = []
+        for block in section:
+            for is_long, some in itertools.groupby(block, lambda size: size >= 2 * shortest):
+                lines = list(some)
+                blocks += [[line] for line in lines] if is_long else [lines]
+        for is_long, near in itertools.groupby(blocks, lambda block: sum(block) >= shortest):
+            neighbours = list(near)
+            for sizes in neighbours if is_long else [[sum(block) for block in neighbours]]:
+                out += together(sizes)
+    return out
+
+
+LINE = st.integers(1, 12) | st.integers(1, 60)
+SECTIONS = st.lists(st.lists(st.lists(LINE, min_size=1, max_size=7), min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+@settings(max_examples=200, deadline=None)
+@given(sections=SECTIONS, sizes=st.sampled_from([(16, 128), (8, 8), (5, 30), (1, 3), (20, 21)]))
+def test_spans_follow_from_lines_blocks_and_walls_as_the_docstring_says(sections: list[list[list[int]]], sizes: tuple[int, int]) -> None:
+    # A token for each character. A block ends in a blank line, a section begins with a separator.
+    lines = [[["x" * size + "\n" for size in block] for block in section] for section in sections]
+    for section in lines:
+        section[0][0] = "@" + section[0][0]
+        for block in section:
+            block[-1] += "\n"
+    text = "".join(line for section in lines for block in section for line in block)
+    shortest, longest = sizes
+    spans = Discovery(bytes_only(), separators=["@"], shortest=shortest, longest=longest).spans(encoded(text, bytes_only()))
+    expected = slow_spans([[[len(line) for line in block] for block in section] for section in lines], shortest, longest)
+    assert [span.stop - span.start for span in spans] == expected
+
+
+# Their first and last blocks, between blank lines, are long enough to stand for themselves.
+LONG = [
+    '{"name": "find_person", "arguments": {"name": "string", "place": "string"}, "about": "finds }"}\n\n',
+    '{\n  "name": "find_person",\n  "about": "it has { in it",\n  "arguments": {\n    "name": "string"\n  }\n}\n\n',
+    "These are the tools that can be called in the course of a talk with a traveller:\n"
+    '[\n  {\n    "name": "a",\n    "about": "the first of the tools"\n  },\n  {\n    "name": "b",\n    "about": "{ [ other"\n  }\n]\n'
+    "Call one of them only when the notes below are silent on what is asked.\n\n",
+    "<doc id='1'>\nThe keeper of these records gives short answers.\nHe never invents any.\n\n"
+    "Ask him by day, and never by night or at dawn.\n<p>And be polite.\n</doc>\n\n",
+    "```python\ndef find(name):\n    # not a heading\n    return archive.get(name, None)\n\n"
+    "# nor this one\nfor name in names:\n    print(find(name))\n```\n\n",
+    "```\nplain words in a fence, some more of them, and then the end of it\n```\n\n",
+    "Read with care: every answer stands somewhere in the notes,\nand nowhere else. Keep each answer short.\nDo not guess.\nBe polite.\n\n",
+    "- The sign of Emma is red, and her mark is the lion\n- The token of Ruth is green, and so is her badge\n- Ivan has none\n\n",
+    "# The rules of the house and of the garden behind it, as they were written down\nBe kind.\n\n",
+    " ".join(testbed.held_out()[:1500].split()) + "\n\n",
+]
+SHORT = [
+    "Notes:\n\n",
+    "## Tools\n\n",
+    "[1]\n\n",
+    "{}\n\n",
+    "<br>\n\n",
+    "Yes.\n\n",
+    "Q: who?\nA: me.\n\n",
+    "---\n\n",
+    'Say "no\n\n',
+    "{\n\n",
+]
+
+
+@cache
+def discovery_of(shortest: int, longest: int) -> Discovery:
+    return Discovery(tokenizer_of_testbed(), shortest=shortest, longest=longest)
+
+
+@settings(max_examples=150, deadline=None)
+@given(chosen=st.lists(st.sampled_from([*LONG, *SHORT]), min_size=1, max_size=9), longest=st.sampled_from([128, 40]))
+def test_a_block_is_cut_in_the_same_way_wherever_it_stands(chosen: list[str], longest: int) -> None:
+    discovery = discovery_of(16, longest)
+    row: list[int] = []
+    alone: list[Span] = []
+    for text in chosen:
+        ids = encoded(text)
+        if text in LONG:
+            alone += [Span(span.start + len(row), span.stop + len(row), span.kind) for span in discovery.spans(ids)]
+        row += ids
+    spans = discovery.spans(row)
+    assert_partition(spans, len(row))
+    assert not [span for span in alone if span not in spans]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 2047) | st.sampled_from([0, 1, 2, 5000, 10**9, 2**40, -1]), max_size=300),
+    edges=st.lists(st.integers(0, 300), max_size=8),
+    with_tokenizer=st.booleans(),
+)
+def test_any_row_falls_into_spans_and_given_ones_are_kept(ids: list[int], edges: list[int], with_tokenizer: bool) -> None:
+    discovery = Discovery(tokenizer_of_testbed() if with_tokenizer else None, longest=40)
+    edges = sorted(min(edge, len(ids)) for edge in edges)
+    given_spans = list(zip(edges[::2], edges[1::2], strict=False))
+    spans = discovery.spans(ids, given_spans[::-1])
+    assert_partition(spans, len(ids))
+    assert [span[:2] for span in spans if span.kind == "given"] == [pair for pair in given_spans if pair[0] < pair[1]]
+    assert all(span.stop - span.start <= 40 for span in spans if span.kind != "given")
+    assert discovery.spans(np.array(ids, dtype=np.int64), given_spans) == spans
+    # What stands between two given spans is cut as if there were nothing else, up to the structure that goes across.
+    if not with_tokenizer:
+        for before, after in itertools.pairwise([(0, 0), *given_spans, (len(ids), len(ids))]):
+            gap = [span for span in spans if before[1] <= span.start < after[0]]
+            assert [span.stop - span.start for span in gap] == [
+                span.stop - span.start for span in discovery.spans(ids[before[1] : after[0]])
+            ]
+
+
+# --- structure -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_with_everything_is_cut_where_a_reader_would() -> None:
+    tokenizer = with_template(CHATML, "<|im_start|>", "<|im_end|>")
+    discovery = Discovery(tokenizer, shortest=8)
+    told = "You are a careful assistant who reads.\n\n# Tools\nAll of them are listed below, in order.\n\n"
+    told += '{"name": "find", "place": "here"}\n'
+    asked = "<note>\nThe lion is red and the bear is green.\n</note>\n```\nx = find(1, 2)\n```\nWhat is x?"
+    messages = [{"role": "system", "content": told}, {"role": "user", "content": asked}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert texts_of(discovery, text, tokenizer) == [
+        ("message", "<|im_start|>system\nYou are a careful assistant who reads.\n\n"),
+        ("heading", "# Tools\nAll of them are listed below, in order.\n\n"),
+        ("json", '{"name": "find", "place": "here"}\n'),
+        ("paragraph", "<|im_end|>\n"),
+        ("message", "<|im_start|>user\n"),
+        ("xml", "<note>\nThe lion is red and the bear is green.\n</note>\n"),
+        ("code", "```\nx = find(1, 2)\n```\n"),
+        ("paragraph", "What is x?<|im_end|>\n"),
+        ("message", "<|im_start|>assistant\n"),
+    ]
+
+
+WHOLE = [
+    ("json", '{"a": "}"}'),
+    ("json", '{"a": "\\"}", "b": [1, {"c": 2}]}'),
+    ("json", '  [{"a": 1},\n   {"b": 2}]'),
+    ("json", '{\n"a": [\n1\n]\n},'),
+    ("xml", "<a>b</a>"),
+    ("xml", "<ns:a-b c='d'>\n<a>\n<ns:a-b>x</ns:a-b>\n</ns:a-b>"),
+    ("xml", "<ul>\n<li>x<br/>\n<li>y</li>\n</ul>"),
+    ("code", "```\nx\n```"),
+    ("code", "```py\n# x\n```"),
+    ("code", "~~~\n```\n~~~"),
+    ("code", "````\n```\nx\n```\n````"),
+    ("heading", "### x y"),
+]
+BROKEN = [
+    '{"a": 1',
+    '{"a": "1}\n',
+    "{ ]",
+    "[1] See the first of them",
+    "x {1}",
+    "<a>b",
+    "<a/>",
+    "x <a>b</a>",
+    "a < b",
+    "</a>",
+    "```\nx",
+    "``\nx\n``",
+    "~~~\nx\n```",
+    "#x",
+    "####### x",
+]
+
+
+@pytest.mark.parametrize("kind_and_text", WHOLE)
+def test_what_is_whole_is_a_block_of_its_kind(kind_and_text: tuple[str, str]) -> None:
+    kind, text = kind_and_text
+    found = texts_of(Discovery(bytes_only(), shortest=1, longest=1000), f"before\n{text}\nafter", bytes_only())
+    assert found[0] == ("paragraph", "before\n" + text[: len(text) - len(text.lstrip())])
+    assert found[-1] == ("paragraph", "after")
+    assert found[1][0] == kind
+    assert "".join(text for _, text in found[1:-1]) == text.lstrip() + "\n"
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_what_is_not_whole_is_text(text: str) -> None:
+    found = texts_of(Discovery(bytes_only(), shortest=1, longest=1000), f"before\n{text}\nafter", bytes_only())
+    assert {kind for kind, _ in found} == {"paragraph"}
+
+
+def test_elements_of_a_list_are_blocks_so_that_their_order_does_not_matter() -> None:
+    tools = [f'  {{\n    "name": "tool {name}",\n    "about": "does {name}"\n  }}' for name in ("one", "two", "three")]
+    discovery = Discovery(bytes_only(), shortest=10, longest=1000)
+    found = [set(texts_of(discovery, "[\n" + ",\n".join(some) + "\n]\n", bytes_only())) for some in (tools, tools[::-1])]
+    assert sum("tool" in text and text.count("tool") == 1 for _, text in found[0] & found[1]) >= 1
+    assert not any(text.count("tool") > 1 for _, text in found[0] | found[1])
+
+
+def test_separators_stay_with_what_follows_them_and_nothing_is_put_together_across() -> None:
+    discovery = Discovery(bytes_only(), separators=["##", "###", "\n@"], shortest=10)
+    found = texts_of(discovery, "one two three four###a#b##c\n@ five six seven", bytes_only())
+    assert [text for _, text in found] == ["one two three four", "###a#b", "##c", "\n@ five six seven"]
+
+
+def test_without_a_tokenizer_there_are_windows_and_given_spans() -> None:
+    spans = Discovery(longest=100, shortest=10).spans(list(range(350)), [(120, 125), (125, 340)])
+    assert spans == [
+        Span(0, 100, "window"),
+        Span(100, 120, "window"),
+        Span(120, 125, "given"),
+        Span(125, 340, "given"),
+        Span(340, 350, "paragraph"),
+    ]
+
+
+# --- chat templates ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "starts"),
+    [
+        (CHATML, ["<|im_start|>", "<|im_end|>"], {f"<|im_start|>{role}" for role in ROLES}),
+        (
+            LLAMA3,
+            ["<|start|>", "<|end|>", "<|eot|>"],
+            {f"<|start|>{role}<|end|>" for role in ROLES},
+        ),
+        (LLAMA2, [], {"<s>[INST]", "[/INST]", "[INST] <<SYS>>", "<</SYS>>"}),
+        (NO_SYSTEM, ["<turn>", "</turn>"], {"<turn>user", "<turn>model"}),
+        (ONLY_LISTS, [], {f"## {role}:" for role in ROLES}),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", [], set()),
+        ("{{ raise_exception('never') }}", [], set()),
+        ("nothing of what was said", [], set()),
+    ],
+)
+def test_how_messages_begin_is_learned_from_the_template(template: str, special: list[str], starts: set[str]) -> None:
+    assert set(Discovery(with_template(template, *special)).messages) == starts
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "roles"),
+    [
+        (CHATML, ["<|im_start|>", "<|im_end|>"], ("system", "user", "assistant", "tool")),
+        (LLAMA3, ["<|start|>", "<|end|>", "<|eot|>"], ("system", "user", "assistant", "tool")),
+        (LLAMA2, [], ("user", "assistant", "user")),
+        (LLAMA2, [], ("system", "user", "assistant")),
+        (NO_SYSTEM, ["<turn>", "</turn>"], ("user", "assistant", "user")),
+        (ONLY_LISTS, [], ("user", "assistant")),
+    ],
+)
+@pytest.mark.parametrize("spaced", [False, True])
+def test_every_message_begins_a_span(template: str, special: list[str], roles: tuple[str, ...], spaced: bool) -> None:
+    tokenizer = with_template(template, *special)
+    contents = [f"The {role} has number {place}." for place, role in enumerate(roles)]
+    as_list = template == ONLY_LISTS
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": content}] if as_list else content}
+        for role, content in zip(roles, contents, strict=True)
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    if spaced:  # as tokenizers with ▁ put it
+        text = text.replace("<s>[", "<s> [")
+    discovery = Discovery(tokenizer)
+    ids = encoded(text, tokenizer)
+    pieces = discovery.pieces(ids)
+    spans = ["".join(pieces[span.start : span.stop]) for span in discovery.spans(ids)]
+    for content in contents:
+        [holding] = [span for span in spans if content in span]
+        assert not any(other in holding for other in contents if other != content)
+
+
+def test_special_tokens_are_no_tags() -> None:
+    found = texts_of(discovery_of(16, 128), "<s>one two three\nfour</s>\nfive")
+    assert {kind for kind, _ in found} == {"paragraph"}
+
+
+# --- text ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tokenizer_of_testbed, sentencepiece_like, bytes_only])
+@pytest.mark.parametrize("text", [testbed.held_out()[:3000], " leading  and  double spaces\n\n\ttabs {}[]<> end ", "a\nb", ""])
+def test_the_text_of_a_row_is_what_was_encoded(make: Any, text: str) -> None:
+    ids = encoded(text, make())
+    found, offsets = Discovery(make()).text(np.array(ids, dtype=np.int64))
+    # A tokenizer of that kind may put one space in front of all.
+    assert found in (text, f" {text}")
+    assert offsets.shape == (len(ids) + 1,)
+    assert [found[start:stop] for start, stop in itertools.pairwise(offsets.tolist())] == Discovery(make()).pieces(ids)
+
+
+@pytest.mark.parametrize("make", [tokenizer_of_testbed, sentencepiece_like, bytes_only])
+def test_parts_of_characters_are_told_apart(make: Any) -> None:
+    discovery = Discovery(make())
+    first, second = encoded("語", make()), encoded("誤", make())
+    assert len(first) > 1
+    assert discovery.text(first)[0] != discovery.text(second)[0]
+    assert len(discovery.text(first)[0].strip()) == len([piece for piece in discovery.pieces(first) if piece.strip()])
+
+
+def test_unknown_ids_and_no_ids_have_no_text() -> None:
+    discovery = discovery_of(16, 128)
+    assert discovery.text([10**7, -5, 2**63]) == ("", pytest.approx(np.zeros(4)))
+    assert discovery.text([])[0] == ""
+    assert discovery.text([])[1].tolist() == [0]
+    assert discovery.spans([]) == []
+    assert discovery.spans(np.zeros(0, dtype=np.int64)) == []
+
+
+def test_structure_is_found_where_line_ends_are_bytes() -> None:
+    tokenizer = sentencepiece_like()
+    found = texts_of(Discovery(tokenizer, shortest=4), "one of the things\n\n# Title of it all\nis here and there", tokenizer)
+    assert [kind for kind, _ in found] == ["paragraph", "heading", "paragraph"]
+    assert found[1][1].startswith("#")
+
+
+# --- refusals, and time --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_spans", "words"),
+    [
+        ([(0, 5), (4, 8)], "don't overlap"),
+        ([(-1, 3)], "within the 10 tokens"),
+        ([(3, 11)], "within"),
+        ([(5, 4)], "within"),
+        ([(2, 4)] * 2, "overlap"),
+    ],
+)
+def test_given_spans_that_overlap_or_lie_outside_are_refused(given_spans: list[tuple[int, int]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Discovery().spans(list(range(10)), given_spans)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"shortest": 0}, "shortest"),
+        ({"shortest": 2.0}, "shortest"),
+        ({"shortest": 20, "longest": 19}, "longest: expected a number of tokens, at least 20"),
+        ({"separators": "##"}, "separators"),
+        ({"separators": [""]}, "separators"),
+        ({"separators": ["##"]}, "Pass the tokenizer"),
+    ],
+)
+def test_a_discovery_refuses_what_makes_no_sense(changes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Discovery(**changes)
+
+
+@pytest.mark.parametrize("ids", [np.zeros((2, 3), dtype=np.int64), np.zeros(3)])
+def test_rows_are_arrays_of_whole_numbers_in_one_dimension(ids: np.ndarray) -> None:
+    with pytest.raises(ConfigError, match="ids: expected"):
+        Discovery().spans(ids)
+
+
+NASTY = ["{\n", "[\n{", '{"\n', '"{', "<a>\n", "<a>\n</b>", "<a ", "<", "\n```", "\n", " \n", "\n ", "# \n", "{}\n", "[[", "}\n", "x"]
+
+
+@pytest.mark.parametrize("part", NASTY)
+def test_the_time_grows_with_the_length_and_no_faster(part: str) -> None:
+    discovery = Discovery(bytes_only(), separators=["##"])
+    ids = encoded(part, bytes_only()) * (60_000 // len(part))
+    start = time.perf_counter()
+    discovery.spans(ids)
+    assert time.perf_counter() - start < 3

@@ -1,0 +1,347 @@
+"""Signatures against datasketch's and a slow loop; the index against a comparison of all bands, in this process and in a real Redis."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.errors import ConfigError, MissingDependencyError
+from hf_kvcaches.stores import signatures
+from hf_kvcaches.stores.signatures import MinHasher, SignatureIndex
+
+datasketch = pytest.importorskip("datasketch")
+redis = pytest.importorskip("redis")
+
+HASHES = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def as_sets(lists: list[list[int]]) -> list[np.ndarray]:
+    return [np.array(hashes, dtype=np.uint32) for hashes in lists]
+
+
+def slow_signature(hashes: list[int], permutations: int, seed: int) -> list[int]:
+    """One number after the other, in Python's integers."""
+    random = np.random.RandomState(seed)
+    factors = [int(a) * 2 + 1 for a in random.randint(0, 2**31, permutations, dtype=np.uint32)]
+    offsets = random.randint(0, 2**32, permutations, dtype=np.uint32).tolist()
+    mixed = []
+    for value in hashes:
+        value = (value ^ value >> 16) * 0x85EBCA6B % 2**32
+        value = (value ^ value >> 13) * 0xC2B2AE35 % 2**32
+        mixed.append(value ^ value >> 16)
+    return [min([(a * value + b) % 2**32 for value in mixed], default=2**32 - 1) for a, b in zip(factors, offsets, strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lists=st.lists(HASHES, max_size=6),
+    permutations=st.sampled_from([1, 3, 64]),
+    seed=st.integers(0, 5),
+    room=st.sampled_from([1, 70, 1 << 18]),
+)
+def test_signatures_are_those_of_the_slow_loop_however_many_fit_at_once(
+    lists: list[list[int]], permutations: int, seed: int, room: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signatures, "_AT_ONCE", room)
+        made = MinHasher(permutations, seed).signatures(as_sets(lists))
+    assert made.dtype == np.uint32
+    assert made.shape == (len(lists), permutations)
+    assert made.tolist() == [slow_signature(hashes, permutations, seed) for hashes in lists]
+
+
+@settings(max_examples=30, deadline=None)
+@given(hashes=HASHES, permutations=st.sampled_from([2, 64, 100]), seed=st.integers(0, 5))
+def test_signatures_are_datasketchs(hashes: list[int], permutations: int, seed: int) -> None:
+    try:
+        theirs = datasketch.MinHash(permutations, seed, hashfunc=int, scheme="affine32")
+    except TypeError:
+        pytest.skip("datasketch before 2.0 makes others")
+    theirs.update_batch(hashes)
+    [ours] = MinHasher(permutations, seed).signatures(as_sets([hashes]))
+    assert datasketch.MinHash(hashvalues=ours, seed=seed, scheme="affine32").jaccard(theirs) == 1.0
+    assert (ours == theirs.hashvalues).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(hashes=HASHES, data=st.data())
+def test_neither_order_nor_repetition_matters(hashes: list[int], data: st.DataObject) -> None:
+    again = data.draw(st.permutations(hashes + hashes[:5]))
+    one, two = MinHasher().signatures(as_sets([hashes, list(again)]))
+    assert (one == two).all()
+
+
+@pytest.mark.parametrize("shared", [0, 100, 250, 400, 500])
+def test_places_agree_as_often_as_the_sets_do(shared: int) -> None:
+    random = np.random.RandomState(3)
+    pool = random.randint(0, 2**32, 1000, dtype=np.uint32)
+    a, b = MinHasher(1024).signatures([pool[:500], pool[500 - shared : 1000 - shared]])
+    true = shared / (1000 - shared)
+    assert abs(float(MinHasher.jaccard(a, b)) - true) <= 4 * np.sqrt(true * (1 - true) / 1024)
+
+
+def test_one_signature_is_compared_with_many() -> None:
+    made = MinHasher(8).signatures(as_sets([[1, 2, 3], [4, 5], [1, 2, 3]]))
+    assert MinHasher.jaccard(made[0], made).tolist() == [1.0, float((made[0] == made[1]).mean()), 1.0]
+    with pytest.raises(ConfigError, match=r"b: expected signatures of \(8,\)"):
+        MinHasher.jaccard(made, made[:, :4])
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], np.zeros(3, np.uint64), np.zeros((2, 2), np.uint32)])
+def test_other_hashes_than_arrays_of_32_bits_are_refused(wrong: object) -> None:
+    with pytest.raises(ConfigError, match="sets: expected"):
+        MinHasher().signatures([wrong])
+
+
+@pytest.mark.parametrize("changes", [{"permutations": 0}, {"permutations": True}, {"permutations": 2.0}, {"seed": -1}, {"seed": 2**32}])
+def test_a_hasher_refuses_what_makes_no_sense(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        MinHasher(**changes)
+
+
+# --- the index -----------------------------------------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The URL of a Redis server of our own."""
+    if shutil.which("redis-server") is None:
+        pytest.skip("needs redis-server on PATH")
+    port = free_port()
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        for _ in range(100):
+            try:
+                redis.Redis(port=port).ping()
+                break
+            except redis.ConnectionError:
+                time.sleep(0.05)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture(params=["memory", "redis"])
+def location(request: pytest.FixtureRequest) -> str | None:
+    return request.getfixturevalue("server") if request.param == "redis" else None
+
+
+def emptied(location: str | None, **options: object) -> SignatureIndex:
+    if location is not None:
+        redis.Redis.from_url(location).flushdb()
+    return SignatureIndex(redis_url=location, **options)
+
+
+def bands_of(threshold: float, permutations: int) -> list[slice]:
+    return [slice(*band) for band in datasketch.MinHashLSH(threshold, permutations).hashranges]
+
+
+# Few values at each place, so that bands collide often.
+SIGNATURES = st.lists(st.integers(0, 2), min_size=16, max_size=16).map(lambda values: np.array(values, dtype=np.uint32))
+KEYS = st.sampled_from(["a", "b", "é", "an id with spaces", ""])
+
+
+@settings(max_examples=30, deadline=None)
+@given(steps=st.lists(st.tuples(st.sampled_from(["add", "remove", "near"]), KEYS, SIGNATURES), max_size=12))
+@pytest.mark.parametrize("place", ["memory", "redis"])
+def test_the_index_finds_exactly_what_shares_a_band(place: str, steps: list, request: pytest.FixtureRequest) -> None:
+    index = emptied(request.getfixturevalue("server") if place == "redis" else None, permutations=16)
+    bands = bands_of(0.5, 16)
+    held: dict[str, np.ndarray] = {}
+    for step, key, signature in steps:
+        if step == "add":
+            index.add(key, signature)
+            held[key] = signature
+        elif step == "remove":
+            index.remove(key)
+            held.pop(key, None)
+        found = index.near(signature)
+        assert len(found) == len(set(found))
+        assert set(found) == {other for other, theirs in held.items() if any((theirs[b] == signature[b]).all() for b in bands)}
+        assert len(index) == len(held)
+        assert (key in index) == (key in held)
+
+
+def test_near_duplicates_are_found_among_many_and_strangers_are_not(location: str | None) -> None:
+    random = np.random.RandomState(0)
+    pools = random.randint(0, 2**32, (200, 120), dtype=np.uint32)
+    hasher = MinHasher(64)
+    index = emptied(location)
+    for number, made in enumerate(hasher.signatures(list(pools))):
+        index.add(str(number), made)
+    nearly = hasher.signatures([np.concatenate([pool[:108], random.randint(0, 2**32, 12, dtype=np.uint32)]) for pool in pools[:50]])
+    strangers = hasher.signatures(list(random.randint(0, 2**32, (50, 120), dtype=np.uint32)))
+    assert sum(str(number) in index.near(made) for number, made in enumerate(nearly)) >= 49
+    assert sum(len(index.near(made)) for made in strangers) <= 2
+
+
+def test_removing_what_is_not_there_does_nothing(location: str | None) -> None:
+    index = emptied(location)
+    index.remove("nobody")
+    assert len(index) == 0
+    assert "nobody" not in index
+
+
+def test_threads_may_share_an_index(location: str | None) -> None:
+    index = emptied(location)
+    made = MinHasher().signatures(as_sets([[number // 4] for number in range(16)]))
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(2):
+                for number, signature in enumerate(made):
+                    index.add(str(number), signature)
+                    index.near(signature)
+                for number in range(8, 16):
+                    index.remove(str(number))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for number, signature in enumerate(made):
+        index.add(str(number), signature)
+    assert set(index.near(made[0])) >= {"0", "1", "2", "3"}
+    assert len(index) == 16
+
+
+def test_another_process_sees_what_is_in_redis_and_takes_it_out(server: str) -> None:
+    index = emptied(server, name="shared")
+    [made] = MinHasher().signatures(as_sets([[1, 2, 3]]))
+    index.add("here", made)
+    script = f"""
+import numpy as np
+from hf_kvcaches.stores.signatures import MinHasher, SignatureIndex
+index = SignatureIndex(redis_url={server!r}, name="shared")
+[made] = MinHasher().signatures([np.array([1, 2, 3], dtype=np.uint32)])
+assert index.near(made) == ["here"] and len(index) == 1
+index.remove("here")
+index.add("there", made)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert index.near(made) == ["there"]
+    index.remove("here")
+    assert SignatureIndex(redis_url=server, name="shared").near(made) == ["there"]
+
+
+def test_a_key_that_goes_between_the_look_and_the_removal_is_no_error(server: str) -> None:
+    index, other = emptied(server), SignatureIndex(redis_url=server)
+    [made] = MinHasher().signatures(as_sets([[1]]))
+    index.add("key", made)
+    inside = index._lsh.remove
+
+    def slow(key: bytes) -> None:
+        other.remove("key")
+        inside(key)
+
+    index._lsh.remove = slow
+    index.remove("key")
+    assert "key" not in index
+    assert index.near(made) == []
+
+
+def test_indexes_of_other_names_and_layouts_are_apart_in_redis(server: str) -> None:
+    index = emptied(server)
+    [made] = MinHasher().signatures(as_sets([[1, 2]]))
+    index.add("key", made)
+    assert SignatureIndex(redis_url=server, name="other").near(made) == []
+    assert len(SignatureIndex(threshold=0.8, redis_url=server)) == 0
+    assert len(SignatureIndex(permutations=128, redis_url=server)) == 0
+
+
+def test_nothing_from_redis_is_unpickled(server: str) -> None:
+    index = emptied(server)
+    [made] = MinHasher().signatures(as_sets([[1, 2]]))
+    index.add("key", made)
+    client = redis.Redis.from_url(server)
+    harmful = pickle.dumps(Harmful())
+    for name in client.scan_iter("*_bucket_*"):
+        if client.type(name) == b"set":
+            assert client.smembers(name) == {b":key"}
+            client.sadd(name, harmful)
+    with contextlib.suppress(UnicodeDecodeError):
+        index.near(made)
+    assert not Harmful.ran
+
+
+class Harmful:
+    ran = False
+
+    def __reduce__(self):
+        return harm, ()
+
+
+def harm() -> None:
+    Harmful.ran = True
+
+
+def test_errors_of_the_connection_pass_through() -> None:
+    index = SignatureIndex(redis_url=f"redis://127.0.0.1:{free_port()}/0")
+    [made] = MinHasher().signatures(as_sets([[1]]))
+    for call in (
+        lambda: index.near(made),
+        lambda: index.add("a", made),
+        lambda: index.remove("a"),
+        lambda: len(index),
+        lambda: "a" in index,
+    ):
+        with pytest.raises(redis.ConnectionError):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"threshold": 0}, "threshold: expected a similarity"),
+        ({"threshold": 1.5}, "threshold: expected a similarity"),
+        ({"threshold": "0.5"}, "threshold: expected a similarity"),
+        ({"threshold": 0.99, "permutations": 4}, "more permutations or a lower threshold"),
+        ({"permutations": 1}, "permutations: expected"),
+        ({"name": ""}, "name: expected"),
+        ({"redis_url": "http://localhost"}, "redis_url: expected a URL such as redis://"),
+        ({"redis_url": 6379}, "redis_url: expected"),
+    ],
+)
+def test_an_index_refuses_what_makes_no_sense(changes: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SignatureIndex(**changes)
+
+
+@pytest.mark.parametrize("wrong", [[1] * 64, np.zeros(64, np.uint64), np.zeros(63, np.uint32), np.zeros((1, 64), np.uint32)])
+def test_a_signature_of_another_shape_or_type_is_refused(wrong: object) -> None:
+    index = SignatureIndex()
+    for call in (lambda: index.near(wrong), lambda: index.add("key", wrong)):
+        with pytest.raises(ConfigError, match="signature: expected an array of 64 uint32"):
+            call()
+
+
+@pytest.mark.parametrize(("module", "extra"), [("datasketch", "retrieval"), ("redis", "distributed")])
+def test_a_missing_dependency_says_which_extra_brings_it(monkeypatch: pytest.MonkeyPatch, module: str, extra: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=rf"hf-kvcaches\[{extra}\]"):
+        SignatureIndex(redis_url="redis://localhost:6379/0")
