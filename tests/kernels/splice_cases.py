@@ -114,15 +114,14 @@ def largest_of_float16(device: str, backend: Any) -> torch.Tensor:
     return out.view(3).cpu()
 
 
-ODD_NUMBERS = [0.0, -0.0, float("inf"), -float("inf"), NAN, 1e-7, 1.5]
-
-
 def assert_copies_bit_for_bit(dtype: torch.dtype, device: str, backend: Any) -> None:
-    """Plain data in the dtype of the buffers are copied as they are, also what is not a number."""
-    x = torch.tensor(ODD_NUMBERS, dtype=dtype, device=device).view(1, 1, 7, 1).repeat(1, 1, 1, 3)
+    """Plain data in the dtype of the buffers are copied as they are, also what is not a number, of which there are several."""
+    odd = torch.tensor([0.0, -0.0, float("inf"), NAN, float("inf"), 1e-7, 1.5], dtype=dtype)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    odd.view(bits)[4] += 1  # one more that is not a number, which arithmetic would turn into another
+    x = odd.to(device).view(1, 1, 7, 1).repeat(1, 1, 1, 3)
     out = torch.zeros(1, 9, 3, dtype=dtype, device=device)
     slots = torch.tensor([3, 2, 8, 0, 1, 5, 4], device=device)
     splice(Packed(x), [out], slots, backend=backend)
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    assert torch.equal(out[0, slots].view(bits), x[0, 0].view(bits))
+    assert torch.equal(out.view(bits)[0, slots], x.view(bits)[0, 0])
     assert not out[0, [6, 7]].any()
