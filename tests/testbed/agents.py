@@ -455,7 +455,8 @@ def adversarial_workload(tokenizer: Any, *, requests: int = 25, seed: int = 0) -
 
     What comes in is of the same length, of another, the same but for one value, or tells something else about a name of the page. The
     page's heading names another owner in every prompt, and the page's first line hangs on that. The questions ask for every fact of the
-    page and for two of the left context, as they stand in this prompt.
+    page and for two of the left context, as they stand in this prompt. The page is the same throughout, so a fact that the model misses is
+    missed throughout: measure several seeds, and against the model without a cache.
 
     Args:
         tokenizer: the testbed's.

@@ -62,7 +62,7 @@ def test_requests_are_as_many_as_asked_for_and_begin_alike_when_more_are(tokeniz
     assert fewer[:begin] == made[workload][:begin]
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(850, 1000))
 def test_prompts_and_continuations_stay_within_the_length(tokenizer, seed, length):
     for request in agents.agent_workload(tokenizer, requests=30, seed=seed, length=length):
@@ -168,7 +168,7 @@ def test_ids_and_times_come_once_and_some_pages_far_oftener_than_others(tokenize
 
 
 def test_prefixes_save_a_fair_part_of_the_agents_prompts_and_repeats_most(tokenizer):
-    for seed in range(3):
+    for seed in range(2):
         made = agents.agent_workload(tokenizer, seed=seed)
         assert 0.2 <= agents.prefix_share(made) <= 0.5
         assert 0.7 <= agents.repeat_share(made) <= 0.85
@@ -187,7 +187,7 @@ def test_the_shares_are_those_of_a_slow_count(made):
     assert agents.repeat_share(requests) == repeated / total > 0.5
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_without_repeats_no_twelve_tokens_come_twice_before_the_questions(tokenizer, seed):
     # What does come again: the line `Questions:` and the question's wording behind it, which are left out here.
     seen: set[tuple[int, ...]] = set()
@@ -252,13 +252,13 @@ def test_an_answer_is_right_only_if_all_of_its_tokens_are(made):
 
 @every_workload
 def test_the_base_model_answers_when_nothing_is_reused(base, made, workload):
-    assert agents.recall(base[0], made[workload][:12]) >= 0.97
+    assert agents.recall(base[0], made[workload][:10]) >= 0.97
 
 
 def test_a_page_read_alone_loses_what_hangs_on_the_line_before_it_and_nothing_else(base, made):
     model, _ = base
     right: dict[str, list[bool]] = {}
-    for request in made["hanging"][:12]:
+    for request in made["hanging"][:10]:
         ids = torch.tensor([request.prompt + request.continuation])
         seen = torch.ones(ids.shape[1], ids.shape[1]).tril()
         for part in of_kind(request, "document"):
