@@ -22,6 +22,8 @@ from hf_kvcaches.segments.resembling import Resembling
 Mode = Literal["exact", "approximate", "auto"]
 Places = npt.NDArray[np.int64]
 
+# A probe is so many consecutive tokens: the queries of the last ones, against the keys of those before.
+SLICE, PROBES = 4, 1
 _NONE: Places = np.zeros(0, np.int64)
 SHINGLE = 8
 SURROUNDINGS = 128
@@ -131,7 +133,20 @@ def plan_row(
                 _add(parts, part)
             place = run.stop
     _add(parts, Part(place, len(ids), "computed"))
-    return Plan(begin, tuple(parts), prefix, after)
+    return Plan(begin, tuple(_affordable(parts, len(ids) - begin, policy, layers)), prefix, after)
+
+
+def _affordable(parts: Sequence[Part], tokens: int, policy: SegmentPolicy, layers: int) -> list[Part]:
+    """The parts with no more probes than the policy pays for: the longest segments are probed, and the others do without."""
+    probed = sorted((part for part in parts if part.probe), key=len, reverse=True)
+    # Of the layer that is looked at only the keys and queries are computed, less than half of it.
+    allowed = int(policy.probing * tokens * layers / ((SLICE + PROBES) * (policy.check_layer + 0.5)))
+    refused = {id(part) for part in probed[allowed:]}
+    kept: list[Part] = []
+    for part in parts:
+        for each in part.instead if id(part) in refused else (part,):
+            _add(kept, each)
+    return kept
 
 
 def _gaps(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int]]:

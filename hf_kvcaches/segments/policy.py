@@ -26,6 +26,7 @@ class SegmentPolicy(Artifact):
             repaired without a probe.
         probe: How alike the attention scores over cached and over fresh keys must be, as a cosine, for a probed segment to be reused.
         check_layer: The layer at which keys are compared, for probes and for `repair_by="deviation"`.
+        probing: The most that all probes of a prompt may cost, as a share of its prefill; the longest segments are probed.
         repair: Share of a segment's tokens that are run again in the new context.
         repair_by: Which: the `"first"` ones, or those whose keys deviate most at `check_layer` (`"deviation"`).
         shortest: Fewer tokens than this are not worth reusing elsewhere.
@@ -41,6 +42,7 @@ class SegmentPolicy(Artifact):
     similarity: float = 0.9
     probe: float = 0.98
     check_layer: int = 1
+    probing: float = 0.02
     repair: float = 0.15
     repair_by: RepairBy = "first"
     shortest: int = 24
@@ -49,7 +51,7 @@ class SegmentPolicy(Artifact):
     measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        for name, low, high in (("similarity", 0.0, 1.01), ("probe", -1.0, 1.01), ("repair", 0.0, 1.0)):
+        for name, low, high in (("similarity", 0.0, 1.01), ("probe", -1.0, 1.01), ("probing", 0.0, 1.0), ("repair", 0.0, 1.0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
                 raise ConfigError.of(name, f"a number from {low} to {high}", value)
@@ -88,7 +90,7 @@ class SegmentPolicy(Artifact):
         return {}
 
     def metadata(self) -> dict[str, Any]:
-        names = ("similarity", "probe", "check_layer", "repair", "repair_by", "shortest", "aligned", "bound")
+        names = ("similarity", "probe", "check_layer", "probing", "repair", "repair_by", "shortest", "aligned", "bound")
         plain = {name: getattr(self, name) for name in names}
         return plain | {"guard": [list(pair) for pair in self.guard], "measured": list(self.measured)}
 

@@ -85,8 +85,12 @@ class SparseKeys(LayerView):
         raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
 
 
+class LookedEnough(Exception):
+    """Ends a pass that was for looking only."""
+
+
 class Look(LayerView):
-    """Takes what a layer computed for some tokens, its queries too, and gives zeros for an answer: the pass is for looking only.
+    """Takes what a layer computed for some tokens, its queries too, and ends the pass.
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), fresh and rotated.
@@ -98,7 +102,7 @@ class Look(LayerView):
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.query = query
-        return torch.zeros_like(query).transpose(1, 2).contiguous(), None
+        raise LookedEnough
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")

@@ -7,6 +7,7 @@ leave a few tokens in the lowest layers, until it is known whether the whole seg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,17 +19,14 @@ from hf_kvcaches.core.prefill import PrefillCall, run_layers
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import Packed, splice
 from hf_kvcaches.segments import codec
-from hf_kvcaches.segments.admission import Part, Places, settle
+from hf_kvcaches.segments.admission import PROBES, SLICE, Part, Places, settle
 from hf_kvcaches.segments.probing import Looked, agreement
 from hf_kvcaches.segments.remembering import Hidden
-from hf_kvcaches.segments.running import Look, SparsePass
+from hf_kvcaches.segments.running import Look, LookedEnough, SparsePass
 
 if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
     from hf_kvcaches.segments.taking import Row
-
-# A probe is so many consecutive tokens: the queries of the last ones, against the keys of those before.
-SLICE, PROBES = 8, 2
 
 
 class Stages:
@@ -180,8 +178,8 @@ class Stages:
 
     def _look(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> Look:
         layer = self.cache.layers[level]
-        with layer.look() as found:
-            running = SparsePass(slots, self.padding, self.total)
+        running = SparsePass(slots, self.padding, self.total)
+        with layer.look() as found, suppress(LookedEnough):
             run_layers(self.call.model, level, level + 1, hidden, self.cache, running.positions)
         return found[0]
 

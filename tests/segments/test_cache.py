@@ -126,7 +126,7 @@ def test_probes_that_all_pass_change_nothing_but_the_tier(repair_by):
     model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D[:, :9], A, D)
     results = []
     for mode, probe in (("approximate", 0.0), ("auto", -1.0)):
-        policy = SegmentPolicy(probe=probe, repair_by=repair_by)
+        policy = SegmentPolicy(probe=probe, repair_by=repair_by, probing=1.0)
         cache = SegmentReuseCache(model, stored(model, earlier), mode=mode, policy=policy, repair=0.2)
         results.append((first_logits(model, prompt, cache), cache.report()))
         positions, _ = reused_positions(cache)
@@ -142,7 +142,7 @@ def test_probes_that_all_pass_change_nothing_but_the_tier(repair_by):
 @pytest.mark.parametrize("check_layer", [1, 2])
 def test_segments_whose_probe_fails_are_computed(check_layer):
     model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D[:, :9], A, D)
-    policy = SegmentPolicy(probe=0.99999, check_layer=check_layer)
+    policy = SegmentPolicy(probe=0.99999, check_layer=check_layer, probing=1.0)
     cache = SegmentReuseCache(model, stored(model, earlier), policy=policy)
     assert torch.allclose(first_logits(model, prompt, cache), plain(model, prompt), atol=1e-4)
     assert set(cache.report().tiers) == {"computed"}
