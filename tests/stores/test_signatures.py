@@ -231,6 +231,26 @@ def test_threads_may_share_an_index(location: str | None) -> None:
     assert sorted(key for signature in made[::16] for key in index.near(signature)) == sorted(str(key) for key in range(64) if key % 8 > 3)
 
 
+def test_in_this_process_nothing_is_added_while_another_thread_looks() -> None:
+    index = SignatureIndex()
+    [made] = MinHasher().signatures(as_sets([[1]]))
+    adding = threading.Thread(target=index.add, args=["key", made])
+    inside = index._lsh.query
+    seen: list[bool] = []
+
+    def query(signature: object) -> list[bytes]:
+        adding.start()
+        adding.join(0.1)
+        seen.append(adding.is_alive())
+        return inside(signature)
+
+    index._lsh.query = query
+    assert index.near(made) == []
+    adding.join()
+    assert seen == [True]
+    assert "key" in index
+
+
 def test_another_process_sees_what_is_in_redis_and_takes_it_out(server: str) -> None:
     index = emptied(server, name="shared")
     [made] = MinHasher().signatures(as_sets([[1, 2, 3]]))
