@@ -270,20 +270,61 @@ index.add("there", made)
     assert SignatureIndex(redis_url=server, name="shared").near(made) == ["there"]
 
 
-def test_a_key_that_goes_between_the_look_and_the_removal_is_no_error(server: str) -> None:
-    index, other = emptied(server), SignatureIndex(redis_url=server)
-    [made] = MinHasher().signatures(as_sets([[1]]))
-    index.add("key", made)
-    inside = index._lsh.remove
+def buckets_in_redis(url: str) -> tuple[dict[bytes, set[bytes]], dict[bytes, list[bytes]]]:
+    """What is in each bucket, and the buckets that each key is said to be in."""
+    client = redis.Redis.from_url(url)
+    sets = {name: client.smembers(name) for name in client.scan_iter() if client.type(name) == b"set"}
+    lists = {name.partition(b"_keys")[2]: client.lrange(name, 0, -1) for name in client.scan_iter() if client.type(name) == b"list"}
+    return sets, lists
 
-    def slow(key: bytes) -> None:
-        other.remove("key")
-        inside(key)
 
-    index._lsh.remove = slow
-    index.remove("key")
-    assert "key" not in index
-    assert index.near(made) == []
+def test_writers_of_the_same_key_leave_it_where_one_of_them_put_it(server: str) -> None:
+    indexes = [emptied(server), SignatureIndex(redis_url=server), SignatureIndex(redis_url=server)]
+    made = MinHasher().signatures(as_sets([[number] for number in range(3)]))
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(30):
+                indexes[number].add("key", made[number])
+                if turn % 3 == number:
+                    indexes[number].remove("key")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    sets, lists = buckets_in_redis(server)
+    assert sum(len(members) for members in sets.values()) == sum(map(len, lists.values()))
+    assert all(name.endswith(tuple(lists[b":key"])) for name in sets)
+    assert [len(index.near(signature)) for index in indexes for signature in made].count(1) in (0, 3)
+
+
+def test_datasketch_itself_reads_and_changes_what_is_in_redis(server: str) -> None:
+    index = emptied(server, name="open")
+    made = MinHasher().signatures(as_sets([[1], [2]]))
+    index.add("a", made[0])
+    index.add("a", made[1])
+    index.add("b", made[1])
+    bands = bands_of(0.5, 64)
+    rows = bands[0].stop
+    basename = f"hf_kvcaches:open:64:{len(bands)}x{rows}".encode()
+    storage = {"type": "redis", "basename": basename, "redis": {"port": int(server.rpartition(":")[2].partition("/")[0])}}
+    theirs = datasketch.MinHashLSH(num_perm=64, params=(len(bands), rows), storage_config=storage, prepickle=False)
+    asked = [index._checked(signature) for signature in made]
+    assert [sorted(theirs.query(signature)) for signature in asked] == [[], [b":a", b":b"]]
+    assert [list(counts.values()) for counts in theirs.get_counts()] == [[2]] * len(bands)
+    theirs.remove(b":a")
+    theirs.insert(b":c", asked[0])
+    assert [index.near(signature) for signature in made] == [["c"], ["b"]]
+    index.remove("b")
+    index.remove("c")
+    assert [list(counts.values()) for counts in theirs.get_counts()] == [[]] * len(bands)
+    assert redis.Redis.from_url(server).dbsize() == 0
 
 
 def test_indexes_of_other_names_and_layouts_are_apart_in_redis(server: str) -> None:
