@@ -82,6 +82,28 @@ def test_changes_that_pytorch_counts_or_that_are_everywhere_are_seen_at_once(nam
     at_once(model, lambda: IN_PLACE[name](model))
 
 
+CONFIG = {
+    "a number": lambda config: setattr(config, "sliding_window", 5),
+    "an entry of a dict": lambda config: config.rope_parameters.update(rope_theta=7.0),
+    "a dict": lambda config: setattr(config, "rope_parameters", {"rope_type": "default", "rope_theta": 7.0}),
+}
+
+
+@pytest.mark.parametrize("name", CONFIG)
+def test_a_changed_config_is_seen_at_once(name: str) -> None:
+    model = llama()
+    at_once(model, lambda: CONFIG[name](model.config))
+
+
+def test_the_way_attention_is_computed_makes_no_other_model(fingerprints: list[PreTrainedModel]) -> None:
+    model = llama()
+    before = digest_of_model(model)
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        assert digest_of_model(model) == before == whole(model)
+    assert len(fingerprints) == 1
+
+
 def test_an_optimizers_step_is_seen_at_once() -> None:
     for fused in (False, True):
         model = llama()
@@ -105,7 +127,7 @@ def test_a_write_through_data_to_any_single_tensor_is_seen_within_a_few_calls(la
 
 def test_a_model_of_few_tensors_is_looked_at_whole() -> None:
     linear = torch.nn.Linear(3, 2)
-    samples = watching._Watched(list(linear.parameters()), [], [], "")
+    samples = watching._Watched(list(linear.parameters()), [], (), "")
     assert watching._same_content(samples, list(linear.parameters()))
     for parameter in linear.parameters():
         parameter.data.add_(1)

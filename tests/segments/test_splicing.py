@@ -179,7 +179,9 @@ def test_many_tokens_are_written_a_portion_at_a_time(monkeypatch: pytest.MonkeyP
     placed = [place(stored, 5 * number) for number in range(6)]
     sizes = []
     whole = splicing.splice
-    monkeypatch.setattr(splicing, "splice", lambda packed, *args, **kwargs: (sizes.append(packed.data.shape[2]), whole(packed, *args, **kwargs)))
+    monkeypatch.setattr(
+        splicing, "splice", lambda packed, *args, **kwargs: (sizes.append(packed.data.shape[2]), whole(packed, *args, **kwargs))
+    )
     check(opened(plan, 1, 40), 0, 0, placed, [turning] * 2)
     assert sizes == [24, 24]  # keys and values of both layers
     sizes.clear()
