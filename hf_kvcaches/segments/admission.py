@@ -241,7 +241,7 @@ def similarity(a: Ids, b: Ids) -> float:
     """
     first, second = (_shingles(ids[-SURROUNDINGS:]) for ids in (a, b))
     if not len(first) or not len(second):
-        return float(len(a) == len(b))
+        return float(np.array_equal(a, b))
     shared = len(np.intersect1d(first, second, assume_unique=True))
     return shared / (len(first) + len(second) - shared)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ Tier = Literal["exact", "guarded", "repaired", "probed", "computed"]
 
 # How many tokens to the left of a segment are stored with it: the longest window that depth guards can ask for, short of all.
 CONTEXT = 512
+
+_KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, "fresh": bool, "stored": dict}
 
 
 class Chain:
@@ -86,7 +88,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         arrays = {"ids": self.ids, "context": self.context, "signature": self.signature, "surroundings": self.surroundings}
-        plain = {name: getattr(self, name) for name in ("scope", "left", "right", "start", "origin", "fresh", "stored")}
+        plain = {name: getattr(self, name) for name in _KINDS}
         return plain | {name: None if value is None else _packed(value) for name, value in arrays.items()}
 
     @classmethod
@@ -97,7 +99,14 @@ class Record:
             data: From JSON.
         """
         arrays = {name: None if data[name] is None else _unpacked(data[name]) for name in ("ids", "context", "signature", "surroundings")}
-        plain = {name: data[name] for name in ("scope", "left", "right", "start", "origin", "fresh", "stored")}
+        plain = {name: data[name] for name in _KINDS}
+        for name, kind in _KINDS.items():
+            if type(plain[name]) is not kind:
+                raise TypeError(f"{name}: expected {kind.__name__}, got {type(plain[name]).__name__}")
+        if plain["origin"] not in get_args(Tier) or plain["start"] < 0:
+            raise ValueError(f"no segment has the origin {plain['origin']!r} and the start {plain['start']!r}")
+        if arrays["ids"] is None or not len(arrays["ids"]) or arrays["context"] is None:
+            raise ValueError("a segment without tokens, or without those to the left of it")
         return cls(**plain, **arrays)  # type: ignore[arg-type]
 
 
