@@ -172,7 +172,7 @@ class SegmentStore:
             )
 
     def _follow(self) -> None:
-        """Learns what came, went and was pinned."""
+        """Learns what came, went and was pinned, by this process too: what the back-end tells is all that is known."""
         try:
             with self._lock:
                 changes = self._blobs.changes()
@@ -196,11 +196,10 @@ class SegmentStore:
         except StoreUnavailable as error:
             self._failed(error)
             return None
-        self._tell_damage()
         with self._lock:
             self._counts["loads"] += 1
-            if found is None:
-                self._forget(key)
+        if found is None:
+            self._follow()
         return found
 
     def used(self, key: str, tokens: int) -> None:
@@ -234,21 +233,19 @@ class SegmentStore:
             if self.max_bytes is not None and sum(tensor.nbytes for tensor in tensors.values()) > self.max_bytes:
                 continue
             try:
-                size = self._blobs.put(key, record.to_dict(), tensors)
+                self._blobs.put(key, record.to_dict(), tensors)
             except StoreUnavailable as error:
                 self._failed(error)
                 break
             with self._lock:
-                self._add(key, record, size)
                 self._counts["written"] += 1
             try:
                 self._similar.publish(key, record)
             except self._similar.errors as error:
                 self._failed(error)
-        if self.max_bytes is not None:
-            # Processes that write at the same time are each within the cap: who looks last sees what all have written.
-            self._follow()
-            self._evict()
+        # Processes that write at the same time stay within the cap together: who looks last sees what all have written.
+        self._follow()
+        self._evict()
 
     def later(self, job: Callable[[], None]) -> None:
         """Runs a job in the store's thread, behind those that wait; `refresh` and `flush` wait for it.
@@ -282,8 +279,7 @@ class SegmentStore:
             key: Its id.
         """
         gone = self._blobs.delete(key)
-        with self._lock:
-            self._forget(key)
+        self._follow()
         return gone
 
     def clear(self) -> None:
@@ -335,15 +331,6 @@ class SegmentStore:
         except (LookupError, TypeError, ValueError, AttributeError):
             self._say("unreadable", f"{self.location} holds something that is no segment, or one of another version; it is left alone.")
             return
-        known = self.index(record.scope).records.get(key)
-        if known is not None:
-            if (known.stored, known.fresh) == (record.stored, record.fresh):
-                return
-            # Another process was quicker to store it, and otherwise.
-            self._forget(key)
-        self._add(key, record, size)
-
-    def _add(self, key: str, record: Record, size: int) -> None:
         self._worth.add(key, size, len(record))
         self.index(record.scope).add(key, record)
         self._similar.add(key, record)
@@ -370,10 +357,10 @@ class SegmentStore:
                 gone = self._blobs.delete(key)
             except StoreUnavailable as error:
                 self._failed(error)
-                return
+                break
             with self._lock:
-                self._forget(key)
                 self._counts["evicted"] += gone
+        self._follow()
 
     def _guarded(self, job: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:

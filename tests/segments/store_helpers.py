@@ -15,6 +15,9 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - the forkserver h
 from transformers import PreTrainedModel
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
+from hf_kvcaches.segments.codec import LayerStates
+from hf_kvcaches.segments.records import Chain, Record, as_ids
+from hf_kvcaches.segments.store import NewSegment
 from tests import tiny
 from tests.stores.blob_helpers import PROCESSES
 
@@ -24,6 +27,15 @@ PROCESSES.set_forkserver_preload(["tests.stores.blob_helpers", "tests.segments.s
 LENGTH, PART = 48, 16
 # All but the last token, which is always computed.
 WHOLE = LENGTH - 1
+
+
+def segment(seed: int, tokens: int = 16, hidden: bool = False) -> NewSegment:
+    """A segment as a cache would hand it over, of one layer."""
+    made = torch.Generator().manual_seed(seed)
+    ids = as_ids(torch.randint(0, 99, (tokens,), generator=made))
+    record = Record("scope", ids, Chain().name, Chain().extend(ids).name, 0, ids[:0], "exact", True)
+    states = [torch.randn(1, tokens, 4, generator=made) for _ in range(3)]
+    return NewSegment(record, [LayerStates(*states[:2])], {1: states[2][0]} if hidden else {})
 
 
 class Answer(NamedTuple):
@@ -138,6 +150,20 @@ def ask_with_little_room(location: str, limit: int, seeds: Sequence[int], pipe: 
         found = [right(model, prompt(seed), store).reused for seed in seeds]
         report = store.report()
     pipe.send((found, sentences, report))
+
+
+def put_with_little_room(location: str, limit: int, cap: int, pipe: Connection) -> None:
+    """Fills a store, and puts four more segments of which the last to be written is too large for a file."""
+    import resource
+
+    store = SegmentStore(location, max_bytes=cap, quantization=None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with said() as sentences:
+        while real_bytes(location) < cap - 2000:
+            store.put([segment(len(blob_files(Path(location.removeprefix("disk:")))))])
+        before = real_bytes(location)
+        store.put([segment(1000, tokens=1000), *(segment(number) for number in (1001, 1002, 1003))])
+    pipe.send((sentences, before, real_bytes(location)))
 
 
 def ask_after_fork(location: str, pipe: Connection) -> None:

@@ -15,12 +15,23 @@ import torch
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.segments.codec import LayerStates
-from hf_kvcaches.segments.records import Chain, Record, as_ids
-from hf_kvcaches.segments.store import NewSegment
 from hf_kvcaches.segments.writer import Writer
 from hf_kvcaches.stores.blobs import open_blobs
-from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, ask_after_fork, blob_files, prompt, real_bytes, right, run_apart, said
+from tests.segments.store_helpers import (
+    LENGTH,
+    PART,
+    WHOLE,
+    ask,
+    ask_after_fork,
+    blob_files,
+    prompt,
+    put_with_little_room,
+    real_bytes,
+    right,
+    run_apart,
+    said,
+    segment,
+)
 
 
 def size_of_a_prompt(model, ids=None) -> int:
@@ -30,15 +41,6 @@ def size_of_a_prompt(model, ids=None) -> int:
         report = store.report()
         # In memory there are no headers.
         return report.bytes + report.segments * 800
-
-
-def segment(seed: int, tokens: int = 16, hidden: bool = False) -> NewSegment:
-    """A segment as a cache would hand it over, of one layer."""
-    made = torch.Generator().manual_seed(seed)
-    ids = as_ids(torch.randint(0, 99, (tokens,), generator=made))
-    record = Record("scope", ids, Chain().name, Chain().extend(ids).name, 0, ids[:0], "exact", True)
-    states = [torch.randn(1, tokens, 4, generator=made) for _ in range(3)]
-    return NewSegment(record, [LayerStates(*states[:2])], {1: states[2][0]} if hidden else {})
 
 
 # Arguments
@@ -219,6 +221,14 @@ def test_a_store_that_is_opened_with_a_smaller_cap_shrinks_to_it(model, shared_l
     assert real_bytes(shared_location) == smaller.report().bytes == store.report().bytes
 
 
+def test_what_was_stored_before_the_disk_was_full_is_held_to_the_cap(tmp_path):
+    cap = 35_000
+    sentences, before, after = run_apart(put_with_little_room, f"disk:{tmp_path}", 3000, cap)
+    assert len(sentences) == 1
+    assert "File too large" in sentences[0]
+    assert before <= after <= cap
+
+
 # Deleting
 
 
@@ -238,7 +248,7 @@ def test_what_is_deleted_by_its_id_is_computed_and_stored_again(model, location)
 def test_a_cleared_store_is_empty_for_all(model, shared_location):
     store, other = (SegmentStore(shared_location, quantization=None) for _ in range(2))
     ask(model, prompt(0), store)
-    store.flush()
+    store.flush()  # It does not look again before the others clear it.
     store.pin(ask(model, prompt(0), other).keys[0])
     other.clear()
     for each in (store, other):
@@ -247,6 +257,7 @@ def test_a_cleared_store_is_empty_for_all(model, shared_location):
     assert real_bytes(shared_location) == 0
     for each, reused in ((store, 0), (other, WHOLE)):
         assert right(model, prompt(0), each).reused == reused
+        each.flush()
 
 
 # What it says of itself
