@@ -63,7 +63,9 @@ class SegmentPolicy(Artifact):
             value = getattr(self, name)
             if not _is_number(value) or not low <= value <= high:
                 raise ConfigError.of(name, f"a number from {low} to {high}", value, hint)
-        for name, hint in (("check_layer", "Layer 0 knows nothing of what stands to the left."), ("shortest", "It counts tokens."), ("aligned", "It counts tokens.")):
+        counted = "It counts tokens."
+        hints = {"check_layer": "Layer 0 knows nothing of what stands to the left.", "shortest": counted, "aligned": counted}
+        for name, hint in hints.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError.of(name, "an integer of at least 1", value, hint)

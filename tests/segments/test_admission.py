@@ -165,7 +165,7 @@ def test_runs_are_not_shorter_than_the_policy_wants() -> None:
 
 def test_after_a_probe_a_part_is_reused_or_computed_as_a_whole() -> None:
     part = elsewhere(NOTHING_SAFE, "auto")
-    passed, failed = settle(part, True), settle(part, False)
+    (passed,), (failed,) = settle(part, True), settle(part, False)
     assert (passed.tier, passed.probe, passed.pieces, passed.rerun.tolist()) == ("probed", False, part.pieces, part.rerun.tolist())
     assert (failed.tier, failed.probe, failed.pieces, len(failed.rerun)) == ("computed", False, (), 0)
     assert (passed.start, passed.stop) == (failed.start, failed.stop) == (part.start, part.stop)

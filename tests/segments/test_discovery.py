@@ -223,7 +223,8 @@ def test_any_row_falls_into_spans_and_given_ones_are_kept(texts: list[str], odd:
     assert discovery.spans(np.array(ids, dtype=np.int64), given_spans) == spans
     # What stands between two given spans is cut as if there were nothing else, up to the structure that goes across.
     if not with_tokenizer:
-        for before, after in itertools.pairwise([(0, 0), *given_spans, (len(ids), len(ids))]):
+        walls = [pair for pair in given_spans if pair[0] < pair[1]]
+        for before, after in itertools.pairwise([(0, 0), *walls, (len(ids), len(ids))]):
             gap = [span for span in spans if before[1] <= span.start < after[0]]
             assert [span.stop - span.start for span in gap] == [
                 span.stop - span.start for span in discovery.spans(ids[before[1] : after[0]])
