@@ -10,10 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.segments.records import Chain, Ids, Record, common_prefix, common_suffix
+from hf_kvcaches.segments.records import Chain, Ids, Record, common_prefix, common_suffix, window_hashes
 
 # An anchor is so many consecutive tokens, found wherever they stand in a prompt.
 ANCHOR = 16
+# A shingle is so many, and only tells whether a look for something similar is worth it.
+SHINGLE = 8
+# Bits that remember which shingles there were: 4 MiB a scope. They are never taken back, which only costs a look for nothing.
+_SEEN_BITS = 2**25
 # How many segments with the same anchor are remembered: the newest.
 ALIKE = 8
 
@@ -62,17 +66,7 @@ class Run(NamedTuple):
 
 def anchors(ids: Ids) -> npt.NDArray[np.uint64]:
     """A number for every `ANCHOR` consecutive tokens, (tokens - ANCHOR + 1,). Collisions are possible, so tokens are compared after."""
-    if len(ids) < ANCHOR:
-        return np.zeros(0, np.uint64)
-    mixed = ids.astype(np.uint64)
-    # The finaliser of splitmix64: small ids fill all 64 bits.
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + np.uint64(0x9E3779B97F4A7C15)
-    windows = np.lib.stride_tricks.sliding_window_view(mixed, ANCHOR)
-    return (windows * _POWERS).sum(axis=1, dtype=np.uint64)
-
-
-_POWERS = np.array([pow(0x9E3779B97F4A7C15, ANCHOR - 1 - i, 2**64) for i in range(ANCHOR)], dtype=np.uint64)
+    return window_hashes(ids, ANCHOR)
 
 
 def _anchor_offsets(length: int) -> Iterator[int]:
@@ -80,6 +74,12 @@ def _anchor_offsets(length: int) -> Iterator[int]:
     if length >= ANCHOR:
         yield from range(0, length - ANCHOR, ANCHOR)
         yield length - ANCHOR
+
+
+def _bits(ids: Ids) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
+    """For each shingle the byte, and the bit in it, that remember it."""
+    numbers = (window_hashes(ids, SHINGLE) >> np.uint64(17)) % np.uint64(_SEEN_BITS)
+    return numbers >> np.uint64(3), np.left_shift(1, (numbers & np.uint64(7)).astype(np.int64)).astype(np.uint8)
 
 
 class SegmentIndex:
@@ -93,6 +93,7 @@ class SegmentIndex:
         self._places: list[int] = []
         self._firsts: dict[int, Counter[int]] = {}
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+        self._seen = np.zeros(_SEEN_BITS // 8, np.uint8)
 
     def add(self, key: str, record: Record) -> None:
         """Makes a segment known.
@@ -111,6 +112,8 @@ class SegmentIndex:
             self._firsts[record.start] = Counter()
         self._firsts[record.start][first] += 1
         if record.fresh:
+            places, bits = _bits(record.ids)
+            np.bitwise_or.at(self._seen, places, bits)
             numbers = anchors(record.ids)
             for offset in _anchor_offsets(len(record)):
                 alike = self._anchored[int(numbers[offset])]
@@ -186,6 +189,15 @@ class SegmentIndex:
                     found.append(Piece(place, place + common_prefix(record.ids, ids[place:]), record, 0))
                     end = max(end, found[-1].stop)
         return found
+
+    def shares_with(self, ids: Ids) -> int:
+        """About how many shingles of a stretch stand in stored segments: never too few, sometimes too many.
+
+        Args:
+            ids: The stretch.
+        """
+        places, bits = _bits(ids)
+        return int((self._seen[places] & bits != 0).sum())
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
         """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps.
