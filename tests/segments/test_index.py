@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.segments.index import ALIKE, ANCHOR, Run, SegmentIndex, anchors
+from hf_kvcaches.segments.index import ALIKE, ANCHOR, SHINGLE, Run, SegmentIndex, anchors
 from hf_kvcaches.segments.records import CONTEXT, Chain, Ids, Record, Tier, as_ids, common_prefix
 
 SURE = 2 * ANCHOR - 1
