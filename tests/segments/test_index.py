@@ -244,6 +244,23 @@ def test_a_stretch_of_one_stored_text_is_taken_from_its_first_token_to_its_last(
     assert len(found) <= 1 or min(stop - first for first, stop in inside if stop > first) < SURE
 
 
+def test_any_stretch_that_is_long_enough_to_hold_an_anchor_is_found() -> None:
+    for length in range(SURE, SURE + 2 * ANCHOR + 2):
+        index, text = SegmentIndex(), as_ids(range(length))
+        add(index, text, [])
+        for start in range(length - SURE + 1):
+            (run,) = index.runs(text[start : start + SURE], 0, 24)
+            assert len(run) == SURE
+
+
+def test_a_run_does_not_go_on_into_what_was_not_computed_where_it_stood() -> None:
+    index, text = SegmentIndex(), as_ids(range(100))
+    add(index, text[:40], [])
+    add(index, text, [], begin=40, origin="repaired", fresh=False)
+    (run,) = index.runs(np.append(as_ids([200]), text), 0, 24)
+    assert (run.start, run.stop) == (1, 41)
+
+
 def test_of_two_equally_long_runs_the_one_with_more_of_the_same_text_before_it_is_taken() -> None:
     common, first, second = as_ids(range(100, 140)), as_ids(range(10)), as_ids(range(20, 30))
     for order in (1, -1):
@@ -283,6 +300,7 @@ def test_tokens_are_compared_where_two_anchors_have_one_number(monkeypatch: pyte
     monkeypatch.setattr("hf_kvcaches.segments.index.anchors", lambda ids: np.zeros(max(0, len(ids) - ANCHOR + 1), np.uint64))
     add(index, text, [])
     assert index.runs(text + np.uint32(1000), 0, 24) == []
+    assert index.runs(np.append(text[: ANCHOR - 1], text + np.uint32(1000)), 0, 1) == []
     assert_sound(text, 0, 24, index.runs(text, 0, 24))
 
 

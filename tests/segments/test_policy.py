@@ -102,7 +102,9 @@ def test_the_papers_guards_are_scaled_to_the_depth() -> None:
     policy = SegmentPolicy()
     assert [policy.safe_depth(same, 32) for same in (0, 127, 128, 511, 512, 10**6)] == [0, 0, 1, 1, 8, 8]
     assert [policy.window(depth, 32) for depth in (0, 1, 2, 8, 9, 32)] == [0, 128, 512, 512, None, None]
-    assert SegmentPolicy(guard=((0.07, 5),)).safe_depth(5, 100) == 7
+    # 0.29 * 100 is a little less than 29.
+    rounded = SegmentPolicy(guard=((0.29, 5),))
+    assert (rounded.safe_depth(5, 100), rounded.window(29, 100)) == (29, 5)
 
 
 def test_damaged_policies_are_refused(tmp_path) -> None:

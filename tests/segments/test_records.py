@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -53,6 +54,10 @@ def test_equal_tokens_have_equal_names_however_they_are_cut(a: list[int], b: lis
 @given(a=FEW, b=FEW)
 def test_other_tokens_have_other_names(a: list[int], b: list[int]) -> None:
     assert (name(a) == name(b)) == (a == b)
+
+
+def test_names_stay_the_same_from_version_to_version_for_the_sake_of_what_is_stored() -> None:
+    assert name([1, 2**32 - 1]) == hashlib.blake2b(bytes([1, 0, 0, 0, 255, 255, 255, 255]), digest_size=16).hexdigest()
 
 
 def test_a_chain_stays_as_it_is_when_it_is_extended() -> None:

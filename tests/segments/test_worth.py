@@ -83,13 +83,13 @@ def test_what_saved_least_work_a_byte_goes_first() -> None:
 
 def test_of_what_is_worth_the_same_the_one_that_was_used_longest_ago_goes_first() -> None:
     worth = Worth()
-    for key in "abc":
+    for key in "cab":
         worth.add(key, 10, 100)
-    assert worth.least(30, keep=()) == ["a", "b", "c"]
-    worth.remove("b")
-    worth.add("b", 10, 100)
-    worth.add("a", 10, 100)  # it is there: neither new nor used
-    assert worth.least(10, keep=()) == ["a"]
+    assert worth.least(30, keep=()) == ["c", "a", "b"]
+    worth.remove("a")
+    worth.add("a", 10, 100)
+    worth.add("c", 10, 100)  # it is there: neither new nor used
+    assert worth.least(10, keep=()) == ["c"]
 
 
 def fill(worth: Worth, keys: list[str], cap: int) -> list[str]:
