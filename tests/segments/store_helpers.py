@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -167,17 +168,21 @@ def put_with_little_room(location: str, limit: int, cap: int, pipe: Connection) 
 
 
 def ask_after_fork(location: str, pipe: Connection) -> None:
-    """Asks, forks, and asks again in the child, whose store has lost its thread."""
+    """Asks, forks while the store's thread is at work, and asks again in the child, where there is no such thread."""
     torch.set_num_threads(1)
     model, store = small(), SegmentStore(location, quantization=None)
     ask(model, prompt(1), store)
     store.flush()
+    begun, over = threading.Event(), threading.Event()
+    store.later(lambda: begun.set() or over.wait(30))
+    begun.wait(30)
     if os.fork() == 0:
         found = [right(model, prompt(seed), store).reused for seed in (1, 2, 2)]
         store.flush()
         pipe.send(found)
         os._exit(0)
     os.wait()
+    over.set()
 
 
 class Other:
