@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.kernels._shared import Layout
-from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.splice import Packed
 from hf_kvcaches.segments import codec
 from hf_kvcaches.segments.codec import Pile
 from hf_kvcaches.segments.index import Piece
 from hf_kvcaches.segments.layer import SegmentLayer
+from hf_kvcaches.segments.transfer import Portion, write_all
 
 # Tokens that go to a GPU at a time: while one portion is written into the buffers, the next one is on its way.
 PORTION = 2048
@@ -67,9 +68,12 @@ def splice_row(
     """
     moved = [loaded for loaded in pieces if loaded.piece.start != loaded.piece.position]
     still = [loaded for loaded in pieces if loaded.piece.start == loaded.piece.position]
-    for group in (moved, still):
-        for portion in _portions(group):
-            _splice(layers, row, padding, portion, geometries, turning=group is moved)
+    write_all(
+        portion
+        for group in (moved, still)
+        for together in _portions(group)
+        for portion in _portions_of(layers, row, padding, together, geometries, turning=group is moved)
+    )
 
 
 def _portions(pieces: Sequence[Loaded]) -> list[list[Loaded]]:
@@ -92,15 +96,15 @@ def _portions(pieces: Sequence[Loaded]) -> list[list[Loaded]]:
     return portions
 
 
-def _splice(
+def _portions_of(
     layers: Sequence[SegmentLayer],
     row: int,
     padding: int,
     pieces: Sequence[Loaded],
     geometries: Sequence[RotaryGeometry | None],
     turning: bool,
-) -> None:
-    """Writes pieces that are stored alike."""
+) -> Iterator[Portion]:
+    """Pieces that are stored alike, for each group of layers that are treated alike."""
     lengths = [each.piece.stop - each.piece.start for each in pieces]
     cut = [
         codec.piles(each.tensors, each.piece.record.stored, each.piece.offset, each.piece.offset + length, each.depth)
@@ -111,20 +115,24 @@ def _splice(
     deltas = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
     for pile in (_joined(parts) for parts in zip(*cut, strict=True)):
         for members, geometry in _treated_alike(pile.layers, layers, geometries):
-            first = layers[members[0]]
-            assert first.key_buffer is not None
-            device = first.key_buffer.device
             cos = sin = None
             layout: Layout = "half"
             if turning and geometry is not None and geometry.kind == "rope":
                 distinct, which = torch.unique(deltas, return_inverse=True)
-                cos, sin = (table[which].to(device) for table in geometry.cos_sin(distinct, torch.float32))
+                cos, sin = (table[which] for table in geometry.cos_sin(distinct, torch.float32))
                 layout = geometry.layout
-            places = slots.to(device)
-            for name, packed, turn in (("key_buffer", pile.keys, (cos, sin)), ("value_buffer", pile.values, (None, None))):
-                picked = _of_layers(packed, [pile.layers.index(index) for index in members], device)
-                outs = [getattr(layers[index], name)[row] for index in members]
-                splice(picked, outs, places, cos=turn[0], sin=turn[1], layout=layout, check=False)
+            inside = [pile.layers.index(index) for index in members]
+            buffers = [(layers[index].key_buffer, layers[index].value_buffer) for index in members]
+            yield Portion(
+                _of_layers(pile.keys, inside),
+                _of_layers(pile.values, inside),
+                [keys[row] for keys, _ in buffers if keys is not None],
+                [values[row] for _, values in buffers if values is not None],
+                slots,
+                cos,
+                sin,
+                layout,
+            )
 
 
 def _joined(parts: Sequence[Pile]) -> Pile:
@@ -154,13 +162,10 @@ def _treated_alike(
     return list(groups.values())
 
 
-def _of_layers(packed: Packed, members: Sequence[int], device: torch.device) -> Packed:
-    """Some layers of a pile, on a device."""
-    whole = list(members) == list(range(packed.data.shape[0]))
-    parts = [part if part is None or whole else part[list(members)] for part in packed[:3]]
-    if device.type == "cuda":
-        parts = [None if part is None else part.contiguous().pin_memory().to(device, non_blocking=True) for part in parts]
-    elif device.type != "cpu":
-        parts = [None if part is None else part.to(device) for part in parts]
-    assert parts[0] is not None
-    return Packed(parts[0], parts[1], parts[2], packed.group)
+def _of_layers(packed: Packed, members: Sequence[int]) -> Packed:
+    """Some layers of a pile."""
+    if list(members) == list(range(packed.data.shape[0])):
+        return packed
+    data, scale, zero = (None if part is None else part[list(members)] for part in packed[:3])
+    assert data is not None
+    return Packed(data, scale, zero, packed.group)

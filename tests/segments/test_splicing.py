@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.segments import codec, splicing
+from hf_kvcaches.segments import codec, splicing, transfer
 from hf_kvcaches.segments.codec import LayerStates
 from hf_kvcaches.segments.index import Piece
 from hf_kvcaches.segments.layer import SegmentLayer
@@ -178,9 +178,9 @@ def test_many_tokens_are_written_a_portion_at_a_time(monkeypatch: pytest.MonkeyP
     stored = Stored(plan, 4, 50, "int8")
     placed = [place(stored, 5 * number) for number in range(6)]
     sizes = []
-    whole = splicing.splice
+    whole = transfer.splice
     monkeypatch.setattr(
-        splicing, "splice", lambda packed, *args, **kwargs: (sizes.append(packed.data.shape[2]), whole(packed, *args, **kwargs))
+        transfer, "splice", lambda packed, *args, **kwargs: (sizes.append(packed.data.shape[2]), whole(packed, *args, **kwargs))
     )
     check(opened(plan, 1, 40), 0, 0, placed, [turning] * 2)
     assert sizes == [24, 24]  # keys and values of both layers

@@ -1,0 +1,98 @@
+"""From host memory into a layer's buffers; to a GPU one portion ahead, so that copying and writing overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from hf_kvcaches.kernels._shared import Layout
+from hf_kvcaches.kernels.splice import Packed, splice
+
+
+class Portion(NamedTuple):
+    """Tokens of some layers of one row, and where they go.
+
+    Args:
+        keys: In host memory.
+        values: Likewise.
+        key_outs: The row of each layer's buffer of keys, (heads, capacity, dim), all on one device.
+        value_outs: Likewise of values.
+        slots: (tokens,).
+        cos: Of the angles that keys are turned by, (tokens, pairs), or None where they stay.
+        sin: Likewise.
+        layout: Which dimensions are turned together.
+    """
+
+    keys: Packed
+    values: Packed
+    key_outs: Sequence[torch.Tensor]
+    value_outs: Sequence[torch.Tensor]
+    slots: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    layout: Layout
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def write_all(portions: Iterable[Portion]) -> None:
+    """Writes portions. While one is written on a GPU, the next one is on its way there, on a stream of its own.
+
+    Args:
+        portions: Made one at a time, so that a GPU has something to do meanwhile.
+    """
+    waiting: tuple[Portion, torch.cuda.Event | None] | None = None
+    for portion in portions:
+        sent = _sent(portion)
+        if waiting is not None:
+            _write(*waiting)
+        waiting = sent
+    if waiting is not None:
+        _write(*waiting)
+
+
+def _sent(portion: Portion) -> tuple[Portion, torch.cuda.Event | None]:
+    """The portion on the device of its buffers, and what to wait for before it is read."""
+    device = portion.key_outs[0].device
+    if device.type != "cuda":
+        return _moved(portion, device), None
+    stream = _streams.setdefault(device, torch.cuda.Stream(device))
+    with torch.cuda.stream(stream):
+        moved = _moved(portion, device, pin=True)
+        return moved, stream.record_event()
+
+
+def _moved(portion: Portion, device: torch.device, pin: bool = False) -> Portion:
+    if device.type == "cpu":
+        return portion
+
+    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        return (tensor.contiguous().pin_memory() if pin else tensor).to(device, non_blocking=pin)
+
+    def move_packed(packed: Packed) -> Packed:
+        data = move(packed.data)
+        assert data is not None
+        return Packed(data, move(packed.scale), move(packed.zero), packed.group)
+
+    slots = move(portion.slots)
+    assert slots is not None
+    return portion._replace(
+        keys=move_packed(portion.keys), values=move_packed(portion.values), slots=slots, cos=move(portion.cos), sin=move(portion.sin)
+    )
+
+
+def _write(portion: Portion, arrived: torch.cuda.Event | None) -> None:
+    if arrived is not None:
+        current = torch.cuda.current_stream(portion.slots.device)
+        current.wait_event(arrived)
+        # Made on the other stream, read on this one: their memory must not be given away before.
+        for tensor in (*portion.keys[:3], *portion.values[:3], portion.slots, portion.cos, portion.sin):
+            if tensor is not None:
+                tensor.record_stream(current)
+    splice(portion.keys, portion.key_outs, portion.slots, cos=portion.cos, sin=portion.sin, layout=portion.layout, check=False)
+    splice(portion.values, portion.value_outs, portion.slots, check=False)
