@@ -111,7 +111,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
         # The library has a temporary file of its own beside the one it is given. In a folder with our mark it can be swept.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=TEMPORARY_SUFFIX) as scratch:
             inside = Path(scratch) / "tensors"
-            save_file(_unshared(tensors), inside, dict(metadata or {}))
+            # With an empty dict and no tensors the library writes a file that it can not read.
+            save_file(_unshared(tensors), inside, dict(metadata) if metadata else None)
             inside.replace(path)
     except (SafetensorError, KeyError, ValueError) as error:
         raise ConfigError(f"tensors: safetensors can't store them: {error}. Convert them to a dtype that it knows.") from error
