@@ -10,6 +10,7 @@ from typing import Any
 from xml.dom import minidom
 
 import pytest
+from transformers import LlamaConfig
 
 import hf_kvcaches
 from hf_kvcaches import SegmentPolicy, SegmentStore
@@ -68,11 +69,13 @@ def test_a_policy_has_the_defaults_that_the_guide_names():
     assert set(named) == {field.name for field in fields(policy)} - {"bound", "measured"}
 
 
-def test_bytes_a_token_are_those_of_the_formulas(quickstart):
-    config = quickstart["model"].config
-    d_kv, layers = config.num_key_value_heads * config.head_dim, config.num_hidden_layers
-    assert payload_bytes(config, "int8") == 2 * d_kv * layers
-    assert payload_bytes(config, "int4", depth=2) == (2 * d_kv * 2 + config.hidden_size) / 2
+def test_the_bytes_of_the_papers_example_are_those_of_the_formulas():
+    config = LlamaConfig(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+    told = re.search(r"`depth=12`: ([\d,]+) and ([\d,]+) bytes", GUIDE)
+    assert told is not None
+    assert [int(number.replace(",", "")) for number in told.groups()] == [
+        payload_bytes(config, "int8", depth=depth) for depth in (None, 12)
+    ]
 
 
 def test_the_guide_links_to_files_that_are_there_and_its_picture_can_be_read():
