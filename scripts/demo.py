@@ -3,13 +3,15 @@
     python scripts/demo.py [--model FOLDER_OR_HUB_ID] [--prompt TEXT] [--max-new-tokens N] [--device auto] [--plot demo.png]
 
 Without a prompt the model reads a generated document that hides facts between paragraphs of a book, and is asked for some
-of them. Times are those of one run each, to see the order of things; benchmarks are scripts of their own.
+of them; then it reads the document's pages again in another order, with a cache that reuses what it has read before. Times are
+those of one run each, to see the order of things; benchmarks are scripts of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +22,7 @@ import torch
 from _common import ROOT, pick_device, table
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Cache, DynamicCache
+from transformers.generation import BaseStreamer
 from transformers.utils import logging
 
 from hf_kvcaches import (
@@ -29,6 +32,8 @@ from hf_kvcaches import (
     GrowingCache,
     KVCacheError,
     MissingDependencyError,
+    SegmentReuseCache,
+    SegmentStore,
     SubspaceBases,
     SubspaceCache,
     UnsupportedError,
@@ -94,19 +99,54 @@ def load(name: str, device: torch.device) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def make_prompts(tokenizer: Any, room: int, questions: int, seed: int) -> Prompts:
-    """A document of at most `room` tokens and its first questions, each in a row of its own."""
+def make_document(tokenizer: Any, room: int, facts: int, seed: int) -> Document:
+    """A document of at most `room` tokens, and of at most 900."""
     filler = Filler((TESTBED / "prose.txt").read_text(encoding="utf-8"))
     tokens = min(900, room)
     count = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
-    document: Document = fit_document(random.Random(seed), filler, count, tokens, facts=max(questions, tokens // 80))
+    return fit_document(random.Random(seed), filler, count, tokens, facts=max(facts, tokens // 80))
+
+
+def make_prompts(tokenizer: Any, room: int, questions: int, seed: int) -> Prompts:
+    """A document and its first questions, each in a row of its own."""
+    document = make_document(tokenizer, room, questions, seed)
     facts = [document.facts[index] for index in document.asked[:questions]]
     context = document.context()
     return Prompts([context + fact.question for fact in facts], [fact.question for fact in facts], [fact.value for fact in facts])
 
 
-def write(model: Any, tokenizer: Any, inputs: BatchEncoding, cache: Cache, new_tokens: int) -> list[str]:
-    ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+def pages_in_two_orders(tokenizer: Any, room: int, seed: int) -> list[str]:
+    """The same pages behind the same instructions, as they come and shuffled, each time with a question about another page."""
+    document = make_document(tokenizer, room, 2, seed)
+    pages = [
+        f"# Page {number}\n{paragraph}\n{''.join(fact.note)}\n"
+        for number, (paragraph, fact) in enumerate(zip(document.paragraphs, document.facts, strict=False), 1)
+    ]
+    shuffled = random.Random(seed).sample(pages, len(pages))
+    return [
+        document.head() + "".join(order) + f"Questions:\n{document.facts[asked].question}"
+        for order, asked in zip((pages, shuffled), document.asked, strict=False)
+    ]
+
+
+class FirstToken(BaseStreamer):
+    """Notes when the first token comes; the prompt itself comes before it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def write(
+    model: Any, tokenizer: Any, inputs: BatchEncoding, cache: Cache, new_tokens: int, streamer: BaseStreamer | None = None
+) -> list[str]:
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id, "streamer": streamer}
+    ids = model.generate(**inputs, past_key_values=cache, **settings)
     return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -164,6 +204,37 @@ def show_texts(outcomes: list[Outcome], prompts: Prompts) -> str:
     return "\n".join(lines)
 
 
+def show_reuse(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> str:
+    """What a cache takes of each text from those before it, and what that saves."""
+    reused(model, tokenizer, texts, 1)  # modules are loaded at the first use, which the full cache has behind it
+    tiers = ("exact", "guarded", "repaired", "probed", "computed")
+    rows = []
+    for name, (report, same, seconds, without) in zip(
+        ("as they come", "in another order"), reused(model, tokenizer, texts, new_tokens), strict=True
+    ):
+        counts = [str((report.tiers or {}).get(tier, 0)) for tier in tiers]
+        saved = [str(report.repaired_tokens), f"{report.flops_saved:.0%}", "yes" if same else "no"]
+        rows.append([name, *counts, *saved, f"{seconds:.3f}", f"{without:.3f}"])
+    header = ["the same pages", *tiers, "run again", "FLOPs saved", "same text", "first token s", "without reuse s"]
+    return f"\nSegmentReuseCache, tokens of two prompts by where they come from\n{table(header, rows)}"
+
+
+def reused(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> list[tuple[Any, bool, float, float]]:
+    """For each text the cache's report, whether it writes the same as without reuse, and seconds to the first token with and without."""
+    store = SegmentStore("memory")
+    found = []
+    for text in texts:
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
+        before, after = FirstToken(), FirstToken()
+        full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new_tokens, before)
+        with attention_kept(model):
+            cache = SegmentReuseCache(model, store, tokenizer)
+            written = write(model, tokenizer, inputs, cache, new_tokens, after)
+        seconds, without = (clock.times[1] - clock.times[0] for clock in (after, before))
+        found.append((cache.report(), written == full, seconds, without))
+    return found
+
+
 def save_plot(path: Path, outcomes: list[Outcome]) -> None:
     require("matplotlib", "plots", "The plot").use("Agg")
     plots = require("matplotlib.pyplot", "plots", "The plot")
@@ -211,16 +282,18 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     model, tokenizer = load(args.model, pick_device(args.device))
-    if args.prompt is None:
-        room = (getattr(model.config, "max_position_embeddings", None) or 1024) - args.max_new_tokens
-        prompts = make_prompts(tokenizer, room, args.questions, args.seed)
-    else:
-        prompts = Prompts([args.prompt], [], [])
+    room = (getattr(model.config, "max_position_embeddings", None) or 1024) - args.max_new_tokens
+    prompts = make_prompts(tokenizer, room, args.questions, args.seed) if args.prompt is None else Prompts([args.prompt], [], [])
     inputs = tokenizer(prompts.texts, return_tensors="pt", padding=len(prompts.texts) > 1, return_token_type_ids=False).to(model.device)
     rows, tokens = inputs["input_ids"].shape
     print(f"{args.model}: {rows} rows of up to {tokens} tokens, {args.max_new_tokens} new tokens each, on {model.device}")
     outcomes, refused = run(model, tokenizer, inputs, args.max_new_tokens)
     print("\n".join([show(outcomes), *refused, show_texts(outcomes, prompts)]))
+    if args.prompt is None:
+        try:
+            print(show_reuse(model, tokenizer, pages_in_two_orders(tokenizer, room, args.seed), args.max_new_tokens))
+        except (UnsupportedError, MissingDependencyError) as error:
+            print(f"\nNo segments are reused: {error}")
     try:
         if len(outcomes) > 1:
             save_plot(args.plot, outcomes)

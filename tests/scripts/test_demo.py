@@ -57,6 +57,14 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert all(0.4 < int(row[3].replace(",", "")) / int(full[3].replace(",", "")) < 0.8 for row in (streaming, h2o, subspace))
     assert all(float(row[column]) > 0 for row in (full, growing, streaming, h2o, subspace) for column in (4, 5))
     assert done.stdout.count("the notes say") == 12, "two questions to six caches, none of which random weights can answer"
+    first, second = (cells(next(line for line in lines if line.startswith(name))) for name in ("as they come", "in another order"))
+    assert set(map(int, first[1:5])) == {0}
+    assert first[7].strip() == "0%"
+    assert first[8].strip() == "yes"
+    assert sum(map(int, second[1:5])) > int(second[5]) > 0, "most of the second prompt stood in the first"
+    assert int(second[1]) > 0, "its instructions at the same place"
+    assert int(second[7].strip(" %")) > 0
+    assert all(float(row[column]) > 0 for row in (first, second) for column in (9, 10))
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -67,6 +75,7 @@ def test_a_prompt_of_ones_own_is_continued_and_without_matplotlib_there_is_no_pi
     assert done.returncode == 0, done.stderr
     assert "1 rows of up to 16 tokens, 3 new tokens each" in done.stdout
     assert "the notes say" not in done.stdout
+    assert "in another order" not in done.stdout
     assert "No plot" in done.stdout
     assert "hf-kvcaches[plots]" in done.stdout
     assert not picture.exists()
