@@ -30,7 +30,7 @@ class StoreReport:
     """What a store holds and what it was good for, counted by this process.
 
     Args:
-        location: Where it is.
+        location: Where it is, without passwords.
         segments: How many, of all models.
         tokens: In them.
         bytes: They take in the back-end.
@@ -167,7 +167,7 @@ class SegmentStore:
         if scope is not None and scope not in self._indices and self._worth.sizes:
             self._say(
                 "foreign",
-                f"{self.location} holds {len(self._worth.sizes)} segments, but none for this model with its adapters, tokenizer and "
+                f"{self._blobs.place} holds {len(self._worth.sizes)} segments, but none for this model with its adapters, tokenizer and "
                 "format, so nothing is reused until it has stored its own.",
             )
 
@@ -294,7 +294,7 @@ class SegmentStore:
         with self._lock:
             tokens = sum(len(record) for index in self._indices.values() for record in index.records.values())
             return StoreReport(
-                location=self.location,
+                location=self._blobs.place,
                 segments=len(self._worth.sizes),
                 tokens=tokens,
                 bytes=self._worth.total,
@@ -321,7 +321,7 @@ class SegmentStore:
 
     def __repr__(self) -> str:
         cap = "" if self.max_bytes is None else f" of {self.max_bytes / 2**20:.1f}"
-        return f"SegmentStore({self.location!r}, {len(self._worth.sizes)} segments, {self._worth.total / 2**20:.1f}{cap} MiB)"
+        return f"SegmentStore({self._blobs.place!r}, {len(self._worth.sizes)} segments, {self._worth.total / 2**20:.1f}{cap} MiB)"
 
     def _learn(self, key: str, head: Mapping[str, Any], size: int) -> None:
         try:
@@ -329,7 +329,7 @@ class SegmentStore:
             if record.key != key or not len(record):
                 raise ValueError("it is named otherwise")
         except (LookupError, TypeError, ValueError, AttributeError):
-            self._say("unreadable", f"{self.location} holds something that is no segment, or one of another version; it is left alone.")
+            self._say("unreadable", f"{self._blobs.place} holds something that is no segment, or one of another version; it is left alone.")
             return
         self._worth.add(key, size, len(record))
         self.index(record.scope).add(key, record)
@@ -374,13 +374,11 @@ class SegmentStore:
     def _failed(self, error: Exception) -> None:
         with self._lock:
             self._counts["failures"] += 1
-        self._say("unavailable", f"{self.location} can't be used ({error}); prompts are computed instead, until it can.")
+        self._say("unavailable", f"{self._blobs.place}: {error} Prompts are computed instead, until it can be used.")
 
     def _tell_damage(self) -> None:
         if self._blobs.damaged:
-            self._say(
-                "damaged", f"{self.location} held a damaged segment, which was deleted and will be computed: {self._blobs.complaints[0]}"
-            )
+            self._say("damaged", f"A damaged segment is computed anew. {self._blobs.complaints[0]}")
 
     def _say(self, kind: str, sentence: str) -> None:
         with self._lock:

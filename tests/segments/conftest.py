@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.segments.store_helpers import small
+from tests.segments.store_helpers import ask, opened, prompt, small
 from tests.stores.conftest import redis_location, server, shared_server
 
 __all__ = ["redis_location", "server", "shared_server"]
@@ -18,6 +19,21 @@ __all__ = ["redis_location", "server", "shared_server"]
 @pytest.fixture(scope="session")
 def model() -> PreTrainedModel:
     return small()
+
+
+@pytest.fixture(scope="session")
+def pristine(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the segments of prompt 0."""
+    folder = tmp_path_factory.mktemp("pristine")
+    with opened(folder) as store:
+        ask(model, prompt(0), store)
+    return folder
+
+
+@pytest.fixture
+def folder(pristine: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(pristine, tmp_path / "segments"))
 
 
 @pytest.fixture(params=["disk", "redis"])

@@ -39,6 +39,10 @@ def segment(seed: int, tokens: int = 16, hidden: bool = False) -> NewSegment:
     return NewSegment(record, [LayerStates(*states[:2])], {1: states[2][0]} if hidden else {})
 
 
+def opened(folder: Path) -> SegmentStore:
+    return SegmentStore(f"disk:{folder}", quantization=None)
+
+
 class Answer(NamedTuple):
     """What came of a prompt: the logits of its last token and of those generated, and how many tokens were reused."""
 

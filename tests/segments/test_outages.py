@@ -1,0 +1,207 @@
+"""A folder, disk or server that can't be used costs the reuse and no more; it is said once, and works again when it is back."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from hf_kvcaches import SegmentReuseCache, SegmentStore
+from hf_kvcaches.errors import ConfigError
+from tests.segments.store_helpers import WHOLE, ask, ask_with_little_room, blob_files, opened, prompt, right, run_apart, said
+
+# A folder that can't be used
+
+
+def test_a_folder_that_goes_away_is_said_once_and_used_again_when_it_is_back(model, folder):
+    store = opened(folder)
+    assert right(model, prompt(0), store).reused == WHOLE
+    away = folder.rename(folder.parent / "away")
+    with said() as sentences:
+        for seed in (0, 0, 1):
+            assert right(model, prompt(seed), store).reused == 0
+        store.flush()
+    assert len(sentences) == 1
+    assert "Prompts are computed instead" in sentences[0]
+    assert not folder.exists()
+    assert store.report().failures > 0
+    away.rename(folder)
+    with said() as sentences:
+        for seed, reused in ((0, WHOLE), (1, 0), (1, WHOLE)):
+            assert right(model, prompt(seed), store).reused == reused
+    assert sentences == []
+
+
+def test_a_folder_that_is_deleted_and_made_anew_starts_from_nothing(model, folder):
+    store = opened(folder)
+    store.refresh()
+    shutil.rmtree(folder)
+    with said() as sentences:
+        assert right(model, prompt(0), store).reused == 0
+    assert len(sentences) == 1
+    store.flush()
+    folder.mkdir()
+    assert right(model, prompt(0), store).reused == 0
+    assert right(model, prompt(0), store).reused == WHOLE
+
+
+def test_a_file_in_place_of_the_folder_is_said_once_and_refused_when_a_store_is_opened(model, folder):
+    store = opened(folder)
+    store.refresh()
+    away = folder.rename(folder.parent / "away")
+    folder.write_text("a file")
+    with said() as sentences:
+        for seed in (0, 1):
+            assert right(model, prompt(seed), store).reused == 0
+        store.flush()
+    assert len(sentences) == 1
+    with pytest.raises(ConfigError, match="location: expected a folder that can be written to"):
+        opened(folder)
+    folder.unlink()
+    away.rename(folder)
+    assert right(model, prompt(0), store).reused == WHOLE
+
+
+def test_what_a_user_asks_for_himself_fails_aloud(model, folder):
+    store = opened(folder)
+    keys = ask(model, prompt(0), store).keys
+    folder.rename(folder.parent / "away")
+    folder.write_text("a file")
+    for call in (lambda: store.delete(keys[0]), lambda: store.pin(keys[0]), store.clear):
+        with said(), pytest.raises(OSError, match="can't be used"):
+            call()
+
+
+def test_a_full_disk_is_said_once_and_what_there_is_room_for_is_stored(model, tmp_path):
+    ask(model, prompt(0), probe := opened(tmp_path / "probe"))
+    probe.flush()
+    sizes = sorted(path.stat().st_size for path in blob_files(tmp_path / "probe"))
+    location = f"disk:{tmp_path / 'full'}"
+    found, sentences, report = run_apart(ask_with_little_room, location, sizes[-1] - 1, (0, 0, 1))
+    assert found[0] == found[2] == 0
+    assert found[1] < WHOLE
+    assert len(sentences) == 1
+    assert "File too large" in sentences[0]
+    assert report.failures > 0
+    # With room again.
+    store = SegmentStore(location, quantization=None)
+    with said() as sentences:
+        right(model, prompt(0), store)
+        assert right(model, prompt(0), store).reused == WHOLE
+    assert sentences == []
+
+
+# A server that can't be used
+
+
+class _Stopping(SegmentStore):
+    """Kills the server between the look-up and the loading of a prompt's segments."""
+
+    server = None
+
+    def reading(self):
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+        return super().reading()
+
+
+def forget_pause(store: SegmentStore) -> None:
+    store._blobs._pause_until = 0.0
+
+
+@pytest.mark.parametrize("moment", ["before the look-up", "before loading", "before writing"])
+def test_a_server_that_is_killed_is_said_once_and_used_again_when_it_is_back(model, server, moment):
+    store = _Stopping(server.location, quantization=None)
+    ask(model, prompt(0), store)
+    store.flush()
+    with said() as sentences:
+        if moment == "before the look-up":
+            server.stop()
+            assert right(model, prompt(0), store).reused == 0
+        elif moment == "before loading":
+            store.server = server
+            assert right(model, prompt(0), store).reused == 0
+        else:
+            # The cache holds what it has computed until it is asked for it.
+            cache = SegmentReuseCache(model, store, mode="exact")
+            model.generate(prompt(1), past_key_values=cache, max_new_tokens=1, pad_token_id=0)
+            server.stop()
+            store.flush()
+            assert right(model, prompt(1), store).reused == 0
+        for _ in range(3):
+            assert right(model, prompt(2), store).reused == 0
+            forget_pause(store)
+        store.flush()
+    assert len(sentences) == 1
+    assert server.location in sentences[0]
+    server.start()
+    forget_pause(store)
+    # It kept nothing on disk.
+    with said() as sentences:
+        for seed in (0, 1):
+            assert right(model, prompt(seed), store).reused == 0
+            assert right(model, prompt(seed), store).reused == WHOLE
+    assert sentences == []
+
+
+def test_a_server_that_was_away_and_kept_its_data_goes_on_where_it_was(model, server):
+    store = SegmentStore(server.location, quantization=None)
+    ask(model, prompt(0), store)
+    store.flush()
+    with said() as sentences, server.hanging():
+        assert right(model, prompt(0), store).reused == 0
+        assert right(model, prompt(1), store).reused == 0
+        store.flush()
+    assert len(sentences) == 1
+    forget_pause(store)
+    assert right(model, prompt(0), store).reused == WHOLE
+    assert right(model, prompt(1), store).reused == 0
+    assert right(model, prompt(1), store).reused == WHOLE
+
+
+def test_passwords_are_in_no_message(model, server):
+    server.client().config_set("requirepass", "secret")
+    store = SegmentStore(server.location.replace("//", "//:secret@"), quantization=None)
+    assert "secret" not in repr(store) + str(store.report())
+    ask(model, prompt(0), store)
+    store.flush()
+    server.stop()
+    with said() as sentences:
+        assert right(model, prompt(0), store).reused == 0
+    assert len(sentences) == 1
+    assert "secret" not in sentences[0]
+    assert server.location in sentences[0]
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_server_that_somebody_flushed_is_an_empty_store(model, server, looked):
+    store = SegmentStore(server.location, quantization=None)
+    ask(model, prompt(0), store)
+    store.flush()
+    if looked:
+        assert right(model, prompt(0), store).reused == WHOLE
+    server.client().flushall()
+    with said() as sentences:
+        assert right(model, prompt(0), store).reused == 0
+        assert right(model, prompt(0), store).reused == WHOLE
+    assert sentences == []
+    assert store.report().damaged == 0
+
+
+def test_a_full_server_is_said_once_and_what_it_has_is_reused(model, server):
+    store = SegmentStore(server.location, quantization=None)
+    ask(model, prompt(0), store)
+    store.flush()
+    client = server.client()
+    client.config_set("maxmemory", "1")
+    with said() as sentences:
+        for _ in range(2):
+            assert right(model, prompt(1), store).reused == 0
+            assert right(model, prompt(0), store).reused == WHOLE
+        store.flush()
+    assert len(sentences) == 1
+    assert "refuses" in sentences[0]
+    client.config_set("maxmemory", "0")
+    assert right(model, prompt(1), store).reused == 0
+    assert right(model, prompt(1), store).reused == WHOLE
