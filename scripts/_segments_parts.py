@@ -142,7 +142,7 @@ def lookups(segments: int, calls: int) -> list[Row]:
     return rows
 
 
-def packed_like(quantization: codec.Quantization, shape: Shape4, dtype: torch.dtype, device: torch.device) -> list[Packed]:
+def packed_like(kind: codec.Quantization, shape: Shape4, dtype: torch.dtype, device: torch.device) -> list[Packed]:
     """Random keys and values of all layers, as they are stored.
 
     Args:
@@ -218,9 +218,8 @@ def splices(shape: Shape4, rounds: int, clock: Clock) -> list[Row]:
         clock: Of the device.
     """
     kinds: list[tuple[codec.Quantization, int]] = [(kind, pieces) for kind in ("int8", "int4", None) for pieces in (1, 8)]
-    sides = {
-        f"{kind or 'plain'}, {pieces} piece{'s' * (pieces > 1)}": Splicing(kind, shape, pieces, clock.device) for kind, pieces in kinds
-    }
+    names = [f"{kind or 'plain'}, {pieces} piece{'s' * (pieces > 1)}" for kind, pieces in kinds]
+    sides = {name: Splicing(kind, shape, pieces, clock.device) for name, (kind, pieces) in zip(names, kinds, strict=True)}
     # bfloat16 rounds to 8 bits of a number below 8.
     allowed = TOLERANCE if clock.device.type == "cpu" else 0.04
     for name, side in sides.items():

@@ -107,7 +107,7 @@ def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     """How many times as fast each side is, what the time goes to, and the parts."""
     require("matplotlib", "plots", "The plot").use("Agg")
     plots = require("matplotlib.pyplot", "plots", "The plot")
-    figure, axes = plots.subplots(2, 3, figsize=(16, 8), layout="constrained")
+    figure, axes = plots.subplots(2, 3, figsize=(17, 9), layout="constrained")
     of = lambda *sections: [row for row in rows if row["section"] in sections]  # noqa: E731
     asked = [row for row in of("requests", "no repeats") if "ratio" in row and row["side"] != NONE]
     _ratios(axes[0, 0], asked, [f"{row['workload']}\n{row['measure']}" for row in asked])
@@ -144,7 +144,8 @@ def _ratios(axis: Any, rows: Sequence[Row], groups: Sequence[str]) -> None:
         axis.errorbar(across, ratios, away, fmt="o", capsize=3, color=COLORS[side], label=side)
     axis.axhline(1.0, color="black", linewidth=1)
     axis.set_xticks(range(len(places)), places, fontsize=7)
-    axis.set(title="times as fast as no reuse, median and quartiles", ylabel="ratio")
+    axis.set(title="times as fast as no reuse", ylabel="ratio, median and quartiles")
+    axis.set_xlim(-0.6, max(len(places), 1) - 0.4)
     if rows:
         axis.legend(fontsize=7)
 
@@ -153,12 +154,15 @@ def _stacked(axis: Any, rows: Sequence[Row]) -> None:
     """One column for each workload and side, made of the medians of its phases."""
     columns = list(dict.fromkeys((row["workload"], row["side"]) for row in rows))
     below = dict.fromkeys(columns, 0.0)
-    for phase in dict.fromkeys(row["measure"] for row in rows):
+    for color, phase in enumerate(dict.fromkeys(row["measure"] for row in rows)):
         own = [row for row in rows if row["measure"] == phase]
         keys = [(row["workload"], row["side"]) for row in own]
-        axis.bar(["\n".join(key) for key in keys], [row["time_ms"] for row in own], bottom=[below[key] for key in keys], label=phase)
+        names, heights, bottoms = ["\n".join(key) for key in keys], [row["time_ms"] for row in own], [below[key] for key in keys]
+        # Ten colors come round again; one more is needed.
+        axis.bar(names, heights, bottom=bottoms, label=phase, color="black" if color > 9 else f"C{color}")
         for key, row in zip(keys, own, strict=True):
             below[key] += row["time_ms"]
-    axis.set(title="what the time to the first token goes to", ylabel="ms, medians")
+    axis.set(title="time to the first token", ylabel="ms, medians")
+    axis.tick_params(axis="x", labelsize=7)
     if rows:
-        axis.legend(fontsize=6)
+        axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -32,6 +32,7 @@ from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, Pair, Row, larger_m
 from _subspace_sides import Clock
 
 from hf_kvcaches import SegmentPolicy
+from hf_kvcaches.errors import ConfigError
 
 SECTIONS = ("requests", "no repeats", "phases", "larger", "splice", "look-up", "sharing")
 FIELDS = (
@@ -78,7 +79,7 @@ class Size:
 
 
 QUICK = Size(
-    requests=4,
+    requests=3,
     long_requests=2,
     new_tokens=3,
     repeats=(2, 1),
@@ -117,7 +118,7 @@ class Run:
         self.policy: SegmentPolicy = load_policy(self.policy_folder)
         self.pair, self.prompts = agents(self.size.requests, self.device)
         # Of another seed, so that nothing of what is measured is stored before.
-        self.first = self.fresh(2, seed=1)
+        self.first = self.fresh(1 if self.size.quick else 2, seed=1)
 
     def fresh(self, count: int, seed: int = 0) -> list[torch.Tensor]:
         """Prompts without repeats."""
@@ -213,7 +214,10 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
     parser.add_argument("--quick", action="store_true", help="very little of all, to see that everything runs; its numbers mean nothing")
     args = parser.parse_args()
-    check_counts(args, [name for name in ("threads", "requests") if getattr(args, name) is not None])
+    if args.threads is not None:
+        check_counts(args, ["threads"])
+    if args.requests is not None and args.requests < 2:
+        raise ConfigError.of("--requests", "at least 2, so that there are quartiles", args.requests)
     prepare(args)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
