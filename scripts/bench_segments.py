@@ -52,7 +52,7 @@ class Size:
         requests: Of agents; a part of them where an answer is long.
         long_requests: That part.
         new_tokens: Of a long answer.
-        repeats: Prompts without repeats, and how many passes over them.
+        repeats: Prompts without repeats, and how many passes over them until the first token.
         shape: Of the larger model, with how many key heads.
         tokens: Of its prompts.
         rounds: How many prompts of each length.
@@ -150,7 +150,8 @@ class Run:
         first = self.first if pair is self.pair else prompts[:1]
         for measure, these, new in (("first token", prompts, 1), ("whole request", prompts[:long], self.size.new_tokens)):
             if these:
-                asked = passes(names, pair, self.policy, these, new, count=count, first=first)
+                # Long answers take long, and one pass gives as many ratios as there are prompts.
+                asked = passes(names, pair, self.policy, these, new, count=count if new == 1 else 1, first=first)
                 self.rows += rows_of(asked, measure, section=section, workload=workload)
 
     def requests(self) -> None:
