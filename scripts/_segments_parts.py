@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,43 +45,57 @@ Shape4 = tuple[int, int, int, int]
 class ManySegments:
     """Indices of random segments, in prompts one behind another, with random signatures.
 
+    As in texts, some tokens are far more frequent than others, and segments have many lengths: they begin at any place, often with the
+    same token.
+
     Args:
         count: How many segments.
     """
 
     def __init__(self, count: int) -> None:
         self.random = np.random.default_rng(_SEED)
+        shares = 1 / np.arange(10, VOCABULARY + 10)
+        self._shares = np.cumsum(shares) / shares.sum()
         self.index, self.similar = SegmentIndex(), SignatureIndex(NEAR)
+        # Seconds of each.
+        self.added: dict[str, list[float]] = {"one to the index": [], "one to the signatures": []}
         self.prompts = [self.prompt() for _ in range(max(2 * SEGMENTS, count // SEGMENTS))]
+        self.cuts = [self._cuts() for _ in self.prompts]
         self.signatures = self.random.integers(0, 2**32, (len(self.prompts) * SEGMENTS, PERMUTATIONS), dtype=np.uint32)
-        for number, ids in enumerate(self.prompts):
-            self._add(ids, self.signatures[number * SEGMENTS : (number + 1) * SEGMENTS])
+        for number, (ids, cuts) in enumerate(zip(self.prompts, self.cuts, strict=True)):
+            self._add(ids, cuts, self.signatures[number * SEGMENTS : (number + 1) * SEGMENTS])
         # The segments of one prompt, each behind several other texts.
-        self.popular = self.prompt()
+        self.popular = self.prompt().reshape(SEGMENTS, LENGTH)
         for _ in range(POPULAR):
-            for segment in self.popular.reshape(SEGMENTS, LENGTH):
-                self._add(np.concatenate([self.fresh(LENGTH), segment]))
+            for segment in self.popular:
+                before = int(self.random.integers(LENGTH // 2, LENGTH))
+                self._add(np.concatenate([self.fresh(before), segment]), [0, before, before + LENGTH])
 
     def __len__(self) -> int:
         return len(self.index.records)
 
     def fresh(self, tokens: int) -> Ids:
-        return self.random.integers(0, VOCABULARY, tokens, dtype=np.uint32)
+        return np.searchsorted(self._shares, self.random.random(tokens)).astype(np.uint32)
 
     def prompt(self) -> Ids:
         return self.fresh(SEGMENTS * LENGTH)
 
     def pick(self) -> Ids:
+        """A prompt that is stored."""
         return self.prompts[int(self.random.integers(len(self.prompts)))]
 
     def moved(self) -> Ids:
-        """Segments of as many prompts."""
-        places = self.random.integers(SEGMENTS, size=SEGMENTS) * LENGTH
-        return np.concatenate([self.pick()[place : place + LENGTH] for place in places.tolist()])
+        """Segments of several prompts, the last one cut off."""
+        parts: list[Ids] = []
+        while sum(map(len, parts)) < SEGMENTS * LENGTH:
+            number, place = (int(self.random.integers(below)) for below in (len(self.prompts), SEGMENTS))
+            start, stop = self.cuts[number][place : place + 2]
+            parts.append(self.prompts[number][start:stop])
+        return np.concatenate(parts)[: SEGMENTS * LENGTH]
 
     def popular_moved(self) -> Ids:
         """Segments that are stored many times, in any order."""
-        return self.random.permutation(self.popular.reshape(SEGMENTS, LENGTH)).reshape(-1)
+        return self.random.permutation(self.popular).reshape(-1)
 
     def resembling(self) -> Any:
         """A signature like a stored one in four of five places."""
@@ -89,17 +104,26 @@ class ManySegments:
         signature[others] += np.uint32(1)
         return signature
 
-    def _add(self, ids: Ids, signatures: Any = None) -> None:
+    def _cuts(self) -> list[int]:
+        """Where the segments of a prompt begin, and where the last one ends."""
+        away = self.random.integers(-LENGTH * 2 // 5, LENGTH * 2 // 5, SEGMENTS - 1)
+        return [0, *(np.arange(1, SEGMENTS) * LENGTH + away).tolist(), SEGMENTS * LENGTH]
+
+    def _add(self, ids: Ids, cuts: Sequence[int], signatures: Any = None) -> None:
         chain = Chain()
-        for number, start in enumerate(range(0, len(ids), LENGTH)):
-            own, left = ids[start : start + LENGTH], chain
+        for number, (start, stop) in enumerate(pairwise(cuts)):
+            own, left = ids[start:stop], chain
             chain = chain.extend(own)
             signature = None if signatures is None else signatures[number]
             record = Record("scope", own, left.name, chain.name, start, ids[max(0, start - 128) : start], "exact", True, {}, signature)
             key = record.key
+            begin = time.perf_counter()
             self.index.add(key, record)
+            middle = time.perf_counter()
+            self.added["one to the index"].append(middle - begin)
             if signature is not None:
                 self.similar.add(key, signature)
+                self.added["one to the signatures"].append(time.perf_counter() - middle)
 
 
 def lookups(segments: int, calls: int) -> list[Row]:
@@ -125,7 +149,10 @@ def lookups(segments: int, calls: int) -> list[Row]:
         ("near, one resembles", many.resembling, near, 1),
         ("near, none resembles", signature, near, 0),
     ]
-    rows = []
+    labels = {"section": "look-up", "value": len(many), "unit": "segments"}
+    rows: list[Row] = []
+    for name, seconds in many.added.items():
+        rows.append({**labels, "side": name, "measure": "add", "tokens": LENGTH, "count": len(seconds), **spread("time", seconds, 1e3)})
     for name, make, look, expected in kinds:
         seconds, found = [], 0
         for _ in range(calls):
@@ -134,11 +161,11 @@ def lookups(segments: int, calls: int) -> list[Row]:
             answer = look(asked)
             seconds.append(time.perf_counter() - begin)
             found += answer
-        # A few signatures resemble by chance, and a few are missed.
-        if not expected * 0.9 <= found / calls <= expected * 1.1 + 0.05:
+        # A few signatures resemble by chance and a few are missed; some prompts begin alike, and ends of segments are short.
+        if not expected * 0.9 <= found / calls <= expected * 1.1 + (0.05 if look is near else 0.01 * whole):
             raise SystemExit(f"look-up {name}: found {found / calls:g} where there are {expected}")
-        row = {"section": "look-up", "side": name, "measure": name.split(",")[0], "tokens": whole, "count": calls}
-        rows.append({**row, **spread("time", seconds, 1e3), "value": len(many), "unit": "segments"})
+        row = {**labels, "side": name, "measure": name.split(",")[0], "tokens": whole, "count": calls}
+        rows.append({**row, **spread("time", seconds, 1e3)})
     return rows
 
 
