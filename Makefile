@@ -66,6 +66,8 @@ bench: $(VENV)/.installed
 		--csv docs/benchmarks/equip-$(DEVICE).csv --plot docs/benchmarks/equip-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_subspace.py --device $(DEVICE) \
 		--csv docs/benchmarks/subspace-speed-$(DEVICE).csv --plot docs/benchmarks/subspace-speed-$(DEVICE).png
+	$(VENV)/bin/python scripts/bench_segments.py --device $(DEVICE) \
+		--csv docs/benchmarks/segments-speed-$(DEVICE).csv --plot docs/benchmarks/segments-speed-$(DEVICE).png
 
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK

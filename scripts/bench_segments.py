@@ -1,0 +1,242 @@
+"""Times SegmentReuseCache on prompts as agents send them: until the first token, with 32 tokens more, and part by part.
+
+    python scripts/bench_segments.py [--device auto] [--csv docs/benchmarks/segments-speed.csv] [--plot docs/benchmarks/segments-speed.png]
+
+Before anything is timed, the logits of prefix caching are compared with those of no reuse. Then every prompt is asked on all sides in
+turns, in one process, and a ratio is taken within a prompt: the time without reuse (DynamicCache) by that of the side. The making of the
+cache is in the time; storing is not where only the first token is asked for, because that is done while an answer is generated: it has
+rows of its own, and goes on during the requests for 32 tokens more. Each side has its own store in memory, empty at first; all prompts
+count, the first too.
+
+`no repeats` are prompts without anything to reuse: what looking in vain costs. `phases` takes the time to the first token apart. `larger`
+is a Llama with random weights, for which four fifths of a prompt have been seen in another order: random weights say nothing about whether
+reuse is harmless, and the probes of "auto" end as they do. `look-up` is among random segments without tensors, `splice` the writing of
+keys and values alone, `sharing` the share of tokens that are reused where another process has stored them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from _common import check_counts, environment, pick_device, prepare, run_script
+from _equip_sides import Shape
+from _segments_parts import agents, load_policy, lookups, redis_server, sharing, splices
+from _segments_report import bars, show, write_plot
+from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, Pair, Row, larger_model, moved, passes, phases, prove, rows_of
+from _subspace_sides import Clock
+
+from hf_kvcaches import SegmentPolicy
+from hf_kvcaches.errors import ConfigError
+
+SECTIONS = ("requests", "no repeats", "phases", "larger", "splice", "look-up", "sharing")
+FIELDS = (
+    "section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit floor_share"
+).split()
+ALL_SIDES = (NONE, PREFIX, AUTO, APPROXIMATE)
+
+
+LARGER = Shape(512, 8, 8, 1408, 2048)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured.
+
+    Args:
+        requests: Of agents; a part of them where an answer is long.
+        long_requests: That part.
+        new_tokens: Of a long answer.
+        repeats: Prompts without repeats, and how many passes over them until the first token.
+        shape: Of the larger model, with how many key heads.
+        tokens: Of its prompts.
+        rounds: How many prompts of each length.
+        splice: Layers, heads, tokens, dimensions of what is written, and how often.
+        segments: In the index, and how many look-ups.
+        shared: Requests for two processes.
+        quick: Whether numbers mean nothing.
+    """
+
+    requests: int = 200
+    long_requests: int = 60
+    new_tokens: int = 33
+    repeats: tuple[int, int] = (40, 3)
+    shape: Shape = LARGER
+    kv_heads: int = 2
+    tokens: tuple[int, ...] = (1024, 2048, 4096)
+    rounds: int = 5
+    splice: tuple[int, int, int, int] = (32, 8, 512, 128)
+    splices: int = 9
+    segments: int = 100_000
+    calls: int = 200
+    shared: int = 60
+    quick: bool = False
+
+
+QUICK = Size(
+    requests=3,
+    long_requests=2,
+    new_tokens=3,
+    repeats=(2, 1),
+    shape=Shape(64, 4, 4, 96, 128),
+    kv_heads=2,
+    tokens=(300,),
+    rounds=2,
+    splice=(2, 2, 48, 16),
+    splices=2,
+    segments=200,
+    calls=20,
+    shared=4,
+    quick=True,
+)
+
+
+@dataclass
+class Run:
+    """One run: what is measured where.
+
+    Args:
+        size: How much.
+        device: Where.
+        policy_folder: What "auto" lets in, or None.
+        rows: What is measured so far.
+        notes: What was not, and why.
+    """
+
+    size: Size
+    device: torch.device
+    policy_folder: str | None = None
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.policy: SegmentPolicy = load_policy(self.policy_folder)
+        self.pair, self.prompts = agents(self.size.requests, self.device)
+        # Of another seed, so that nothing of what is measured is stored before.
+        self.first = self.fresh(1 if self.size.quick else 2, seed=1)
+
+    def fresh(self, count: int, seed: int = 0) -> list[torch.Tensor]:
+        """Prompts without repeats."""
+        from tests.testbed.agents import no_repeat_workload
+
+        made = no_repeat_workload(self.pair.tokenizer, requests=count, seed=seed)
+        return [torch.tensor([request.prompt], device=self.device) for request in made]
+
+    def go(self, sections: Sequence[str]) -> None:
+        print(prove(self.pair, self.prompts[:3], "the model of this repository"))
+        works: dict[str, Callable[[], None]] = {
+            "requests": self.requests,
+            "no repeats": self.no_repeats,
+            "phases": self.phases,
+            "larger": self.larger,
+            "splice": self.splice,
+            "look-up": self.look_up,
+            "sharing": self.sharing,
+        }
+        for section in sections:
+            before = len(self.rows)
+            works[section]()
+            print(show(self.rows[before:]), "\n", flush=True)
+
+    def _asked(
+        self, section: str, workload: str, pair: Pair, names: Sequence[str], prompts: Sequence[torch.Tensor], long: int, count: int = 1
+    ) -> None:
+        """Rows for the first token of all prompts, and for long answers to the first `long` of them."""
+        first = self.first if pair is self.pair else prompts[:1]
+        for measure, these, new in (("first token", prompts, 1), ("whole request", prompts[:long], self.size.new_tokens)):
+            if these:
+                # Long answers take long, and one pass gives as many ratios as there are prompts.
+                asked = passes(names, pair, self.policy, these, new, count=count if new == 1 else 1, first=first)
+                self.rows += rows_of(asked, measure, section=section, workload=workload)
+
+    def requests(self) -> None:
+        self._asked("requests", "agents", self.pair, ALL_SIDES, self.prompts, self.size.long_requests)
+
+    def no_repeats(self) -> None:
+        count, times = self.size.repeats
+        self._asked("no repeats", "no repeats", self.pair, (NONE, AUTO), self.fresh(count), count, times)
+
+    def phases(self) -> None:
+        for workload, prompts in (("agents", self.prompts), ("no repeats", self.fresh(self.size.repeats[0]))):
+            self.rows += phases((NONE, AUTO), self.pair, self.policy, prompts, workload)
+
+    def larger(self) -> None:
+        size = self.size
+        pair = larger_model(size.shape, size.kv_heads, self.device)
+        vocabulary = size.shape.vocabulary
+        print(prove(pair, moved(size.tokens[0], 1, vocabulary, self.device), "the larger model"))
+        for tokens in size.tokens:
+            # The first prompt brings the segments in.
+            prompts = moved(tokens, size.rounds + 1, vocabulary, self.device)
+            asked = passes(ALL_SIDES, pair, self.policy, prompts, first=prompts[:1])
+            later = {name: answers[1:] for name, answers in asked.items()}
+            self.rows += rows_of(later, "first token", section="larger", workload="moved", tokens=tokens)
+
+    def splice(self) -> None:
+        self.rows += splices(self.size.splice, self.size.splices, Clock(self.device, small=self.size.quick))
+
+    def look_up(self) -> None:
+        self.rows += lookups(self.size.segments, self.size.calls)
+
+    def sharing(self) -> None:
+        shared = self.size.shared
+        _, prompts = agents(shared, self.device)
+        with tempfile.TemporaryDirectory() as folder:
+            self.rows += sharing("disk", f"disk:{folder}/store", self.pair, shared, self.policy_folder, prompts)
+        with redis_server() as location:
+            if location is None:
+                self.notes.append("Redis: there is no redis-server here, so sharing through it was not measured.")
+            else:
+                self.rows += sharing("Redis", location, self.pair, shared, self.policy_folder, prompts)
+
+
+def write_csv(path: Path, rows: Sequence[Row], device: torch.device) -> None:
+    where = environment(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[*where, *FIELDS], restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**where, **row} for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, help="of the CPU; default: as torch has it")
+    parser.add_argument("--requests", type=int, help="of agents; default: 200")
+    parser.add_argument("--policy", help='a folder with the SegmentPolicy of "auto"; default: one that suits the model of this repository')
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="only these")
+    parser.add_argument("--csv", type=Path, help="write every number here")
+    parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
+    parser.add_argument("--quick", action="store_true", help="very little of all, to see that everything runs; its numbers mean nothing")
+    args = parser.parse_args()
+    if args.threads is not None:
+        check_counts(args, ["threads"])
+    if args.requests is not None and args.requests < 2:
+        raise ConfigError.of("--requests", "at least 2, so that there are quartiles", args.requests)
+    prepare(args)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    device = pick_device(args.device)
+    size = QUICK if args.quick else Size()
+    if args.requests is not None:
+        size = replace(size, requests=args.requests, long_requests=min(size.long_requests, args.requests))
+    print(", ".join(f"{name} {value}" for name, value in environment(device).items()))
+    run = Run(size, device, args.policy)
+    try:
+        run.go(args.sections)
+    finally:  # what is measured is kept, also when it is interrupted
+        if args.csv and run.rows:
+            write_csv(args.csv, run.rows, device)
+    print("\n".join([*run.notes, *(bar.verdict(run.rows) for bar in bars())]))
+    if args.plot:
+        write_plot(args.plot, run.rows, device)
+
+
+if __name__ == "__main__":
+    run_script(main)

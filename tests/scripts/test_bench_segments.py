@@ -1,0 +1,309 @@
+"""The benchmark of SegmentReuseCache runs as a user runs it, in its smallest size, and its numbers are what they are said to be."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvcaches.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDES = {"no reuse", "prefix caching", "auto", "approximate"}
+PARTS = ("requests", "no repeats", "phases", "larger", "splice", "look-up")
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "new"
+    command = [sys.executable, ROOT / "scripts" / "bench_segments.py", "--device", "cpu", "--threads", "1", "--quick", "--sections", *PARTS]
+    done = subprocess.run(
+        [*map(str, command), "--csv", str(folder / "segments.csv"), "--plot", str(folder / "segments.png")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def rows(quick) -> list[dict[str, str]]:
+    with (quick[0] / "segments.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("bench_segments")
+
+
+@pytest.fixture
+def sides(script):
+    return importlib.import_module("_segments_sides")
+
+
+@pytest.fixture
+def parts(script):
+    return importlib.import_module("_segments_parts")
+
+
+@pytest.fixture
+def report(script):
+    return importlib.import_module("_segments_report")
+
+
+@pytest.fixture
+def small(sides):
+    """A model of random weights, in seconds."""
+    torch.manual_seed(0)
+    return sides.larger_model(sides.Shape(32, 2, 4, 48, 64), 2, torch.device("cpu"))
+
+
+@pytest.fixture
+def policy(parts):
+    return parts.load_policy(None)
+
+
+def test_it_proves_equality_first_then_prints_a_table_for_each_part_and_a_line_for_each_bar(quick):
+    _, done = quick
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    assert "threads 1" in out
+    assert out.index("the model of this repository: prefix caching gives the logits of no reuse") < out.index("\nrequests ")
+    assert out.index("the larger model: prefix caching gives the logits of no reuse") < out.index("\nlarger ")
+    assert all(f"\n{part} " in out for part in PARTS)
+    lines = out.splitlines()
+    for bar in ("auto at least 2.5x", "where nothing repeats, first token", "where nothing repeats, whole request", "below 1 ms, near"):
+        (line,) = (line for line in lines if bar in line and ": " in line)
+        assert ": met (" in line or ": NOT met (" in line
+    assert sum(line.startswith("a second process reuses as much") and line.endswith("not measured") for line in lines) == 2
+
+
+def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
+    assert {row["section"] for row in rows} == set(PARTS)
+    assert all(
+        row[name] for row in rows for name in ("hardware", "device", "threads", "python", "torch", "transformers", "tokens", "count")
+    )
+    for row in rows:
+        low, middle, high = (float(row[f"time{quartile}_ms"]) for quartile in ("_q1", "", "_q3"))
+        assert 0 <= low <= middle <= high
+        assert row["section"] == "phases" or low > 0
+    for section in ("requests", "larger"):
+        first = {row["side"]: row for row in rows if (row["section"], row["measure"]) == (section, "first token")}
+        assert set(first) == SIDES
+        assert float(first["no reuse"]["ratio"]) == 1
+        assert 0 == float(first["no reuse"]["reused"]) < float(first["auto"]["reused"]) <= float(first["approximate"]["reused"])
+    stored = {row["side"] for row in rows if row["measure"] == "storing after whole request" and row["section"] == "requests"}
+    assert stored == SIDES - {"no reuse"}
+    assert {row["side"] for row in rows if row["section"] == "no repeats"} == {"no reuse", "auto"}
+    assert {row["side"] for row in rows if row["section"] == "splice"} == {
+        f"{kind}, {pieces}" for kind in ("int8", "int4", "plain") for pieces in ("1 piece", "8 pieces")
+    }
+
+
+def test_every_phase_of_a_request_has_its_time_and_together_they_are_all_of_it(rows, sides, small):
+    own = [row for row in rows if row["section"] == "phases" and (row["workload"], row["side"]) == ("agents", "auto")]
+    assert {row["measure"] for row in own} == {place[0] for place in sides.places_of(small.plain)} | {sides.REST}
+    assert sum(float(row["value"]) for row in own) == pytest.approx(1, abs=0.01)
+    bare = [row["measure"] for row in rows if row["section"] == "phases" and row["side"] == "no reuse"]
+    assert set(bare) == {"layers", sides.REST}
+
+
+def test_it_draws_a_picture(quick):
+    assert (quick[0] / "segments.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server on PATH")
+def test_a_second_process_finds_in_redis_what_the_first_one_stored(parts, report):
+    pytest.importorskip("redis")
+    pair, prompts = parts.agents(4, torch.device("cpu"))
+    with parts.redis_server() as location:
+        rows = parts.sharing("Redis", location, pair, 4, None, prompts)
+    assert [row["side"] for row in rows] == ["one process", "the second of two processes"]
+    assert rows[1]["reused"] > 0.2, "of the second half, by a process that had not seen the first"
+    (line,) = (bar.verdict(rows) for bar in report.bars() if bar.text.endswith("Redis"))
+    assert ": met (" in line
+
+
+def test_a_server_is_asked_for_only_where_there_is_one(parts, monkeypatch):
+    monkeypatch.setattr(parts.shutil, "which", lambda name: None)
+    with parts.redis_server() as location:
+        assert location is None
+
+
+def test_a_ratio_is_taken_within_a_prompt_over_no_reuse(sides):
+    asked = {
+        "no reuse": [sides.Answer(seconds, 0.0, 10, 0) for seconds in (2.0, 4.0, 9.0)],
+        "auto": [sides.Answer(seconds, 0.5, 10, 4) for seconds in (2.0, 1.0, 3.0)],
+    }
+    base, ours, storing = sides.rows_of(asked, "first token", section="requests", workload="agents")
+    assert base["ratio"] == 1
+    assert (ours["ratio_q1"], ours["ratio"], ours["ratio_q3"]) == (2.0, 3.0, 3.5), "of 1, 4 and 3"
+    assert (ours["time_ms"], ours["reused"], ours["tokens"], ours["count"]) == (2000.0, 0.4, 10, 3)
+    assert (storing["measure"], storing["time_ms"]) == ("storing after first token", 500.0)
+    assert "ratio" not in storing
+
+
+def test_sides_take_turns_and_each_prompt_is_asked_of_all_before_the_next(sides):
+    log = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def ask(self, ids, new_tokens):
+            log.append((self.name, ids))
+            return sides.Answer(1.0, 0.0, 1, 0)
+
+    asked = sides.in_turns([Fake("a"), Fake("b")], [1, 2])
+    assert log == [("a", 1), ("b", 1), ("b", 2), ("a", 2)]
+    assert {name: len(answers) for name, answers in asked.items()} == {"a": 2, "b": 2}
+
+
+def test_every_pass_begins_with_empty_stores_and_the_first_prompts_do_not_count(sides, small, policy):
+    (prompt,) = sides.moved(200, 1, 64, torch.device("cpu"))
+    asked = sides.passes(("no reuse", "approximate"), small, policy, [prompt, prompt], count=2, first=[prompt])
+    assert [answer.reused for answer in asked["approximate"]] == [0, 199, 0, 199]
+    assert [answer.reused for answer in asked["no reuse"]] == [0] * 4
+
+
+def test_a_request_for_more_tokens_takes_all_of_them_and_its_storing_is_done_after(sides, small, policy):
+    (prompt,) = sides.moved(200, 1, 64, torch.device("cpu"))
+    side = sides.Side("auto", small, policy)
+    seen = []
+    generate = small.switched.generate
+    small.switched.generate = lambda *args, **kwargs: seen.append(generate(*args, **kwargs))
+    answer = side.ask(prompt, 5)
+    assert seen[0].shape[1] == 205
+    assert answer.tokens == 200
+    assert side.store.report().written > 0
+    side.close()
+
+
+def test_moved_prompts_share_four_fifths_in_other_orders(sides):
+    one, two = sides.moved(1000, 2, 2048, torch.device("cpu"))
+    assert one.shape == two.shape == (1, 1000)
+    rows = [row[0].tolist() for row in (one, two)]
+    windows = [{tuple(row[place : place + 100]) for place in range(901)} for row in rows]
+    assert len(windows[0] & windows[1]) >= 8
+    assert rows[0][:20] != rows[1][:20]
+    assert rows[0][-20:] != rows[1][-20:]
+
+
+def test_wrong_logits_are_not_timed(sides, small):
+    (prompt,) = sides.moved(200, 1, 64, torch.device("cpu"))
+    assert "with 199 tokens reused" in sides.prove(small, [prompt], "a model")
+    # Of one of the two models, which share their weights.
+    small.plain.lm_head.weight = torch.nn.Parameter(small.plain.lm_head.weight * 1.1)
+    with pytest.raises(SystemExit, match="a model: logits differ"):
+        sides.prove(small, [prompt], "a model")
+
+
+def test_a_phase_does_not_count_what_is_counted_inside_of_it(sides):
+    class Work:
+        def outer(self):
+            time.sleep(0.02)
+            self.inner()
+
+        def inner(self):
+            time.sleep(0.05)
+
+    before = Work.outer
+    phases = sides.Phases(torch.device("cpu"))
+    with phases.watching([("out", Work, "outer"), ("in", Work, "inner")]):
+        Work().outer()
+    assert 0.02 <= phases.seconds["out"] < 0.05 <= phases.seconds["in"]
+    assert Work.outer is before
+
+
+def test_look_ups_find_what_is_stored_and_a_wrong_index_is_not_timed(parts, monkeypatch):
+    rows = parts.lookups(100, 5)
+    assert {row["measure"] for row in rows} == {"add", "prefix", "runs", "near"}
+    assert all(row["value"] >= 100 and row["tokens"] == (100 if row["measure"] == "add" else 800) for row in rows)
+    monkeypatch.setattr(parts.SegmentIndex, "runs", lambda *args: [])
+    with pytest.raises(SystemExit, match="runs, all moved: found 0 where there are 800"):
+        parts.lookups(100, 2)
+
+
+def test_many_segments_are_as_many_as_asked_for_and_popular_ones(parts):
+    many = parts.ManySegments(400)
+    assert len(many) == 400 + parts.SEGMENTS * parts.POPULAR * 2
+    assert len(many.similar) == 400
+    assert len({record.start for record in many.index.records.values()}) > 200, "they begin anywhere"
+    stored = {tuple(ids[start:stop]) for ids, cuts in zip(many.prompts, many.cuts, strict=True) for start, stop in pairwise(cuts)}
+    moved = many.moved()
+    assert any(tuple(moved[:stop]) in stored for stop in range(len(moved)))
+    assert len(moved) == 800
+
+
+@pytest.mark.parametrize(("kind", "width"), [("int8", 16 + 8), ("int4", 8 + 8), (None, 64)])
+def test_bytes_of_a_splice_are_those_stored_and_those_written(parts, kind, width):
+    work = parts.Splicing(kind, (2, 3, 5, 16), 2, torch.device("cpu"))
+    assert work.bytes == 2 * (2 * 3 * 5) * (width + 16 * 4), "keys and values: levels with a scale and a zero each, and float32"
+
+
+def test_a_wrong_splice_is_not_timed(parts, monkeypatch):
+    clock = parts.Clock(torch.device("cpu"), small=True)
+    right = parts.splice
+    monkeypatch.setattr(parts, "splice", lambda packed, outs, slots, **kwargs: right(packed, outs, slots.flip(0), **kwargs))
+    with pytest.raises(SystemExit, match="splice int8, 1 piece: differs from the reference"):
+        parts.splices((2, 2, 24, 16), 2, clock)
+
+
+def asked_row(**columns: object) -> dict[str, object]:
+    row = {"section": "requests", "workload": "agents", "measure": "first token", "side": "auto", "tokens": 800, "count": 9}
+    return row | {"time_ms": 1.0, "time_q1_ms": 1.0, "time_q3_ms": 1.0, "ratio": 2.5, "ratio_q1": 2.0, "ratio_q3": 3.0} | columns
+
+
+@pytest.mark.parametrize(
+    ("word", "row", "met"),
+    [
+        ("2.5x", {}, True),
+        ("2.5x", {"ratio": 2.49}, False),
+        ("2.5x", {"ratio": float("nan")}, False),
+        ("repeats, first token", {"section": "no repeats", "ratio": 0.971}, True),
+        ("repeats, first token", {"section": "no repeats", "ratio": 0.970}, False),
+        ("repeats, whole request", {"section": "no repeats", "measure": "whole request", "ratio": 0.9}, False),
+        ("1 ms, runs", {"section": "look-up", "measure": "runs", "time_ms": 0.99}, True),
+        ("1 ms, runs", {"section": "look-up", "measure": "runs", "time_ms": 1.0}, False),
+    ],
+)
+def test_a_bar_is_met_from_its_number_on(report, word, row, met):
+    (bar,) = (bar for bar in report.bars() if word in bar.text)
+    assert (": met (" in bar.verdict([asked_row(**row)])) is met
+    assert (": NOT met (" in bar.verdict([asked_row(**row)])) is not met
+    assert bar.verdict([]).endswith("not measured")
+
+
+def test_a_bar_about_several_rows_is_missed_by_one(report):
+    (bar,) = (bar for bar in report.bars() if "1 ms, near" in bar.text)
+    own = [asked_row(section="look-up", measure="near", side=side, time_ms=time) for side, time in (("a", 0.5), ("b", 2.0))]
+    assert bar.verdict(own) == "look-up below 1 ms, near: NOT met (a 0.500 ms, b 2.000 ms)"
+
+
+def test_hit_rates_are_equal_or_not(report):
+    (bar,) = (bar for bar in report.bars() if bar.text.endswith("disk"))
+    own = [asked_row(section="sharing", workload="disk", side=side, reused=share) for side, share in (("one", 0.5), ("two", 0.5))]
+    assert ": met (one 50.00%, two 50.00%)" in bar.verdict(own)
+    own[1]["reused"] = 0.49
+    assert ": NOT met (" in bar.verdict(own)
+    assert bar.verdict(own[:1]).endswith("not measured")
+
+
+def test_fewer_than_two_requests_are_refused(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_segments.py", "--requests", "1"])
+    with pytest.raises(ConfigError, match="at least 2"):
+        script.main()
