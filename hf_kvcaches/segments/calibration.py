@@ -173,7 +173,7 @@ def calibrate(
     prompts: Sequence[Tokens] | Series,
     *,
     bound: float = 0.05,
-    slack: float = 0.02,
+    slack: float = 0.05,
     asked: int = 16,
     quantization: Quantization = "int8",
     check_layers: Sequence[int] | None = None,
