@@ -55,10 +55,14 @@ class Remaining:
     Args:
         input_ids: (batch, tokens), the last column the prompt's own. The cache knows where each token stands.
         position_ids: (batch, tokens).
+        hidden: What enters layer `start`, (batch, tokens, hidden), where the layers below have been run already; else None.
+        start: The lowest layer to run.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
+    hidden: torch.Tensor | None = None
+    start: int = 0
 
 
 class _Takeover:
@@ -140,12 +144,27 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     finally:
         takeover.running.discard(cache)
     if isinstance(taken, Remaining):
-        return args, kwargs | {"input_ids": taken.input_ids, "position_ids": taken.position_ids}
+        return args, kwargs | _feed(model, taken)
     if not 0 <= taken < tokens or cache.seen != before + taken:
         raise RuntimeError(f"take_prefill returned {taken} of {tokens} tokens, and the cache went from {before} to {cache.seen} tokens")
     per_token = ("input_ids", "position_ids")
     cut = {name: value[..., taken:] if name in per_token and value is not None else value for name, value in kwargs.items()}
     return args, cut
+
+
+def _feed(model: PreTrainedModel, remaining: Remaining) -> dict[str, Any]:
+    """The arguments for a model's own pass over what remains; its lower layers are put back after that pass."""
+    if remaining.hidden is None:
+        return {"input_ids": remaining.input_ids, "position_ids": remaining.position_ids}
+    without = _only_layers(model, remaining.start, hidden=remaining.hidden)
+    without.__enter__()
+
+    def put_back(*_: Any) -> None:
+        handle.remove()
+        without.__exit__(None, None, None)
+
+    handle = model.register_forward_hook(put_back, always_call=True)
+    return {"input_ids": None, "inputs_embeds": _no_embeddings(model, remaining.hidden), "position_ids": remaining.position_ids}
 
 
 def _tokens_alone(kwargs: dict[str, Any]) -> bool:

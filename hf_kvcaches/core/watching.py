@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches.core._model_state import adapters_in_force
 from hf_kvcaches.core._tensor_digest import sample_of
@@ -20,8 +21,8 @@ _LOOKED_AT = 4
 class _Watched:
     """What was seen of a model when its fingerprint was taken."""
 
-    def __init__(self, tensors: list[torch.Tensor], marks: list[Any], adapters: list[Any], digest: str) -> None:
-        self.marks, self.adapters, self.digest = marks, adapters, digest
+    def __init__(self, tensors: list[torch.Tensor], marks: list[Any], rest: tuple[Any, ...], digest: str) -> None:
+        self.marks, self.rest, self.digest = marks, deepcopy(rest), digest
         self.samples = [sample_of(tensor) for tensor in tensors]
         self.turn = 0
 
@@ -32,8 +33,8 @@ _watched: weakref.WeakKeyDictionary[PreTrainedModel, _Watched] = weakref.WeakKey
 def digest_of_model(model: PreTrainedModel) -> str:
     """The digest of a model's fingerprint (without a tokenizer), taken anew only where the model has changed.
 
-    Every call compares where each tensor is and how often PyTorch wrote to it, which adapters are in force, and some elements of a few
-    tensors, each time of others. The latter finds what PyTorch does not count: fused optimizers at once, because they write to all
+    Every call compares where each tensor is and how often PyTorch wrote to it, the config, which adapters are in force, and some elements
+    of a few tensors, each time of others. The latter finds what PyTorch does not count: fused optimizers at once, because they write to all
     tensors; a write through `.data` to a single one within a few calls.
 
     Args:
@@ -41,11 +42,20 @@ def digest_of_model(model: PreTrainedModel) -> str:
     """
     tensors = list(chain(model.parameters(), model.buffers()))
     marks = [_mark(tensor) for tensor in tensors]
-    adapters = adapters_in_force(model)
+    rest = (_settings(model.config), adapters_in_force(model))
     kept = _watched.get(model)
-    if kept is None or kept.marks != marks or kept.adapters != adapters or not _same_content(kept, tensors):
-        kept = _watched[model] = _Watched(tensors, marks, adapters, ModelFingerprint.of(model).digest)
+    if kept is None or kept.marks != marks or kept.rest != rest or not _same_content(kept, tensors):
+        kept = _watched[model] = _Watched(tensors, marks, rest, ModelFingerprint.of(model).digest)
     return kept.digest
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a config says, but for its private notes: the way attention is computed is one, and changes with every kind of cache."""
+    return {
+        name: _settings(value) if isinstance(value, PreTrainedConfig) else value
+        for name, value in vars(config).items()
+        if not name.startswith("_")
+    }
 
 
 def _mark(tensor: torch.Tensor) -> Any:

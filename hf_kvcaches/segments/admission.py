@@ -14,9 +14,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.segments.index import Piece, Run, SegmentIndex
+from hf_kvcaches.segments.index import SHINGLE, Piece, Run, SegmentIndex
 from hf_kvcaches.segments.policy import SegmentPolicy
-from hf_kvcaches.segments.records import Chain, Ids, Tier, common_suffix
+from hf_kvcaches.segments.records import Chain, Ids, Tier, common_suffix, window_hashes
 from hf_kvcaches.segments.resembling import Resembling
 
 Mode = Literal["exact", "approximate", "auto"]
@@ -25,7 +25,6 @@ Places = npt.NDArray[np.int64]
 # A probe is so many consecutive tokens: the queries of the last ones, against the keys of those before.
 SLICE, PROBES = 4, 1
 _NONE: Places = np.zeros(0, np.int64)
-SHINGLE = 8
 SURROUNDINGS = 128
 
 
@@ -126,7 +125,9 @@ def plan_row(
     if mode != "exact":
         runs = index.runs(ids, place, policy.shortest)
         if resembling is not None and (pieces or runs):
-            runs = sorted([*runs, *resembling.runs(ids, _gaps(runs, place, len(ids)), policy.aligned)], key=lambda run: run.start)
+            # What shares no shingle has no stretch in common either.
+            gaps = [gap for gap in _gaps(runs, place, len(ids)) if index.shares_with(ids[gap[0] : gap[1]]) > policy.aligned - SHINGLE]
+            runs = sorted([*runs, *resembling.runs(ids, gaps, policy.aligned)], key=lambda run: run.start)
         for run in runs:
             _add(parts, Part(place, run.start, "computed"))
             for part in _admitted(ids, run, policy, mode, layers):
@@ -239,18 +240,8 @@ def similarity(a: Ids, b: Ids) -> float:
         a: Tokens.
         b: Tokens.
     """
-    first, second = (_shingles(ids[-SURROUNDINGS:]) for ids in (a, b))
-    if not len(first) or not len(second):
-        return float(len(a) == len(b))
-    shared = len(np.intersect1d(first, second, assume_unique=True))
+    first, second = (set(window_hashes(ids[-SURROUNDINGS:], SHINGLE).tolist()) for ids in (a, b))
+    if not first or not second:
+        return float(np.array_equal(a, b))
+    shared = len(first & second)
     return shared / (len(first) + len(second) - shared)
-
-
-def _shingles(ids: Ids) -> npt.NDArray[np.uint64]:
-    if len(ids) < SHINGLE:
-        return np.zeros(0, np.uint64)
-    mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    windows = np.lib.stride_tricks.sliding_window_view(mixed, SHINGLE)
-    powers = np.array([pow(0xBF58476D1CE4E5B9, i, 2**64) for i in range(SHINGLE)], dtype=np.uint64)
-    return np.unique((windows * powers).sum(axis=1, dtype=np.uint64))

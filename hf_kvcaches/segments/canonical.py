@@ -120,7 +120,8 @@ class Signer:
         if not len(spans):
             return []
         if self._pieces is None:
-            words = _spread(np.asarray(ids, dtype=np.int64).astype(np.uint64))
+            # Token 0 would be hashed to 0, and add nothing to the runs that it ends.
+            words = _spread(np.asarray(ids, dtype=np.int64).astype(np.uint64) ^ np.uint64(_FACTOR))
             edges = [(span[0], span[1]) for span in spans]
         else:
             pieces = self._pieces(ids)

@@ -45,8 +45,8 @@ class Discovery:
 
     **Walls** stand where a chat message begins, at the caller's separators, and around the caller's own spans. Between walls a row falls
     into **blocks**. A block begins behind a blank line, at a Markdown heading, and at the first line of anything of these that is whole:
-    JSON (brackets balance), XML or HTML (the tag closes), fenced code; and it ends behind the last line of these. A line of at least
-    twice `shortest` tokens is a block of its own.
+    JSON (brackets balance, no line is blank), XML or HTML (the tag closes), fenced code; and it ends behind the last line of these. A
+    line of at least twice `shortest` tokens is a block of its own.
 
     - A block of at least `shortest` tokens is cut by itself: its lines are put together from the left until they have `shortest` tokens;
       lines left over at its end join what is before them, if that gives at most `longest`. What is longer than `longest` is cut into

@@ -14,7 +14,7 @@ class History:
     """The tokens of all rows, and how many of their first ones are padding.
 
     It is told of each pass before it runs, and counts; when a pass went by untold (on embeddings, with images), it knows nothing from
-    then on, until it is reset.
+    then on, until it is reset or a pass begins with an empty cache.
     """
 
     def __init__(self) -> None:
@@ -23,8 +23,10 @@ class History:
     def reset(self) -> None:
         """Forgets all."""
         self._parts: list[torch.Tensor] = []
+        self._real: list[torch.Tensor] = []
         self._length = 0
         self._mask: torch.Tensor | None = None
+        self._bare = False
         self.known = True
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any, seen: int) -> None:
@@ -36,18 +38,25 @@ class History:
             position_ids: Likewise; those of a single token are taken to be usual.
             seen: How many tokens the cache had before.
         """
-        if seen != self._length or (self._parts and self._parts[0].shape[0] != input_ids.shape[0]):
-            self.known = False
-            return
         if seen == 0:
             self.reset()
-            if attention_mask is not None and not (isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2):
-                self.known = False
-            else:
-                self._mask = attention_mask
-        self._parts.append(input_ids)
-        self._length += input_ids.shape[1]
-        if position_ids is not None and input_ids.shape[1] > 1 and not self._usual(position_ids, seen):
+        batch, tokens = input_ids.shape
+        whole = attention_mask is None or (
+            isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, self._length + tokens)
+        )
+        if seen != self._length or (self._parts and self._parts[0].shape[0] != batch) or not whole:
+            self.known = False
+            return
+        # Copies, because callers may write the next tokens into the same tensors.
+        self._parts.append(input_ids.clone())
+        if attention_mask is None:
+            self._bare = True
+            self._real.append(torch.ones_like(input_ids, dtype=torch.bool))
+        else:
+            self._real.append(attention_mask[:, seen:].to(input_ids.device, torch.bool, copy=True))
+        self._mask = attention_mask
+        self._length += tokens
+        if position_ids is not None and tokens > 1 and not self._usual(position_ids, seen):
             self.known = False
 
     def _usual(self, positions: Any, seen: int) -> bool:
@@ -66,12 +75,17 @@ class History:
         """
         if not self.known or not self._parts or self._length != length:
             return None
-        if self._mask is None:
-            return [0] * self._parts[0].shape[0]
-        mask = self._mask.to(torch.bool).cpu()
-        if mask.shape[1] > length or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        self._real = [torch.cat(self._real, dim=1)]
+        real = self._real[0].cpu()
+        if bool(real.all()):
+            padding = [0] * real.shape[0]
+        elif self._bare or not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
             return None
-        return (~mask).sum(1).tolist()
+        else:
+            padding = (~real).sum(1).tolist()
+        # What earlier passes looked at has to be what this one looks at.
+        agrees = self._mask is None or torch.equal(self._mask.to("cpu", torch.bool), real)
+        return padding if agrees else None
 
     def rows(self) -> list[Ids]:
         """All slots of each row, padding included."""
@@ -87,6 +101,7 @@ class History:
         """
         if self._parts:
             self._parts = [function(torch.cat(self._parts, dim=1))]
+            self._real = [function(torch.cat(self._real, dim=1))]
         if self._mask is not None:
             self._mask = function(self._mask)
 
@@ -98,6 +113,7 @@ class History:
         """
         if length < self._length and self._parts:
             self._parts = [torch.cat(self._parts, dim=1)[:, :length]]
+            self._real = [torch.cat(self._real, dim=1)[:, :length]]
             self._length = length
-            if self._mask is not None and length < self._mask.shape[1]:
+            if self._mask is not None:
                 self._mask = self._mask[:, :length]

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.segments.records import Chain, Ids, Record, common_prefix, common_suffix
+from hf_kvcaches.segments.records import Chain, Ids, Record, common_prefix, common_suffix, window_hashes
 
 # An anchor is so many consecutive tokens, found wherever they stand in a prompt.
 ANCHOR = 16
+# A shingle is so many, and only tells whether a look for something similar is worth it.
+SHINGLE = 8
+# Bits that remember which shingles there were: 4 MiB a scope. They are never taken back, which only costs a look for nothing.
+_SEEN_BITS = 2**25
 # How many segments with the same anchor are remembered: the newest.
 ALIKE = 8
 
@@ -61,17 +66,7 @@ class Run(NamedTuple):
 
 def anchors(ids: Ids) -> npt.NDArray[np.uint64]:
     """A number for every `ANCHOR` consecutive tokens, (tokens - ANCHOR + 1,). Collisions are possible, so tokens are compared after."""
-    if len(ids) < ANCHOR:
-        return np.zeros(0, np.uint64)
-    mixed = ids.astype(np.uint64)
-    # The finaliser of splitmix64: small ids fill all 64 bits.
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + np.uint64(0x9E3779B97F4A7C15)
-    windows = np.lib.stride_tricks.sliding_window_view(mixed, ANCHOR)
-    return (windows * _POWERS).sum(axis=1, dtype=np.uint64)
-
-
-_POWERS = np.array([pow(0x9E3779B97F4A7C15, ANCHOR - 1 - i, 2**64) for i in range(ANCHOR)], dtype=np.uint64)
+    return window_hashes(ids, ANCHOR)
 
 
 def _anchor_offsets(length: int) -> Iterator[int]:
@@ -81,13 +76,24 @@ def _anchor_offsets(length: int) -> Iterator[int]:
         yield length - ANCHOR
 
 
+def _bits(ids: Ids) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
+    """For each shingle the byte, and the bit in it, that remember it."""
+    numbers = (window_hashes(ids, SHINGLE) >> np.uint64(17)) % np.uint64(_SEEN_BITS)
+    return numbers >> np.uint64(3), np.left_shift(1, (numbers & np.uint64(7)).astype(np.int64)).astype(np.uint8)
+
+
 class SegmentIndex:
     """The segments of one scope. It holds records only; the tensors stay where they are."""
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
-        self._behind: defaultdict[str, list[str]] = defaultdict(list)
+        # By all that stands left of them, and their first token.
+        self._behind: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+        # Where segments begin, in order, and with which tokens.
+        self._places: list[int] = []
+        self._firsts: dict[int, Counter[int]] = {}
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+        self._seen = np.zeros(_SEEN_BITS // 8, np.uint8)
 
     def add(self, key: str, record: Record) -> None:
         """Makes a segment known.
@@ -99,8 +105,15 @@ class SegmentIndex:
         if key in self.records:
             return
         self.records[key] = record
-        self._behind[record.left].append(key)
+        first = int(record.ids[0])
+        self._behind[record.left, first].append(key)
+        if record.start not in self._firsts:
+            insort(self._places, record.start)
+            self._firsts[record.start] = Counter()
+        self._firsts[record.start][first] += 1
         if record.fresh:
+            places, bits = _bits(record.ids)
+            np.bitwise_or.at(self._seen, places, bits)
             numbers = anchors(record.ids)
             for offset in _anchor_offsets(len(record)):
                 alike = self._anchored[int(numbers[offset])]
@@ -116,9 +129,14 @@ class SegmentIndex:
         record = self.records.pop(key, None)
         if record is None:
             return
-        self._behind[record.left].remove(key)
-        if not self._behind[record.left]:
-            del self._behind[record.left]
+        first = int(record.ids[0])
+        self._behind[record.left, first].remove(key)
+        if not self._behind[record.left, first]:
+            del self._behind[record.left, first]
+        self._firsts[record.start] -= Counter([first])
+        if not self._firsts[record.start]:
+            del self._firsts[record.start]
+            self._places.remove(record.start)
         if record.fresh:
             numbers = anchors(record.ids)
             for offset in _anchor_offsets(len(record)):
@@ -129,25 +147,6 @@ class SegmentIndex:
                 else:
                     self._anchored.pop(number, None)
 
-    def behind(self, name: str, ids: Ids, exact_only: bool) -> tuple[Record, int] | None:
-        """The segment that goes on longest like a row, among those that were stored behind the same tokens, and how many tokens it shares.
-
-        Args:
-            name: The `Chain` name of all tokens before.
-            ids: The row from there.
-            exact_only: Whether to leave out what holds approximations.
-        """
-        best: tuple[Record, int] | None = None
-        for key in self._behind.get(name, ()):
-            record = self.records[key]
-            if exact_only and record.origin != "exact":
-                continue
-            shared = common_prefix(record.ids, ids)
-            # Where two go on equally long, what is exact is better.
-            if shared and (best is None or (shared, record.origin == "exact") > (best[1], best[0].origin == "exact")):
-                best = record, shared
-        return best
-
     def prefix(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> tuple[list[Piece], Chain]:
         """The longest start of a row that earlier rows had, cut into what is stored of it, and the name of all tokens up to its end.
 
@@ -155,18 +154,50 @@ class SegmentIndex:
             ids: The row.
             chain: The name of its first `start` tokens.
             start: From where on.
-            exact_only: Whether to stop at what holds approximations.
+            exact_only: Whether to leave out what holds approximations.
         """
+        whole = self._from_the_start(ids, chain, start, exact_only)
+        end = max((piece.stop for piece in whole), default=start)
         pieces: list[Piece] = []
-        while start < len(ids):
-            found = self.behind(chain.name, ids[start:], exact_only)
-            if found is None:
+        place = start
+        while place < end:
+            # What is exact is better than what goes on longer, for the rest can be taken from the other.
+            covering = [piece for piece in whole if piece.start <= place < piece.stop]
+            best = max(covering, key=lambda piece: (piece.record.origin == "exact", piece.stop))
+            pieces.append(Piece(place, best.stop, best.record, place - best.start))
+            place = best.stop
+        return pieces, chain.extend(ids[start:end])
+
+    def _from_the_start(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> list[Piece]:
+        """All that is stored behind a start of a row and goes on like it.
+
+        Rows that were cut differently overlap: those of one batch, of several processes, or stored again after an eviction. So segments are
+        looked for at every place up to which something is stored, and not only where another one ends.
+        """
+        found: list[Piece] = []
+        end = named = start
+        for place in self._places[bisect_left(self._places, start) :]:
+            if place > end or place >= len(ids):
                 break
-            record, shared = found
-            pieces.append(Piece(start, start + shared, record, 0))
-            chain = chain.extend(ids[start : start + shared])
-            start += shared
-        return pieces, chain
+            first = int(ids[place])
+            if first not in self._firsts[place]:
+                continue
+            chain, named = chain.extend(ids[named:place]), place
+            for key in self._behind.get((chain.name, first), ()):
+                record = self.records[key]
+                if not exact_only or record.origin == "exact":
+                    found.append(Piece(place, place + common_prefix(record.ids, ids[place:]), record, 0))
+                    end = max(end, found[-1].stop)
+        return found
+
+    def shares_with(self, ids: Ids) -> int:
+        """About how many shingles of a stretch stand in stored segments: never too few, sometimes too many.
+
+        Args:
+            ids: The stretch.
+        """
+        places, bits = _bits(ids)
+        return int((self._seen[places] & bits != 0).sum())
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
         """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps.
@@ -225,7 +256,7 @@ class SegmentIndex:
 
     def _fresh_behind(self, name: str, ids: Ids) -> tuple[Record, int] | None:
         best: tuple[Record, int] | None = None
-        for key in self._behind.get(name, ()):
+        for key in self._behind.get((name, int(ids[0])), ()):
             record = self.records[key]
             shared = common_prefix(record.ids, ids) if record.fresh else 0
             if shared > (best[1] if best else 0):

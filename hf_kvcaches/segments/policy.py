@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from torch import Tensor
 
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.errors import ConfigError
 
 RepairBy = Literal["first", "deviation"]
+
+_RANGES = (
+    ("similarity", 0.0, 1.01, "0 repairs everything without a probe, 1.01 nothing."),
+    ("probe", -1.0, 1.01, "-1 lets every probed segment pass, 1.01 none."),
+    ("probing", 0.0, 1.0, "0.02 lets probes cost a fiftieth of a prefill."),
+    ("repair", 0.0, 1.0, "0.15 runs three tokens of twenty again."),
+)
 
 
 @dataclass(frozen=True)
@@ -51,21 +59,22 @@ class SegmentPolicy(Artifact):
     measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        for name, low, high in (("similarity", 0.0, 1.01), ("probe", -1.0, 1.01), ("probing", 0.0, 1.0), ("repair", 0.0, 1.0)):
+        for name, low, high, hint in _RANGES:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ConfigError.of(name, f"a number from {low} to {high}", value)
-        for name, low in (("check_layer", 1), ("shortest", 1), ("aligned", 1)):
+            if not _is_number(value) or not low <= value <= high:
+                raise ConfigError.of(name, f"a number from {low} to {high}", value, hint)
+        counted = "It counts tokens."
+        hints = {"check_layer": "Layer 0 knows nothing of what stands to the left.", "shortest": counted, "aligned": counted}
+        for name, hint in hints.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
-                raise ConfigError.of(name, f"an integer of at least {low}", value)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError.of(name, "an integer of at least 1", value, hint)
         if self.repair_by not in ("first", "deviation"):
-            raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by)
-        pairs = [tuple(pair) for pair in self.guard]
-        if pairs != sorted(pairs) or any(len(pair) != 2 or not 0 < pair[0] <= 1 or pair[1] < 0 for pair in pairs):
-            raise ConfigError.of(
-                "guard", "ascending pairs of a share of the layers, above 0 and up to 1, and a number of tokens", self.guard
-            )
+            raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by, "'first' takes no extra look at keys.")
+        if self.bound is not None and not (_is_number(self.bound) and self.bound >= 0):
+            raise ConfigError.of("bound", "a number of nats of at least 0, or None", self.bound, "Calibration sets it.")
+        object.__setattr__(self, "guard", _guard(self.guard))
+        object.__setattr__(self, "measured", tuple(self.measured))
 
     def safe_depth(self, same: int, layers: int) -> int:
         """How many of the lowest layers may be reused unrepaired.
@@ -84,19 +93,21 @@ class SegmentPolicy(Artifact):
             depth: How many of the lowest layers.
             layers: The model's.
         """
+        if depth <= 0:
+            return 0
         return min((tokens for share, tokens in self.guard if int(share * layers + 1e-9) >= depth), default=None)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {}
+        # Not among the numbers in `metadata`, because safetensors 0.8 can't read a file without any tensor that it wrote.
+        return {"guard": torch.tensor(self.guard, dtype=torch.float64).reshape(-1, 2)}
 
     def metadata(self) -> dict[str, Any]:
         names = ("similarity", "probe", "check_layer", "probing", "repair", "repair_by", "shortest", "aligned", "bound")
-        plain = {name: getattr(self, name) for name in names}
-        return plain | {"guard": [list(pair) for pair in self.guard], "measured": list(self.measured)}
+        return {name: getattr(self, name) for name in names} | {"measured": list(self.measured)}
 
     @classmethod
     def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:
-        guard = tuple((float(share), int(tokens)) for share, tokens in metadata["guard"])
+        guard = tuple((share, int(tokens)) for share, tokens in tensors["guard"].tolist())
         return cls(**{**metadata, "guard": guard, "measured": tuple(metadata["measured"])})
 
     def describe_calibration(self) -> str:
@@ -117,9 +128,28 @@ class SegmentPolicy(Artifact):
         """
         if repair is None:
             return self
-        other = replace(self, repair=repair)
-        object.__setattr__(other, "fingerprint", self.fingerprint)
-        return other
+        changed = replace(self, repair=repair)
+        # It is no field, and `replace` forgets it.
+        object.__setattr__(changed, "fingerprint", self.fingerprint)
+        return changed
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _guard(given: Any) -> tuple[tuple[float, int], ...]:
+    """The pairs, as tuples."""
+    pairs = [tuple(pair) if isinstance(pair, tuple | list) else () for pair in given] if isinstance(given, tuple | list) else [()]
+    sound = all(len(pair) == 2 and _is_number(pair[0]) and 0 < pair[0] <= 1 and type(pair[1]) is int and pair[1] >= 0 for pair in pairs)
+    if not sound or pairs != sorted(pairs):
+        raise ConfigError.of(
+            "guard",
+            "ascending pairs of a share of the layers, above 0 and up to 1, and a number of tokens",
+            given,
+            "Such as ((0.25, 512),); () lets nothing in unrepaired.",
+        )
+    return tuple((float(share), tokens) for share, tokens in pairs)
 
 
 def _markdown(rows: tuple[dict[str, Any], ...]) -> list[str]:

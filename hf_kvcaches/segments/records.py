@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ Tier = Literal["exact", "guarded", "repaired", "probed", "computed"]
 
 # How many tokens to the left of a segment are stored with it: the longest window that depth guards can ask for, short of all.
 CONTEXT = 512
+
+_KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, "fresh": bool, "stored": dict}
 
 
 class Chain:
@@ -86,7 +89,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         arrays = {"ids": self.ids, "context": self.context, "signature": self.signature, "surroundings": self.surroundings}
-        plain = {name: getattr(self, name) for name in ("scope", "left", "right", "start", "origin", "fresh", "stored")}
+        plain = {name: getattr(self, name) for name in _KINDS}
         return plain | {name: None if value is None else _packed(value) for name, value in arrays.items()}
 
     @classmethod
@@ -97,7 +100,14 @@ class Record:
             data: From JSON.
         """
         arrays = {name: None if data[name] is None else _unpacked(data[name]) for name in ("ids", "context", "signature", "surroundings")}
-        plain = {name: data[name] for name in ("scope", "left", "right", "start", "origin", "fresh", "stored")}
+        plain = {name: data[name] for name in _KINDS}
+        for name, kind in _KINDS.items():
+            if type(plain[name]) is not kind:
+                raise TypeError(f"{name}: expected {kind.__name__}, got {type(plain[name]).__name__}")
+        if plain["origin"] not in get_args(Tier) or plain["start"] < 0:
+            raise ValueError(f"no segment has the origin {plain['origin']!r} and the start {plain['start']!r}")
+        if arrays["ids"] is None or not len(arrays["ids"]) or arrays["context"] is None:
+            raise ValueError("a segment without tokens, or without those to the left of it")
         return cls(**plain, **arrays)  # type: ignore[arg-type]
 
 
@@ -120,6 +130,29 @@ def common_prefix(a: Ids, b: Ids) -> int:
 def common_suffix(a: Ids, b: Ids) -> int:
     """How many tokens two rows share at their ends."""
     return common_prefix(a[::-1], b[::-1])
+
+
+def window_hashes(ids: Ids, width: int) -> npt.NDArray[np.uint64]:
+    """A number for every `width` consecutive tokens, (tokens - width + 1,); equal ones have equal numbers.
+
+    Args:
+        ids: The tokens.
+        width: How many.
+    """
+    if len(ids) < width:
+        return np.zeros(0, np.uint64)
+    mixed = ids.astype(np.uint64)
+    # The finaliser of splitmix64: small ids fill all 64 bits.
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + np.uint64(0x9E3779B97F4A7C15)
+    windows = np.lib.stride_tricks.sliding_window_view(mixed, width)
+    hashes: npt.NDArray[np.uint64] = (windows * _powers(width)).sum(axis=1, dtype=np.uint64)
+    return hashes
+
+
+@cache
+def _powers(width: int) -> npt.NDArray[np.uint64]:
+    return np.array([pow(0x9E3779B97F4A7C15, width - 1 - i, 2**64) for i in range(width)], dtype=np.uint64)
 
 
 def _packed(values: npt.NDArray[np.uint32]) -> str:

@@ -16,6 +16,8 @@ from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.segments.canonical import Signer
 from hf_kvcaches.segments.discovery import Discovery
 
+# Tokens of a stored segment: each one costs time to look up and to load, and what is alike inside of them is found anyway.
+SHORTEST, LONGEST = 64, 128
 # The format of what is stored; raised when older segments can't be read any more.
 FORMAT = 1
 
@@ -119,6 +121,6 @@ def reader_for(tokenizer: Any, separators: tuple[str, ...]) -> Reader:
     """
     known = _without_tokenizer if tokenizer is None else _readers.setdefault(tokenizer, {})
     if separators not in known:
-        discovery = Discovery(tokenizer, separators=separators)
+        discovery = Discovery(tokenizer, separators=separators, shortest=SHORTEST, longest=LONGEST)
         known[separators] = Reader(discovery, Signer(None if tokenizer is None else discovery.pieces))
     return known[separators]

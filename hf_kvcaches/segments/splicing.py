@@ -110,7 +110,7 @@ def _splice(
     shifts = [each.piece.start - each.piece.position for each in pieces]
     deltas = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
     for pile in (_joined(parts) for parts in zip(*cut, strict=True)):
-        for members, geometry in _turned_alike(pile.layers, geometries):
+        for members, geometry in _treated_alike(pile.layers, layers, geometries):
             first = layers[members[0]]
             assert first.key_buffer is not None
             device = first.key_buffer.device
@@ -142,11 +142,15 @@ def _cat(packed: Sequence[Packed]) -> Packed:
     return Packed(data, scale, zero, packed[0].group)
 
 
-def _turned_alike(layers: Sequence[int], geometries: Sequence[RotaryGeometry | None]) -> list[tuple[list[int], RotaryGeometry | None]]:
-    """Layers with one geometry, and that geometry."""
-    groups: dict[int, tuple[list[int], RotaryGeometry | None]] = {}
-    for index in layers:
-        groups.setdefault(id(geometries[index]), ([], geometries[index]))[0].append(index)
+def _treated_alike(
+    members: Sequence[int], layers: Sequence[SegmentLayer], geometries: Sequence[RotaryGeometry | None]
+) -> list[tuple[list[int], RotaryGeometry | None]]:
+    """Layers with one geometry on one device, and that geometry."""
+    groups: dict[tuple[int, torch.device | None], tuple[list[int], RotaryGeometry | None]] = {}
+    for index in members:
+        buffer = layers[index].key_buffer
+        key = (id(geometries[index]), None if buffer is None else buffer.device)
+        groups.setdefault(key, ([], geometries[index]))[0].append(index)
     return list(groups.values())
 
 

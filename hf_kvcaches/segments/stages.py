@@ -1,5 +1,7 @@
 """A prompt that is run some layers at a time, because tokens join or leave between them.
 
+The last of these passes is the model's own, so that no token needs one more.
+
 Segments of which only the lower layers are reused join where those end, with the hidden states that are stored with them. Probed segments
 leave a few tokens in the lowest layers, until it is known whether the whole segment may be reused.
 """
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_kvcaches.core.prefill import PrefillCall, run_layers
+from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import Packed, splice
 from hf_kvcaches.segments import codec
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Stages:
-    """Runs all tokens of a prompt but the last, where that takes more than one pass.
+    """Runs a prompt where that takes more than one pass.
 
     Args:
         cache: Its layers have room for the prompt, and hold what is reused of it.
@@ -54,8 +56,8 @@ class Stages:
         self.padding = torch.tensor([row.padding for row in rows], device=self.device)
         self.before = cache.layers[0].seen
 
-    def run(self) -> dict[int, Hidden]:
-        """Fills the cache, and returns for each row what entered the layers at which the store wants hidden states."""
+    def run(self) -> tuple[Remaining, dict[int, Hidden]]:
+        """What remains for the model's own pass, and for each row what entered the layers at which the store wants hidden states."""
         check = self.cache.policy.check_layer if any(part.open for row in self.rows for part in row.plan.parts) else None
         if check is not None and check >= self.layers:
             raise UnsupportedError(
@@ -63,20 +65,35 @@ class Stages:
             )
         wanted = self._wanted_cuts()
         depths = {part.depth for row in self.rows for part in row.plan.parts if part.depth is not None}
-        levels = sorted({level for level in {check, *wanted, *depths} if level is not None and level < self.layers} | {self.layers})
+        levels = sorted(level for level in {check, *wanted, *depths} if level is not None and level < self.layers)
         probes = [self._probe_places(row) for row in self.rows]
-        slots = self._slots([np.union1d(row.places_to_run(), places) for row, places in zip(self.rows, probes, strict=True)])
-        hidden = self._run(0, levels[0], slots, None)
+        slots = self._slots([np.union1d(self._needed(row), places) for row, places in zip(self.rows, probes, strict=True)])
+        hidden: torch.Tensor | None = None
         kept: dict[int, Hidden] = {row.number: {} for row in self.rows}
-        for level, following in pairwise(levels):
+        for start, level in pairwise([0, *levels]):
+            states = self._run(start, level, slots, hidden)
             if level == check:
-                slots, hidden = self._check(level, slots, hidden, probes)
-            slots, hidden = self._joined(level, slots, hidden)
+                slots, states = self._check(level, slots, states, probes)
+            slots, hidden = self._joined(level, slots, states)
             if level in wanted:
                 for row in self.rows:
                     kept[row.number] = {**kept[row.number], level: (slots[row.number].cpu(), hidden[row.number])}
-            hidden = self._run(level, following, slots, hidden)
-        return kept
+        # What only fills up comes first, because the last column is the one that generate looks at.
+        order = (slots < self.total).to(torch.int8).argsort(dim=1, stable=True)
+        slots = slots.gather(1, order)
+        running = SparsePass(slots, self.padding, self.total)
+        self.cache.begin_pass(running)
+        if hidden is not None:
+            hidden = hidden.gather(1, order[..., None].expand_as(hidden))
+        return Remaining(self._ids(slots), running.positions, hidden, levels[-1] if levels else 0), kept
+
+    def _needed(self, row: Row) -> Places:
+        """Of all tokens that run through all layers."""
+        return np.append(row.places_to_run(), len(row.ids) - 1)
+
+    def _ids(self, slots: torch.Tensor) -> torch.Tensor:
+        ids = torch.cat([self.call.input_ids, self.call.input_ids[:, -1:]], dim=1)
+        return ids.gather(1, slots - self.before)
 
     def _wanted_cuts(self) -> set[int]:
         store = self.cache.store
@@ -92,14 +109,10 @@ class Stages:
 
     def _run(self, start: int, stop: int, slots: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
         """Runs tokens through some layers."""
-        if not slots.shape[1]:
-            return torch.zeros(len(slots), 0, 0) if hidden is None else hidden
         running = SparsePass(slots, self.padding, self.total)
         with self.cache.sparse(running):
-            if hidden is None:
-                ids = torch.cat([self.call.input_ids, self.call.input_ids[:, -1:]], dim=1)
-                return run_layers(self.call.model, start, stop, ids.gather(1, slots - self.before), self.cache, running.positions)
-            return run_layers(self.call.model, start, stop, hidden, self.cache, running.positions)
+            inputs = self._ids(slots) if hidden is None else hidden
+            return run_layers(self.call.model, start, stop, inputs, self.cache, running.positions)
 
     def _joined(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """With the tokens of segments that are reused up to this layer."""
@@ -147,9 +160,9 @@ class Stages:
             for part in row.plan.parts:
                 parts += self._settled(part, level, line, row, looked[line], look) if part.open else [part]
             row.plan = replace(row.plan, parts=tuple(parts))
-        going = self._slots([row.places_to_run() for row in self.rows])
+        going = self._slots([self._needed(row) for row in self.rows])
         ran = [set(line.tolist()) for line in slots]
-        needed = [set((row.places_to_run() + row.padding).tolist()) for row in self.rows]
+        needed = [set((self._needed(row) + row.padding).tolist()) for row in self.rows]
         late = [np.array(sorted(own - done), np.int64) for own, done in zip(needed, ran, strict=True)]
         if any(map(len, late)):
             # Above layer 0, what stands behind a refused segment has looked at it already, and runs anew with it.

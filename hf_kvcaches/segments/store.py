@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
-import queue
+import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -20,6 +19,7 @@ from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record, Signature
 from hf_kvcaches.segments.similar import Similar
 from hf_kvcaches.segments.worth import Worth
+from hf_kvcaches.segments.writer import Writer
 from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -114,8 +114,9 @@ class SegmentStore:
         self._pinned: frozenset[str] = frozenset()
         self._said: set[str] = set()
         self._counts = dict.fromkeys(("written", "evicted", "loads", "failures"), 0)
-        self._writer = _Writer()
+        self._writer = Writer()
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
+        weakref.finalize(self, _finish, self._waiting, self._writer)
 
     def watch(self, waiting: Any) -> None:
         """Asks something to `release` what it has to store, before anything is looked up.
@@ -161,24 +162,28 @@ class SegmentStore:
             scope: Whose segments are wanted; said once where the store has segments, but none for it.
         """
         self.flush()
-        try:
-            with self._lock:
-                changes = self._blobs.changes()
-                for key in changes.removed:
-                    self._forget(key)
-                for key, head, size in changes.added:
-                    if key not in self._worth.sizes:  # another process's
-                        self._learn(key, head, size)
-                self._pinned = self._blobs.pinned()
-        except StoreUnavailable as error:
-            self._failed(error)
-        self._tell_damage()
+        self._follow()
+        self._evict()
         if scope is not None and scope not in self._indices and self._worth.sizes:
             self._say(
                 "foreign",
                 f"{self.location} holds {len(self._worth.sizes)} segments, but none for this model with its adapters, tokenizer and "
                 "format, so nothing is reused until it has stored its own.",
             )
+
+    def _follow(self) -> None:
+        """Learns what came, went and was pinned, by this process too: what the back-end tells is all that is known."""
+        try:
+            with self._lock:
+                changes = self._blobs.changes()
+                for key in changes.removed:
+                    self._forget(key)
+                for key, head, size in changes.added:
+                    self._learn(key, head, size)
+                self._pinned = self._blobs.pinned()
+        except StoreUnavailable as error:
+            self._failed(error)
+        self._tell_damage()
 
     def tensors(self, key: str) -> dict[str, torch.Tensor] | None:
         """What was stored of a segment, or None where it is gone or damaged. Not to be written to.
@@ -191,11 +196,10 @@ class SegmentStore:
         except StoreUnavailable as error:
             self._failed(error)
             return None
-        self._tell_damage()
         with self._lock:
             self._counts["loads"] += 1
-            if found is None:
-                self._forget(key)
+        if found is None:
+            self._follow()
         return found
 
     def used(self, key: str, tokens: int) -> None:
@@ -226,18 +230,21 @@ class SegmentStore:
                 self._say("unfinite", f"A segment was not stored: {error}")
                 continue
             record.stored.update(stored)
+            if self.max_bytes is not None and sum(tensor.nbytes for tensor in tensors.values()) > self.max_bytes:
+                continue
             try:
-                size = self._blobs.put(key, record.to_dict(), tensors)
+                self._blobs.put(key, record.to_dict(), tensors)
             except StoreUnavailable as error:
                 self._failed(error)
-                return
+                break
             with self._lock:
-                self._add(key, record, size)
                 self._counts["written"] += 1
             try:
                 self._similar.publish(key, record)
             except self._similar.errors as error:
                 self._failed(error)
+        # Processes that write at the same time stay within the cap together: who looks last sees what all have written.
+        self._follow()
         self._evict()
 
     def later(self, job: Callable[[], None]) -> None:
@@ -252,9 +259,7 @@ class SegmentStore:
         """Waits until everything is written that is computed."""
         with self._lock:
             waiting = list(self._waiting)
-        for each in waiting:
-            each.release(drop=False)
-        self._writer.wait()
+        _finish(waiting, self._writer)
 
     def pin(self, key: str, pinned: bool = True) -> None:
         """Keeps a segment from eviction, by any process.
@@ -274,8 +279,7 @@ class SegmentStore:
             key: Its id.
         """
         gone = self._blobs.delete(key)
-        with self._lock:
-            self._forget(key)
+        self._follow()
         return gone
 
     def clear(self) -> None:
@@ -295,7 +299,7 @@ class SegmentStore:
                 tokens=tokens,
                 bytes=self._worth.total,
                 max_bytes=self.max_bytes,
-                pinned=len(self._pinned),
+                pinned=len(self._pinned & self._worth.sizes.keys()),
                 damaged=self._blobs.damaged,
                 **self._counts,
             )
@@ -303,7 +307,6 @@ class SegmentStore:
     def close(self) -> None:
         """Writes what waits and lets go of files and connections."""
         self.flush()
-        self._writer.stop()
         self._blobs.close()
 
     def __enter__(self) -> Self:
@@ -323,13 +326,11 @@ class SegmentStore:
     def _learn(self, key: str, head: Mapping[str, Any], size: int) -> None:
         try:
             record = Record.from_dict(dict(head))
-        except (LookupError, TypeError, ValueError):
+            if record.key != key or not len(record):
+                raise ValueError("it is named otherwise")
+        except (LookupError, TypeError, ValueError, AttributeError):
             self._say("unreadable", f"{self.location} holds something that is no segment, or one of another version; it is left alone.")
             return
-        if record.key == key:
-            self._add(key, record, size)
-
-    def _add(self, key: str, record: Record, size: int) -> None:
         self._worth.add(key, size, len(record))
         self.index(record.scope).add(key, record)
         self._similar.add(key, record)
@@ -345,16 +346,21 @@ class SegmentStore:
         if self.max_bytes is None:
             return
         with self._lock:
-            leaving = self._worth.least(self._worth.total - self.max_bytes, keep=self._pinned)
+            excess = self._worth.total - self.max_bytes
+            if excess <= 0:
+                return
+            # What is too large by itself would drive out all others first.
+            large = {key: size for key, size in self._worth.sizes.items() if size > self.max_bytes and key not in self._pinned}
+            leaving = [*large, *self._worth.least(excess - sum(large.values()), keep=self._pinned | large.keys())]
         for key in leaving:
             try:
-                self._blobs.delete(key)
+                gone = self._blobs.delete(key)
             except StoreUnavailable as error:
                 self._failed(error)
-                return
+                break
             with self._lock:
-                self._forget(key)
-                self._counts["evicted"] += 1
+                self._counts["evicted"] += gone
+        self._follow()
 
     def _guarded(self, job: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -384,47 +390,11 @@ class SegmentStore:
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
 
 
-class _Writer:
-    """One thread that runs jobs in order, started when there is a first one."""
-
-    def __init__(self) -> None:
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-
-    def add(self, job: Callable[[], None]) -> None:
-        with self._lock:
-            self._jobs.put(job)
-            if self._thread is None:
-                self._thread = threading.Thread(target=_work, args=(self._jobs,), name="hf_kvcaches-segments", daemon=True)
-                self._thread.start()
-                atexit.register(_wait, weakref.ref(self))
-
-    def wait(self) -> None:
-        if threading.current_thread() is not self._thread:
-            self._jobs.join()
-
-    def stop(self) -> None:
-        with self._lock:
-            if self._thread is not None:
-                self._jobs.put(None)
-                self._thread = None
-
-
-def _work(jobs: queue.Queue[Callable[[], None] | None]) -> None:
-    while True:
-        job = jobs.get()
-        try:
-            if job is None:
-                return
-            job()
-        finally:
-            jobs.task_done()
-
-
-def _wait(writer: weakref.ref[_Writer]) -> None:
-    if (alive := writer()) is not None:
-        alive.wait()
+def _finish(waiting: Iterable[Any], writer: Writer) -> None:
+    """What is computed is stored, also where the interpreter ends."""
+    for each in list(waiting):
+        each.release(drop=False)
+    writer.wait()
 
 
 def _bytes_of(value: int | str | None) -> int | None:
@@ -435,12 +405,10 @@ def _bytes_of(value: int | str | None) -> int | None:
     if isinstance(value, str):
         text = value.strip().lower().replace(" ", "")
         digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-        try:
+        with contextlib.suppress(ValueError, KeyError):
             number = float(digits) * _UNITS[text[len(digits) :]]
-        except (ValueError, KeyError):
-            number = None
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = float(value)
-    if number is None or not 0 < number < float("inf"):
-        raise ConfigError.of("max_bytes", "a number of bytes above 0, or such as '4GiB'", value)
+    if number is None or not 1 <= number < float("inf"):
+        raise ConfigError.of("max_bytes", "a number of bytes, at least 1", value, "Write such as '4GiB', or '500 MB'.")
     return int(number)

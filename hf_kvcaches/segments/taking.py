@@ -18,7 +18,6 @@ from hf_kvcaches.segments.index import Piece
 from hf_kvcaches.segments.records import Chain, Ids
 from hf_kvcaches.segments.remembering import Hidden, NewRow
 from hf_kvcaches.segments.resembling import Resembling
-from hf_kvcaches.segments.running import SparsePass
 from hf_kvcaches.segments.scope import scope_of
 from hf_kvcaches.segments.splicing import Loaded, like_stored, splice_row
 from hf_kvcaches.segments.stages import Stages
@@ -72,8 +71,7 @@ class Taking:
         scope = scope_of(cache.model, cache.tokenizer, store.quantization, store.depth)
         store.refresh(scope)
         rows = self._rows(padding, scope)
-        before = cache.seen
-        total = before + self.call.input_ids.shape[1]
+        total = cache.seen + self.call.input_ids.shape[1]
         hidden: dict[int, Hidden] = {}
         taken: int | Remaining = 0
         common = self._common_prefix(rows)
@@ -82,13 +80,7 @@ class Taking:
             taken = self._splice_prefix(rows, common)
         elif staged or any(row.plan.reuses for row in rows):
             self._open(rows, total)
-            if staged or any(part.open or part.depth is not None for row in rows for part in row.plan.parts):
-                hidden = Stages(cache, self.call, rows, self.tensors, total).run()
-                taken = total - 1 - before
-                for layer in cache.layers:
-                    layer.seen = total - 1
-            else:
-                taken = self._sparse(rows, total)
+            taken, hidden = Stages(cache, self.call, rows, self.tensors, total).run()
         with store.reading():
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows)
@@ -204,19 +196,6 @@ class Taking:
                 assert tensors is not None
                 found.append(Loaded(piece, tensors, part.depth))
         return found
-
-    def _sparse(self, rows: Sequence[Row], total: int) -> Remaining:
-        """What is left to run, the last token included, as one pass over tokens between which others are in the cache."""
-        cache, device = self.cache, self.call.input_ids.device
-        places = [np.append(row.places_to_run(), len(row.ids) - 1) + row.padding for row in rows]
-        slots = np.full((len(rows), max(map(len, places))), total)
-        for line, own in zip(slots, places, strict=True):
-            # Rows with fewer are filled up at the start, because the last column is the one that generate looks at.
-            line[len(line) - len(own) :] = own
-        running = SparsePass(torch.from_numpy(slots).to(device), torch.tensor([row.padding for row in rows], device=device), total)
-        cache.begin_pass(running)
-        new = torch.cat([self.call.input_ids, self.call.input_ids[:, -1:]], dim=1)
-        return Remaining(new.gather(1, running.slots - cache.layers[0].seen), running.positions)
 
     def _note(self, rows: Sequence[Row]) -> None:
         """Counts what happened, for the report and for the store."""

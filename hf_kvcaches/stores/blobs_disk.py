@@ -90,6 +90,8 @@ class DiskBlobs(BlobStore):
                     content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if _size(file.fileno()) else b""
                 return decode(key, content)
             except FileNotFoundError:
+                if not self._folder.exists():
+                    raise  # It may come back, and then all that was in it.
                 self._missed(key)
                 return None
             except ArtifactError as error:

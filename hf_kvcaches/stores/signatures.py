@@ -7,10 +7,8 @@ places at a time, and hands out what shares a bucket: near-duplicates nearly alw
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -90,8 +88,7 @@ class SignatureIndex:
     """Near-duplicates by their signatures, in datasketch's locality-sensitive hashing.
 
     Any thread may call any method. With Redis, all processes that name the same index share it, and one opened later finds what is
-    there. Errors of the connection pass through. Should a process be killed in mid-write, or two write one key at the same time, then a
-    key may be found less often than it should, or be handed out once more after its removal: take what `near` gives as candidates.
+    there; each change is one transaction, so that a key is in all of its buckets or in none. Errors of the connection pass through.
 
     Args:
         threshold: The similarity at which finding becomes more likely than not.
@@ -114,11 +111,10 @@ class SignatureIndex:
             raise ConfigError.of("threshold", f"one that {permutations} permutations can tell", threshold, hint) from error
         layout = (len(self._bands), self._bands[0][1])
         self._redis: Any = None
-        self._lock: AbstractContextManager[Any] = threading.Lock()
+        self._lock = threading.Lock()
         storage: dict[str, Any] = {"type": "dict"}
         if redis_url is not None:
             self._redis = _connected(redis_url)
-            self._lock = contextlib.nullcontext()
             # Indexes cut up in different ways would misread each other's buckets.
             base = f"hf_kvcaches:{name}:{permutations}:{layout[0]}x{layout[1]}"
             storage = {"type": "redis", "basename": base.encode(), "redis": {"connection_pool": self._redis.connection_pool}}
@@ -133,12 +129,18 @@ class SignatureIndex:
             signature: `(permutations,)`.
         """
         inner, checked = _inner(key), self._checked(signature)
+        if self._redis is not None:
+            self._move(inner, self._buckets(checked))
+            return
         with self._lock:
             self._remove(inner)
             self._lsh.insert(inner, checked, check_duplication=False)
 
     def remove(self, key: str) -> None:
         """Takes a key out. Nothing happens if it isn't there, or if another process is quicker."""
+        if self._redis is not None:
+            self._move(_inner(key), [])
+            return
         with self._lock:
             self._remove(_inner(key))
 
@@ -154,23 +156,57 @@ class SignatureIndex:
                 return [key[1:].decode() for key in self._lsh.query(checked)]
         # In one round trip, where datasketch takes one for each band.
         pipe = self._redis.pipeline(transaction=False)
-        for (start, stop), table in zip(self._bands, self._lsh.hashtables, strict=True):
-            pipe.smembers(table.redis_key(checked.hashvalues[start:stop].byteswap().tobytes()))
+        for bucket, table in zip(self._buckets(checked), self._lsh.hashtables, strict=True):
+            pipe.smembers(table.redis_key(bucket))
         return [key[1:].decode() for key in set().union(*pipe.execute())]
 
     def __contains__(self, key: str) -> bool:
-        with self._lock:
-            return _inner(key) in self._lsh
+        return _inner(key) in self._lsh
 
     def __len__(self) -> int:
-        with self._lock:
-            return len(self._lsh.keys)
+        return len(self._lsh.keys)
 
     def _remove(self, key: bytes) -> None:
-        # Between the look and the removal another process may take it out.
         if key in self._lsh:
-            with contextlib.suppress(ValueError):
-                self._lsh.remove(key)
+            self._lsh.remove(key)
+
+    def _buckets(self, signature: _Signature) -> list[bytes]:
+        """The bucket in each band, as datasketch calls it."""
+        return [signature.hashvalues[start:stop].byteswap().tobytes() for start, stop in self._bands]
+
+    def _move(self, key: bytes, buckets: list[bytes]) -> None:
+        """Puts a key into these buckets in Redis, or takes it out if there are none, and out of those where it is.
+
+        What is stored is what datasketch stores. It would take two round trips for each band, with room for other processes in between.
+        """
+        keys, tables = self._lsh.keys, self._lsh.hashtables
+        before: list[bytes] = []
+
+        def change(pipe: Any) -> None:
+            before[:] = pipe.lrange(keys.redis_key(key), 0, -1)
+            pipe.multi()
+            for bucket, table in zip(before, tables, strict=False):
+                pipe.srem(table.redis_key(bucket), key)
+            # A table's own name is that of nothing in it: there it lists what it holds.
+            pipe.delete(keys.redis_key(key))
+            pipe.hdel(keys.redis_key(b""), key)
+            if buckets:
+                pipe.hset(keys.redis_key(b""), key, keys.redis_key(key))
+                pipe.rpush(keys.redis_key(key), *buckets)
+            for bucket, table in zip(buckets, tables, strict=False):
+                pipe.hset(table.redis_key(b""), bucket, table.redis_key(bucket))
+                pipe.sadd(table.redis_key(bucket), key)
+            for bucket, table in zip(before, tables, strict=False):
+                pipe.exists(table.redis_key(bucket))
+
+        # Tried again when another process changes the key meanwhile.
+        left = self._redis.transaction(change, keys.redis_key(key))
+        empty = [place for place, there in enumerate(left[len(left) - len(before) :]) if not there]
+        if empty:
+            pipe = self._redis.pipeline(transaction=False)
+            for place in empty:
+                pipe.hdel(tables[place].redis_key(b""), before[place])
+            pipe.execute()
 
     def _checked(self, signature: Hashes) -> _Signature:
         if not isinstance(signature, np.ndarray) or signature.dtype != np.uint32 or signature.shape != (self.permutations,):

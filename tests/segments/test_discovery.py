@@ -132,12 +132,12 @@ def slow_spans(sections: list[list[list[int]]], shortest: int, longest: int) -> 
     return out
 
 
-LINE = st.integers(1, 12) | st.integers(1, 60)
+LINE = st.integers(1, 4) | st.integers(1, 12) | st.integers(1, 60)
 SECTIONS = st.lists(st.lists(st.lists(LINE, min_size=1, max_size=7), min_size=1, max_size=6), min_size=1, max_size=3)
 
 
 @settings(max_examples=200, deadline=None)
-@given(sections=SECTIONS, sizes=st.sampled_from([(16, 128), (8, 8), (5, 30), (1, 3), (20, 21)]))
+@given(sections=SECTIONS, sizes=st.sampled_from([(16, 128), (8, 8), (6, 9), (5, 30), (1, 3), (20, 21)]))
 def test_spans_follow_from_lines_blocks_and_walls_as_the_docstring_says(sections: list[list[list[int]]], sizes: tuple[int, int]) -> None:
     # A token for each character. A block ends in a blank line, a section begins with a separator.
     lines = [[["x" * size + "\n" for size in block] for block in section] for section in sections]
@@ -206,11 +206,13 @@ def test_a_block_is_cut_in_the_same_way_wherever_it_stands(chosen: list[str], lo
 
 @settings(max_examples=80, deadline=None)
 @given(
-    ids=st.lists(st.integers(0, 2047) | st.sampled_from([0, 1, 2, 5000, 10**9, 2**40, -1]), max_size=300),
+    texts=st.lists(st.sampled_from([*LONG, *SHORT]), max_size=4),
+    odd=st.lists(st.integers(0, 2047) | st.sampled_from([0, 1, 2, 5000, 10**9, 2**40, -1]), max_size=30),
     edges=st.lists(st.integers(0, 300), max_size=8),
     with_tokenizer=st.booleans(),
 )
-def test_any_row_falls_into_spans_and_given_ones_are_kept(ids: list[int], edges: list[int], with_tokenizer: bool) -> None:
+def test_any_row_falls_into_spans_and_given_ones_are_kept(texts: list[str], odd: list[int], edges: list[int], with_tokenizer: bool) -> None:
+    ids = [*odd, *encoded("".join(texts)), *odd]
     discovery = Discovery(tokenizer_of_testbed() if with_tokenizer else None, longest=40)
     edges = sorted(min(edge, len(ids)) for edge in edges)
     given_spans = list(zip(edges[::2], edges[1::2], strict=False))
@@ -221,7 +223,8 @@ def test_any_row_falls_into_spans_and_given_ones_are_kept(ids: list[int], edges:
     assert discovery.spans(np.array(ids, dtype=np.int64), given_spans) == spans
     # What stands between two given spans is cut as if there were nothing else, up to the structure that goes across.
     if not with_tokenizer:
-        for before, after in itertools.pairwise([(0, 0), *given_spans, (len(ids), len(ids))]):
+        walls = [pair for pair in given_spans if pair[0] < pair[1]]
+        for before, after in itertools.pairwise([(0, 0), *walls, (len(ids), len(ids))]):
             gap = [span for span in spans if before[1] <= span.start < after[0]]
             assert [span.stop - span.start for span in gap] == [
                 span.stop - span.start for span in discovery.spans(ids[before[1] : after[0]])
@@ -270,6 +273,7 @@ BROKEN = [
     '{"a": 1',
     '{"a": "1}\n',
     "{ ]",
+    '{\n\n"a": 1}',
     "[1] See the first of them",
     "x {1}",
     "<a>b",
@@ -291,7 +295,7 @@ def test_what_is_whole_is_a_block_of_its_kind(kind_and_text: tuple[str, str]) ->
     found = texts_of(Discovery(bytes_only(), shortest=1, longest=1000), f"before\n{text}\nafter", bytes_only())
     assert found[0] == ("paragraph", "before\n" + text[: len(text) - len(text.lstrip())])
     assert found[-1] == ("paragraph", "after")
-    assert found[1][0] == kind
+    assert {kind for kind, _ in found[1:-1]} == {kind}
     assert "".join(text for _, text in found[1:-1]) == text.lstrip() + "\n"
 
 
@@ -307,6 +311,18 @@ def test_elements_of_a_list_are_blocks_so_that_their_order_does_not_matter() -> 
     found = [set(texts_of(discovery, "[\n" + ",\n".join(some) + "\n]\n", bytes_only())) for some in (tools, tools[::-1])]
     assert sum("tool" in text and text.count("tool") == 1 for _, text in found[0] & found[1]) >= 1
     assert not any(text.count("tool") > 1 for _, text in found[0] | found[1])
+
+
+def test_a_fence_that_names_a_language_opens_whatever_was_left_open_before() -> None:
+    found = texts_of(Discovery(bytes_only(), shortest=1, longest=1000), "```\nx\n```py\ny\n```\nz", bytes_only())
+    assert [text for kind, text in found if kind == "code"] == ["```py\n", "y\n", "```\n"]
+
+
+def test_a_place_inside_of_a_token_counts_as_before_it() -> None:
+    discovery = Discovery(tokenizer_of_testbed(), shortest=1)
+    [token] = encoded(" the")
+    assert discovery.pieces([token]) == [" the"]
+    assert [text for _, text in texts_of(discovery, "one two\n\n the\n\n the")] == ["one two\n\n", " the\n\n", " the"]
 
 
 def test_separators_stay_with_what_follows_them_and_nothing_is_put_together_across() -> None:

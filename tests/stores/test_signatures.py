@@ -204,30 +204,51 @@ def test_removing_what_is_not_there_does_nothing(location: str | None) -> None:
 
 def test_threads_may_share_an_index(location: str | None) -> None:
     index = emptied(location)
-    made = MinHasher().signatures(as_sets([[number // 4] for number in range(16)]))
+    made = MinHasher().signatures(as_sets([[number // 16] for number in range(64)]))
     failures: list[BaseException] = []
 
-    def work() -> None:
+    def work(number: int) -> None:
         try:
-            for _ in range(2):
-                for number, signature in enumerate(made):
-                    index.add(str(number), signature)
-                    index.near(signature)
-                for number in range(8, 16):
-                    index.remove(str(number))
+            for key in range(number, 64, 4):
+                index.add(str(key), made[key])
+                assert str(key) in index.near(made[key])
+            for key in range(number, 64, 8):
+                index.remove(str(key))
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert failures == []
-    for number, signature in enumerate(made):
-        index.add(str(number), signature)
-    assert set(index.near(made[0])) >= {"0", "1", "2", "3"}
-    assert len(index) == 16
+    assert sorted(key for signature in made[::16] for key in index.near(signature)) == sorted(str(key) for key in range(64) if key % 8 > 3)
+
+
+def test_in_this_process_nothing_is_added_while_another_thread_looks() -> None:
+    index = SignatureIndex()
+    [made] = MinHasher().signatures(as_sets([[1]]))
+    adding = threading.Thread(target=index.add, args=["key", made])
+    inside = index._lsh.query
+    seen: list[bool] = []
+
+    def query(signature: object) -> list[bytes]:
+        adding.start()
+        adding.join(0.1)
+        seen.append(adding.is_alive())
+        return inside(signature)
+
+    index._lsh.query = query
+    assert index.near(made) == []
+    adding.join()
+    assert seen == [True]
+    assert "key" in index
 
 
 def test_another_process_sees_what_is_in_redis_and_takes_it_out(server: str) -> None:
@@ -249,20 +270,61 @@ index.add("there", made)
     assert SignatureIndex(redis_url=server, name="shared").near(made) == ["there"]
 
 
-def test_a_key_that_goes_between_the_look_and_the_removal_is_no_error(server: str) -> None:
-    index, other = emptied(server), SignatureIndex(redis_url=server)
-    [made] = MinHasher().signatures(as_sets([[1]]))
-    index.add("key", made)
-    inside = index._lsh.remove
+def buckets_in_redis(url: str) -> tuple[dict[bytes, set[bytes]], dict[bytes, list[bytes]]]:
+    """What is in each bucket, and the buckets that each key is said to be in."""
+    client = redis.Redis.from_url(url)
+    sets = {name: client.smembers(name) for name in client.scan_iter() if client.type(name) == b"set"}
+    lists = {name.partition(b"_keys")[2]: client.lrange(name, 0, -1) for name in client.scan_iter() if client.type(name) == b"list"}
+    return sets, lists
 
-    def slow(key: bytes) -> None:
-        other.remove("key")
-        inside(key)
 
-    index._lsh.remove = slow
-    index.remove("key")
-    assert "key" not in index
-    assert index.near(made) == []
+def test_writers_of_the_same_key_leave_it_where_one_of_them_put_it(server: str) -> None:
+    indexes = [emptied(server), SignatureIndex(redis_url=server), SignatureIndex(redis_url=server)]
+    made = MinHasher().signatures(as_sets([[number] for number in range(3)]))
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(30):
+                indexes[number].add("key", made[number])
+                if turn % 3 == number:
+                    indexes[number].remove("key")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=[number]) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    sets, lists = buckets_in_redis(server)
+    assert sum(len(members) for members in sets.values()) == sum(map(len, lists.values()))
+    assert all(name.endswith(tuple(lists[b":key"])) for name in sets)
+    assert [len(index.near(signature)) for index in indexes for signature in made].count(1) in (0, 3)
+
+
+def test_datasketch_itself_reads_and_changes_what_is_in_redis(server: str) -> None:
+    index = emptied(server, name="open")
+    made = MinHasher().signatures(as_sets([[1], [2]]))
+    index.add("a", made[0])
+    index.add("a", made[1])
+    index.add("b", made[1])
+    bands = bands_of(0.5, 64)
+    rows = bands[0].stop
+    basename = f"hf_kvcaches:open:64:{len(bands)}x{rows}".encode()
+    storage = {"type": "redis", "basename": basename, "redis": {"port": int(server.rpartition(":")[2].partition("/")[0])}}
+    theirs = datasketch.MinHashLSH(num_perm=64, params=(len(bands), rows), storage_config=storage, prepickle=False)
+    asked = [index._checked(signature) for signature in made]
+    assert [sorted(theirs.query(signature)) for signature in asked] == [[], [b":a", b":b"]]
+    assert [list(counts.values()) for counts in theirs.get_counts()] == [[2]] * len(bands)
+    theirs.remove(b":a")
+    theirs.insert(b":c", asked[0])
+    assert [index.near(signature) for signature in made] == [["c"], ["b"]]
+    index.remove("b")
+    index.remove("c")
+    assert [list(counts.values()) for counts in theirs.get_counts()] == [[]] * len(bands)
+    assert redis.Redis.from_url(server).dbsize() == 0
 
 
 def test_indexes_of_other_names_and_layouts_are_apart_in_redis(server: str) -> None:

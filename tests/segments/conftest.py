@@ -1,0 +1,37 @@
+"""Fixtures of the tests of segments: a small model, and places for a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.segments.store_helpers import small
+from tests.stores.conftest import redis_location, server, shared_server
+
+__all__ = ["redis_location", "server", "shared_server"]
+
+
+@pytest.fixture(scope="session")
+def model() -> PreTrainedModel:
+    return small()
+
+
+@pytest.fixture(params=["disk", "redis"])
+def shared_location(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place of each kind that processes can share."""
+    if request.param == "redis":
+        return str(request.getfixturevalue("redis_location"))
+    return f"disk:{tmp_path / 'segments'}"
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes in the caller's thread, as where several threads have models of their own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,224 @@
+"""Prompts that are asked with and without a store of segments, in this process and in others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers.models.llama.modeling_llama  # noqa: F401 - the forkserver has it loaded, then
+from transformers import PreTrainedModel
+
+from hf_kvcaches import SegmentReuseCache, SegmentStore
+from hf_kvcaches.segments.codec import LayerStates
+from hf_kvcaches.segments.records import Chain, Record, as_ids
+from hf_kvcaches.segments.store import NewSegment
+from tests import tiny
+from tests.stores.blob_helpers import PROCESSES
+
+PROCESSES.set_forkserver_preload(["tests.stores.blob_helpers", "tests.segments.store_helpers"])
+
+# Tokens of a prompt, and of each of its segments: the last is cut off, because the cut ends there.
+LENGTH, PART = 48, 16
+# All but the last token, which is always computed.
+WHOLE = LENGTH - 1
+
+
+def segment(seed: int, tokens: int = 16, hidden: bool = False) -> NewSegment:
+    """A segment as a cache would hand it over, of one layer."""
+    made = torch.Generator().manual_seed(seed)
+    ids = as_ids(torch.randint(0, 99, (tokens,), generator=made))
+    record = Record("scope", ids, Chain().name, Chain().extend(ids).name, 0, ids[:0], "exact", True)
+    states = [torch.randn(1, tokens, 4, generator=made) for _ in range(3)]
+    return NewSegment(record, [LayerStates(*states[:2])], {1: states[2][0]} if hidden else {})
+
+
+class Answer(NamedTuple):
+    """What came of a prompt: the logits of its last token and of those generated, and how many tokens were reused."""
+
+    logits: torch.Tensor
+    reused: int
+    keys: tuple[str, ...]
+
+
+def prompt(seed: int, shared: int = 0) -> torch.Tensor:
+    """A row of tokens, of which the first are those of prompt 0."""
+    return torch.cat([tiny.ids(1, LENGTH, seed=0)[:, :shared], tiny.ids(1, LENGTH, seed=seed)[:, shared:]], dim=1)
+
+
+def small() -> PreTrainedModel:
+    return tiny.llama(num_hidden_layers=2, hidden_size=16, intermediate_size=16)
+
+
+def ask(
+    model: Any, ids: torch.Tensor, store: SegmentStore | None = None, mode: str = "exact", tokenizer: Any = None, tokens: int = 2
+) -> Answer:
+    """Has a model go on from a prompt, which is cut into segments of `PART` tokens. Without a store nothing is reused."""
+    cuts = [(start, min(start + PART, ids.shape[1])) for start in range(0, ids.shape[1], PART)]
+    cache = None if store is None else SegmentReuseCache(model, store, tokenizer, mode, spans=[cuts])
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    report = None if cache is None else cache.report()
+    keys = () if report is None else tuple(key for span in report.spans for key in span.segments)
+    return Answer(torch.stack(out.logits), 0 if report is None else report.reused_tokens, keys)
+
+
+def right(model: Any, ids: torch.Tensor, store: SegmentStore, **options: Any) -> Answer:
+    """Asks, and holds the logits to those without reuse. With `mode="exact"` and nothing quantised they are equal but for rounding."""
+    answer, plain = ask(model, ids, store, **options), ask(model, ids)
+    torch.testing.assert_close(answer.logits, plain.logits, rtol=1e-5, atol=1e-5)
+    return answer
+
+
+@contextlib.contextmanager
+def said() -> Iterator[list[str]]:
+    """What was warned of meanwhile, in any thread, once the context is left."""
+    sentences: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield sentences
+    sentences += [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+
+
+def blob_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def real_bytes(location: str) -> int:
+    """What all segments take in the back-end itself."""
+    if location.startswith("disk:"):
+        return sum(path.stat().st_size for path in blob_files(Path(location.removeprefix("disk:"))))
+    import redis
+
+    url, _, prefix = location.partition("?prefix=")
+    client = redis.Redis.from_url(url)
+    prefix = prefix or "hf_kvcaches"
+    bodies = sum(client.strlen(key) for key in client.keys(f"{prefix}:body:*"))
+    return int(bodies + sum(len(head) for head in client.hvals(f"{prefix}:heads")))
+
+
+# What other processes do.
+
+
+def answer_questions(location: str, options: dict[str, Any], pipe: Connection) -> None:
+    """Asks the prompts that come through a pipe, and answers with how much of each was reused."""
+    torch.set_num_threads(1)
+    model = small()
+    with SegmentStore(location, quantization=None, **options) as store:
+        pipe.send("ready")
+        for seeds in iter(pipe.recv, None):
+            found = [right(model, prompt(*seed), store).reused for seed in seeds]
+            store.flush()
+            pipe.send(found)
+        pipe.send(store.report())
+
+
+def ask_on_and_on(location: str, pipe: Connection) -> None:
+    """Asks new prompts, and tells of each that is written, until it is killed."""
+    torch.set_num_threads(1)
+    model, store = small(), SegmentStore(location, quantization=None)
+    ask(model, prompt(1000), store)
+    store.flush()
+    for seed in range(1001, 2000):
+        pipe.send(seed - 1)
+        ask(model, prompt(seed), store)
+        store.flush()
+
+
+def ask_with_little_room(location: str, limit: int, seeds: Sequence[int], pipe: Connection) -> None:
+    """Asks while no file may grow beyond a limit."""
+    import resource
+
+    torch.set_num_threads(1)
+    model, store = small(), SegmentStore(location, quantization=None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with said() as sentences:
+        found = [right(model, prompt(seed), store).reused for seed in seeds]
+        report = store.report()
+    pipe.send((found, sentences, report))
+
+
+def put_with_little_room(location: str, limit: int, cap: int, pipe: Connection) -> None:
+    """Fills a store, and puts four more segments of which the last to be written is too large for a file."""
+    import resource
+
+    store = SegmentStore(location, max_bytes=cap, quantization=None)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with said() as sentences:
+        while real_bytes(location) < cap - 2000:
+            store.put([segment(len(blob_files(Path(location.removeprefix("disk:")))))])
+        before = real_bytes(location)
+        store.put([segment(1000, tokens=1000), *(segment(number) for number in (1001, 1002, 1003))])
+    pipe.send((sentences, before, real_bytes(location)))
+
+
+def ask_after_fork(location: str, pipe: Connection) -> None:
+    """Asks, forks, and asks again in the child, whose store has lost its thread."""
+    torch.set_num_threads(1)
+    model, store = small(), SegmentStore(location, quantization=None)
+    ask(model, prompt(1), store)
+    store.flush()
+    if os.fork() == 0:
+        found = [right(model, prompt(seed), store).reused for seed in (1, 2, 2)]
+        store.flush()
+        pipe.send(found)
+        os._exit(0)
+    os.wait()
+
+
+class Other:
+    """Another process that shares a store. It has its own model of the same weights.
+
+    Args:
+        location: Of the store.
+        **options: Of the store.
+    """
+
+    def __init__(self, location: str, **options: Any) -> None:
+        self._pipe, theirs = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=answer_questions, args=(location, options, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self.answer() == "ready"
+
+    def ask(self, *seeds: tuple[int, ...]) -> None:
+        """Sends prompts, by the arguments of `prompt`, and does not wait."""
+        self._pipe.send(seeds)
+
+    def answer(self) -> Any:
+        assert self._pipe.poll(60), "the other process hangs"
+        return self._pipe.recv()
+
+    def end(self) -> Any:
+        """Has it close its store and end; returns the store's last report."""
+        self._pipe.send(None)
+        report = self.answer()
+        self._process.join(30)
+        assert self._process.exitcode == 0
+        return report
+
+
+def run_apart(target: Any, *arguments: Any) -> Any:
+    """What a function sends, run in another process."""
+    ours, theirs = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    assert ours.poll(60), "the other process hangs"
+    found = ours.recv()
+    process.join(30)
+    return found

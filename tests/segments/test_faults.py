@@ -1,0 +1,458 @@
+"""Whatever goes wrong in a store of segments, answers are right, it is said once, and it works again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvcaches import SegmentReuseCache, SegmentStore
+from hf_kvcaches.errors import ConfigError
+from tests import tiny
+from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, ask_with_little_room, blob_files, prompt, right, run_apart, said
+
+
+@pytest.fixture(scope="module")
+def pristine(model, tmp_path_factory) -> Path:
+    """A folder with the segments of prompt 0."""
+    folder = tmp_path_factory.mktemp("pristine")
+    with SegmentStore(f"disk:{folder}", quantization=None) as store:
+        ask(model, prompt(0), store)
+    return folder
+
+
+@pytest.fixture
+def folder(pristine, tmp_path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(pristine, tmp_path / "segments"))
+
+
+def opened(folder: Path) -> SegmentStore:
+    return SegmentStore(f"disk:{folder}", quantization=None)
+
+
+def segments_of(model, folder: Path) -> list[Path]:
+    """The files that prompt 0 needs, in its order."""
+    return [folder / f"{key}.safetensors" for key in ask(model, prompt(0), opened(folder)).keys]
+
+
+def fields(content: bytes) -> dict[str, int]:
+    """A place in each part of a blob."""
+    length = int.from_bytes(content[:8], "little")
+    header, start = content[: 8 + length], 8 + length
+    found = {f"length {number}": number for number in (0, 3, 7)}
+    found |= {name: header.index(f'"{name}"'.encode()) + len(name) + 6 for name in ("check", "crc32", "head")}
+    found |= {name: header.index(name.encode()) + len(name) + 6 for name in ("scope", "ids", "left", "right", "start", "fresh", "stored")}
+    for name, entry in json.loads(header[8:]).items():
+        if name != "__metadata__":
+            first, last = entry["data_offsets"]
+            found |= {
+                f"entry {name}": header.index(f'"{name}":'.encode()) + 2,
+                f"{name} first": start + first,
+                f"{name} last": start + last - 1,
+            }
+    return found | {"padding": start - 1, "metadata": header.index(b"__metadata__")}
+
+
+def heals(model, folder: Path, damaged: Path, store: SegmentStore) -> None:
+    """A store that has a damaged file says so once, answers rightly, and has a good one soon."""
+    content = damaged.read_bytes()
+    with said() as sentences:
+        first = right(model, prompt(0), store)
+        store.flush()
+        again = right(model, prompt(0), store)
+        store.flush()
+    assert first.reused < WHOLE
+    assert damaged.stem not in first.keys
+    assert again.reused == WHOLE
+    assert len(sentences) == 1
+    assert "damaged" in sentences[0]
+    assert damaged.stem in sentences[0]
+    assert store.report().damaged == 1
+    assert damaged.read_bytes() != content
+    with said() as sentences:
+        assert right(model, prompt(0), opened(folder)).reused == WHOLE
+    assert sentences == []
+
+
+WHEN = pytest.mark.parametrize("when", ["before", "after"])
+
+
+def damage(model, folder: Path, path: Path, content: bytes, when: str) -> None:
+    """Replaces a file before or after a store has looked into the folder, and sees how it copes."""
+    store = opened(folder)
+    if when == "after":
+        store.refresh()
+    path.write_bytes(content)
+    heals(model, folder, path, store)
+
+
+@WHEN
+def test_a_flipped_bit_in_any_field_is_a_miss_and_is_mended(model, folder, when):
+    paths = segments_of(model, folder)
+    for number, name in enumerate(fields(paths[0].read_bytes())):
+        path = paths[number % len(paths)]
+        content = bytearray(path.read_bytes())
+        content[fields(content)[name]] ^= 1 << number % 8
+        damage(model, folder, path, content, when)
+
+
+@WHEN
+def test_a_file_cut_at_any_length_or_longer_is_a_miss_and_is_mended(model, folder, when):
+    paths = segments_of(model, folder)
+    header = 8 + int.from_bytes(paths[0].read_bytes()[:8], "little")
+    for number, length in enumerate([0, 1, 8, 40, 97, 500, header - 1, header, header + 1, -1000, -1, None]):
+        path = paths[number % len(paths)]
+        content = path.read_bytes()
+        damage(model, folder, path, content + b"\0" if length is None else content[:length], when)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_flipped_bit_in_redis_is_a_miss_and_is_mended(model, shared_server, redis_location, number):
+    ask(model, prompt(0), first := SegmentStore(redis_location, quantization=None))
+    first.flush()
+    key = ask(model, prompt(0), first).keys[number]
+    name, client = f"{redis_location.partition('?prefix=')[2]}:body:{key}", shared_server.client()
+    for place in fields(client.get(name)).values():
+        store = SegmentStore(redis_location, quantization=None)
+        content = bytearray(client.get(name))
+        content[place] ^= 4
+        client.set(name, bytes(content))
+        with said() as sentences:
+            answer = right(model, prompt(0), store)
+            store.flush()
+            assert right(model, prompt(0), store).reused == WHOLE
+        assert WHOLE - PART <= answer.reused < WHOLE
+        assert ["damaged" in sentence and key in sentence for sentence in sentences] == [True]
+        assert client.get(name) != content
+
+
+def test_in_memory_what_somebody_wrote_into_is_a_miss_and_is_mended(model):
+    store = SegmentStore(quantization=None)
+    ask(model, prompt(0), store)
+    keys = ask(model, prompt(0), store).keys
+    store.tensors(keys[1])["values.0"].view(-1)[5] += 1
+    with said() as sentences:
+        assert right(model, prompt(0), store).reused < WHOLE
+        assert right(model, prompt(0), store).reused == WHOLE
+    assert len(sentences) == 1
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (1, 2), (0, 2), (0, 1, 2)])
+def test_any_of_a_prompts_segments_may_be_gone(model, folder, which):
+    paths = segments_of(model, folder)
+    store = opened(folder)
+    store.refresh()
+    for number in which:
+        paths[number].unlink()
+    with said() as sentences:
+        left = sum(PART if number < 2 else WHOLE - 2 * PART for number in range(3) if number not in which)
+        assert right(model, prompt(0), store).reused == left
+        assert right(model, prompt(0), store).reused == WHOLE
+    # Nothing was damaged: another process may have evicted it.
+    assert sentences == []
+
+
+def test_a_blob_under_anothers_key_is_damaged_and_goes(model, folder):
+    paths = segments_of(model, folder)
+    stranger = folder / f"{'ab' * 16}.safetensors"
+    shutil.copy(paths[0], stranger)
+    shutil.copy(paths[1], paths[2])
+    store = opened(folder)
+    with said() as sentences:
+        assert right(model, prompt(0), store).reused == 2 * PART
+        assert right(model, prompt(0), store).reused == WHOLE
+    assert len(sentences) == 1
+    assert not stranger.exists()
+    assert store.report().damaged == 2
+
+
+def test_damage_is_said_once_however_much_there_is(model, folder):
+    store = opened(folder)
+    store.refresh()
+    for path in blob_files(folder):
+        path.write_bytes(path.read_bytes()[:-1])
+    with said() as sentences:
+        assert right(model, prompt(0), store).reused == 0
+        assert right(model, prompt(0), store).reused == WHOLE
+    assert len(sentences) == 1
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_behind_another_start_too_only_the_damaged_segment_is_computed(model, pristine, tmp_path, number):
+    # There segments are found by what they hold.
+    moved = torch.cat([tiny.ids(1, 8, seed=9), prompt(0)], dim=1)
+    path = segments_of(model, pristine)[number]
+    answers = []
+    for name in ("whole", "damaged"):
+        folder = Path(shutil.copytree(pristine, tmp_path / name))
+        store = opened(folder)
+        store.refresh()
+        if name == "damaged":
+            (folder / path.name).write_bytes(path.read_bytes()[:-1])
+        with said() as sentences:
+            answers.append(ask(model, moved, store, "approximate"))
+            store.flush()
+        assert len(sentences) == (name == "damaged")
+    whole, damaged = answers
+    assert path.stem in whole.keys
+    assert path.stem not in damaged.keys
+    assert damaged.reused < whole.reused
+    # It was computed, among others that are approximations.
+    plain = ask(model, moved).logits
+    assert float((damaged.logits - plain).abs().max()) < 3
+
+
+# Other models
+
+
+def nothing_is_reused(model, store: SegmentStore, ids: torch.Tensor, tokenizer=None) -> None:
+    """Said once, and from the second time on it is this model's own."""
+    with said() as sentences:
+        assert right(model, ids, store, tokenizer=tokenizer).reused == 0
+        assert right(model, ids, store, tokenizer=tokenizer).reused == ids.shape[1] - 1
+    assert len(sentences) == 1
+    assert "none for this model" in sentences[0]
+
+
+def test_segments_of_other_weights_are_not_reused(model, folder):
+    nothing_is_reused(tiny.llama(seed=1, num_hidden_layers=2, hidden_size=16, intermediate_size=16), opened(folder), prompt(0))
+    assert right(model, prompt(0), opened(folder)).reused == WHOLE
+
+
+def test_segments_of_before_a_weight_changed_are_not_reused(folder):
+    model = tiny.llama(num_hidden_layers=2, hidden_size=16, intermediate_size=16)
+    store = opened(folder)
+    assert right(model, prompt(0), store).reused == WHOLE
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[0, 0] += 0.5
+    nothing_is_reused(model, store, prompt(0))
+
+
+def test_segments_of_another_format_are_not_reused(model, folder):
+    store = SegmentStore(f"disk:{folder}", quantization="int8")
+    with said() as sentences:
+        assert ask(model, prompt(0), store).reused == 0
+        assert ask(model, prompt(0), store).reused == WHOLE
+    assert len(sentences) == 1
+
+
+def test_each_adapter_and_none_have_segments_of_their_own(tmp_path):
+    pytest.importorskip("peft")
+    from peft import LoraConfig
+
+    from tests.testbed import load
+
+    model, tokenizer = load("lora")
+    torch.manual_seed(0)
+    ids = torch.randint(3, 200, (1, LENGTH))
+    model.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    model.set_adapter("default")
+    ask(model, ids, first := opened(tmp_path), tokenizer=tokenizer)
+    assert right(model, ids, first, tokenizer=tokenizer).reused == WHOLE
+    first.close()
+    model.set_adapter("other")
+    nothing_is_reused(model, opened(tmp_path), ids, tokenizer)
+    with model.disable_adapter():
+        nothing_is_reused(model, opened(tmp_path), ids, tokenizer)
+    # A tokenizer with one token more.
+    model.set_adapter("default")
+    _, changed = load()
+    changed.add_tokens(["<one more>"])
+    nothing_is_reused(model, opened(tmp_path), ids, changed)
+    # All of them lie beside each other now.
+    last = opened(tmp_path)
+    with said() as sentences:
+        for adapter in ("other", "default"):
+            model.set_adapter(adapter)
+            assert right(model, ids, last, tokenizer=tokenizer).reused == WHOLE
+        with model.disable_adapter():
+            assert right(model, ids, last, tokenizer=tokenizer).reused == WHOLE
+        assert right(model, ids, last, tokenizer=changed).reused == WHOLE
+    assert sentences == []
+
+
+# A folder that can't be used
+
+
+def test_a_folder_that_goes_away_is_said_once_and_used_again_when_it_is_back(model, folder):
+    store = opened(folder)
+    assert right(model, prompt(0), store).reused == WHOLE
+    away = folder.rename(folder.parent / "away")
+    with said() as sentences:
+        for seed in (0, 0, 1):
+            assert right(model, prompt(seed), store).reused == 0
+        store.flush()
+    assert len(sentences) == 1
+    assert "computed instead" in sentences[0]
+    assert not folder.exists()
+    assert store.report().failures > 0
+    away.rename(folder)
+    with said() as sentences:
+        for seed, reused in ((0, WHOLE), (1, 0), (1, WHOLE)):
+            assert right(model, prompt(seed), store).reused == reused
+    assert sentences == []
+
+
+def test_a_folder_that_is_deleted_and_made_anew_starts_from_nothing(model, folder):
+    store = opened(folder)
+    store.refresh()
+    shutil.rmtree(folder)
+    with said() as sentences:
+        assert right(model, prompt(0), store).reused == 0
+    assert len(sentences) == 1
+    store.flush()
+    folder.mkdir()
+    assert right(model, prompt(0), store).reused == 0
+    assert right(model, prompt(0), store).reused == WHOLE
+
+
+def test_a_file_in_place_of_the_folder_is_said_once_and_refused_when_a_store_is_opened(model, folder):
+    store = opened(folder)
+    store.refresh()
+    away = folder.rename(folder.parent / "away")
+    folder.write_text("a file")
+    with said() as sentences:
+        for seed in (0, 1):
+            assert right(model, prompt(seed), store).reused == 0
+        store.flush()
+    assert len(sentences) == 1
+    with pytest.raises(ConfigError, match="location: expected a folder that can be written to"):
+        opened(folder)
+    folder.unlink()
+    away.rename(folder)
+    assert right(model, prompt(0), store).reused == WHOLE
+
+
+def test_what_a_user_asks_for_himself_fails_aloud(model, folder):
+    store = opened(folder)
+    keys = ask(model, prompt(0), store).keys
+    folder.rename(folder.parent / "away")
+    folder.write_text("a file")
+    for call in (lambda: store.delete(keys[0]), lambda: store.pin(keys[0]), store.clear):
+        with pytest.raises(OSError, match="can't be used"):
+            call()
+
+
+def test_a_full_disk_is_said_once_and_what_there_is_room_for_is_stored(model, tmp_path):
+    ask(model, prompt(0), probe := opened(tmp_path / "probe"))
+    probe.flush()
+    sizes = sorted(path.stat().st_size for path in blob_files(tmp_path / "probe"))
+    location = f"disk:{tmp_path / 'full'}"
+    found, sentences, report = run_apart(ask_with_little_room, location, sizes[-1] - 1, (0, 0, 1))
+    assert found[0] == found[2] == 0
+    assert found[1] < WHOLE
+    assert len(sentences) == 1
+    assert "File too large" in sentences[0]
+    assert report.failures > 0
+    # With room again.
+    store = SegmentStore(location, quantization=None)
+    with said() as sentences:
+        right(model, prompt(0), store)
+        assert right(model, prompt(0), store).reused == WHOLE
+    assert sentences == []
+
+
+# A server that can't be used
+
+
+class _Stopping(SegmentStore):
+    """Kills the server between the look-up and the loading of a prompt's segments."""
+
+    server = None
+
+    def reading(self):
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+        return super().reading()
+
+
+def forget_pause(store: SegmentStore) -> None:
+    store._blobs._pause_until = 0.0
+
+
+@pytest.mark.parametrize("moment", ["before the look-up", "before loading", "before writing"])
+def test_a_server_that_is_killed_is_said_once_and_used_again_when_it_is_back(model, server, moment):
+    store = _Stopping(server.location, quantization=None)
+    ask(model, prompt(0), store)
+    store.flush()
+    with said() as sentences:
+        if moment == "before the look-up":
+            server.stop()
+            assert right(model, prompt(0), store).reused == 0
+        elif moment == "before loading":
+            store.server = server
+            assert right(model, prompt(0), store).reused == 0
+        else:
+            # The cache holds what it has computed until it is asked for it.
+            cache = SegmentReuseCache(model, store, mode="exact")
+            model.generate(prompt(1), past_key_values=cache, max_new_tokens=1, pad_token_id=0)
+            server.stop()
+            store.flush()
+            assert right(model, prompt(1), store).reused == 0
+        for _ in range(3):
+            assert right(model, prompt(2), store).reused == 0
+            forget_pause(store)
+        store.flush()
+    assert len(sentences) == 1
+    assert server.location in sentences[0]
+    server.start()
+    forget_pause(store)
+    # It kept nothing on disk.
+    with said() as sentences:
+        for seed in (0, 1):
+            assert right(model, prompt(seed), store).reused == 0
+            assert right(model, prompt(seed), store).reused == WHOLE
+    assert sentences == []
+
+
+def test_a_server_that_was_away_and_kept_its_data_goes_on_where_it_was(model, server):
+    store = SegmentStore(server.location, quantization=None)
+    ask(model, prompt(0), store)
+    store.flush()
+    with said() as sentences, server.hanging():
+        assert right(model, prompt(0), store).reused == 0
+        assert right(model, prompt(1), store).reused == 0
+        store.flush()
+    assert len(sentences) == 1
+    forget_pause(store)
+    assert right(model, prompt(0), store).reused == WHOLE
+    assert right(model, prompt(1), store).reused == 0
+    assert right(model, prompt(1), store).reused == WHOLE
+
+
+@pytest.mark.parametrize("looked", [False, True])
+def test_a_server_that_somebody_flushed_is_an_empty_store(model, server, looked):
+    store = SegmentStore(server.location, quantization=None)
+    ask(model, prompt(0), store)
+    store.flush()
+    if looked:
+        assert right(model, prompt(0), store).reused == WHOLE
+    server.client().flushall()
+    with said() as sentences:
+        assert right(model, prompt(0), store).reused == 0
+        assert right(model, prompt(0), store).reused == WHOLE
+    assert sentences == []
+    assert store.report().damaged == 0
+
+
+def test_a_full_server_is_said_once_and_what_it_has_is_reused(model, server):
+    store = SegmentStore(server.location, quantization=None)
+    ask(model, prompt(0), store)
+    store.flush()
+    client = server.client()
+    client.config_set("maxmemory", "1")
+    with said() as sentences:
+        for _ in range(2):
+            assert right(model, prompt(1), store).reused == 0
+            assert right(model, prompt(0), store).reused == WHOLE
+        store.flush()
+    assert len(sentences) == 1
+    assert "refuses" in sentences[0]
+    client.config_set("maxmemory", "0")
+    assert right(model, prompt(1), store).reused == 0
+    assert right(model, prompt(1), store).reused == WHOLE

@@ -1,0 +1,176 @@
+"""The tokens that a cache was fed, against plain lists of lists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.segments.history import History
+from tests import tiny
+
+
+@dataclass
+class Plain:
+    """What is to be remembered, slot by slot.
+
+    Args:
+        rows: Tokens, or None where a pass went by untold.
+        lost: Whether a pass came behind such slots.
+    """
+
+    rows: list[list[int | None]] = field(default_factory=list)
+    lost: bool = False
+
+    @property
+    def seen(self) -> int:
+        return len(self.rows[0]) if self.rows else 0
+
+    def feed(self, new: list[list[int]], told: bool) -> None:
+        if self.seen == 0:
+            self.lost = False
+        self.lost |= told and any(None in row for row in self.rows)
+        old = self.rows if self.seen else [[] for _ in new]
+        self.rows = [row + [token if told and not self.lost else None for token in line] for row, line in zip(old, new, strict=True)]
+
+    def known(self) -> bool:
+        return bool(self.seen) and not self.lost and not any(None in row for row in self.rows)
+
+
+def check(history: History, plain: Plain, padding: list[int]) -> None:
+    if plain.known():
+        assert [row.tolist() for row in history.rows()] == plain.rows
+        assert history.padding(plain.seen) == padding
+        assert history.padding(plain.seen + 1) is None
+    else:
+        assert history.padding(plain.seen) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), padded=st.booleans())
+def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: bool) -> None:
+    history, plain, padding = History(), Plain(), []
+    for number in range(data.draw(st.integers(1, 9))):
+        kinds = ["observe", "observe", "untold", "crop", "reorder", "select", "repeat", "reset"] if plain.seen else ["observe", "untold"]
+        kind = data.draw(st.sampled_from(kinds))
+        rows = len(plain.rows)
+        if kind in ("observe", "untold"):
+            batch, tokens = (rows, data.draw(st.integers(1, 3))) if plain.seen else (data.draw(st.integers(1, 3)), 4)
+            new = tiny.ids(batch, tokens, seed=number)
+            if not plain.seen:
+                padding = [data.draw(st.integers(0, 3)) * padded for _ in range(batch)]
+            mask = torch.ones(batch, plain.seen + tokens, dtype=torch.long)
+            for line, pad in zip(mask, padding, strict=True):
+                line[:pad] = 0
+            if kind == "observe":
+                history.observe(new, mask if any(padding) or data.draw(st.booleans()) else None, None, plain.seen)
+            plain.feed(new.tolist(), told=kind == "observe")
+        elif kind == "crop":
+            length = data.draw(st.integers(max([*padding, 0]) + 1, max([plain.seen, *(pad + 1 for pad in padding)])))
+            plain.rows = [row[:length] for row in plain.rows]
+            history.crop(length)
+        elif kind in ("reorder", "select"):
+            count = rows if kind == "reorder" else data.draw(st.integers(1, rows))
+            order = [data.draw(st.integers(0, rows - 1)) for _ in range(count)]
+            plain.rows, padding = [plain.rows[index] for index in order], [padding[index] for index in order]
+            history.map_rows(lambda tensor, order=order: tensor.index_select(0, torch.tensor(order)))
+        elif kind == "repeat":
+            plain.rows, padding = ([item for item in items for _ in range(2)] for items in (plain.rows, padding))
+            history.map_rows(lambda tensor: tensor.repeat_interleave(2, dim=0))
+        else:
+            history.reset()
+            plain, padding = Plain(), []
+        check(history, plain, padding)
+
+
+def test_after_an_untold_pass_it_knows_nothing_until_that_is_cropped_away_or_the_cache_is_empty() -> None:
+    history, ids = History(), tiny.ids(1, 6)
+    history.observe(ids, None, None, 0)
+    assert history.padding(6) == [0]
+    assert history.padding(9) is None  # three untold
+    history.crop(6)
+    assert history.padding(6) == [0]
+    history.observe(ids[:, :2], None, None, 9)
+    history.crop(6)
+    assert history.padding(6) is None
+    history.observe(ids, None, None, 0)
+    assert history.padding(6) == [0]
+
+
+def test_a_pass_that_failed_is_forgotten_when_the_next_begins_with_an_empty_cache() -> None:
+    history = History()
+    history.observe(tiny.ids(2, 6), None, None, 0)
+    history.observe(tiny.ids(1, 4), None, None, 0)
+    assert history.padding(4) == [0]
+    assert [row.tolist() for row in history.rows()] == tiny.ids(1, 4).tolist()
+
+
+def test_tokens_written_into_the_callers_tensors_later_change_nothing() -> None:
+    history, buffer, mask = History(), torch.tensor([[5]]), torch.ones(1, 8, dtype=torch.bool)
+    for step in range(3):
+        buffer.fill_(5 + step)
+        history.observe(buffer, mask[:, : step + 1], None, step)
+    buffer.fill_(0)
+    assert history.rows()[0].tolist() == [5, 6, 7]
+    mask.fill_(False)
+    assert history._real[0].all()
+
+
+MASKS = {
+    "a hole": [[1, 1, 0, 1]],
+    "padding on the right": [[1, 1, 1, 0]],
+    "a row without tokens": [[1, 1, 1, 1], [0, 0, 0, 0]],
+    "too narrow": [[1, 1, 1]],
+    "too wide": [[1, 1, 1, 1, 1]],
+    "for another batch": [[1, 1, 1, 1]] * 3,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_only_padding_on_the_left_is_understood(name: str) -> None:
+    history = History()
+    mask = torch.tensor(MASKS[name])
+    history.observe(tiny.ids(2 if name in ("a row without tokens", "for another batch") else 1, 4), mask, None, 0)
+    assert history.padding(4) is None
+
+
+def test_masks_that_are_no_plain_ones_are_not_understood() -> None:
+    for mask in (torch.ones(1, 1, 4, 4), {"full_attention": None}):
+        history = History()
+        history.observe(tiny.ids(1, 4), mask, None, 0)
+        assert history.padding(4) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
+def test_masks_may_be_of_any_type(dtype: torch.dtype) -> None:
+    history = History()
+    history.observe(tiny.ids(2, 3), torch.tensor([[0, 0, 1], [1, 1, 1]]).to(dtype), None, 0)
+    assert history.padding(3) == [2, 0]
+
+
+LATER = {
+    "padding among later tokens": torch.tensor([[0, 1, 1, 0, 1]]),
+    "an earlier token left out": torch.tensor([[0, 0, 1, 1, 1]]),
+    "padding looked at after all": torch.tensor([[1, 1, 1, 1, 1]]),
+    "no mask any more": None,
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_later_mask_that_says_something_else_of_the_tokens_is_noticed(name: str) -> None:
+    for later, expected in ((torch.tensor([[0, 1, 1, 1, 1]]), [1]), (LATER[name], None)):
+        history = History()
+        history.observe(tiny.ids(1, 3), torch.tensor([[0, 1, 1]]), None, 0)
+        history.observe(tiny.ids(1, 2), later, None, 3)
+        assert history.padding(5) == expected
+
+
+def test_a_pass_without_a_mask_behind_padding_is_not_forgotten_by_the_next() -> None:
+    history, mask = History(), torch.tensor([[0, 1, 1, 1, 1]])
+    history.observe(tiny.ids(1, 3), mask[:, :3], None, 0)
+    history.observe(tiny.ids(1, 1), None, None, 3)
+    history.observe(tiny.ids(1, 1), mask, None, 4)
+    assert history.padding(5) is None

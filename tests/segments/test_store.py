@@ -1,0 +1,499 @@
+"""`SegmentStore`: its cap, its pins, what it says of itself, and that everything computed gets written."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvcaches import SegmentReuseCache, SegmentStore
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.segments.writer import Writer
+from hf_kvcaches.stores.blobs import open_blobs
+from tests.segments.store_helpers import (
+    LENGTH,
+    PART,
+    WHOLE,
+    ask,
+    ask_after_fork,
+    blob_files,
+    prompt,
+    put_with_little_room,
+    real_bytes,
+    right,
+    run_apart,
+    said,
+    segment,
+)
+
+
+def size_of_a_prompt(model, ids=None) -> int:
+    """Bytes that a prompt's segments take on disk, about."""
+    with SegmentStore(quantization=None) as store:
+        ask(model, prompt(0) if ids is None else ids, store)
+        report = store.report()
+        # In memory there are no headers.
+        return report.bytes + report.segments * 800
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("4GiB", 4 * 2**30),
+        ("500 MB", 500 * 10**6),
+        (" 1.5kb ", 1500),
+        ("12 KiB", 12 * 1024),
+        ("77", 77),
+        ("3b", 3),
+        ("2tib", 2 * 2**40),
+        (1000, 1000),
+        (2.5e6, 2_500_000),
+        (None, None),
+    ],
+)
+def test_sizes_are_numbers_or_written_with_a_unit(given, expected):
+    assert SegmentStore(max_bytes=given).max_bytes == expected
+
+
+@pytest.mark.parametrize("given", [0, -1, "", "GiB", "4 GiBs", "many", "-3MB", "nan", "1e999", True, float("nan"), float("inf"), 0.5, [1]])
+def test_what_is_no_size_is_refused_with_an_example(given):
+    with pytest.raises(ConfigError, match=r"max_bytes: expected a number of bytes.*Write such as '4GiB'"):
+        SegmentStore(max_bytes=given)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cuts": 0}, "cuts: expected a number of layers of at least 1, or None, got 0"),
+        ({"depth": True}, "depth: expected a number of layers"),
+        ({"depth": 1.0}, "depth: expected a number of layers"),
+        ({"quantization": "int2"}, "quantization: expected 'int8', 'int4' or None, got 'int2'"),
+        ({"location": "/some/folder"}, "location: .*For a folder write disk: before it"),
+        ({"location": None}, "location: expected"),
+    ],
+)
+def test_other_bad_arguments_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SegmentStore(**options)
+
+
+# The cap
+
+
+@pytest.fixture(params=["memory", "disk", "redis"])
+def location(request, tmp_path):
+    if request.param == "redis":
+        return request.getfixturevalue("redis_location")
+    return f"disk:{tmp_path / 'segments'}" if request.param == "disk" else "memory"
+
+
+def test_after_each_flush_the_segments_take_no_more_than_the_cap(model, location):
+    cap = int(2.4 * size_of_a_prompt(model))
+    store = SegmentStore(location, max_bytes=cap, quantization=None)
+    for seed in range(8):
+        ask(model, prompt(seed), store)
+        store.flush()
+        # Look before anything else that might evict.
+        if location != "memory":
+            assert real_bytes(location) <= cap
+        report = store.report()
+        assert report.bytes <= cap
+        if location != "memory":
+            assert report.bytes == real_bytes(location)
+        assert report.segments == report.written - report.evicted > 0
+    assert report.evicted > 0
+    # Nor is everything thrown out: about as much stays as there is room for.
+    assert report.bytes > cap / 2
+
+
+def test_a_prompt_that_is_used_again_and_again_outlives_others(model, tmp_path):
+    store = SegmentStore(f"disk:{tmp_path}", max_bytes=int(2.4 * size_of_a_prompt(model)), quantization=None)
+    ask(model, prompt(0), store)
+    for seed in range(1, 7):
+        assert right(model, prompt(0), store).reused == WHOLE
+        ask(model, prompt(seed), store)
+    assert right(model, prompt(0), store).reused == WHOLE
+    assert right(model, prompt(1), store).reused == 0
+
+
+def test_what_was_useful_long_ago_goes_in_the_end(model, tmp_path):
+    store = SegmentStore(f"disk:{tmp_path}", max_bytes=int(1.4 * size_of_a_prompt(model)), quantization=None)
+    for _ in range(3):
+        ask(model, prompt(0), store)
+    for seed in range(1, 12):
+        ask(model, prompt(seed), store)
+    assert ask(model, prompt(0), store).reused == 0
+
+
+def test_of_a_prompt_that_does_not_fit_the_start_is_kept(model, tmp_path):
+    store = SegmentStore(f"disk:{tmp_path}", max_bytes=int(0.6 * size_of_a_prompt(model)), quantization=None)
+    ask(model, prompt(0), store)
+    assert store.report().evicted > 0
+    assert PART <= right(model, prompt(0), store).reused < WHOLE
+
+
+@pytest.mark.parametrize("whose", ["this", "another"])
+def test_pinned_segments_stay_until_they_are_let_go(model, tmp_path, whose):
+    cap = int(1.4 * size_of_a_prompt(model))
+    store = SegmentStore(f"disk:{tmp_path}", max_bytes=cap, quantization=None)
+    ask(model, prompt(0), store)
+    keys = ask(model, prompt(0), store).keys
+    pinning = store if whose == "this" else SegmentStore(f"disk:{tmp_path}")
+    for key in keys:
+        pinning.pin(key)
+    for seed in range(1, 5):
+        ask(model, prompt(seed), store)
+    report = store.report()
+    assert report.pinned == len(keys) > 0
+    assert report.bytes <= cap
+    assert right(model, prompt(0), store).reused == WHOLE
+    for key in keys:
+        pinning.pin(key, False)
+    for seed in range(5, 15):
+        ask(model, prompt(seed), store)
+    assert ask(model, prompt(0), store).reused == 0
+    assert store.report().pinned == 0
+
+
+def test_pins_of_keys_that_hold_no_segment_are_not_counted(model, tmp_path):
+    store = SegmentStore(f"disk:{tmp_path}", quantization=None)
+    store.pin("ab")
+    ask(model, prompt(0), store)
+    assert store.report().pinned == 0
+
+
+@pytest.mark.parametrize("cap", [1, "100 B"])
+def test_where_no_segment_fits_nothing_is_stored_and_answers_are_right(model, location, cap):
+    store = SegmentStore(location, max_bytes=cap, quantization=None)
+    for _ in range(2):
+        assert right(model, prompt(0), store).reused == 0
+        store.flush()
+    report = store.report()
+    assert (report.segments, report.bytes) == (0, 0)
+    if location != "memory":
+        assert real_bytes(location) == 0
+
+
+def test_a_segment_that_is_larger_than_the_cap_drives_out_no_other(model, tmp_path):
+    cap = int(1.5 * size_of_a_prompt(model))
+    store = SegmentStore(f"disk:{tmp_path}", max_bytes=cap, quantization=None)
+    ask(model, prompt(0), store)
+    before = store.report()
+    long = torch.cat([prompt(seed) for seed in range(1, 5)], dim=1)
+    cache = SegmentReuseCache(model, store, mode="exact", spans=[[(0, long.shape[1])]])
+    cache.prefill(long)
+    store.flush()
+    after = store.report()
+    # Of the long one there may be its last token, which is a segment of its own.
+    assert (after.evicted, after.written - before.written) in ((0, 0), (0, 1))
+    assert right(model, prompt(0), store).reused == WHOLE
+
+
+def test_a_segment_that_only_its_header_makes_too_large_drives_out_no_other(tmp_path):
+    probe = SegmentStore(f"disk:{tmp_path / 'probe'}", quantization=None)
+    probe.put([segment(0, tokens=400)])
+    cap = probe.report().bytes - 1
+    store = SegmentStore(f"disk:{tmp_path / 'store'}", max_bytes=cap, quantization=None)
+    store.put([segment(1, tokens=10)])
+    store.put([segment(0, tokens=400)])
+    assert blob_files(tmp_path / "store") == [tmp_path / "store" / f"{segment(1, tokens=10).record.key}.safetensors"]
+    report = store.report()
+    assert (report.segments, report.written, report.evicted) == (1, 2, 1)
+
+
+def test_a_store_that_is_opened_with_a_smaller_cap_shrinks_to_it(model, shared_location):
+    store = SegmentStore(shared_location, quantization=None)
+    for seed in range(4):
+        ask(model, prompt(seed), store)
+    whole = store.report().bytes
+    smaller = SegmentStore(shared_location, max_bytes=whole // 2, quantization=None)
+    assert 0 < smaller.report().bytes <= whole // 2
+    assert real_bytes(shared_location) == smaller.report().bytes == store.report().bytes
+
+
+def test_what_was_stored_before_the_disk_was_full_is_held_to_the_cap(tmp_path):
+    cap = 35_000
+    sentences, before, after = run_apart(put_with_little_room, f"disk:{tmp_path}", 3000, cap)
+    assert len(sentences) == 1
+    assert "File too large" in sentences[0]
+    assert before <= after <= cap
+
+
+# Deleting
+
+
+def test_what_is_deleted_by_its_id_is_computed_and_stored_again(model, location):
+    store = SegmentStore(location, quantization=None)
+    ask(model, prompt(0), store)
+    keys = ask(model, prompt(0), store).keys
+    segments = store.report().segments
+    assert store.delete(keys[1])
+    assert not store.delete(keys[1])
+    assert store.report().segments == segments - 1
+    assert right(model, prompt(0), store).reused == PART
+    assert store.report().segments == segments
+    assert right(model, prompt(0), store).reused == WHOLE
+
+
+def test_a_cleared_store_is_empty_for_all(model, shared_location):
+    store, other = (SegmentStore(shared_location, quantization=None) for _ in range(2))
+    ask(model, prompt(0), store)
+    store.flush()  # It does not look again before the others clear it.
+    store.pin(ask(model, prompt(0), other).keys[0])
+    other.clear()
+    for each in (store, other):
+        report = each.report()
+        assert (report.segments, report.tokens, report.bytes, report.pinned) == (0, 0, 0, 0)
+    assert real_bytes(shared_location) == 0
+    for each, reused in ((store, 0), (other, WHOLE)):
+        assert right(model, prompt(0), each).reused == reused
+        each.flush()
+
+
+# What it says of itself
+
+
+def test_the_report_counts_what_happened(model, shared_location):
+    store = SegmentStore(shared_location, max_bytes="1 GiB", quantization=None)
+    ask(model, prompt(0), store)
+    ask(model, prompt(0), store)
+    ask(model, prompt(1), store)
+    report = store.report()
+    if shared_location.startswith("disk"):
+        assert report.segments == len(blob_files(Path(shared_location.removeprefix("disk:"))))
+    assert report.segments == report.written >= 6
+    assert (report.evicted, report.damaged, report.failures) == (0, 0, 0)
+    assert report.tokens == 2 * LENGTH
+    assert report.loads == 3
+    assert report.bytes == real_bytes(shared_location)
+    assert (report.location, report.max_bytes) == (shared_location, 2**30)
+    # Another handle finds the same, and has done nothing.
+    other = SegmentStore(shared_location, quantization=None).report()
+    assert (other.segments, other.tokens, other.bytes) == (report.segments, 2 * LENGTH, report.bytes)
+    assert (other.written, other.loads, other.max_bytes) == (0, 0, None)
+
+
+def test_a_copied_store_is_the_same_one():
+    store = SegmentStore()
+    assert copy.deepcopy([store])[0] is store
+
+
+HEAD = {"scope": "s", "left": "l", "right": "r", "start": 0, "origin": "exact", "fresh": True, "stored": {}}
+HEAD |= {"ids": "AAAAAA==", "context": "", "signature": None, "surroundings": None}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {},
+        {"something": "else"},
+        HEAD,
+        HEAD | {"ids": None},
+        HEAD | {"ids": 5},
+        HEAD | {"ids": "%"},
+        HEAD | {"ids": "AAA="},
+        HEAD | {"scope": 5},
+        HEAD | {"left": None},
+        HEAD | {"origin": ["exact"]},
+    ],
+)
+def test_a_blob_that_is_no_segment_is_left_alone_and_said_once(model, tmp_path, head):
+    blobs = open_blobs(f"disk:{tmp_path}")
+    for key in ("ab", "ac"):
+        blobs.put(key, head, {"x": torch.zeros(1)})
+    store = SegmentStore(f"disk:{tmp_path}", quantization=None)
+    with said() as sentences:
+        for reused in (0, WHOLE):
+            assert right(model, prompt(0), store).reused == reused
+    assert len(sentences) == 1
+    assert "is no segment" in sentences[0]
+    assert len(blob_files(tmp_path)) == store.report().segments + 2
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_segment_that_another_process_stored_first_is_known_as_that_one_has_it(shared_location, hidden):
+    first, second = (SegmentStore(shared_location, quantization=None) for _ in range(2))
+    second.refresh()
+    first.put([segment(0, hidden=hidden)])
+    # It has not looked since.
+    second.put([segment(0, hidden=not hidden)])
+    second.refresh()
+    key = segment(0).record.key
+    assert second.index("scope").records[key].stored["cuts"] == ([1] if hidden else [])
+    assert ("hidden.1" in second.tensors(key)) == hidden
+    assert second.report().bytes == real_bytes(shared_location)
+
+
+# Everything that is computed is written
+
+
+def writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hf_kvcaches-segments"]
+
+
+def test_a_store_that_is_closed_while_jobs_wait_does_them_first(model, tmp_path):
+    begun, go, done = threading.Event(), threading.Event(), []
+    store = SegmentStore(f"disk:{tmp_path}", quantization=None)
+
+    def hold() -> None:
+        begun.set()
+        assert go.wait(30)
+
+    store.later(hold)
+    assert begun.wait(30)
+    for number in range(5):
+        store.later(lambda number=number: done.append(number))
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    assert done == []
+    go.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert done == list(range(5))
+    store.close()
+
+
+def test_closing_writes_what_the_last_prompt_had_computed(model, tmp_path):
+    with SegmentStore(f"disk:{tmp_path}", quantization=None) as store:
+        cache = SegmentReuseCache(model, store, mode="exact")
+        cache.prefill(prompt(0))
+    assert len(blob_files(tmp_path)) > 0
+    assert writers() == []
+
+
+def test_a_store_goes_with_its_last_user_and_its_thread_with_it(model, tmp_path):
+    store = SegmentStore(f"disk:{tmp_path}", quantization=None)
+    ask(model, prompt(0), store)
+    alive = weakref.ref(store)
+    del store
+    gc.collect()
+    for thread in writers():
+        thread.join(30)
+    assert alive() is None
+    assert writers() == []
+    # What was computed is written all the same.
+    assert right(model, prompt(0), SegmentStore(f"disk:{tmp_path}", quantization=None)).reused == WHOLE
+
+
+def test_a_job_that_fails_is_said_once_and_the_next_ones_run():
+    store, done = SegmentStore(), []
+    with said() as sentences:
+        for number in range(3):
+            store.later(lambda: 1 / 0)
+            store.later(lambda number=number: done.append(number))
+        store.flush()
+    assert sentences == ["Segments were not stored: ZeroDivisionError: division by zero"]
+    assert done == [0, 1, 2]
+
+
+def test_where_warnings_are_errors_nobody_waits_forever(monkeypatch):
+    seen, done = [], []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: seen.append(arguments.exc_type))
+    writer = Writer()
+
+    def fail() -> None:
+        raise RuntimeError("a warning")
+
+    begun = threading.Event()
+    writer.add(lambda: begun.wait(30) and None)
+    writer.add(fail)
+    for number in range(3):
+        writer.add(lambda number=number: done.append(number))
+    waiting = threading.Thread(target=writer.wait)
+    waiting.start()
+    begun.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert (seen, done) == ([RuntimeError], [0, 1, 2])
+
+
+def test_a_job_may_come_while_another_is_being_added_by_the_same_thread():
+    # As when the garbage collector finds a dropped cache just then.
+    writer, done = Writer(), []
+
+    def twice() -> None:
+        with writer._changed:
+            writer.add(lambda: done.append(1))
+            writer.add(lambda: done.append(2))
+        writer.wait()
+
+    thread = threading.Thread(target=twice, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert done == [1, 2]
+
+
+def test_a_job_that_waits_for_all_jobs_gets_no_deadlock():
+    writer, done = Writer(), []
+    writer.add(writer.wait)
+    writer.add(lambda: done.append(1))
+    waiting = threading.Thread(target=writer.wait, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert done == [1]
+
+
+def test_many_threads_that_add_and_wait_lose_no_job():
+    writer, done = Writer(), []
+
+    def work(mine: int) -> None:
+        for step in range(100):
+            writer.add(lambda step=step: done.append((mine, step)))
+            if step % 7 == 0:
+                writer.wait()
+                assert (mine, step) in done[-2000:]
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    writer.wait()
+    assert sorted(done) == [(mine, step) for mine in range(8) for step in range(100)]
+    # Each one's in its order.
+    for mine in range(8):
+        assert [step for whose, step in done if whose == mine] == list(range(100))
+
+
+def test_in_a_forked_child_the_store_goes_on(tmp_path):
+    assert run_apart(ask_after_fork, f"disk:{tmp_path}") == [WHOLE, 0, WHOLE]
+
+
+EXIT = """
+import sys, time, torch
+from hf_kvcaches import SegmentReuseCache, SegmentStore
+from tests.segments.store_helpers import ask, prompt, small
+torch.set_num_threads(1)
+model, folder = small(), sys.argv[1]
+busy = SegmentStore(f"disk:{folder}/busy", quantization=None)
+busy.later(lambda: time.sleep(0.3))
+ask(model, prompt(0), busy)
+held = SegmentStore(f"disk:{folder}/held", quantization=None)
+cache = SegmentReuseCache(model, held, mode="exact", spans=[[(0, 16), (16, 32), (32, 48)]])
+model.generate(prompt(0), past_key_values=cache, max_new_tokens=1, pad_token_id=0)
+raise KeyboardInterrupt
+"""
+
+
+def test_an_interpreter_that_ends_writes_what_waits_first(model, tmp_path):
+    # Of one store the thread is behind; of the other nobody has asked for what a living cache holds.
+    root = Path(__file__).parent.parent.parent
+    ended = subprocess.run([sys.executable, "-c", EXIT, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=120)
+    assert ended.stderr.splitlines()[-1] == "KeyboardInterrupt", ended.stderr
+    for name in ("busy", "held"):
+        assert right(model, prompt(0), SegmentStore(f"disk:{tmp_path / name}", quantization=None)).reused == WHOLE
