@@ -108,13 +108,13 @@ def make_workloads(tokenizer: Any, requests: int, drifting: int, seed: int) -> l
         drifting: Series with drift.
         seed: The first of several.
     """
-    drifts = [adversarial_workload(tokenizer, requests=min(DRIFTS, max(6, requests)), seed=seed + number) for number in range(drifting)]
-    hanging = agent_workload(tokenizer, requests=max(6, requests // 2), seed=seed + 1, hanging=True)
+    drifts = [adversarial_workload(tokenizer, requests=min(DRIFTS, max(3, requests)), seed=seed + number) for number in range(drifting)]
+    hanging = agent_workload(tokenizer, requests=max(2, requests // 2), seed=seed + 1, hanging=True)
     return [
         Workload("agents", (tuple(agent_workload(tokenizer, requests=requests, seed=seed)),)),
         Workload("hanging", (tuple(hanging),)),
         Workload("adversarial", tuple(map(tuple, drifts))),
-        Workload("no repeats", (tuple(no_repeat_workload(tokenizer, requests=max(4, requests // 5), seed=seed)),)),
+        Workload("no repeats", (tuple(no_repeat_workload(tokenizer, requests=max(2, requests // 5), seed=seed)),)),
     ]
 
 

@@ -64,11 +64,11 @@ def test_what_is_measured_comes_out_again_when_the_policy_is_used(model, policy)
         prompt, asked = torch.tensor([ids[:-4]]), torch.tensor([ids[-4:]])
         cache, full = SegmentReuseCache(model, store, policy=policy), DynamicCache(config=model.config)
         with torch.no_grad():
-            found = [model(prompt, past_key_values=cache, logits_to_keep=1).logits]
-            expected = [model(prompt, past_key_values=full).logits[:, -1:]]
+            found = [model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits]
+            expected = [model(input_ids=prompt, past_key_values=full).logits[:, -1:]]
             for token in asked[:, :-1].split(1, 1):
-                found.append(model(token, past_key_values=cache).logits)
-                expected.append(model(token, past_key_values=full).logits)
+                found.append(model(input_ids=token, past_key_values=cache).logits)
+                expected.append(model(input_ids=token, past_key_values=full).logits)
         p, q = (torch.cat(logits, 1)[0].double().softmax(-1) for logits in (expected, found))
         if any(span.tier in ("guarded", "repaired", "probed") for span in cache.report().spans):
             kls.append(float((p * (p / q).log()).sum(-1).mean()))
@@ -162,18 +162,17 @@ def test_divergence_is_that_of_the_textbook(left, right):
 
 
 def test_looking_at_keys_counts_as_work(model):
-    store = SegmentStore("memory", quantization=None)
     policies = {"closed": SegmentPolicy(probe=1.01, similarity=1.01), "open": SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0)}
     policies["deviation"] = replace(policies["open"], repair_by="deviation")
-    next_tokens(model, PROMPTS[0], [5], SegmentReuseCache(model, store))
     gaps, probed = {}, {}
     for name, policy in policies.items():
+        store = SegmentStore("memory", quantization=None)
+        next_tokens(model, PROMPTS[0], [5], SegmentReuseCache(model, store))
         cache = SegmentReuseCache(model, store, policy=policy)
         next_tokens(model, PROMPTS[1], [5], cache)
         probed[name] = cache.probes
         gaps[name] = cache.report().flops_saved - saved_share(cache, len(PROMPTS[1]))
-        cache.remembering.release()
-    store.close()
+        store.close()
     assert not probed["closed"]
     assert gaps["closed"] == 0
     assert gaps["open"] == pytest.approx(len(probed["open"]) * 5 * 1.5 / (4 * len(PROMPTS[1])))
