@@ -23,7 +23,7 @@ from hf_kvcaches.segments.probing import Looked
 from hf_kvcaches.segments.records import Tier
 from hf_kvcaches.segments.remembering import Remembering
 from hf_kvcaches.segments.running import SparsePass
-from hf_kvcaches.segments.scope import Rotation, reader_for, rotation_of
+from hf_kvcaches.segments.scope import Rotation, check_policy, reader_for, rotation_of
 from hf_kvcaches.segments.store import SegmentStore
 from hf_kvcaches.segments.taking import Taking
 
@@ -121,6 +121,7 @@ class SegmentReuseCache(KVCache):
         super().__init__(model, offloading=offloading)
         self.store, self.tokenizer, self.mode = store, tokenizer, mode
         self.policy = (policy or SegmentPolicy()).with_repair(repair)
+        check_policy(self.model, self.policy)
         self.rotation: Rotation = rotation_of(self.config)
         self._check_layers()
         if (store.depth or store.cuts) and not self.approximates:

@@ -15,6 +15,7 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.segments.canonical import Signer
 from hf_kvcaches.segments.discovery import Discovery
+from hf_kvcaches.segments.policy import SegmentPolicy
 
 # Tokens of a stored segment: each one costs time to look up and to load, and what is alike inside of them is found anyway.
 SHORTEST, LONGEST = 64, 128
@@ -66,6 +67,24 @@ def rotation_of(config: PreTrainedConfig) -> Rotation:
     identity = id(config)
     _rotations[identity] = (weakref.ref(config, lambda _: _rotations.pop(identity, None)), rotation)
     return rotation
+
+
+_fitting: set[tuple[str, str]] = set()
+
+
+def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
+    """Refuses a policy that was calibrated for another model.
+
+    Args:
+        model: With the adapters that are active now.
+        policy: Any policy; one without a fingerprint fits all models.
+    """
+    if policy.fingerprint is None:
+        return
+    pair = (digest_of_model(model), policy.fingerprint.digest)
+    if pair not in _fitting:
+        ModelFingerprint.of(model).require_same(policy.fingerprint, "The policy")
+        _fitting.add(pair)
 
 
 class Reader(NamedTuple):

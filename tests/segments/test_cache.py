@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
-from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches import ModelFingerprint, SegmentPolicy, SegmentReuseCache, SegmentStore
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from tests import testbed, tiny
 from tests.segments.reference import Source, reused_positions, step_by_step
 
@@ -371,3 +371,12 @@ def test_keys_that_change_with_the_length_are_refused():
     model = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(UnsupportedError, match="model"):
         SegmentReuseCache(model, SegmentStore("memory"))
+
+
+def test_a_policy_of_another_model_is_refused():
+    model, other = tiny.llama(), tiny.llama(seed=1)
+    policy = SegmentPolicy()
+    object.__setattr__(policy, "fingerprint", ModelFingerprint.of(other))
+    with pytest.raises(FingerprintMismatch, match="policy"):
+        SegmentReuseCache(model, SegmentStore("memory"), policy=policy)
+    assert SegmentReuseCache(other, SegmentStore("memory"), policy=policy, repair=0.3).policy.repair == 0.3

@@ -1,0 +1,450 @@
+"""Which settings of `SegmentPolicy` save most for a model and its prompts, and how often a segment must come again to pay.
+
+Prompts go through a store one after another, as they came. The last tokens of each are withheld and asked for: how much their
+distributions differ from those without reuse is what a setting costs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.growing import GrowingCache
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.segments.admission import PROBES, SLICE
+from hf_kvcaches.segments.cache import SegmentReuseCache
+from hf_kvcaches.segments.codec import Quantization
+from hf_kvcaches.segments.policy import SegmentPolicy
+from hf_kvcaches.segments.store import SegmentStore
+
+Tokens = Sequence[int]
+Series = Mapping[str, Sequence[Tokens]]
+
+# Nothing is let in that stands behind another text, but for what guards allow.
+CLOSED = 1.01
+_THRESHOLDS = (-1.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999)
+_REPAIRS = (0.0, 0.05, 0.15, 0.3)
+_SIMILARITIES = (0.3, 0.5, 0.8)
+_WINDOWS = (16, 64)
+_QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", None)
+# Differences of the divergence below this share of the bound are chance.
+_SAME = 0.05
+_APPROXIMATE = ("guarded", "repaired", "probed")
+
+
+class Answered(NamedTuple):
+    """One prompt with reuse, against the same without.
+
+    Args:
+        kl: The mean divergence of the next tokens' distributions, in nats.
+        saved: The share of the prefill's operations that was saved, less what probes took.
+        approximate: Tokens that were taken from behind another text.
+        refused: Tokens that a probe refused.
+        lowest: The lowest score of its probes, or None without.
+        scores: (score, tokens) of each probe.
+        tokens: Of the prompt.
+    """
+
+    kl: float
+    saved: float
+    approximate: int
+    refused: int
+    lowest: float | None
+    scores: tuple[tuple[float, int], ...]
+    tokens: int
+
+
+@torch.no_grad()
+def next_tokens(model: PreTrainedModel, prompt: Tokens, asked: Tokens, cache: SegmentReuseCache | None = None) -> torch.Tensor:
+    """The logits of each asked token's place, (asked tokens, vocabulary).
+
+    Args:
+        model: The model.
+        prompt: What is prefilled.
+        asked: What follows, fed in as it is.
+        cache: A new one that reuses, or None for the model alone.
+    """
+    device = model.get_input_embeddings().weight.device
+    first, then = (torch.tensor([list(ids)], device=device) for ids in (prompt, asked))
+    if cache is None:
+        whole = torch.cat([first, then], dim=1)
+        return model(input_ids=whole, use_cache=False, logits_to_keep=len(asked) + 1).logits[0, :-1]
+    head = model(input_ids=first, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    if len(asked) == 1:
+        return head[0]
+    # Without `logits_to_keep` this is no prompt to the cache: it is neither looked up nor stored.
+    tail = model(input_ids=then[:, :-1], past_key_values=cache, use_cache=True).logits
+    return torch.cat([head, tail], dim=1)[0]
+
+
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The Kullback-Leibler divergence at each place, in nats, (places,).
+
+    Args:
+        expected: Logits without reuse, (places, vocabulary).
+        found: With reuse.
+    """
+    p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
+
+
+def saved_share(cache: SegmentReuseCache, tokens: int) -> float:
+    """The share of a prefill's operations that a cache saved, less those that went into looking at keys, which its report leaves out.
+
+    Args:
+        cache: It has taken one prompt.
+        tokens: Of the prompt.
+    """
+    policy, report = cache.policy, cache.report()
+    accepted = {(span.start, span.stop): span.stop - span.start - span.repaired for span in report.spans if span.tier in _APPROXIMATE}
+    probed = {(probe.start, probe.stop): probe.stop - probe.start for probe in cache.probes}
+    deviation = policy.repair_by == "deviation" and policy.repair > 0
+    looked = sum({**probed, **accepted}.values()) if deviation else len(probed) * (SLICE + PROBES)
+    return report.flops_saved - looked * (policy.check_layer + 0.5) / (tokens * len(cache.layers))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tried: a policy, and how the store keeps keys and values."""
+
+    policy: SegmentPolicy
+    quantization: Quantization
+
+    def row(self) -> dict[str, Any]:
+        """As it stands in a policy's table; `window` is the guard of all layers."""
+        policy = self.policy
+        return {
+            "quantization": self.quantization or "none",
+            "check_layer": policy.check_layer,
+            "probe": policy.probe,
+            "similarity": policy.similarity,
+            "repair": policy.repair,
+            "repair_by": policy.repair_by,
+            "window": next((tokens for share, tokens in policy.guard if share == 1), None),
+        }
+
+
+class Measured(NamedTuple):
+    """A setting, and what became of each prompt of each series."""
+
+    setting: Setting
+    series: dict[str, list[Answered]]
+
+    @property
+    def kl(self) -> float:
+        """Of the worst series: the mean over those prompts in which something stood behind another text."""
+        touched = [[each.kl for each in answers if each.approximate] for answers in self.series.values()]
+        return max((statistics.fmean(kls) for kls in touched if kls), default=0.0)
+
+    @property
+    def saved(self) -> float:
+        """The mean over the series, so that a long one counts no more."""
+        return statistics.fmean(statistics.fmean(each.saved for each in answers) for answers in self.series.values())
+
+    def row(self, chosen: bool) -> dict[str, Any]:
+        """Plain values, for `SegmentPolicy.measured`."""
+        answers = [each for own in self.series.values() for each in own]
+        kls = sorted(each.kl for each in answers if each.approximate) or [0.0]
+        let_in, refused = (sum(getattr(each, name) for each in answers) for name in ("approximate", "refused"))
+        return {
+            **self.setting.row(),
+            "saved": self.saved,
+            "kl": self.kl,
+            "kl_p99": kls[min(len(kls) - 1, int(0.99 * len(kls)))],
+            "kl_max": kls[-1],
+            "accepted": let_in / (let_in + refused) if let_in + refused else 0.0,
+            "chosen": chosen,
+        }
+
+
+def calibrate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    prompts: Sequence[Tokens] | Series,
+    *,
+    bound: float = 0.05,
+    slack: float = 0.05,
+    asked: int = 16,
+    quantization: Quantization = "int8",
+    check_layers: Sequence[int] | None = None,
+    progress: bool = True,
+) -> SegmentPolicy:
+    """A policy that saves most with a mean KL divergence of at most `bound` on the next tokens.
+
+    One setting is swept after another, each measured by runs of all prompts: the similarity of surroundings, the layer and threshold of
+    probes, the share to repair and by what, the guard of all layers. Of those that keep the bound and save as much as the best of them
+    within `slack`, the one with the least divergence is taken, and where that makes no difference the strictest. The policy is as good
+    as the prompts: where nothing drifts in them, its bound says nothing of prompts where something does.
+
+    Args:
+        model: A causal language model with rotary positions.
+        tokenizer: Its tokenizer, or None; use the cache with the same.
+        prompts: Token ids in the order in which they come; or several such lists by name, each with a store of its own. The bound
+            holds in each.
+        bound: In nats, for the mean over the prompts in which something was taken from behind another text.
+        slack: The share of operations that may be given up for less divergence, or for stricter thresholds.
+        asked: How many tokens at the end of each prompt are withheld, and compared.
+        quantization: How the store that the policy is for keeps keys and values. The others are measured with the chosen policy, too.
+        check_layers: The layers to try for probes; None: 1, 2 and the middle one.
+        progress: Whether to show a bar.
+    """
+    for name, number in (("bound", bound), ("slack", slack)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+            raise ConfigError.of(name, "a number of at least 0", number)
+    series = _series(prompts, asked)
+    if quantization not in _QUANTIZATIONS:
+        raise ConfigError.of("quantization", "'int8', 'int4' or None", quantization)
+    with closing(SegmentStore("memory")) as store:
+        # Refuses models whose keys can't be moved.
+        layers = len(SegmentReuseCache(model, store, tokenizer, mode="approximate").layers)
+    depths = sorted({1, 2, layers // 2} if check_layers is None else set(check_layers))
+    depths = [depth for depth in depths if 1 <= depth < layers]
+    if not depths:
+        raise ConfigError.of("check_layers", f"layers from 1 to {layers - 1}", check_layers)
+    sweep = _Sweep(model, tokenizer, series, asked, bound, slack, quantization, progress)
+    with sweep.bar:
+        sweep.all_of(depths)
+    best = sweep.best()
+    rows = tuple(each.row(each is best) for each in sweep.done)
+    policy = replace(best.setting.policy, bound=float(bound), measured=rows)
+    object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model, tokenizer))
+    return policy
+
+
+def _series(prompts: Sequence[Tokens] | Series, asked: int) -> dict[str, list[list[int]]]:
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise ConfigError.of("asked", "an integer of at least 1", asked)
+    named = dict(prompts) if isinstance(prompts, Mapping) else {"prompts": prompts}
+    series = {name: [[int(token) for token in ids] for ids in own] for name, own in named.items()}
+    if not series or any(len(own) < 2 for own in series.values()):
+        raise ConfigError.of("prompts", "at least two in each series", {name: len(own) for name, own in series.items()})
+    for own in series.values():
+        for ids in own:
+            if len(ids) < asked + 2:
+                raise ConfigError.of("prompts", f"at least {asked + 2} tokens in each", len(ids), "Or ask for fewer tokens.")
+    return series
+
+
+class _Sweep:
+    """The settings that have been measured so far, and what is needed to measure one more."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        series: dict[str, list[list[int]]],
+        asked: int,
+        bound: float,
+        slack: float,
+        quantization: Quantization,
+        progress: bool,
+    ) -> None:
+        self.model, self.tokenizer, self.series, self.asked = model, tokenizer, series, asked
+        self.bound, self.slack, self.quantization = bound, slack, quantization
+        self.done: list[Measured] = []
+        self.expected: dict[tuple[str, int], torch.Tensor] = {}
+        self.bar = tqdm(desc="Calibrating", unit=" prompts", disable=not progress)
+
+    def all_of(self, depths: Iterable[int]) -> None:
+        """Measures everything, one kind of setting after the other."""
+        closed = SegmentPolicy(similarity=CLOSED, probe=CLOSED)
+        self.measure(closed)
+        for similarity in _SIMILARITIES:
+            self.measure(replace(closed, similarity=similarity))
+        alike = self.best().setting.policy
+        for depth in depths:
+            self._threshold(replace(alike, check_layer=depth))
+        for repair in _REPAIRS:
+            self._try(repair=repair)
+        # Where probes let in what is good, surroundings may not have to.
+        for similarity in (*_SIMILARITIES, CLOSED):
+            self._try(similarity=similarity)
+        self._try(repair=0.15, repair_by="deviation")
+        for window in _WINDOWS:
+            self._try(guard=(*(pair for pair in closed.guard if pair[1] <= window and pair[0] < 1), (1.0, window)))
+        best = self.best().setting.policy
+        for quantization in _QUANTIZATIONS:
+            if quantization != self.quantization:
+                self.measure(best, quantization)
+
+    def best(self) -> Measured:
+        """Of all that keep the bound and save about most: the least divergence, and where that is about the same the strictest."""
+        own = [each for each in self.done if each.setting.quantization == self.quantization]
+        # The first lets nothing in, and so has no divergence. Probes that let everything in are no guard against what these prompts lack.
+        held = [each for each in own if each.kl <= self.bound and each.setting.policy.probe > _THRESHOLDS[0]]
+        most = max(each.saved for each in held)
+        return min((each for each in held if each.saved >= most - self.slack), key=self._looseness)
+
+    def _looseness(self, measured: Measured) -> tuple[float, ...]:
+        policy = measured.setting.policy
+        window = measured.setting.row()["window"]
+        kl = round(measured.kl / self.bound / _SAME) if self.bound else 0
+        # A later layer has seen more of what differs to the left.
+        strictness = (policy.probe > 1, policy.check_layer, policy.probe, policy.similarity, window or float("inf"), policy.repair)
+        return (kl, *(-each for each in strictness), -measured.saved)
+
+    def measure(self, policy: SegmentPolicy, quantization: Quantization | str = "") -> Measured:
+        """Runs all prompts, if that has not been done with these settings."""
+        setting = Setting(policy, self.quantization if quantization == "" else quantization)  # type: ignore[arg-type]
+        known = next((each for each in self.done if each.setting.row() == setting.row()), None)
+        if known is None:
+            known = Measured(setting, {name: self._replay(name, setting) for name in self.series})
+            self.done.append(known)
+        return known
+
+    def _try(self, **changes: Any) -> None:
+        self.measure(replace(self.best().setting.policy, **changes))
+
+    def _threshold(self, closed: SegmentPolicy) -> None:
+        """Lets everything in, reads off the scores which thresholds may do, and measures those."""
+        opened = self.measure(replace(closed, probe=_THRESHOLDS[0]))
+        likely = [threshold for threshold in _THRESHOLDS[1:] if _foreseen(opened, threshold)[0] <= self.bound]
+        if not likely:
+            return
+        most = max(_foreseen(opened, threshold)[1] for threshold in likely)
+        strictest = max(threshold for threshold in likely if _foreseen(opened, threshold)[1] >= most - self.slack)
+        for threshold in _THRESHOLDS[_THRESHOLDS.index(strictest) :]:
+            if self.measure(replace(closed, probe=threshold)).kl <= self.bound:
+                return
+
+    def _replay(self, name: str, setting: Setting) -> list[Answered]:
+        answers = []
+        with closing(SegmentStore("memory", quantization=setting.quantization)) as store:
+            for number, ids in enumerate(self.series[name]):
+                prompt, asked = ids[: -self.asked], ids[-self.asked :]
+                if (name, number) not in self.expected:
+                    self.expected[name, number] = next_tokens(self.model, prompt, asked).cpu()
+                cache = SegmentReuseCache(self.model, store, self.tokenizer, policy=setting.policy)
+                found = next_tokens(self.model, prompt, asked, cache).cpu()
+                answers.append(_answered(cache, len(prompt), divergence(self.expected[name, number], found)))
+                self.bar.update()
+        return answers
+
+
+def _answered(cache: SegmentReuseCache, tokens: int, kl: torch.Tensor) -> Answered:
+    tiers = cache.report().tiers or {}
+    scores = tuple((probe.score, probe.stop - probe.start) for probe in cache.probes)
+    return Answered(
+        kl=float(kl.mean()),
+        saved=saved_share(cache, tokens),
+        approximate=sum(tiers.get(tier, 0) for tier in _APPROXIMATE),
+        refused=sum(length for score, length in scores if score < cache.policy.probe),
+        lowest=min((score for score, _ in scores), default=None),
+        scores=scores,
+        tokens=tokens,
+    )
+
+
+def _foreseen(opened: Measured, threshold: float) -> tuple[float, float]:
+    """The divergence and the saving to expect of a threshold, from a run that let everything in.
+
+    What a prompt costs of which only a part is refused is not known, and left out; a run of its own will tell.
+    """
+    kls, saved = [], []
+    for answers in opened.series.values():
+        passed = [each.kl for each in answers if each.approximate and (each.lowest is None or each.lowest >= threshold)]
+        kls.append(statistics.fmean(passed) if passed else 0.0)
+        kept = 1 - opened.setting.policy.repair
+        lost = (kept * sum(length for score, length in each.scores if score < threshold) / each.tokens for each in answers)
+        saved.append(statistics.fmean(each.saved for each in answers) - statistics.fmean(lost))
+    return max(kls), statistics.fmean(saved)
+
+
+class BreakEven(NamedTuple):
+    """What a segment costs on this computer, in seconds.
+
+    Args:
+        tokens: Its length.
+        storing: Writing it into the store, after the first token.
+        reusing: A prefill that takes it from the store.
+        computing: A prefill without.
+        times: How often it must come again for storing it to pay; infinite where reuse is no faster.
+    """
+
+    tokens: int
+    storing: float
+    reusing: float
+    computing: float
+    times: float
+
+
+def break_even(storing: float, reusing: float, computing: float) -> float:
+    """How often a segment must come again for storing it to pay: the cost of storing over what each reuse saves.
+
+    Args:
+        storing: Seconds to store it, once.
+        reusing: Seconds each time that it is reused.
+        computing: Seconds each time that it is computed instead.
+    """
+    for name, seconds in (("storing", storing), ("reusing", reusing), ("computing", computing)):
+        if not 0 <= seconds < float("inf"):
+            raise ConfigError.of(name, "a number of seconds of at least 0", seconds)
+    return storing / (computing - reusing) if computing > reusing else float("inf")
+
+
+def measure_break_even(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    ids: Tokens,
+    *,
+    lengths: Sequence[int] = (64, 256, 768),
+    location: str = "memory",
+    quantization: Quantization = "int8",
+    repeats: int = 5,
+) -> list[BreakEven]:
+    """Measures storing, reusing and computing of segments of some lengths; medians.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer, or None.
+        ids: A text that segments are taken from, one after the other.
+        lengths: Tokens of the segments.
+        location: As for `SegmentStore`, an empty one.
+        quantization: As for `SegmentStore`.
+        repeats: How often each is measured, with segments of its own; one more goes before and does not count.
+    """
+    needed = (repeats + 1) * max(lengths)
+    if len(ids) < needed:
+        raise ConfigError.of("ids", f"at least {needed} tokens", len(ids), "Or measure fewer lengths or repeats.")
+    found = []
+    with closing(SegmentStore(location, quantization=quantization)) as store:
+        for length in lengths:
+            edges = range(0, (repeats + 1) * length + 1, length)
+            timed = [_timed(model, tokenizer, store, [*ids[start:stop], ids[0]]) for start, stop in pairwise(edges)][1:]
+            storing, reusing, computing = (statistics.median(column) for column in zip(*timed, strict=True))
+            found.append(BreakEven(length, storing, reusing, computing, break_even(storing, reusing, computing)))
+    return found
+
+
+def _timed(model: PreTrainedModel, tokenizer: Any, store: SegmentStore, ids: Tokens) -> tuple[float, float, float]:
+    """Seconds of storing, of a prefill with reuse and of one without."""
+    clock = time.perf_counter
+    store.clear()
+    began = clock()
+    _prefill(model, ids, GrowingCache(model.config))
+    computing = clock() - began
+    cache = SegmentReuseCache(model, store, tokenizer, mode="exact")
+    _prefill(model, ids, cache)
+    began = clock()
+    store.flush()
+    storing = clock() - began
+    began = clock()
+    _prefill(model, ids, SegmentReuseCache(model, store, tokenizer, mode="exact"))
+    return storing, clock() - began, computing
+
+
+@torch.no_grad()
+def _prefill(model: PreTrainedModel, ids: Tokens, cache: Any) -> None:
+    device = model.get_input_embeddings().weight.device
+    logits = model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    float(logits[0, -1, 0])  # waits for the device

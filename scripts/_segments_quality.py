@@ -1,0 +1,245 @@
+"""Requests of agents through `SegmentReuseCache`, and what they were answered against the model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
+from hf_kvcaches.segments.admission import Mode
+from hf_kvcaches.segments.calibration import divergence, next_tokens, saved_share
+from hf_kvcaches.segments.codec import Quantization
+from tests.testbed.agents import Request, adversarial_workload, agent_workload, no_repeat_workload
+
+APPROXIMATE = ("guarded", "repaired", "probed")
+TIERS = ("exact", *APPROXIMATE, "computed")
+# Seeds that policies are calibrated on begin here; those that they are measured on begin at `--seed`.
+CALIBRATION_SEED = 10**6
+DRIFTS = 25
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests in the order in which they come, each series with a store of its own."""
+
+    name: str
+    series: tuple[tuple[Request, ...], ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.series))
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to prefill; of no mode: without reuse."""
+
+    name: str
+    mode: Mode | None = None
+    quantization: Quantization = "int8"
+    # Of the bytes that the store takes when it may take any, in each series.
+    cap: float | None = None
+
+    def __str__(self) -> str:
+        kind = "" if self.mode is None else f" {self.quantization or 'fp32'}"
+        return f"{self.name}{kind}{'' if self.cap is None else f', {self.cap:g} of the bytes'}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one request.
+
+    Args:
+        series: Number of its series.
+        number: In the series.
+        drift: See `Request`.
+        tokens: Of the prompt.
+        prefix: Tokens that the longest prefix shared with an earlier prompt has, without the last one.
+        reused: Tokens of the prompt that were not run.
+        saved: Share of operations.
+        tiers: Tokens by tier.
+        refused: Tokens that a probe refused.
+        page: Of the page that comes in each prompt of the adversarial workload: the share that was not computed; None elsewhere.
+        score: Of the probe that looked at that page, or None.
+        kls: At each place of the continuation, in nats.
+        agreed: Share of places with the same likeliest token as without reuse.
+        difference: The largest of logits.
+        right: Answers that are right.
+        right_alone: Those that are without reuse.
+        asked: All.
+        bytes: In the store.
+    """
+
+    series: int
+    number: int
+    drift: float
+    tokens: int
+    prefix: int
+    reused: int
+    saved: float
+    tiers: dict[str, int]
+    refused: int
+    page: float | None
+    score: float | None
+    kls: tuple[float, ...]
+    agreed: float
+    difference: float
+    right: int
+    right_alone: int
+    asked: int
+    bytes: int
+
+    @property
+    def approximate(self) -> int:
+        """Tokens from behind another text."""
+        return sum(self.tiers.get(tier, 0) for tier in APPROXIMATE)
+
+
+def make_workloads(tokenizer: Any, requests: int, drifting: int, seed: int) -> list[Workload]:
+    """All four, with half as many requests where pages hang on their headings, and a fifth where nothing comes twice.
+
+    Args:
+        tokenizer: The testbed's.
+        requests: Of agents.
+        drifting: Series with drift.
+        seed: The first of several.
+    """
+    drifts = [adversarial_workload(tokenizer, requests=min(DRIFTS, max(3, requests)), seed=seed + number) for number in range(drifting)]
+    hanging = agent_workload(tokenizer, requests=max(2, requests // 2), seed=seed + 1, hanging=True)
+    return [
+        Workload("agents", (tuple(agent_workload(tokenizer, requests=requests, seed=seed)),)),
+        Workload("hanging", (tuple(hanging),)),
+        Workload("adversarial", tuple(map(tuple, drifts))),
+        Workload("no repeats", (tuple(no_repeat_workload(tokenizer, requests=max(2, requests // 5), seed=seed)),)),
+    ]
+
+
+def calibration_prompts(tokenizer: Any, requests: int, seed: int = CALIBRATION_SEED) -> tuple[dict[str, list[list[int]]], int]:
+    """Prompts by workload for `calibrate`, and how many tokens at their ends to ask for.
+
+    Args:
+        tokenizer: The testbed's.
+        requests: Of agents; half as many hang on headings.
+        seed: The first of several.
+    """
+    made = {
+        "agents": agent_workload(tokenizer, requests=requests, seed=seed),
+        "hanging": agent_workload(tokenizer, requests=max(2, requests // 2), seed=seed + 1, hanging=True),
+        "adversarial": adversarial_workload(tokenizer, requests=min(DRIFTS, max(2, requests)), seed=seed),
+    }
+    asked = min(len(request.continuation) for own in made.values() for request in own)
+    return {name: [request.prompt + request.continuation for request in own] for name, own in made.items()}, asked
+
+
+def prefix_lengths(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """How long a prefix each prompt shares with an earlier one, counted up to its last token but one, which is always run."""
+    seen: list[Sequence[int]] = []
+    found = []
+    for prompt in prompts:
+        shared = max((_shared(prompt, other) for other in seen), default=0)
+        found.append(min(shared, len(prompt) - 1))
+        seen.append(prompt)
+    return found
+
+
+def _shared(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (own, other) in pairs if own != other), min(len(first), len(second)))
+
+
+class Bench:
+    """A model, the policy of its `auto` mode, and what it answers without reuse.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        policy: For the modes auto and approximate.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, policy: SegmentPolicy) -> None:
+        self.model, self.tokenizer, self.policy = model, tokenizer, policy
+        self._alone: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._bytes: dict[tuple[str, str, Quantization, int], int] = {}
+
+    def run(self, workload: Workload, side: Side) -> Iterator[Answer]:
+        """Sends all requests of a workload to a side.
+
+        Args:
+            workload: The requests.
+            side: A capped one goes after the same without a cap.
+        """
+        for index, requests in enumerate(workload.series):
+            prefixes = prefix_lengths([request.prompt for request in requests])
+            cap, whole = None, (workload.name, side.name, side.quantization, index)
+            if side.cap is not None:
+                cap = max(1, int(side.cap * self._bytes[whole]))
+            size = 0
+            with closing(SegmentStore("memory", quantization=side.quantization, max_bytes=cap)) as store:
+                for number, (request, prefix) in enumerate(zip(requests, prefixes, strict=True)):
+                    alone = self._without(workload.name, index, number, request)
+                    answer = self._ask(store, side, request, alone, series=index, number=number, prefix=prefix)
+                    size = answer.bytes
+                    yield answer
+            if side.cap is None:
+                self._bytes[whole] = size
+
+    def _without(self, workload: str, index: int, number: int, request: Request) -> torch.Tensor:
+        key = (workload, index, number)
+        if key not in self._alone:
+            self._alone[key] = next_tokens(self.model, request.prompt, request.continuation).cpu()
+        return self._alone[key]
+
+    def _ask(self, store: SegmentStore, side: Side, request: Request, alone: torch.Tensor, **known: int) -> Answer:
+        right_alone = sum(request.right(alone.argmax(-1).tolist()))
+        shared: dict[str, Any] = {**known, "drift": request.drift, "tokens": len(request.prompt), "right_alone": right_alone}
+        if side.mode is None:
+            nothing: dict[str, Any] = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "refused": 0, "bytes": 0}
+            page = {"page": None, "score": None}
+            return Answer(**shared, **nothing, **page, **_compared(request, alone, alone))
+        cache = SegmentReuseCache(self.model, store, self.tokenizer, side.mode, self.policy)
+        found = next_tokens(self.model, request.prompt, request.continuation, cache).cpu()
+        report = cache.report()
+        page, score = _page(cache, request)
+        refused = sum(probe.stop - probe.start for probe in cache.probes if probe.score < self.policy.probe)
+        return Answer(
+            **shared,
+            **_compared(request, alone, found),
+            reused=report.reused_tokens,
+            saved=saved_share(cache, len(request.prompt)),
+            tiers=report.tiers or {},
+            refused=refused,
+            page=page,
+            score=score,
+            bytes=store.report().bytes,
+        )
+
+
+def _compared(request: Request, alone: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
+    right = request.right(found.argmax(-1).tolist())
+    return {
+        "kls": tuple(divergence(alone, found).tolist()),
+        "agreed": float((alone.argmax(-1) == found.argmax(-1)).float().mean()),
+        "difference": float((alone - found).abs().max()),
+        "right": sum(right),
+        "asked": len(right),
+    }
+
+
+def _page(cache: SegmentReuseCache, request: Request) -> tuple[float | None, float | None]:
+    """The share of the adversarial workload's page that was not computed, and the score of the probe that looked at most of it."""
+    if request.kind != "adversarial":
+        return None, None
+    page = next(part for part in request.parts if part.kind == "document")
+    spans = [span for span in cache.report().spans if span.tier != "computed"]
+    taken = sum(max(0, min(span.stop, page.stop) - max(span.start, page.start)) for span in spans)
+    over = [probe for probe in cache.probes if 2 * (min(probe.stop, page.stop) - max(probe.start, page.start)) > page.stop - page.start]
+    return taken / (page.stop - page.start), over[0].score if over else None
+
+
+def by_series(answers: Sequence[Answer]) -> list[list[Answer]]:
+    """Answers of each series."""
+    return [list(group) for _, group in groupby(answers, key=lambda each: each.series)]

@@ -1,0 +1,199 @@
+"""A calibrated policy keeps its bound, on measurements that plain computations confirm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.segments.calibration import (
+    Answered,
+    Measured,
+    Setting,
+    _foreseen,
+    break_even,
+    calibrate,
+    divergence,
+    measure_break_even,
+    next_tokens,
+    saved_share,
+)
+from tests import tiny
+
+PARTS = [tiny.ids(1, length, seed=seed)[0].tolist() for seed, length in enumerate((30, 41, 28, 17, 35))]
+ORDERS = ((0, 1, 3), (2, 1, 3), (4, 0, 1, 3), (1, 2, 0, 3))
+PROMPTS = [[token for part in order for token in PARTS[part]] for order in ORDERS]
+OPTIONS = {"asked": 4, "progress": False, "quantization": None}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.llama()
+
+
+@pytest.fixture(scope="module")
+def policy(model) -> SegmentPolicy:
+    return calibrate(model, None, PROMPTS, bound=0.5, **OPTIONS)
+
+
+def chosen(policy: SegmentPolicy) -> dict:
+    (row,) = [row for row in policy.measured if row["chosen"]]
+    return row
+
+
+def test_the_chosen_setting_keeps_the_bound_and_is_the_policy(policy):
+    row = chosen(policy)
+    assert row["kl"] <= policy.bound == 0.5
+    assert all(row[name] == getattr(policy, name) for name in ("check_layer", "probe", "similarity", "repair", "repair_by"))
+    most = max(each["saved"] for each in policy.measured if each["kl"] <= 0.5 and each["probe"] > -1 and each["quantization"] == "none")
+    assert row["saved"] >= most - 0.02
+
+
+def test_what_is_measured_comes_out_again_when_the_policy_is_used(model, policy):
+    """Each prompt after the other through a store, against a full cache that is fed token by token."""
+    kls, saved = [], []
+    store = SegmentStore("memory", quantization=None)
+    for ids in PROMPTS:
+        prompt, asked = torch.tensor([ids[:-4]]), torch.tensor([ids[-4:]])
+        cache, full = SegmentReuseCache(model, store, policy=policy), DynamicCache(config=model.config)
+        with torch.no_grad():
+            found = [model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits]
+            expected = [model(input_ids=prompt, past_key_values=full).logits[:, -1:]]
+            for token in asked[:, :-1].split(1, 1):
+                found.append(model(input_ids=token, past_key_values=cache).logits)
+                expected.append(model(input_ids=token, past_key_values=full).logits)
+        p, q = (torch.cat(logits, 1)[0].double().softmax(-1) for logits in (expected, found))
+        if any(span.tier in ("guarded", "repaired", "probed") for span in cache.report().spans):
+            kls.append(float((p * (p / q).log()).sum(-1).mean()))
+        saved.append(saved_share(cache, len(ids) - 4))
+        del cache
+    store.close()
+    assert kls
+    assert chosen(policy)["kl"] == pytest.approx(sum(kls) / len(kls), abs=1e-4)
+    assert chosen(policy)["saved"] == pytest.approx(sum(saved) / len(saved), abs=1e-6)
+
+
+def test_a_bound_of_nothing_lets_nothing_in_but_what_is_exact(model):
+    row = chosen(calibrate(model, None, PROMPTS, bound=0.0, **OPTIONS))
+    assert row["kl"] == 0.0
+    assert row["saved"] < 0.2
+
+
+def test_the_bound_holds_in_each_series_and_not_only_on_average(model):
+    def answered(kl: float) -> Answered:
+        return Answered(kl, 0.5, 10, 0, None, (), 100)
+
+    measured = Measured(Setting(SegmentPolicy(), None), {"good": [answered(0.0)] * 9, "bad": [answered(0.4)]})
+    assert measured.kl == 0.4
+
+
+def test_prompts_without_anything_approximate_do_not_water_the_divergence_down():
+    answers = [Answered(0.3, 0.5, 10, 0, None, (), 100), *[Answered(0.0, 0.0, 0, 0, None, (), 100)] * 9]
+    assert Measured(Setting(SegmentPolicy(), None), {"all": answers}).kl == pytest.approx(0.3)
+
+
+def test_scores_of_an_open_run_foresee_what_thresholds_refuse():
+    low, high = Answered(0.4, 0.8, 60, 0, 0.5, ((0.5, 40), (0.9, 20)), 100), Answered(0.1, 0.6, 50, 0, 0.9, ((0.9, 50),), 100)
+    opened = Measured(Setting(SegmentPolicy(repair=0.25), None), {"all": [low, high]})
+    assert _foreseen(opened, 0.3) == pytest.approx((0.25, 0.7))
+    assert _foreseen(opened, 0.8) == pytest.approx((0.1, 0.7 - 0.75 * 0.4 / 2))
+    assert _foreseen(opened, 0.95) == pytest.approx((0.0, 0.7 - 0.75 * (0.6 + 0.5) / 2))
+
+
+def test_a_policy_is_saved_with_its_measurements_and_refused_for_another_model(model, policy, tmp_path):
+    policy.save_pretrained(tmp_path)
+    loaded = SegmentPolicy.from_pretrained(tmp_path, model=model)
+    assert loaded == policy
+    assert "at most 0.5 nats" in (tmp_path / "README.md").read_text()
+    with pytest.raises(FingerprintMismatch):
+        SegmentPolicy.from_pretrained(tmp_path, model=tiny.llama(seed=1))
+
+
+def test_models_whose_keys_cannot_be_moved_are_refused():
+    with pytest.raises(UnsupportedError):
+        calibrate(tiny.gpt2(), None, PROMPTS, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bound": -1.0}, "bound: expected a number of at least 0"),
+        ({"slack": "much"}, "slack: expected"),
+        ({"asked": 0}, "asked: expected an integer of at least 1"),
+        ({"asked": 500}, "prompts: expected at least 502 tokens in each"),
+        ({"check_layers": [4]}, "check_layers: expected layers from 1 to 3"),
+        ({"quantization": "int2"}, "quantization: expected"),
+        ({"prompts": PROMPTS[:1]}, "prompts: expected at least two"),
+        ({"prompts": {}}, "prompts: expected at least two"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_run(model, changes, message):
+    arguments = {**OPTIONS, "prompts": PROMPTS, **changes}
+    with pytest.raises(ConfigError, match=message):
+        calibrate(model, None, arguments.pop("prompts"), **arguments)
+
+
+@pytest.mark.parametrize("asked", [1, 5])
+def test_asked_tokens_get_the_logits_of_one_pass_over_everything(model, asked):
+    ids = PROMPTS[0]
+    store = SegmentStore("memory", quantization=None)
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0, -asked - 1 : -1]
+    for cache in (None, SegmentReuseCache(model, store), SegmentReuseCache(model, store)):
+        torch.testing.assert_close(next_tokens(model, ids[:-asked], ids[-asked:], cache), expected, atol=1e-4, rtol=1e-4)
+    assert cache.report().reused_tokens == len(ids) - asked - 1
+    store.close()
+
+
+@given(st.lists(st.floats(-8, 8), min_size=6, max_size=6), st.lists(st.floats(-8, 8), min_size=6, max_size=6))
+def test_divergence_is_that_of_the_textbook(left, right):
+    p, q = (torch.tensor(each, dtype=torch.float64).softmax(0).tolist() for each in (left, right))
+    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    found = float(divergence(torch.tensor([left]), torch.tensor([right])))
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert found >= 0
+
+
+def test_looking_at_keys_counts_as_work(model):
+    policies = {"closed": SegmentPolicy(probe=1.01, similarity=1.01), "open": SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0)}
+    policies["deviation"] = replace(policies["open"], repair_by="deviation")
+    gaps, probed = {}, {}
+    for name, policy in policies.items():
+        store = SegmentStore("memory", quantization=None)
+        next_tokens(model, PROMPTS[0], [5], SegmentReuseCache(model, store))
+        cache = SegmentReuseCache(model, store, policy=policy)
+        next_tokens(model, PROMPTS[1], [5], cache)
+        probed[name] = cache.probes
+        gaps[name] = cache.report().flops_saved - saved_share(cache, len(PROMPTS[1]))
+        store.close()
+    assert not probed["closed"]
+    assert gaps["closed"] == 0
+    assert gaps["open"] == pytest.approx(len(probed["open"]) * 5 * 1.5 / (4 * len(PROMPTS[1])))
+    assert gaps["deviation"] > 3 * gaps["open"]
+
+
+def test_break_even_is_the_cost_of_storing_over_what_a_reuse_saves():
+    assert break_even(storing=3.0, reusing=0.5, computing=2.0) == 2.0
+    assert break_even(storing=0.0, reusing=0.5, computing=2.0) == 0.0
+    assert break_even(storing=1.0, reusing=2.0, computing=2.0) == math.inf
+    with pytest.raises(ConfigError, match="storing"):
+        break_even(-1.0, 0.0, 1.0)
+    with pytest.raises(ConfigError, match="computing"):
+        break_even(1.0, 0.0, math.nan)
+
+
+def test_break_even_is_measured_for_each_length(model):
+    rows = measure_break_even(model, None, tiny.ids(1, 120)[0].tolist(), lengths=(20, 40), repeats=2)
+    assert [row.tokens for row in rows] == [20, 40]
+    for row in rows:
+        assert min(row.storing, row.reusing, row.computing) > 0
+        assert row.times == break_even(row.storing, row.reusing, row.computing)
+    with pytest.raises(ConfigError, match="at least 120 tokens"):
+        measure_break_even(model, None, tiny.ids(1, 119)[0].tolist(), lengths=(20, 40), repeats=2)
