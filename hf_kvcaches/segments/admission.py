@@ -7,8 +7,9 @@ computed otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -213,12 +214,21 @@ def _admitted(ids: Ids, run: Run, policy: SegmentPolicy, mode: Mode, layers: int
 def _guarded(run: Run, same: int, policy: SegmentPolicy, layers: int) -> list[Part]:
     """A run of which only as many layers are reused as its guards allow, the further into it the more."""
     parts: list[Part] = []
-    for piece in run.pieces:
+    # Where one more guard is met.
+    edges = [run.start + tokens - same for _, tokens in policy.guard]
+    for piece in (part for piece in run.pieces for part in _split(piece, edges)):
         safe = policy.safe_depth(same + piece.start - run.start, layers)
         depth = max((cut for cut in piece.record.stored.get("cuts", ()) if cut <= safe), default=None)
         reused = Part(piece.start, piece.stop, "guarded", (piece,), depth=depth)
         _add(parts, Part(piece.start, piece.stop, "computed") if depth is None else reused)
     return parts
+
+
+def _split(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:
+    """A piece, cut at those of the places that lie inside of it."""
+    places = sorted({piece.start, piece.stop, *(edge for edge in edges if piece.start < edge < piece.stop)})
+    for start, stop in pairwise(places):
+        yield Piece(start, stop, piece.record, piece.offset + start - piece.start)
 
 
 def _stored_depth(pieces: Sequence[Piece], layers: int) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_implementation
+
+# Tokens that attention takes at a time on a CPU.
+BLOCK = 128
 
 
 class SparsePass:
@@ -27,6 +31,20 @@ class SparsePass:
     def __init__(self, slots: torch.Tensor, padding: torch.Tensor, total: int) -> None:
         self.slots, self.padding, self.total = slots, padding, total
         self._made: dict[tuple[int, str, torch.device], tuple[MaskRecipe, torch.Tensor]] = {}
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """The tokens in blocks: (start, stop, how many slots they look at)."""
+        last = self.slots.masked_fill(self.slots >= self.total, 0).amax(0)
+        edges = range(0, len(last), BLOCK)
+        # Those that only fill up look at the last slot.
+        filled = (self.slots >= self.total).any(0)
+        found = []
+        for start in edges:
+            stop = min(start + BLOCK, len(last))
+            end = self.total if bool(filled[start:stop].any()) else int(last[start:stop].max()) + 1
+            found.append((start, stop, end))
+        return found
 
     @property
     def positions(self) -> torch.Tensor:
@@ -79,7 +97,22 @@ class SparseKeys(LayerView):
         implementation = implementation if implementation in ("sdpa", "eager") else "sdpa"
         made = self.running.mask(mask, implementation, query)
         attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = compat.attention_function(implementation, module)
-        return attention(module, query, self.keys, self.values, made, **kwargs)
+        blocks = self.running.blocks
+        if len(blocks) == 1 or implementation != "sdpa" or query.device.type != "cpu":
+            return attention(module, query, self.keys, self.values, made, **kwargs)
+        # No token looks at what stands behind it, and with a mask that would be computed all the same.
+        outputs = [
+            attention(
+                module,
+                query[:, :, start:stop],
+                self.keys.narrow(2, 0, end),
+                self.values.narrow(2, 0, end),
+                made[:, :, start:stop, :end],
+                **kwargs,
+            )[0]
+            for start, stop, end in blocks
+        ]
+        return torch.cat(outputs, dim=1), None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")

@@ -74,9 +74,12 @@ class Taking:
         total = cache.seen + self.call.input_ids.shape[1]
         hidden: dict[int, Hidden] = {}
         taken: int | Remaining = 0
+        self._drop_trifles(rows)
         common = self._common_prefix(rows)
         staged = bool(store.cuts or store.depth) and cache.approximates
-        if common is not None and not staged:
+        # On a CPU a sparse pass attends in blocks, which is faster than the model's own pass behind what is reused.
+        on_cpu = self.call.input_ids.device.type == "cpu" and cache.approximates
+        if common is not None and not staged and (common == 0 or not on_cpu):
             taken = self._splice_prefix(rows, common)
         elif staged or any(row.plan.reuses for row in rows):
             self._open(rows, total)
@@ -147,6 +150,14 @@ class Taking:
         if key not in self.tensors:
             self.tensors[key] = self.cache.store.tensors(key)
         return self.tensors[key]
+
+    def _drop_trifles(self, rows: Sequence[Row]) -> None:
+        """Computes prompts of which next to nothing is stored: what little is saved costs more. Only starts are taken to the last token."""
+        if self.cache.mode == "exact" or not self.cache.approximates:
+            return
+        for row in rows:
+            if sum(part.reused for part in row.plan.parts) < self.cache.policy.shortest:
+                row.plan = _cut(replace(row.plan, parts=()), row.begin, len(row.ids) - 1)
 
     def _common_prefix(self, rows: Sequence[Row]) -> int | None:
         """How many slots of all rows are reused, if nothing behind them is (or could be); None if there is more to do."""
