@@ -195,6 +195,22 @@ class Run:
                 self.rows += sharing("Redis", location, self.pair, shared, self.policy_folder, prompts)
 
 
+TEXTS = ("section", "measure", "workload", "side", "unit")
+
+
+def read_csv(path: Path, device: torch.device, sections: Sequence[str]) -> list[Row]:
+    """The rows of an earlier run on this computer, but for those sections that are measured anew."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        where = {name: str(value) for name, value in environment(device).items()}
+        if reader.fieldnames != [*where, *FIELDS]:
+            raise ConfigError.of("--csv", "a file that this script wrote", str(path), "Name another file, or delete it.")
+        same = [row for row in reader if row["section"] not in sections and all(row[name] == where[name] for name in where)]
+    whole = ("tokens", "count")
+    number = lambda name, text: text if name in TEXTS else int(text) if name in whole else float(text)  # noqa: E731
+    return [{name: number(name, row[name]) for name in FIELDS if row[name]} for row in same]
+
+
 def write_csv(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     where = environment(device)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +227,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="of agents; default: 200")
     parser.add_argument("--policy", help='a folder with the SegmentPolicy of "auto"; default: one that suits the model of this repository')
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="only these")
-    parser.add_argument("--csv", type=Path, help="write every number here")
+    parser.add_argument("--csv", type=Path, help="write every number here; other sections that are in it stay")
     parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
     parser.add_argument("--quick", action="store_true", help="very little of all, to see that everything runs; its numbers mean nothing")
     args = parser.parse_args()
@@ -228,6 +244,8 @@ def main() -> None:
         size = replace(size, requests=args.requests, long_requests=min(size.long_requests, args.requests))
     print(", ".join(f"{name} {value}" for name, value in environment(device).items()))
     run = Run(size, device, args.policy)
+    if args.csv and args.csv.exists():
+        run.rows = read_csv(args.csv, device, args.sections)
     try:
         run.go(args.sections)
     finally:  # what is measured is kept, also when it is interrupted
