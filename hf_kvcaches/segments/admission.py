@@ -216,7 +216,7 @@ def _guarded(run: Run, same: int, policy: SegmentPolicy, layers: int) -> list[Pa
     parts: list[Part] = []
     # Where one more guard is met.
     edges = [run.start + tokens - same for _, tokens in policy.guard]
-    for piece in (part for piece in run.pieces for part in _split(piece, edges)):
+    for piece in (part for whole in run.pieces for part in _split(whole, edges)):
         safe = policy.safe_depth(same + piece.start - run.start, layers)
         depth = max((cut for cut in piece.record.stored.get("cuts", ()) if cut <= safe), default=None)
         reused = Part(piece.start, piece.stop, "guarded", (piece,), depth=depth)
