@@ -133,7 +133,9 @@ class SegmentStore:
         Args:
             scope: See `Record`.
         """
-        return self._indices.setdefault(scope, SegmentIndex())
+        if scope not in self._indices:
+            self._indices[scope] = SegmentIndex()
+        return self._indices[scope]
 
     def near(self, scope: str, signature: Signature) -> list[Record]:
         """Segments that resemble one, by the signatures of their canonical texts.
