@@ -18,6 +18,7 @@ from hf_kvcaches.segments.calibration import (
     Measured,
     Setting,
     _foreseen,
+    _Sweep,
     break_even,
     calibrate,
     divergence,
@@ -97,6 +98,28 @@ def test_the_bound_holds_in_each_series_and_not_only_on_average(model):
 def test_prompts_without_anything_approximate_do_not_water_the_divergence_down():
     answers = [Answered(0.3, 0.5, 10, 0, None, (), 100), *[Answered(0.0, 0.0, 0, 0, None, (), 100)] * 9]
     assert Measured(Setting(SegmentPolicy(), None), {"all": answers}).kl == pytest.approx(0.3)
+
+
+def test_the_best_keeps_the_bound_has_a_gate_and_is_the_strictest_of_those_that_save_as_much():
+    def measured(kl: float, saved: float, **policy) -> Measured:
+        answers = [Answered(kl, saved, 10, 0, None, (), 100)]
+        return Measured(Setting(SegmentPolicy(similarity=1.01, **policy), "int8"), {"all": answers})
+
+    sweep = _Sweep(None, None, {}, 1, 0.05, 0.04, "int8", False)
+    loose, strict = measured(0.02, 0.62, probe=0.5), measured(0.02, 0.6, probe=0.9)
+    sweep.done = [
+        measured(0.0, 0.1, probe=1.01),
+        measured(0.0, 0.9, probe=-1.0),
+        measured(0.06, 0.8, probe=0.7),
+        loose,
+        strict,
+        measured(0.0, 0.55, probe=0.99),
+    ]
+    assert sweep.best() is strict
+    sweep.slack = 0.01
+    assert sweep.best() is loose
+    sweep.bound = 0.01
+    assert sweep.best().setting.policy.probe == 0.99
 
 
 def test_scores_of_an_open_run_foresee_what_thresholds_refuse():
