@@ -61,12 +61,14 @@ class GrowingLayer(TensorLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self.seen
-        stop = self.seen = start + key_states.shape[-2]
+        stop = start + key_states.shape[-2]
         keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
         if keys is not self.key_buffer:
             self.key_buffer = keys
         if values is not self.value_buffer:
             self.value_buffer = values
+        # Last, because who reads along in another thread goes by it.
+        self.seen = stop
         if start == 0:
             return key_states, value_states
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)

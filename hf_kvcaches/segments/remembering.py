@@ -57,7 +57,8 @@ class Remembering:
         self._scope = ""
         self._reader: Reader | None = None
         self._needed = 0
-        self._lock = threading.Lock()
+        # A finalizer may come in the middle of anything, also of its own thread's work here.
+        self._lock = threading.RLock()
         self.reading_until = 0
 
     def expect(self, rows: Sequence[NewRow], scope: str, reader: Reader, needed: int) -> None:

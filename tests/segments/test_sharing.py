@@ -130,8 +130,6 @@ def test_a_process_that_is_killed_while_it_writes_leaves_a_store_that_works(mode
 
 # Threads
 
-EARLY = "GrowingLayer.update counts its tokens before they are in the buffers"
-
 
 def in_threads(*works) -> None:
     """Runs functions at the same time, and raises what one of them raises."""
@@ -153,7 +151,6 @@ def in_threads(*works) -> None:
         raise failures[0]
 
 
-@pytest.mark.xfail(strict=False, reason=EARLY)  # once in some hundred prompts
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("cap", [None, 20_000])
 @pytest.mark.parametrize("place", ["memory", "disk", "redis"])
@@ -205,7 +202,6 @@ class _AtEachStep(TorchDispatchMode):
         return operation(*arguments, **(options or {}))
 
 
-@pytest.mark.xfail(strict=True, reason=EARLY)
 @pytest.mark.parametrize("mode", ["exact", "approximate"])
 def test_another_thread_that_flushes_at_any_moment_stores_only_what_is_computed(model, mode):
     store = SegmentStore(quantization=None)
@@ -219,7 +215,6 @@ def test_another_thread_that_flushes_at_any_moment_stores_only_what_is_computed(
         assert answer.reused == row.shape[1] - 1
 
 
-@pytest.mark.xfail(strict=False, reason=EARLY)  # once in some hundred prompts
 @pytest.mark.usefixtures("one_thread")
 def test_threads_that_flush_delete_and_pin_meanwhile_do_no_harm(model, shared_location):
     store = SegmentStore(shared_location, quantization=None)
