@@ -12,7 +12,7 @@ import torch
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.segments.admission import Mode
-from hf_kvcaches.segments.calibration import divergence, next_tokens, saved_share
+from hf_kvcaches.segments.calibration import divergence, next_tokens
 from hf_kvcaches.segments.codec import Quantization
 from tests.testbed.agents import Request, adversarial_workload, agent_workload, no_repeat_workload
 
@@ -209,7 +209,7 @@ class Bench:
             **shared,
             **_compared(request, alone, found),
             reused=report.reused_tokens,
-            saved=saved_share(cache, len(request.prompt)),
+            saved=cache.report().flops_saved,
             tiers=report.tiers or {},
             refused=refused,
             page=page,

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.segments.admission import PROBES, SLICE
 from hf_kvcaches.segments.cache import SegmentReuseCache
 from hf_kvcaches.segments.codec import Quantization
 from hf_kvcaches.segments.policy import SegmentPolicy
@@ -96,21 +95,6 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """
     p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp_min(0)
-
-
-def saved_share(cache: SegmentReuseCache, tokens: int) -> float:
-    """The share of a prefill's operations that a cache saved, less those that went into looking at keys, which its report leaves out.
-
-    Args:
-        cache: It has taken one prompt.
-        tokens: Of the prompt.
-    """
-    policy, report = cache.policy, cache.report()
-    accepted = {(span.start, span.stop): span.stop - span.start - span.repaired for span in report.spans if span.tier in _APPROXIMATE}
-    probed = {(probe.start, probe.stop): probe.stop - probe.start for probe in cache.probes}
-    deviation = policy.repair_by == "deviation" and policy.repair > 0
-    looked = sum({**probed, **accepted}.values()) if deviation else len(probed) * (SLICE + PROBES)
-    return report.flops_saved - looked * (policy.check_layer + 0.5) / (tokens * len(cache.layers))
 
 
 @dataclass(frozen=True)
@@ -336,7 +320,7 @@ def _answered(cache: SegmentReuseCache, tokens: int, kl: torch.Tensor) -> Answer
     scores = tuple((probe.score, probe.stop - probe.start) for probe in cache.probes)
     return Answered(
         kl=float(kl.mean()),
-        saved=saved_share(cache, tokens),
+        saved=cache.report().flops_saved,
         approximate=sum(tiers.get(tier, 0) for tier in _APPROXIMATE),
         refused=sum(length for score, length in scores if score < cache.policy.probe),
         lowest=min((score for score, _ in scores), default=None),

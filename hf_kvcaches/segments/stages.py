@@ -22,6 +22,7 @@ from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import Packed, splice
 from hf_kvcaches.segments import codec
 from hf_kvcaches.segments.admission import PROBES, SLICE, Part, Places, settle
+from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.probing import Looked, agreement
 from hf_kvcaches.segments.remembering import Hidden
 from hf_kvcaches.segments.running import Look, LookedEnough, SparsePass
@@ -55,6 +56,8 @@ class Stages:
         self.device = call.input_ids.device
         self.padding = torch.tensor([row.padding for row in rows], device=self.device)
         self.before = cache.layers[0].seen
+        self._looked: dict[int, Places] = {}
+        self._level = 0
 
     def run(self) -> tuple[Remaining, dict[int, Hidden]]:
         """What remains for the model's own pass, and for each row what entered the layers at which the store wants hidden states."""
@@ -67,6 +70,8 @@ class Stages:
         depths = {part.depth for row in self.rows for part in row.plan.parts if part.depth is not None}
         levels = sorted(level for level in {check, *wanted, *depths} if level is not None and level < self.layers)
         probes = [self._probe_places(row) for row in self.rows]
+        if check is not None:
+            self._looked, self._level = {row.number: places for row, places in zip(self.rows, probes, strict=True)}, check
         slots = self._slots([np.union1d(self._needed(row), places) for row, places in zip(self.rows, probes, strict=True)])
         hidden: torch.Tensor | None = None
         kept: dict[int, Hidden] = {row.number: {} for row in self.rows}
@@ -86,6 +91,19 @@ class Stages:
         if hidden is not None:
             hidden = hidden.gather(1, order[..., None].expand_as(hidden))
         return Remaining(self._ids(slots), running.positions, hidden, levels[-1] if levels else 0), kept
+
+    def cost_of_looking(self, row: Row, costs: Costs) -> float:
+        """What was run of a row only to settle its parts, in floating-point operations; a look at a layer counts for all of that layer.
+
+        Args:
+            row: One of the rows, settled.
+            costs: Of the model.
+        """
+        looked = self._looked.get(row.number)
+        if looked is None:
+            return 0.0
+        alone = np.setdiff1d(looked, row.places_to_run())
+        return costs.of_tokens(alone, 0, self._level) + costs.of_tokens(looked, self._level, self._level + 1)
 
     def _needed(self, row: Row) -> Places:
         """Of all tokens that run through all layers."""

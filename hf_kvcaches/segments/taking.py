@@ -73,6 +73,7 @@ class Taking:
         rows = self._rows(padding, scope)
         total = cache.seen + self.call.input_ids.shape[1]
         hidden: dict[int, Hidden] = {}
+        stages: Stages | None = None
         taken: int | Remaining = 0
         self._drop_trifles(rows)
         common = self._common_prefix(rows)
@@ -83,10 +84,11 @@ class Taking:
             taken = self._splice_prefix(rows, common)
         elif staged or any(row.plan.reuses for row in rows):
             self._open(rows, total)
-            taken, hidden = Stages(cache, self.call, rows, self.tensors, total).run()
+            stages = Stages(cache, self.call, rows, self.tensors, total)
+            taken, hidden = stages.run()
         with store.reading():
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
-        self._note(rows)
+        self._note(rows, stages)
         cache.remembering.expect([row for row in new if row.plan.prefix < len(row.ids)], scope, cache.reader, total)
         return taken
 
@@ -208,7 +210,7 @@ class Taking:
                 found.append(Loaded(piece, tensors, part.depth))
         return found
 
-    def _note(self, rows: Sequence[Row]) -> None:
+    def _note(self, rows: Sequence[Row], stages: Stages | None) -> None:
         """Counts what happened, for the report and for the store."""
         costs = Costs.of(self.cache.model)
         layers = len(self.cache.layers)
@@ -216,6 +218,8 @@ class Taking:
             whole = costs.of_prompt(row.begin, len(row.ids))
             last = np.array([len(row.ids) - 1])
             cost = costs.of_tokens(np.append(row.places_to_run(), last))
+            if stages is not None:
+                cost += stages.cost_of_looking(row, costs)
             for part in row.plan.parts:
                 if part.pieces and part.depth is not None:
                     cost += costs.of_tokens(part.joining(), part.depth, layers)

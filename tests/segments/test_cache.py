@@ -147,6 +147,8 @@ def test_segments_whose_probe_fails_are_computed(check_layer):
     assert torch.allclose(first_logits(model, prompt, cache), plain(model, prompt), atol=1e-4)
     assert set(cache.report().tiers) == {"computed"}
     assert len(cache.probes) == 2
+    # Looking for nothing is not free, and said so.
+    assert -0.3 < cache.report().flops_saved < 0
 
 
 def test_tokens_whose_keys_deviate_most_are_run_again():
