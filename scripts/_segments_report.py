@@ -112,7 +112,7 @@ def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     asked = [row for row in of("requests", "no repeats") if "ratio" in row and row["side"] != NONE]
     _ratios(axes[0, 0], asked, [f"{row['workload']}\n{row['measure']}" for row in asked])
     larger = [row for row in of("larger") if "ratio" in row and row["side"] != NONE]
-    _ratios(axes[0, 1], larger, [f"larger model\n{row['tokens']} tokens" for row in larger])
+    _ratios(axes[0, 1], larger, [f"{row['workload'].replace(', ', chr(10))}\n{row['tokens']}" for row in larger])
     _stacked(axes[0, 2], of("phases"))
     for axis, section, column, label in (
         (axes[1, 0], "look-up", "time_ms", "ms"),
