@@ -97,8 +97,9 @@ class SparseKeys(LayerView):
         implementation = implementation if implementation in ("sdpa", "eager") else "sdpa"
         made = self.running.mask(mask, implementation, query)
         attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = compat.attention_function(implementation, module)
-        blocks = self.running.blocks
-        if len(blocks) == 1 or implementation != "sdpa" or query.device.type != "cpu":
+        # To ask for blocks would make a GPU wait.
+        blocks = self.running.blocks if implementation == "sdpa" and query.device.type == "cpu" else []
+        if len(blocks) <= 1:
             return attention(module, query, self.keys, self.values, made, **kwargs)
         # No token looks at what stands behind it, and with a mask that would be computed all the same.
         outputs = [

@@ -19,13 +19,14 @@ import torch
 
 from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.segments import codec
 from hf_kvcaches.segments.admission import PROBES, SLICE, Part, Places, settle
 from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.probing import Looked, agreement
 from hf_kvcaches.segments.remembering import Hidden
 from hf_kvcaches.segments.running import Look, LookedEnough, SparsePass
+from hf_kvcaches.segments.transfer import moved
 
 if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
@@ -150,7 +151,7 @@ class Stages:
                     assert tensors is not None
                     packed = codec.hidden_states(tensors, piece.record.stored, level, piece.offset, piece.offset + length)
                     whole = line.new_empty(1, length, line.shape[-1])
-                    splice(_moved(packed, self.device), [whole], torch.arange(length, device=self.device))
+                    splice(moved(packed, self.device), [whole], torch.arange(length, device=self.device))
                     joining = np.setdiff1d(np.arange(piece.start, piece.stop), part.rerun) - piece.start
                     line[place : place + len(joining)] = whole[0, joining]
                     place += len(joining)
@@ -226,9 +227,3 @@ def _looked_at(part: Part) -> Places:
         return np.arange(part.start, part.stop)
     start = int(part.rerun[-1]) + 1 if len(part.rerun) else part.start
     return np.arange(start, min(start + SLICE + PROBES, part.stop))
-
-
-def _moved(packed: Packed, device: torch.device) -> Packed:
-    parts = [None if part is None else part.to(device) for part in packed[:3]]
-    assert parts[0] is not None
-    return Packed(parts[0], parts[1], parts[2], packed.group)

@@ -69,21 +69,30 @@ def _moved(portion: Portion, device: torch.device, pin: bool = False) -> Portion
     if device.type == "cpu":
         return portion
 
-    def move(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        if tensor is None:
-            return None
-        return (tensor.contiguous().pin_memory() if pin else tensor).to(device, non_blocking=pin)
-
-    def move_packed(packed: Packed) -> Packed:
-        data = move(packed.data)
-        assert data is not None
-        return Packed(data, move(packed.scale), move(packed.zero), packed.group)
-
-    slots = move(portion.slots)
-    assert slots is not None
     return portion._replace(
-        keys=move_packed(portion.keys), values=move_packed(portion.values), slots=slots, cos=move(portion.cos), sin=move(portion.sin)
+        keys=moved(portion.keys, device, pin),
+        values=moved(portion.values, device, pin),
+        slots=_there(portion.slots, device, pin),
+        cos=None if portion.cos is None else _there(portion.cos, device, pin),
+        sin=None if portion.sin is None else _there(portion.sin, device, pin),
     )
+
+
+def moved(packed: Packed, device: torch.device, pin: bool = False) -> Packed:
+    """Stored tokens on a device.
+
+    Args:
+        packed: The tokens.
+        device: Where to.
+        pin: Whether to go through pinned memory, and not to wait.
+    """
+    data, scale, zero = (None if part is None else _there(part, device, pin) for part in packed[:3])
+    assert data is not None
+    return Packed(data, scale, zero, packed.group)
+
+
+def _there(tensor: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
+    return (tensor.contiguous().pin_memory() if pin else tensor).to(device, non_blocking=pin)
 
 
 def _write(portion: Portion, arrived: torch.cuda.Event | None) -> None:
