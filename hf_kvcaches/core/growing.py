@@ -109,7 +109,7 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: 
         return new if buffer is None else torch.cat([buffer[:, :, :start], new], dim=-2)
     frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
     if buffer is None or stop > buffer.shape[-2] or frozen:
-        capacity = stop + max(64, stop // reserve)
+        capacity = capacity_for(stop, reserve)
         larger = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
         larger[..., stop:, :].zero_()  # what was in that memory before is nobody's business
         if buffer is not None:
@@ -117,6 +117,16 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: 
         buffer = larger
     buffer.narrow(2, start, tokens).copy_(new)
     return buffer
+
+
+def capacity_for(slots: int, reserve: int = 8) -> int:
+    """How many slots a new buffer gets.
+
+    Args:
+        slots: That are needed now.
+        reserve: Room for one token more for each so many, and for 64 at least.
+    """
+    return slots + max(64, slots // reserve)
 
 
 class DenseView(torch.Tensor):

@@ -8,8 +8,8 @@ layers in the middle (`run_layers`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +57,19 @@ class Remaining:
         position_ids: (batch, tokens).
         hidden: What enters layer `start`, (batch, tokens, hidden), where the layers below have been run already; else None.
         start: The lowest layer to run.
+        storing: Opens a stretch in which the last layer's part of the cache takes keys and values, and raises `LookedEnough` where it would
+            have to answer. After it, only the last column is still to be run through that layer. None: it is run for all tokens.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     hidden: torch.Tensor | None = None
     start: int = 0
+    storing: Callable[[], AbstractContextManager[None]] | None = None
+
+
+class LookedEnough(Exception):
+    """Ends a layer whose output nobody wants, where its keys and values are known."""
 
 
 class _Takeover:
@@ -154,9 +161,12 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
 
 def _feed(model: PreTrainedModel, remaining: Remaining) -> dict[str, Any]:
     """The arguments for a model's own pass over what remains; its lower layers are put back after that pass."""
-    if remaining.hidden is None:
-        return {"input_ids": remaining.input_ids, "position_ids": remaining.position_ids}
-    without = _only_layers(model, remaining.start, hidden=remaining.hidden)
+    fed: dict[str, Any] = {"input_ids": remaining.input_ids, "position_ids": remaining.position_ids}
+    if remaining.hidden is not None:
+        fed |= {"input_ids": None, "inputs_embeds": _no_embeddings(model, remaining.hidden)}
+    elif remaining.storing is None:
+        return fed
+    without = _only_layers(model, remaining.start, hidden=remaining.hidden, storing=remaining.storing)
     without.__enter__()
 
     def put_back(*_: Any) -> None:
@@ -164,7 +174,7 @@ def _feed(model: PreTrainedModel, remaining: Remaining) -> dict[str, Any]:
         without.__exit__(None, None, None)
 
     handle = model.register_forward_hook(put_back, always_call=True)
-    return {"input_ids": None, "inputs_embeds": _no_embeddings(model, remaining.hidden), "position_ids": remaining.position_ids}
+    return fed
 
 
 def _tokens_alone(kwargs: dict[str, Any]) -> bool:
@@ -301,7 +311,11 @@ def run_layers(
 
 @contextmanager
 def _only_layers(
-    model: PreTrainedModel, start: int, stop: int | None = None, hidden: torch.Tensor | None = None
+    model: PreTrainedModel,
+    start: int,
+    stop: int | None = None,
+    hidden: torch.Tensor | None = None,
+    storing: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Iterator[list[torch.Tensor]]:
     """While open, the model runs only these layers; collects what leaves the last of them where `stop` is given.
 
@@ -310,6 +324,7 @@ def _only_layers(
         start: The lowest layer to run.
         stop: The first layer not to run; None: all run, and nothing is collected.
         hidden: What enters layer `start`; not needed for layer 0.
+        storing: See `Remaining`.
     """
     decoder, name, layers = compat.decoder_layers(model)
     left: list[torch.Tensor] = []
@@ -319,6 +334,8 @@ def _only_layers(
     running = list(layers[start:stop])
     if stop is not None:
         running[-1] = _Watched(running[-1], left)
+    elif storing is not None:
+        running[-1] = _LastToken(running[-1], storing)
     above = [_Skipped(layer, None) for layer in layers[len(below) + len(running) :]]
     setattr(decoder, name, nn.ModuleList([*below, *running, *above]))
     try:
@@ -369,6 +386,36 @@ class _Watched(_StandIn):
         outputs = self._layer[0](*args, **kwargs)
         self._left.append(outputs[0] if isinstance(outputs, tuple) else outputs)
         return outputs
+
+
+class _LastToken(_StandIn):
+    """The last layer, of which only the last token's output is wanted: of the others it makes keys and values, which is a small part of it."""
+
+    def __init__(self, layer: nn.Module, storing: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__(layer)
+        self._storing = storing
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer, tokens = self._layer[0], hidden_states.shape[1]
+        cut = {name: _of_last(value, tokens) for name, value in kwargs.items()}
+        if tokens == 1 or args or any(value is _UNCLEAR for value in cut.values()):
+            return layer(hidden_states, *args, **kwargs)
+        with self._storing(), suppress(LookedEnough):
+            layer(hidden_states, **kwargs)
+        return layer(hidden_states[:, -1:], **cut)
+
+
+_UNCLEAR = object()
+
+
+def _of_last(value: Any, tokens: int) -> Any:
+    """What a layer's argument is for the last token alone, or `_UNCLEAR`."""
+    if isinstance(value, torch.Tensor):
+        return value[:, -1:] if value.ndim in (2, 3) and value.shape[1] == tokens else _UNCLEAR
+    if isinstance(value, tuple | list):
+        parts = [_of_last(part, tokens) for part in value]
+        return _UNCLEAR if any(part is _UNCLEAR for part in parts) else type(value)(parts)
+    return value
 
 
 def _layer(model: PreTrainedModel, index: int) -> nn.Module:

@@ -7,7 +7,7 @@ computed otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
@@ -42,6 +42,7 @@ class Part:
         depth: Up to this layer what is stored is used, and the layers above are run from the hidden states stored there; None: all
             layers are used.
         probe: Whether that still hangs on a probe.
+        similarity: Of what stood before it where it was stored, and what stands before it now; where a probe asks.
         choose: How many tokens are still to be chosen for `rerun`, by how much their keys deviate.
         instead: What it becomes if the probe fails.
     """
@@ -55,6 +56,7 @@ class Part:
     probe: bool = False
     choose: int = 0
     instead: tuple[Part, ...] = ()
+    similarity: float = 0.0
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -105,6 +107,7 @@ def plan_row(
     mode: Mode,
     layers: int,
     resembling: Resembling | None = None,
+    verdict: Callable[[Ids, float], bool | None] | None = None,
 ) -> Plan:
     """The plan for a row, in which some parts may still want a probe.
 
@@ -117,6 +120,7 @@ def plan_row(
         mode: Whether approximations are let in, with or without gates.
         layers: How many the model has.
         resembling: Looks for near-identical segments; only asked where something verbatim was found, because a look takes longer.
+        verdict: What earlier probes say of a segment, given the similarity of its surroundings: passed, failed, or None.
     """
     pieces, after = index.prefix(ids, chain, begin, exact_only=mode == "exact")
     parts: list[Part] = []
@@ -126,12 +130,13 @@ def plan_row(
     if mode != "exact":
         runs = index.runs(ids, place, policy.shortest)
         if resembling is not None and (pieces or runs):
-            # What shares no shingle has no stretch in common either.
-            gaps = [gap for gap in _gaps(runs, place, len(ids)) if index.shares_with(ids[gap[0] : gap[1]]) > policy.aligned - SHINGLE]
-            runs = sorted([*runs, *resembling.runs(ids, gaps, policy.aligned)], key=lambda run: run.start)
+            # A look takes as long as computing many tokens, so it must promise more than one short stretch.
+            worth = 2 * policy.aligned - SHINGLE
+            gaps = [gap for gap in _gaps(runs, place, len(ids)) if index.shares_with(ids[gap[0] : gap[1]]) > worth]
+            runs = sorted([*runs, *resembling.runs(ids, gaps, policy.aligned)], key=lambda run: run.start) if gaps else runs
         for run in runs:
             _add(parts, Part(place, run.start, "computed"))
-            for part in _admitted(ids, run, policy, mode, layers):
+            for part in _admitted(ids, run, policy, mode, layers, verdict):
                 _add(parts, part)
             place = run.stop
     _add(parts, Part(place, len(ids), "computed"))
@@ -143,6 +148,8 @@ def _affordable(parts: Sequence[Part], tokens: int, policy: SegmentPolicy, layer
     probed = sorted((part for part in parts if part.probe), key=len, reverse=True)
     # Of the layer that is looked at only the keys and queries are computed, less than half of it.
     allowed = int(policy.probing * tokens * layers / ((SLICE + PROBES) * (policy.check_layer + 0.5)))
+    # A look of its own takes longer than to compute a few tokens; they are looked at when there is more to look at.
+    allowed = 0 if sum(map(len, probed[:allowed])) < 4 * policy.shortest else allowed
     refused = {id(part) for part in probed[allowed:]}
     kept: list[Part] = []
     for part in parts:
@@ -185,7 +192,9 @@ def _add(parts: list[Part], part: Part) -> None:
         parts[-1] = replace(last, stop=part.stop, pieces=last.pieces + part.pieces)
 
 
-def _admitted(ids: Ids, run: Run, policy: SegmentPolicy, mode: Mode, layers: int) -> list[Part]:
+def _admitted(
+    ids: Ids, run: Run, policy: SegmentPolicy, mode: Mode, layers: int, verdict: Callable[[Ids, float], bool | None] | None
+) -> list[Part]:
     """The parts that a run becomes."""
     before = _stood_before(run)
     same = common_suffix(before, ids[: run.start])
@@ -203,12 +212,18 @@ def _admitted(ids: Ids, run: Run, policy: SegmentPolicy, mode: Mode, layers: int
         part = replace(part, choose=repaired)
     else:
         part = replace(part, rerun=np.arange(run.start, run.start + repaired))
-    if mode == "approximate" or similarity(before, ids[: run.start]) >= policy.similarity:
+    if mode == "approximate":
         return [part]
+    alike = similarity(before, ids[: run.start])
+    if alike >= policy.similarity:
+        return [part]
+    known = False if policy.probe > 1 or layers <= policy.check_layer else None
+    if known is None and verdict is not None:
+        known = verdict(ids[run.start : run.stop], alike)
+    if known:
+        return [replace(part, tier="probed")]
     guarded = _guarded(run, same, policy, layers)
-    if policy.probe > 1 or layers <= policy.check_layer:
-        return guarded
-    return [replace(part, tier="probed", probe=True, instead=tuple(guarded))]
+    return guarded if known is False else [replace(part, tier="probed", probe=True, similarity=alike, instead=tuple(guarded))]
 
 
 def _guarded(run: Run, same: int, policy: SegmentPolicy, layers: int) -> list[Part]:

@@ -226,7 +226,7 @@ class SegmentReuseCache(KVCache):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         held = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._one_pass and layer_idx == len(self.layers) - 1:
+        if self._one_pass and layer_idx == len(self.layers) - 1 and not self.layers[-1].only_stores:
             self._end_pass()
         return held
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.core.growing import GrowingLayer, append
+from hf_kvcaches.core.growing import GrowingLayer, append, capacity_for
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments.running import Look, SparseKeys, SparsePass
 
@@ -18,6 +18,7 @@ class SegmentLayer(GrowingLayer):
 
     running: SparsePass | None = None
     looks: list[Look] | None = None
+    only_stores = False
 
     def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Makes room for a prompt's tokens, one more, and some to come.
@@ -32,8 +33,11 @@ class SegmentLayer(GrowingLayer):
             self.lazy_initialization(keys, values)
         for name, like in (("key_buffer", keys), ("value_buffer", values)):
             missing = total + 1 - self.seen
-            room = like.new_zeros(rows, like.shape[-3], missing, like.shape[-1])
-            buffer = append(getattr(self, name), room, self.seen)
+            if getattr(self, name) is None and not torch.is_grad_enabled():
+                buffer = like.new_zeros(rows, like.shape[-3], capacity_for(missing), like.shape[-1])
+            else:
+                room = like.new_zeros(rows, like.shape[-3], missing, like.shape[-1])
+                buffer = append(getattr(self, name), room, self.seen)
             setattr(self, name, buffer)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -70,8 +74,22 @@ class SegmentLayer(GrowingLayer):
             self.value_buffer.scatter_(2, index.expand_as(value_states), value_states)
         self.seen = running.total
         keys, values = self.key_buffer.narrow(2, 0, running.total), self.value_buffer.narrow(2, 0, running.total)
-        view = SparseKeys(keys, values, running)
+        view = Look(key_states) if self.only_stores else SparseKeys(keys, values, running)
         return view, view
+
+    @contextmanager
+    def storing(self, running: SparsePass) -> Iterator[None]:
+        """While open, the layer stores what comes and answers nothing; after that it waits for the last token of the pass alone.
+
+        Args:
+            running: The pass.
+        """
+        self.only_stores = True
+        try:
+            yield
+        finally:
+            self.only_stores = False
+        self.running = running.newest()
 
     @contextmanager
     def look(self) -> Iterator[list[Look]]:
@@ -89,3 +107,4 @@ class SegmentLayer(GrowingLayer):
     def reset(self) -> None:
         super().reset()
         self.running = self.looks = None
+        self.only_stores = False

@@ -53,7 +53,7 @@ class SegmentPolicy(Artifact):
     probing: float = 0.02
     repair: float = 0.15
     repair_by: RepairBy = "first"
-    shortest: int = 24
+    shortest: int = 16
     aligned: int = 12
     bound: float | None = None
     measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)

@@ -11,9 +11,10 @@ from torch import nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_implementation
+from hf_kvcaches.core.prefill import LookedEnough
 
 # Tokens that attention takes at a time on a CPU.
-BLOCK = 128
+BLOCK = 64
 
 
 class SparsePass:
@@ -31,6 +32,10 @@ class SparsePass:
     def __init__(self, slots: torch.Tensor, padding: torch.Tensor, total: int) -> None:
         self.slots, self.padding, self.total = slots, padding, total
         self._made: dict[tuple[int, str, torch.device], tuple[MaskRecipe, torch.Tensor]] = {}
+
+    def newest(self) -> SparsePass:
+        """The pass of the last column alone."""
+        return SparsePass(self.slots[:, -1:], self.padding, self.total)
 
     @cached_property
     def blocks(self) -> list[tuple[int, int, int]]:
@@ -53,7 +58,7 @@ class SparsePass:
         return torch.where(real, self.slots - self.padding[:, None], 0)
 
     def mask(self, recipe: MaskRecipe, implementation: str, query: torch.Tensor) -> torch.Tensor:
-        """Which slots each token may look at, (batch, 1, tokens, total): booleans for sdpa, numbers to add for eager attention.
+        """Which slots each token may look at, (batch, 1, tokens, total): numbers to add on a CPU and for eager attention, else booleans.
 
         Args:
             recipe: The model's, which knows of windows.
@@ -69,10 +74,10 @@ class SparsePass:
             visible = visible & (asked >= padding[:, None, None, None])
             # Tokens that only fill up look at the last slot, because a softmax over nothing is not a number.
             visible = visible | ((asking >= self.total) & (asked == self.total - 1))
-            if implementation == "eager":
-                visible = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(
-                    ~visible, torch.finfo(query.dtype).min
-                )
+            # PyTorch's attention would make numbers of it on a CPU anyway, again in every layer.
+            if implementation == "eager" or query.device.type == "cpu":
+                hidden = torch.finfo(query.dtype).min if implementation == "eager" else -torch.inf
+                visible = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, hidden)
             # With the recipe, so that its number is not given to another one meanwhile.
             self._made[key] = (recipe, visible)
         return self._made[key][1]
@@ -98,29 +103,29 @@ class SparseKeys(LayerView):
         made = self.running.mask(mask, implementation, query)
         attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = compat.attention_function(implementation, module)
         # To ask for blocks would make a GPU wait.
-        blocks = self.running.blocks if implementation == "sdpa" and query.device.type == "cpu" else []
-        if len(blocks) <= 1:
-            return attention(module, query, self.keys, self.values, made, **kwargs)
-        # No token looks at what stands behind it, and with a mask that would be computed all the same.
+        if implementation == "sdpa" and query.device.type == "cpu" and len(self.running.blocks) > 1:
+            return self._in_blocks(attention, module, query, made, **kwargs), None
+        return attention(module, query, self.keys, self.values, made, **kwargs)
+
+    def _in_blocks(
+        self, attention: Callable[..., Any], module: nn.Module, query: torch.Tensor, mask: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Attention that leaves out what stands behind a block of tokens, which is computed with a mask all the same."""
         outputs = [
             attention(
                 module,
                 query[:, :, start:stop],
                 self.keys.narrow(2, 0, end),
                 self.values.narrow(2, 0, end),
-                made[:, :, start:stop, :end],
+                mask[:, :, start:stop, :end],
                 **kwargs,
             )[0]
-            for start, stop, end in blocks
+            for start, stop, end in self.running.blocks
         ]
-        return torch.cat(outputs, dim=1), None
+        return torch.cat(outputs, dim=1)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
-
-
-class LookedEnough(Exception):
-    """Ends a pass that was for looking only."""
 
 
 class Look(LayerView):

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
+from hf_kvcaches.core.prefill import LookedEnough, PrefillCall, Remaining, run_layers
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import splice
 from hf_kvcaches.segments import codec
@@ -25,7 +26,7 @@ from hf_kvcaches.segments.admission import PROBES, SLICE, Part, Places, settle
 from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.probing import Looked, agreement
 from hf_kvcaches.segments.remembering import Hidden
-from hf_kvcaches.segments.running import Look, LookedEnough, SparsePass
+from hf_kvcaches.segments.running import Look, SparsePass
 from hf_kvcaches.segments.transfer import moved
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Stages:
         rows: With plans; probed parts are settled here.
         tensors: Of the stored segments.
         total: Slots of the prompt.
+        scope: See `Record`; what probes find is remembered for it.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class Stages:
         rows: Sequence[Row],
         tensors: Mapping[str, Mapping[str, torch.Tensor] | None],
         total: int,
+        scope: str,
     ) -> None:
-        self.cache, self.call, self.rows, self.tensors, self.total = cache, call, rows, tensors, total
+        self.cache, self.call, self.rows, self.tensors, self.total, self.scope = cache, call, rows, tensors, total, scope
         self.layers = len(cache.layers)
         self.device = call.input_ids.device
         self.padding = torch.tensor([row.padding for row in rows], device=self.device)
@@ -91,7 +94,8 @@ class Stages:
         self.cache.begin_pass(running)
         if hidden is not None:
             hidden = hidden.gather(1, order[..., None].expand_as(hidden))
-        return Remaining(self._ids(slots), running.positions, hidden, levels[-1] if levels else 0), kept
+        storing = partial(self.cache.layers[-1].storing, running)
+        return Remaining(self._ids(slots), running.positions, hidden, levels[-1] if levels else 0, storing), kept
 
     def cost_of_looking(self, row: Row, costs: Costs) -> float:
         """What was run of a row only to settle its parts, in floating-point operations; a look at a layer counts for all of that layer.
@@ -205,6 +209,7 @@ class Stages:
             if len(asking) and look.query is not None:
                 score = agreement(look.query[line, :, asking], cached[:, : len(asked)], fresh[:, : len(asked)])
             self.cache.probes.append(Looked(part.start, part.stop, score))
+            self.cache.store.experience.learn(self.scope, level, row.ids[part.start : part.stop], part.similarity, score)
             passed = score >= self.cache.policy.probe
         return settle(part, passed, deviations)
 

@@ -15,6 +15,7 @@ import torch
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments import codec
 from hf_kvcaches.segments.codec import LayerStates, Quantization
+from hf_kvcaches.segments.experience import Experience
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record, Signature
 from hf_kvcaches.segments.similar import Similar
@@ -111,6 +112,7 @@ class SegmentStore:
         self._indices: dict[str, SegmentIndex] = {}
         self._worth = Worth()
         self._similar = Similar(location)
+        self.experience = Experience()
         self._pinned: frozenset[str] = frozenset()
         self._said: set[str] = set()
         self._counts = dict.fromkeys(("written", "evicted", "loads", "failures"), 0)

@@ -84,7 +84,7 @@ class Taking:
             taken = self._splice_prefix(rows, common)
         elif staged or any(row.plan.reuses for row in rows):
             self._open(rows, total)
-            stages = Stages(cache, self.call, rows, self.tensors, total)
+            stages = Stages(cache, self.call, rows, self.tensors, total, scope)
             taken, hidden = stages.run()
         with store.reading():
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
@@ -119,11 +119,16 @@ class Taking:
                 ids, begin = slots[pad:], max(cache.seen - pad, 0)
                 given = tuple(cache.given_spans[number]) if cache.given_spans else ()
                 resembling = Resembling(partial(store.near, scope), cache.reader, given)
-                plan = plan_row(ids[:-1], begin, Chain().extend(ids[:begin]), index, cache.policy, mode, len(cache.layers), resembling)
+                known, layers = Chain().extend(ids[:begin]), len(cache.layers)
+                plan = plan_row(ids[:-1], begin, known, index, cache.policy, mode, layers, resembling, partial(self._verdict, scope))
                 rows.append(Row(number, pad, ids, begin, plan))
         for row in rows:
             row.plan = self._loaded(row)
         return rows
+
+    def _verdict(self, scope: str, ids: Ids, similarity: float) -> bool | None:
+        policy = self.cache.policy
+        return self.cache.store.experience.verdict(scope, policy.check_layer, ids, similarity, policy.probe)
 
     def _loaded(self, row: Row) -> Plan:
         """The plan as far as the store still has what it needs."""

@@ -186,7 +186,7 @@ def test_looking_at_keys_counts_as_work(model):
     saved, probed = {}, {}
     for repair_by in ("first", "deviation"):
         for mode in ("approximate", "auto"):
-            policy = SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0, repair_by=repair_by)
+            policy = SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0, repair_by=repair_by, shortest=8)
             store = SegmentStore("memory", quantization=None)
             next_tokens(model, PROMPTS[0], [5], SegmentReuseCache(model, store))
             cache = SegmentReuseCache(model, store, mode=mode, policy=policy)

@@ -1,0 +1,66 @@
+"""What probes have found of segments, so that not every prompt has to ask again."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from hf_kvcaches.segments.records import Ids
+
+# A segment is known by so many of its first tokens: those that probes look at, and some more.
+KNOWN_BY = 32
+# How many segments are remembered, and how many probes of each: the newest.
+_SEGMENTS, _PROBES = 2**16, 8
+# Differences of similarities below this are chance.
+_ALIKE = 0.1
+
+
+class Experience:
+    """Scores of probes, by the segment and by how unlike its old surroundings the new ones were.
+
+    A segment that passed in surroundings as unlike as these, or more, passes; one that failed in surroundings as like, or more, fails.
+    Where that says both, or neither, a probe has to tell. So a text that drifts away step by step is probed at each step.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[tuple[str, int, bytes], list[tuple[float, float]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def verdict(self, scope: str, layer: int, ids: Ids, similarity: float, threshold: float) -> bool | None:
+        """Whether a segment would pass a probe, or None where nothing is known of it.
+
+        Args:
+            scope: See `Record`.
+            layer: At which keys are compared.
+            ids: The segment's tokens.
+            similarity: Of the surroundings, old and new.
+            threshold: What a score must reach.
+        """
+        with self._lock:
+            found = self._found.get(_key(scope, layer, ids), ())
+            passed = any(score >= threshold and before <= similarity + _ALIKE for before, score in found)
+            failed = any(score < threshold and before >= similarity - _ALIKE for before, score in found)
+        return None if passed == failed else passed
+
+    def learn(self, scope: str, layer: int, ids: Ids, similarity: float, score: float) -> None:
+        """Remembers what a probe found.
+
+        Args:
+            scope: See `Record`.
+            layer: At which keys were compared.
+            ids: The segment's tokens.
+            similarity: Of the surroundings, old and new.
+            score: Of the probe.
+        """
+        key = _key(scope, layer, ids)
+        with self._lock:
+            found = self._found.setdefault(key, [])
+            found.append((similarity, score))
+            del found[:-_PROBES]
+            self._found.move_to_end(key)
+            while len(self._found) > _SEGMENTS:
+                self._found.popitem(last=False)
+
+
+def _key(scope: str, layer: int, ids: Ids) -> tuple[str, int, bytes]:
+    return scope, layer, ids[:KNOWN_BY].tobytes()
