@@ -133,9 +133,10 @@ def hidden_states(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any]
 
 
 def _packed(tensors: Mapping[str, torch.Tensor], name: str, stored: Mapping[str, Any], start: int, stop: int, count: int) -> Packed:
-    data, scale, zero = (
-        None if part is None else part[:count, :, start:stop] for part in (tensors.get(name + end) for end in ("", ".scale", ".zero"))
-    )
+    data, scale, zero = tensors[name], tensors.get(name + ".scale"), tensors.get(name + ".zero")
+    # Most segments are taken whole.
+    if (count, stop - start) != (data.shape[0], data.shape[2]):
+        data, scale, zero = (part if part is None else part[:count, :, start:stop] for part in (data, scale, zero))
     assert data is not None
     width = data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)
     return Packed(data, scale, zero, _group(stored["quantization"], width))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -66,14 +67,7 @@ def splice_row(
         pieces: What to write.
         geometries: How each layer's keys are turned; None where they can't be, and are where they were.
     """
-    moved = [loaded for loaded in pieces if loaded.piece.start != loaded.piece.position]
-    still = [loaded for loaded in pieces if loaded.piece.start == loaded.piece.position]
-    write_all(
-        portion
-        for group in (moved, still)
-        for together in _portions(group)
-        for portion in _portions_of(layers, row, padding, together, geometries, turning=group is moved)
-    )
+    write_all(portion for together in _portions(pieces) for portion in _portions_of(layers, row, padding, together, geometries))
 
 
 def _portions(pieces: Sequence[Loaded]) -> list[list[Loaded]]:
@@ -102,7 +96,6 @@ def _portions_of(
     padding: int,
     pieces: Sequence[Loaded],
     geometries: Sequence[RotaryGeometry | None],
-    turning: bool,
 ) -> Iterator[Portion]:
     """Pieces that are stored alike, for each group of layers that are treated alike."""
     lengths = [each.piece.stop - each.piece.start for each in pieces]
@@ -110,16 +103,17 @@ def _portions_of(
         codec.piles(each.tensors, each.piece.record.stored, each.piece.offset, each.piece.offset + length, each.depth)
         for each, length in zip(pieces, lengths, strict=True)
     ]
-    slots = torch.cat([torch.arange(each.piece.start, each.piece.stop) for each in pieces]) + padding
-    shifts = [each.piece.start - each.piece.position for each in pieces]
-    deltas = torch.tensor(shifts).repeat_interleave(torch.tensor(lengths))
+    slots = torch.from_numpy(np.concatenate([np.arange(each.piece.start, each.piece.stop) for each in pieces]) + padding)
+    # Those that stay where they were are turned by nothing, exactly, which is quicker than to treat them apart.
+    shifts, which = np.unique([each.piece.start - each.piece.position for each in pieces], return_inverse=True)
+    turning = bool(shifts.any())
+    which = torch.from_numpy(which.repeat(lengths))
     for pile in (_joined(parts) for parts in zip(*cut, strict=True)):
         for members, geometry in _treated_alike(pile.layers, layers, geometries):
             cos = sin = None
             layout: Layout = "half"
             if turning and geometry is not None and geometry.kind == "rope":
-                distinct, which = torch.unique(deltas, return_inverse=True)
-                cos, sin = (table[which] for table in geometry.cos_sin(distinct, torch.float32))
+                cos, sin = (table[which] for table in geometry.cos_sin(torch.from_numpy(shifts), torch.float32))
                 layout = geometry.layout
             inside = [pile.layers.index(index) for index in members]
             buffers = [(layers[index].key_buffer, layers[index].value_buffer) for index in members]
