@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -26,6 +27,9 @@ from hf_kvcaches.segments.running import SparsePass
 from hf_kvcaches.segments.scope import Rotation, check_policy, reader_for, rotation_of
 from hf_kvcaches.segments.store import SegmentStore
 from hf_kvcaches.segments.taking import Taking
+
+
+Storing = Callable[[], AbstractContextManager[None]]
 
 
 class ReusedSpan(NamedTuple):
@@ -230,15 +234,30 @@ class SegmentReuseCache(KVCache):
             self._end_pass()
         return held
 
-    def begin_pass(self, running: SparsePass) -> None:
+    def begin_pass(self, running: SparsePass) -> Storing:
         """The next pass through all layers runs the tokens of a sparse one, after which new tokens follow all others again.
 
         Args:
             running: The pass.
+
+        Returns:
+            As `begin_last`.
         """
         for layer in self.layers:
             layer.running = running
+        return self.begin_last(running)
+
+    def begin_last(self, running: SparsePass) -> Storing:
+        """In the next pass, the last layer answers for the last token alone.
+
+        Args:
+            running: The pass; its tokens may also be those that follow all others.
+
+        Returns:
+            For `Remaining`.
+        """
         self._one_pass = True
+        return partial(self.layers[-1].storing, running)
 
     @contextmanager
     def sparse(self, running: SparsePass) -> Iterator[None]:

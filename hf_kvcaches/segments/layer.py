@@ -54,7 +54,8 @@ class SegmentLayer(GrowingLayer):
             return self.looks[-1], self.looks[-1]
         running = self.running
         if running is None:
-            return super().update(key_states, value_states, *args, **kwargs)
+            held = super().update(key_states, value_states, *args, **kwargs)
+            return (Look(key_states), Look(key_states)) if self.only_stores else held
         if key_states.shape[0] != len(running.slots) or key_states.shape[2] != running.slots.shape[1]:
             raise ConfigError(
                 f"The cache waits for {tuple(running.slots.shape)} tokens of a prompt, and the model came with "

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -91,10 +90,9 @@ class Stages:
         order = (slots < self.total).to(torch.int8).argsort(dim=1, stable=True)
         slots = slots.gather(1, order)
         running = SparsePass(slots, self.padding, self.total)
-        self.cache.begin_pass(running)
+        storing = self.cache.begin_pass(running)
         if hidden is not None:
             hidden = hidden.gather(1, order[..., None].expand_as(hidden))
-        storing = partial(self.cache.layers[-1].storing, running)
         return Remaining(self._ids(slots), running.positions, hidden, levels[-1] if levels else 0, storing), kept
 
     def cost_of_looking(self, row: Row, costs: Costs) -> float:

@@ -18,6 +18,7 @@ from hf_kvcaches.segments.index import Piece
 from hf_kvcaches.segments.records import Chain, Ids
 from hf_kvcaches.segments.remembering import Hidden, NewRow
 from hf_kvcaches.segments.resembling import Resembling
+from hf_kvcaches.segments.running import SparsePass
 from hf_kvcaches.segments.scope import scope_of
 from hf_kvcaches.segments.splicing import Loaded, like_stored, splice_row
 from hf_kvcaches.segments.stages import Stages
@@ -90,7 +91,17 @@ class Taking:
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows, stages)
         cache.remembering.expect([row for row in new if row.plan.prefix < len(row.ids)], scope, cache.reader, total)
-        return taken
+        return self._in_order(taken, padding, total) if isinstance(taken, int) else taken
+
+    def _in_order(self, taken: int, padding: Sequence[int], total: int) -> int | Remaining:
+        """What remains behind what is taken, with as little of the last layer as the first new token needs."""
+        cache, ids, positions = self.cache, self.call.input_ids, self.call.position_ids
+        if not cache.attention_enabled or ids.shape[1] - taken < 2:
+            return taken
+        slots = torch.arange(total - ids.shape[1] + taken, total, device=ids.device).expand(len(ids), -1)
+        running = SparsePass(slots, torch.tensor(padding, device=ids.device), total)
+        positions = running.positions if positions is None else positions[..., taken:]
+        return Remaining(ids[:, taken:], positions, storing=cache.begin_last(running))
 
     def _to_store(self, row: Row, scope: str, hidden: Hidden | None) -> NewRow:
         """What of a row is new. In a chat that goes on in one cache, that is also what was generated since the last prompt."""
