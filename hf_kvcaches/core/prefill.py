@@ -389,15 +389,15 @@ class _Watched(_StandIn):
 
 
 class _LastToken(_StandIn):
-    """The last layer, of which only the last token's output is wanted: of the others it makes keys and values, which is a small part of it."""
+    """The last layer, of which only the last token's output is wanted: of the others it only makes keys and values."""
 
     def __init__(self, layer: nn.Module, storing: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__(layer)
         self._storing = storing
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer, tokens = self._layer[0], hidden_states.shape[1]
-        cut = {name: _of_last(value, tokens) for name, value in kwargs.items()}
+        layer, (batch, tokens, _) = self._layer[0], hidden_states.shape
+        cut = {name: _of_last(value, batch, tokens) for name, value in kwargs.items()}
         if tokens == 1 or args or any(value is _UNCLEAR for value in cut.values()):
             return layer(hidden_states, *args, **kwargs)
         with self._storing(), suppress(LookedEnough):
@@ -408,12 +408,13 @@ class _LastToken(_StandIn):
 _UNCLEAR = object()
 
 
-def _of_last(value: Any, tokens: int) -> Any:
+def _of_last(value: Any, batch: int, tokens: int) -> Any:
     """What a layer's argument is for the last token alone, or `_UNCLEAR`."""
     if isinstance(value, torch.Tensor):
-        return value[:, -1:] if value.ndim in (2, 3) and value.shape[1] == tokens else _UNCLEAR
+        clear = value.ndim in (2, 3) and value.shape[0] in (1, batch) and value.shape[1] == tokens
+        return value[:, -1:] if clear else _UNCLEAR
     if isinstance(value, tuple | list):
-        parts = [_of_last(part, tokens) for part in value]
+        parts = [_of_last(part, batch, tokens) for part in value]
         return _UNCLEAR if any(part is _UNCLEAR for part in parts) else type(value)(parts)
     return value
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -265,8 +266,14 @@ def similarity(a: Ids, b: Ids) -> float:
         a: Tokens.
         b: Tokens.
     """
-    first, second = (set(window_hashes(ids[-SURROUNDINGS:], SHINGLE).tolist()) for ids in (a, b))
+    first, second = (_shingles(ids[-SURROUNDINGS:].tobytes()) for ids in (a, b))
     if not first or not second:
         return float(np.array_equal(a, b))
     shared = len(first & second)
     return shared / (len(first) + len(second) - shared)
+
+
+@lru_cache(1024)
+def _shingles(ids: bytes) -> frozenset[int]:
+    # Kept, because what stood before a stored segment is asked for with every prompt that has the segment.
+    return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE).tolist())

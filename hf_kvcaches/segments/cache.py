@@ -29,9 +29,6 @@ from hf_kvcaches.segments.store import SegmentStore
 from hf_kvcaches.segments.taking import Taking
 
 
-Storing = Callable[[], AbstractContextManager[None]]
-
-
 class ReusedSpan(NamedTuple):
     """Consecutive tokens of a prompt that came about alike.
 
@@ -234,7 +231,7 @@ class SegmentReuseCache(KVCache):
             self._end_pass()
         return held
 
-    def begin_pass(self, running: SparsePass) -> Storing:
+    def begin_pass(self, running: SparsePass) -> Callable[[], AbstractContextManager[None]]:
         """The next pass through all layers runs the tokens of a sparse one, after which new tokens follow all others again.
 
         Args:
@@ -247,7 +244,7 @@ class SegmentReuseCache(KVCache):
             layer.running = running
         return self.begin_last(running)
 
-    def begin_last(self, running: SparsePass) -> Storing:
+    def begin_last(self, running: SparsePass) -> Callable[[], AbstractContextManager[None]]:
         """In the next pass, the last layer answers for the last token alone.
 
         Args:

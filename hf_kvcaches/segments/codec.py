@@ -136,8 +136,8 @@ def _packed(tensors: Mapping[str, torch.Tensor], name: str, stored: Mapping[str,
     data, scale, zero = tensors[name], tensors.get(name + ".scale"), tensors.get(name + ".zero")
     # Most segments are taken whole.
     if (count, stop - start) != (data.shape[0], data.shape[2]):
-        data, scale, zero = (part if part is None else part[:count, :, start:stop] for part in (data, scale, zero))
-    assert data is not None
+        data = data[:count, :, start:stop]
+        scale, zero = (part if part is None else part[:count, :, start:stop] for part in (scale, zero))
     width = data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)
     return Packed(data, scale, zero, _group(stored["quantization"], width))
 

@@ -105,9 +105,8 @@ def _portions_of(
     ]
     slots = torch.from_numpy(np.concatenate([np.arange(each.piece.start, each.piece.stop) for each in pieces]) + padding)
     # Those that stay where they were are turned by nothing, exactly, which is quicker than to treat them apart.
-    shifts, which = np.unique([each.piece.start - each.piece.position for each in pieces], return_inverse=True)
-    turning = bool(shifts.any())
-    which = torch.from_numpy(which.repeat(lengths))
+    shifts, of_pieces = np.unique([each.piece.start - each.piece.position for each in pieces], return_inverse=True)
+    turning, which = bool(shifts.any()), torch.from_numpy(of_pieces.repeat(lengths))
     for pile in (_joined(parts) for parts in zip(*cut, strict=True)):
         for members, geometry in _treated_alike(pile.layers, layers, geometries):
             cos = sin = None
