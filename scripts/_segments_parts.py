@@ -23,12 +23,13 @@ from _segments_sides import AUTO, Answer, Pair, Row, Side
 from _subspace_sides import Clock
 
 from hf_kvcaches import SegmentPolicy, SegmentStore
+from hf_kvcaches.core.splicing import codec
+from hf_kvcaches.core.splicing.codec import LayerStates
+from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.errors import require
 from hf_kvcaches.kernels.splice import Packed, splice, splice_reference
-from hf_kvcaches.segments import codec
-from hf_kvcaches.segments.codec import LayerStates
 from hf_kvcaches.segments.index import SegmentIndex
-from hf_kvcaches.segments.records import Chain, Ids, Record
+from hf_kvcaches.segments.records import Chain, Record
 from hf_kvcaches.segments.similar import NEAR
 from hf_kvcaches.stores.signatures import SignatureIndex
 

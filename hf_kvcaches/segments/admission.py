@@ -16,9 +16,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from hf_kvcaches.core.splicing.tokens import Ids, common_suffix, window_hashes
 from hf_kvcaches.segments.index import SHINGLE, Piece, Run, SegmentIndex
 from hf_kvcaches.segments.policy import SegmentPolicy
-from hf_kvcaches.segments.records import Chain, Ids, Tier, common_suffix, window_hashes
+from hf_kvcaches.segments.records import Chain, Tier
 from hf_kvcaches.segments.resembling import Resembling
 
 Mode = Literal["exact", "approximate", "auto"]

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches import compat
-from hf_kvcaches.core.cache import CacheReport, KVCache
+from hf_kvcaches.core.cache import CacheReport
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.segments.admission import Mode, Part
-from hf_kvcaches.segments.history import History
-from hf_kvcaches.segments.layer import SegmentLayer
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.probing import Looked
 from hf_kvcaches.segments.records import Tier
 from hf_kvcaches.segments.remembering import Remembering
-from hf_kvcaches.segments.running import SparsePass
-from hf_kvcaches.segments.scope import Rotation, check_policy, reader_for, rotation_of
+from hf_kvcaches.segments.scope import check_policy, reader_for
 from hf_kvcaches.segments.store import SegmentStore
 from hf_kvcaches.segments.taking import Taking
 
@@ -72,7 +66,7 @@ class SegmentReport(CacheReport):
     spans: tuple[ReusedSpan, ...] = ()
 
 
-class SegmentReuseCache(KVCache):
+class SegmentReuseCache(SplicingCache):
     """Keeps every token, and takes the keys and values of what earlier prompts had already from a store.
 
     Paper: Cross-Query KV Reuse with RoPE Reindexing for Template-Heavy Agent Prompts.
@@ -97,9 +91,6 @@ class SegmentReuseCache(KVCache):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
-    takes_over_prefill = True
-    own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
-
     def __init__(
         self,
         model: Any,
@@ -123,8 +114,6 @@ class SegmentReuseCache(KVCache):
         self.store, self.tokenizer, self.mode = store, tokenizer, mode
         self.policy = (policy or SegmentPolicy()).with_repair(repair)
         check_policy(self.model, self.policy)
-        self.rotation: Rotation = rotation_of(self.config)
-        self._check_layers()
         if (store.depth or store.cuts) and not self.approximates:
             raise UnsupportedError(
                 f"store: with cuts or depth, layers are run from the middle, and {self.rotation.why or 'this model can not be'}. "
@@ -134,23 +123,13 @@ class SegmentReuseCache(KVCache):
             raise UnsupportedError(
                 f"mode='approximate': {self.rotation.why or 'this model computes attention its own way'}. Use mode='exact', or 'auto'."
             )
-        self.history = History()
         self.reader = reader_for(tokenizer, tuple(separators))
         self.given_spans = spans
         self._repair = repair
         self._parts: list[tuple[int, Part]] = []
         self._flops = [0.0, 0.0]
-        self._one_pass = self._exchanged = False
         self.probes: list[Looked] = []
         self._watch()
-
-    @property
-    def approximates(self) -> bool:
-        """Whether segments can stand behind another text with this model."""
-        return self.rotation.turns and self.attention_enabled
-
-    def make_layer(self, layer_idx: int) -> SegmentLayer:
-        return SegmentLayer()
 
     def settings(self) -> dict[str, Any]:
         return {"mode": self.mode, "repair": self._repair}
@@ -160,26 +139,9 @@ class SegmentReuseCache(KVCache):
         # The file holds the tokens' keys and values; the store is not in it, and what the loaded cache stores goes into one of its own.
         return cls(model, SegmentStore("memory"), **settings)
 
-    def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
-        """Does by hand what `generate` does with a prompt: fills the cache with all tokens but the last.
-
-        Args:
-            input_ids: (batch, tokens), what follows the tokens in the cache.
-            attention_mask: 1 where a token is real, (batch, tokens seen before + new ones), or None.
-
-        Returns:
-            How many tokens the cache has now. Go on with `model(input_ids[:, -1:], past_key_values=cache)` or `generate(input_ids, ...)`.
-        """
-        if input_ids.ndim != 2 or input_ids.shape[1] < 2:
-            raise ConfigError.of("input_ids", "at least two tokens a row, (batch, tokens)", tuple(input_ids.shape))
-        with torch.no_grad():
-            self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=self, use_cache=True, logits_to_keep=1)
-        self.crop(-1)
-        return self.seen
-
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self.remembering.release()
-        self.history.observe(input_ids, attention_mask, position_ids, self.seen)
+        super().observe(input_ids, attention_mask, position_ids)
 
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
         return Taking(self, call).take()
@@ -190,7 +152,7 @@ class SegmentReuseCache(KVCache):
         Args:
             row: Of the batch.
         """
-        if not self._exchanged:
+        if not self.exchanged:
             return tuple(part for number, part in self._parts if number == row)
         return tuple(replace(part, start=0) for _, part in self._parts if part.tier != "exact" and part.pieces)
 
@@ -225,62 +187,10 @@ class SegmentReuseCache(KVCache):
             spans=spans,
         )
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        held = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._one_pass and layer_idx == len(self.layers) - 1 and not self.layers[-1].only_stores:
-            self._end_pass()
-        return held
-
-    def begin_pass(self, running: SparsePass) -> Callable[[], AbstractContextManager[None]]:
-        """The next pass through all layers runs the tokens of a sparse one, after which new tokens follow all others again.
-
-        Args:
-            running: The pass.
-
-        Returns:
-            As `begin_last`.
-        """
-        for layer in self.layers:
-            layer.running = running
-        return self.begin_last(running)
-
-    def begin_last(self, running: SparsePass) -> Callable[[], AbstractContextManager[None]]:
-        """In the next pass, the last layer answers for the last token alone.
-
-        Args:
-            running: The pass; its tokens may also be those that follow all others.
-
-        Returns:
-            For `Remaining`.
-        """
-        self._one_pass = True
-        return partial(self.layers[-1].storing, running)
-
-    @contextmanager
-    def sparse(self, running: SparsePass) -> Iterator[None]:
-        """While open, passes run the tokens of a sparse one.
-
-        Args:
-            running: The pass.
-        """
-        for layer in self.layers:
-            layer.running = running
-        try:
-            yield
-        finally:
-            self._end_pass()
-
-    def _end_pass(self) -> None:
-        self._one_pass = False
-        for layer in self.layers:
-            layer.running = None
-
     def reset(self) -> None:
         self.remembering.release()
         super().reset()
-        self.history.reset()
         self._parts, self._flops, self.probes = [], [0.0, 0.0], []
-        self._one_pass = self._exchanged = False
 
     def crop(self, tokens_to_remove: int) -> None:
         # New tokens are going to be written where these were, and the store's thread may be reading there.
@@ -288,40 +198,15 @@ class SegmentReuseCache(KVCache):
         if self.seen + int(tokens_to_remove) < self.remembering.reading_until:
             self.store.flush()
         super().crop(tokens_to_remove)
-        self.history.crop(self.seen)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def rows_change(self) -> None:
         self.remembering.release()
-        super().reorder_cache(beam_idx)
-        self._exchanged = True
-        self.history.map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.remembering.release()
-        super().batch_repeat_interleave(repeats)
-        self._exchanged = True
-        self.history.map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.remembering.release()
-        super().batch_select_indices(indices)
-        self._exchanged = True
-        self.history.map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
 
     def _watch(self) -> None:
         self.remembering = Remembering(self.layers, self.store)
         self.store.watch(self.remembering)
         # A cache that is dropped after one token has computed its prompt all the same.
         weakref.finalize(self, self.remembering.release).atexit = False
-
-    def _check_layers(self) -> None:
-        foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})
-        if foreign:
-            raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be reused. Use GrowingCache.")
-        if self.rotation.refused:
-            raise UnsupportedError(f"model: {self.rotation.why}. Use GrowingCache.")
-        if self._learned_prompt:
-            raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use GrowingCache.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self.remembering.release()

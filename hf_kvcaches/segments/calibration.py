@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.growing import GrowingCache
+from hf_kvcaches.core.splicing.codec import Quantization
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments.cache import SegmentReuseCache
-from hf_kvcaches.segments.codec import Quantization
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.store import SegmentStore
 

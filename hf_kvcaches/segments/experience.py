@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from hf_kvcaches.segments.records import Ids
+from hf_kvcaches.core.splicing.tokens import Ids
 
 # A segment is known by so many of its first tokens: those that probes look at, and some more.
 KNOWN_BY = 32

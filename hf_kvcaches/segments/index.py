@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.segments.records import Chain, Ids, Record, common_prefix, common_suffix, window_hashes
+from hf_kvcaches.core.splicing.tokens import Ids, common_prefix, common_suffix, window_hashes
+from hf_kvcaches.segments.records import Chain, Record
 
 # An anchor is so many consecutive tokens, found wherever they stand in a prompt.
 ANCHOR = 16

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-Ids = npt.NDArray[np.uint32]
+from hf_kvcaches.core.splicing.tokens import Ids
+
 Signature = npt.NDArray[np.uint32]
 Tier = Literal["exact", "guarded", "repaired", "probed", "computed"]
 
@@ -109,50 +109,6 @@ class Record:
         if arrays["ids"] is None or not len(arrays["ids"]) or arrays["context"] is None:
             raise ValueError("a segment without tokens, or without those to the left of it")
         return cls(**plain, **arrays)  # type: ignore[arg-type]
-
-
-def as_ids(values: Any) -> Ids:
-    """Token ids as an array.
-
-    Args:
-        values: A list, a tensor on the CPU, or an array.
-    """
-    return np.ascontiguousarray(np.asarray(values), dtype=np.uint32)
-
-
-def common_prefix(a: Ids, b: Ids) -> int:
-    """How many tokens two rows share at their starts."""
-    length = min(len(a), len(b))
-    different = (a[:length] != b[:length]).nonzero()[0]
-    return int(different[0]) if len(different) else length
-
-
-def common_suffix(a: Ids, b: Ids) -> int:
-    """How many tokens two rows share at their ends."""
-    return common_prefix(a[::-1], b[::-1])
-
-
-def window_hashes(ids: Ids, width: int) -> npt.NDArray[np.uint64]:
-    """A number for every `width` consecutive tokens, (tokens - width + 1,); equal ones have equal numbers.
-
-    Args:
-        ids: The tokens.
-        width: How many.
-    """
-    if len(ids) < width:
-        return np.zeros(0, np.uint64)
-    mixed = ids.astype(np.uint64)
-    # The finaliser of splitmix64: small ids fill all 64 bits.
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB) + np.uint64(0x9E3779B97F4A7C15)
-    windows = np.lib.stride_tricks.sliding_window_view(mixed, width)
-    hashes: npt.NDArray[np.uint64] = (windows * _powers(width)).sum(axis=1, dtype=np.uint64)
-    return hashes
-
-
-@cache
-def _powers(width: int) -> npt.NDArray[np.uint64]:
-    return np.array([pow(0x9E3779B97F4A7C15, width - 1 - i, 2**64) for i in range(width)], dtype=np.uint64)
 
 
 def _packed(values: npt.NDArray[np.uint32]) -> str:

@@ -10,10 +10,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from hf_kvcaches.core.splicing.codec import LayerStates
+from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.admission import Part, Plan
-from hf_kvcaches.segments.codec import LayerStates
-from hf_kvcaches.segments.layer import SegmentLayer
-from hf_kvcaches.segments.records import CONTEXT, Ids, Record, Tier
+from hf_kvcaches.segments.records import CONTEXT, Record, Tier
 from hf_kvcaches.segments.scope import Reader
 from hf_kvcaches.segments.store import NewSegment, SegmentStore
 
@@ -51,7 +52,7 @@ class Remembering:
         store: Where to.
     """
 
-    def __init__(self, layers: list[SegmentLayer], store: SegmentStore) -> None:
+    def __init__(self, layers: list[SplicedLayer], store: SegmentStore) -> None:
         self._layers, self._store = layers, store
         self._rows: list[NewRow] = []
         self._scope = ""

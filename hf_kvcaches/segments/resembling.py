@@ -7,8 +7,9 @@ from difflib import SequenceMatcher
 
 import numpy as np
 
+from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.index import Piece, Run
-from hf_kvcaches.segments.records import Ids, Record, Signature
+from hf_kvcaches.segments.records import Record, Signature
 from hf_kvcaches.segments.scope import Reader
 from hf_kvcaches.stores.signatures import MinHasher
 

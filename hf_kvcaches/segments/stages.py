@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from hf_kvcaches.core.prefill import LookedEnough, PrefillCall, Remaining, run_layers
+from hf_kvcaches.core.splicing import codec
+from hf_kvcaches.core.splicing.flops import Costs
+from hf_kvcaches.core.splicing.sparse import Look, SparsePass
+from hf_kvcaches.core.splicing.transfer import moved
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import splice
-from hf_kvcaches.segments import codec
 from hf_kvcaches.segments.admission import PROBES, SLICE, Part, Places, settle
-from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.probing import Looked, agreement
 from hf_kvcaches.segments.remembering import Hidden
-from hf_kvcaches.segments.running import Look, SparsePass
-from hf_kvcaches.segments.transfer import moved
 
 if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache

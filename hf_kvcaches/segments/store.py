@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from hf_kvcaches.core.splicing import codec
+from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.segments import codec
-from hf_kvcaches.segments.codec import LayerStates, Quantization
 from hf_kvcaches.segments.experience import Experience
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record, Signature

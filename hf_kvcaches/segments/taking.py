@@ -12,15 +12,16 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.splicing.flops import Costs
+from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
+from hf_kvcaches.core.splicing.sparse import SparsePass
+from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.admission import Part, Places, Plan, plan_row
-from hf_kvcaches.segments.flops import Costs
 from hf_kvcaches.segments.index import Piece
-from hf_kvcaches.segments.records import Chain, Ids
+from hf_kvcaches.segments.records import Chain
 from hf_kvcaches.segments.remembering import Hidden, NewRow
 from hf_kvcaches.segments.resembling import Resembling
-from hf_kvcaches.segments.running import SparsePass
 from hf_kvcaches.segments.scope import scope_of
-from hf_kvcaches.segments.splicing import Loaded, like_stored, splice_row
 from hf_kvcaches.segments.stages import Stages
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class Taking:
             for piece in part.pieces:
                 tensors = self.tensors[piece.record.key]
                 assert tensors is not None
-                found.append(Loaded(piece, tensors, part.depth))
+                found.append(Loaded(piece.start, piece.stop, piece.offset, piece.position, piece.record.stored, tensors, part.depth))
         return found
 
     def _note(self, rows: Sequence[Row], stages: Stages | None) -> None:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_suffix
 from hf_kvcaches.segments.admission import SHINGLE, SURROUNDINGS, Mode, Part, Plan, plan_row, settle, similarity
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.policy import SegmentPolicy
-from hf_kvcaches.segments.records import Chain, Ids, as_ids, common_suffix
+from hf_kvcaches.segments.records import Chain
 from tests.segments.test_index import add, mosaics
 
 LAYERS = 8

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
 from hf_kvcaches.segments.index import ALIKE, ANCHOR, SHINGLE, Run, SegmentIndex, anchors
-from hf_kvcaches.segments.records import CONTEXT, Chain, Ids, Record, Tier, as_ids, common_prefix
+from hf_kvcaches.segments.records import CONTEXT, Chain, Record, Tier
 
 SURE = 2 * ANCHOR - 1
 MODEST = settings(max_examples=70, deadline=None)

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.segments.records import Chain, Ids, Record, as_ids, common_prefix, common_suffix
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix, common_suffix
+from hf_kvcaches.segments.records import Chain, Record
 
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=12)
 FEW = st.lists(st.integers(0, 1), max_size=6)

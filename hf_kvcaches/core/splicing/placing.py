@@ -1,38 +1,50 @@
-"""Stored segments, written into a cache's layers where a prompt has them."""
+"""Stored tokens, written into a cache's layers where a prompt has them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.splicing import codec
+from hf_kvcaches.core.splicing.codec import Pile
+from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.core.splicing.transfer import Portion, write_all
 from hf_kvcaches.kernels._shared import Layout
 from hf_kvcaches.kernels.splice import Packed
-from hf_kvcaches.segments import codec
-from hf_kvcaches.segments.codec import Pile
-from hf_kvcaches.segments.index import Piece
-from hf_kvcaches.segments.layer import SegmentLayer
-from hf_kvcaches.segments.transfer import Portion, write_all
 
 # Tokens that go to a GPU at a time: while one portion is written into the buffers, the next one is on its way.
 PORTION = 2048
 
 
 class Loaded(NamedTuple):
-    """A piece of a row, with its tensors.
+    """Stored tokens, and where they go in a row.
 
     Args:
-        piece: The piece.
-        tensors: Of the whole segment.
+        start: The first token's place in the row.
+        stop: Behind the last.
+        offset: Where among the stored ones they begin.
+        position: Where the first of them stood when it was stored.
+        stored: What `codec.encode` gave with the tensors.
+        tensors: Of all that was stored together.
         depth: Only of layers below this one; None: of all.
     """
 
-    piece: Piece
+    start: int
+    stop: int
+    offset: int
+    position: int
+    stored: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
     depth: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.stop - self.start
 
 
 def like_stored(loaded: Loaded, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -42,7 +54,7 @@ def like_stored(loaded: Loaded, layers: int) -> list[tuple[torch.Tensor, torch.T
         loaded: Any piece.
         layers: How many.
     """
-    stored = loaded.piece.record.stored
+    stored = loaded.stored
     dtype = codec.dtype_of(stored)
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for number, members in enumerate(stored["piles"]):
@@ -56,7 +68,7 @@ def like_stored(loaded: Loaded, layers: int) -> list[tuple[torch.Tensor, torch.T
 
 
 def splice_row(
-    layers: Sequence[SegmentLayer], row: int, padding: int, pieces: Sequence[Loaded], geometries: Sequence[RotaryGeometry | None]
+    layers: Sequence[SplicedLayer], row: int, padding: int, pieces: Sequence[Loaded], geometries: Sequence[RotaryGeometry | None]
 ) -> None:
     """Writes pieces into one row of the layers' buffers, their keys turned to where they now stand.
 
@@ -74,13 +86,13 @@ def _portions(pieces: Sequence[Loaded]) -> list[list[Loaded]]:
     """Pieces that are stored alike, up to `PORTION` tokens together."""
     portions: list[list[Loaded]] = []
     size = 0
-    for loaded in sorted(pieces, key=lambda each: (each.depth or 0, str(each.piece.record.stored["dtype"]))):
-        length = loaded.piece.stop - loaded.piece.start
+    for loaded in sorted(pieces, key=lambda each: (each.depth or 0, str(each.stored["dtype"]))):
+        length = loaded.tokens
         before = portions[-1][-1] if portions else None
         alike = (
             before is not None
             and before.depth == loaded.depth
-            and all(before.piece.record.stored[name] == loaded.piece.record.stored[name] for name in ("dtype", "piles", "quantization"))
+            and all(before.stored[name] == loaded.stored[name] for name in ("dtype", "piles", "quantization"))
         )
         if not alike or size + length > PORTION:
             portions.append([])
@@ -91,21 +103,21 @@ def _portions(pieces: Sequence[Loaded]) -> list[list[Loaded]]:
 
 
 def _portions_of(
-    layers: Sequence[SegmentLayer],
+    layers: Sequence[SplicedLayer],
     row: int,
     padding: int,
     pieces: Sequence[Loaded],
     geometries: Sequence[RotaryGeometry | None],
 ) -> Iterator[Portion]:
     """Pieces that are stored alike, for each group of layers that are treated alike."""
-    lengths = [each.piece.stop - each.piece.start for each in pieces]
+    lengths = [each.tokens for each in pieces]
     cut = [
-        codec.piles(each.tensors, each.piece.record.stored, each.piece.offset, each.piece.offset + length, each.depth)
+        codec.piles(each.tensors, each.stored, each.offset, each.offset + length, each.depth)
         for each, length in zip(pieces, lengths, strict=True)
     ]
-    slots = torch.from_numpy(np.concatenate([np.arange(each.piece.start, each.piece.stop) for each in pieces]) + padding)
+    slots = torch.from_numpy(np.concatenate([np.arange(each.start, each.stop) for each in pieces]) + padding)
     # Those that stay where they were are turned by nothing, exactly, which is quicker than to treat them apart.
-    shifts, of_pieces = np.unique([each.piece.start - each.piece.position for each in pieces], return_inverse=True)
+    shifts, of_pieces = np.unique([each.start - each.position for each in pieces], return_inverse=True)
     turning, which = bool(shifts.any()), torch.from_numpy(of_pieces.repeat(lengths))
     for pile in (_joined(parts) for parts in zip(*cut, strict=True)):
         for members, geometry in _treated_alike(pile.layers, layers, geometries):
@@ -144,7 +156,7 @@ def _cat(packed: Sequence[Packed]) -> Packed:
 
 
 def _treated_alike(
-    members: Sequence[int], layers: Sequence[SegmentLayer], geometries: Sequence[RotaryGeometry | None]
+    members: Sequence[int], layers: Sequence[SplicedLayer], geometries: Sequence[RotaryGeometry | None]
 ) -> list[tuple[list[int], RotaryGeometry | None]]:
     """Layers with one geometry on one device, and that geometry."""
     groups: dict[tuple[int, torch.device | None], tuple[list[int], RotaryGeometry | None]] = {}

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.segments import codec, splicing, transfer
-from hf_kvcaches.segments.codec import LayerStates
-from hf_kvcaches.segments.index import Piece
-from hf_kvcaches.segments.layer import SegmentLayer
-from hf_kvcaches.segments.records import Record, as_ids
-from hf_kvcaches.segments.splicing import Loaded, like_stored, splice_row
+from hf_kvcaches.core.splicing import codec, placing, transfer
+from hf_kvcaches.core.splicing.codec import LayerStates
+from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
 from tests.core.test_rope import CONFIGS
 
 BITS = {"int8": 8, "int4": 4}
@@ -39,19 +37,19 @@ class Stored:
         torch.manual_seed(tokens * 100 + start)
         self.way = way
         self.layers = [LayerStates(*(torch.randn(heads, tokens, dim).to(dtype) for dim in dims)) for heads, *dims in plan][:depth]
-        self.tensors, stored = codec.encode(self.layers, {}, way)
-        self.record = Record("scope", as_ids(range(tokens)), "", "", start, as_ids([]), "exact", True, stored)
+        self.tokens, self.start = tokens, start
+        self.tensors, self.stored = codec.encode(self.layers, {}, way)
 
     def read(self, layer: int, name: str) -> torch.Tensor:
         x: torch.Tensor = getattr(self.layers[layer], name)
         return x if self.way is None else quantize(x, BITS[self.way], group=32 if self.way == "int4" else None).dequantize()
 
 
-def opened(plan: Plan, rows: int, total: int, dtype: torch.dtype = torch.float32) -> list[SegmentLayer]:
+def opened(plan: Plan, rows: int, total: int, dtype: torch.dtype = torch.float32) -> list[SplicedLayer]:
     """Layers with room, in which nothing is a number."""
     layers = []
     for heads, *dims in plan:
-        layer = SegmentLayer()
+        layer = SplicedLayer()
         layer.open(rows, total, *(torch.empty(rows, heads, 0, dim, dtype=dtype) for dim in dims))
         for buffer in (layer.key_buffer, layer.value_buffer):
             assert buffer is not None
@@ -62,25 +60,25 @@ def opened(plan: Plan, rows: int, total: int, dtype: torch.dtype = torch.float32
 
 
 def place(stored: Stored, start: int, offset: int = 0, length: int | None = None, depth: int | None = None) -> tuple[Loaded, Stored]:
-    stop = start + (len(stored.record) - offset if length is None else length)
-    return Loaded(Piece(start, stop, stored.record, offset), stored.tensors, depth), stored
+    stop = start + (stored.tokens - offset if length is None else length)
+    return Loaded(start, stop, offset, stored.start + offset, stored.stored, stored.tensors, depth), stored
 
 
 def slow_splice(buffers: list, row: int, padding: int, placed: Sequence[tuple[Loaded, Stored]], geometries: Geometries) -> None:
     """One token of one layer after the other."""
-    for (piece, _, depth), stored in placed:
-        for layer in range(len(stored.layers) if depth is None else min(depth, len(stored.layers))):
+    for piece, stored in placed:
+        for layer in range(len(stored.layers) if piece.depth is None else min(piece.depth, len(stored.layers))):
             for token in range(piece.start, piece.stop):
                 there = piece.offset + token - piece.start
                 key, value = (stored.read(layer, name)[:, there] for name in ("keys", "values"))
                 turning = geometries[layer]
                 if turning is not None:
-                    key = turning.shift(key[None, :, None], token - (stored.record.start + there))[0, :, 0]
+                    key = turning.shift(key[None, :, None], token - (stored.start + there))[0, :, 0]
                 for buffer, new in zip(buffers[layer], (key, value), strict=True):
                     buffer[row, :, token + padding] = new
 
 
-def check(layers: list[SegmentLayer], row: int, padding: int, placed: Sequence[tuple[Loaded, Stored]], geometries: Geometries) -> None:
+def check(layers: list[SplicedLayer], row: int, padding: int, placed: Sequence[tuple[Loaded, Stored]], geometries: Geometries) -> None:
     """Splices, and compares all that is in the buffers, untouched slots included."""
     slow = [(layer.key_buffer.clone(), layer.value_buffer.clone()) for layer in layers]
     slow_splice(slow, row, padding, placed, geometries)
@@ -162,9 +160,9 @@ def test_any_pieces_in_any_row_are_written_and_nothing_else(data: st.DataObject)
     placed, end = [], 0
     for _ in range(data.draw(st.integers(0, 4))):
         stored = data.draw(st.sampled_from(segments))
-        offset = data.draw(st.integers(0, len(stored.record) - 1))
-        length = data.draw(st.integers(1, len(stored.record) - offset))
-        home = stored.record.start + offset
+        offset = data.draw(st.integers(0, stored.tokens - 1))
+        length = data.draw(st.integers(1, stored.tokens - offset))
+        home = stored.start + offset
         start = home if home >= end and data.draw(st.booleans()) else end + data.draw(st.integers(0, 4))
         placed.append(place(stored, start, offset, length, data.draw(st.none() | st.integers(1, len(plan)))))
         end = start + length
@@ -185,7 +183,7 @@ def test_many_tokens_are_written_a_portion_at_a_time(monkeypatch: pytest.MonkeyP
     check(opened(plan, 1, 40), 0, 0, placed, [turning] * 2)
     assert sizes == [24, 24]  # keys and values of both layers
     sizes.clear()
-    monkeypatch.setattr(splicing, "PORTION", 9)
+    monkeypatch.setattr(placing, "PORTION", 9)
     check(opened(plan, 1, 40), 0, 0, placed, [turning] * 2)
     assert sizes == [8] * 6
 

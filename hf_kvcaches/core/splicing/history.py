@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.segments.records import Ids, as_ids
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids
 
 
 class History:

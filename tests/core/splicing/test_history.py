@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.segments.history import History
+from hf_kvcaches.core.splicing.history import History
 from tests import tiny
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
 from hf_kvcaches.core.quantize import quantize
+from hf_kvcaches.core.splicing import codec
+from hf_kvcaches.core.splicing.codec import LayerStates
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.splice import Packed, splice
-from hf_kvcaches.segments import codec
-from hf_kvcaches.segments.codec import LayerStates
 
 BITS = {"int8": 8, "int4": 4}
 WAYS = [None, "int8", "int4"]

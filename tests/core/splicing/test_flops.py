@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_kvcaches.segments.flops import Costs
+from hf_kvcaches.core.splicing.flops import Costs
 from tests import tiny
 
 MODELS = {
@@ -63,7 +63,7 @@ def test_costs_are_the_sum_over_tokens_and_layers() -> None:
 
 
 def test_a_models_costs_are_read_once_and_forgotten_with_it() -> None:
-    from hf_kvcaches.segments import flops
+    from hf_kvcaches.core.splicing import flops
 
     model = tiny.llama(seed=5)
     before = len(flops._known)

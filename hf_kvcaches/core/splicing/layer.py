@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.growing import GrowingLayer, append, capacity_for
+from hf_kvcaches.core.splicing.sparse import Look, SparseKeys, SparsePass
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.segments.running import Look, SparseKeys, SparsePass
 
 
-class SegmentLayer(GrowingLayer):
+class SplicedLayer(GrowingLayer):
     """Keys and values of all tokens, in buffers that pieces of a prompt are spliced into before the rest of it is run."""
 
     running: SparsePass | None = None

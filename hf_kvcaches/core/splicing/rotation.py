@@ -1,0 +1,57 @@
+"""How a model's keys are turned to other positions, read from its config."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.rope import RotaryGeometry
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a model's keys are turned to other positions.
+
+    Args:
+        layers: One geometry a layer; equal ones are one object.
+        turns: Whether keys can be moved in all layers.
+        refused: Whether keys of one text differ with the length of the whole, so that not even its start can be reused.
+        why: What stands against turning, or "".
+    """
+
+    layers: tuple[RotaryGeometry, ...]
+    turns: bool
+    refused: bool
+    why: str
+
+
+_rotations: dict[int, tuple[weakref.ref[PreTrainedConfig], Rotation]] = {}
+
+
+def rotation_of(config: PreTrainedConfig) -> Rotation:
+    """Read from a config once, for as long as it lives.
+
+    Args:
+        config: Of the decoder.
+    """
+    kept = _rotations.get(id(config))
+    if kept is not None and kept[0]() is config:
+        return kept[1]
+    distinct: list[RotaryGeometry] = []
+    layers = []
+    for index in range(len(compat.layer_plan(config))):
+        geometry = RotaryGeometry.from_config(config, layer_idx=index)
+        same = next((other for other in distinct if other.turns_like(geometry)), None)
+        if same is None:
+            distinct.append(geometry)
+        layers.append(same or geometry)
+    refusal = next((geometry.refusal for geometry in distinct if geometry.refusal), None)
+    still = [geometry.kind for geometry in distinct if geometry.kind not in ("rope", "none")]
+    why = refusal or (f"its keys can't be moved (positions of the kind {still[0]!r})" if still else "")
+    rotation = Rotation(tuple(layers), not why, refusal is not None, why)
+    identity = id(config)
+    _rotations[identity] = (weakref.ref(config, lambda _: _rotations.pop(identity, None)), rotation)
+    return rotation
