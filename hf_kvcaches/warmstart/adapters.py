@@ -128,7 +128,7 @@ class Adapters:
         return cls(*(tuple(_identities(layer[part]) for layer in sample.layers) for part in (0, 1)))
 
     @classmethod
-    def ridge(cls, samples: Sequence[AdapterSample], gamma: float = 1e-3) -> Adapters:
+    def ridge(cls, samples: Sequence[AdapterSample], gamma: float = 1.0) -> Adapters:
         """Maps of values in closed form; keys are left alone.
 
         Keys decide how much attention each slot gets. With that settled, an output is what the slots give, mapped, plus what the tokens
@@ -137,7 +137,7 @@ class Adapters:
         of what the slots give, divided by `value_dim`.
 
         Args:
-            samples: From several prompts; with fewer than `value_dim` outputs, most of a map stays the identity.
+            samples: From several prompts, the more the better: with few, a small gamma learns them by heart.
             gamma: Above 0.
         """
         if not gamma > 0:

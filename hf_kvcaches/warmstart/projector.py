@@ -59,6 +59,10 @@ class SlotProjector:
     say little. Keys and values weigh the same in the fit, whatever their sizes. Gamma is a share of the mean square of a slot. A map that
     does not make held-out pairs better is thrown away (`report`).
 
+    **What to expect**: squared errors of slots are not divergences. On the testbed, between documents that differ in their preambles, maps
+    fitted to 24 pairs bring slots closer, and predictions by means (the paper's layout) hardly; where slots are exact tokens, predictions
+    get worse (0.008 to 0.02, from less than 0.0001 with the source's own slots).
+
     Positions and counts stay the source's.
 
     Args:
