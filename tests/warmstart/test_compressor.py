@@ -253,6 +253,16 @@ def test_trained_adapters_bring_outputs_closer_also_of_prompts_that_were_not_see
     assert trained.error(made[32:]) < plain.error(made[32:])
 
 
+def test_a_strong_weight_holds_trained_adapters_at_the_identity() -> None:
+    made, _, _ = samples(8)
+    plain = Adapters.identity(made[0]).tensors()
+    moved = []
+    for weight in (0.0, 1e3):
+        trained = fit_adapters(made, 40, lr=1e-2, weight=weight).tensors()
+        moved.append(max(float((each - plain[name]).abs().max()) for name, each in trained.items()))
+    assert moved[1] < 0.05 < moved[0]
+
+
 def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path) -> None:
     made, _, _ = samples(12)
     whole_run = fit_adapters(made, 8, seed=2, batch=4)
