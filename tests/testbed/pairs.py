@@ -45,6 +45,22 @@ _DENIALS = {
 _ARTICLES = {"the": "a", "a": "the"}
 
 
+# Words of five letters and more that only hold others together, deny or count.
+_SMALL_WORDS = frozenset(
+    (
+        "about above across after again against almost along already although always among another around because become before behind "
+        "being below beneath beside besides between beyond cannot could doing during either every except exactly fifteen fifty first forty "
+        "half having hardly herself himself however hundred indeed inside instead itself least might million moment moments month months "
+        "morrow myself nearly neither never night nights nothing nobody nowhere often other others ought ourselves outside perhaps quite "
+        "rather really scarcely second seven several shall should simply since sixty sometimes still their theirs themselves there "
+        "therefore these third thirty those though thousand three through throughout together towards toward twelve twenty twice under "
+        "until unless usually when whenever where whether which while whole whose within without would years yourself minute minutes hours "
+        "eight eleven quarter dozen degree degrees evening afternoon yesterday tomorrow today couple pounds miles yards inches refused "
+        "refuse denied failed false falsely stopped wrong absent previous single double pound until weeks april march"
+    ).split()
+)
+
+
 @dataclass(frozen=True)
 class Pair:
     """Two prompts and what is asked of the second.
@@ -94,7 +110,7 @@ class _Writer:
     def count(self, document: Document) -> int:
         """Tokens up to the end of the longest question."""
         longest = max(len(self.encode(fact.question)) for fact in document.facts)
-        return len(self.encode(document.head())) + len(self.encode(_notes(document))) + longest + 2
+        return sum(len(self.encode(text)) for text in (document.head(), _notes(document), "Questions:\n")) + longest
 
     def document(self, length: int, shape: dict[str, Any]) -> Document:
         """A document whose prompt has at most that many tokens and not many fewer."""
@@ -227,7 +243,8 @@ def _places(source: Document, fits: Callable[[str], bool]) -> list[tuple[int, in
 
 
 def _is_content(word: str) -> bool:
-    return word.isascii() and word.isalpha() and word.islower() and len(word) > 4 and word not in VALUES
+    """Whether it is a word of the prose that carries content, and neither a value nor a number."""
+    return word.isascii() and word.isalpha() and word.islower() and len(word) > 4 and word not in VALUES and word not in _SMALL_WORDS
 
 
 def _few_words(writer: _Writer, source: Document, first: int) -> Document:
