@@ -187,6 +187,8 @@ def test_blocks_and_changes_together_are_the_whole_of_both_prompts(pair, moved):
         parts = [(block[side], block[side] + block.length) for block in found.blocks]
         parts += [change[2 * side : 2 * side + 2] for change in found.changes]
         assert set().union(*(range(*part) for part in parts)) == set(range(len(row)))
+        covered = set().union(*(range(*part) for part in parts[: len(found.blocks)]))
+        assert not covered & set().union(*(range(*part) for part in parts[len(found.blocks) :]))
         if side or not moved:
             assert sum(stop - start for start, stop in parts) == len(row)
 
@@ -198,12 +200,27 @@ class FakeTokenizer:
         return "".join(f" {token}" for token in ids)
 
 
+def test_what_was_taken_twice_from_the_source_has_not_changed():
+    source, target = [*range(10), 77, *range(20, 25)], [*range(10), 66, 2, 3, 4, 55, *range(20, 25)]
+    found = differences(source, target, FakeTokenizer(), shortest=3, moved=True)
+    assert [tuple(change) for change in found.changes] == [(0, 0, 10, 11), (0, 0, 14, 15), (10, 11, 20, 20)]
+
+
 def test_texts_complete_the_words_that_a_change_touches(tokenizer):
     source, target = ("She was unhappily walking to the harbour.", "She was unlikely walking to the big harbours.")
     found = differences(*(tokenizer.encode(text, add_special_tokens=False) for text in (source, target)), tokenizer, shortest=1)
     assert ("unhappily", "unlikely") in [(before.strip(), after.strip()) for before, after in found.texts]
     assert all(before.strip() in source and after.strip() in target for before, after in found.texts)
     assert {word for _, after in found.texts for word in after.split()} >= {"unlikely", "big"}
+
+
+def test_a_word_is_completed_on_both_sides_where_its_tokens_are_letters():
+    class Letters:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(map(chr, ids))
+
+    source, target = ([ord(char) for char in text] for text in ("the walking man", "the waXking man"))
+    assert differences(source, target, Letters(), shortest=2).texts == (("walking", "waXking"),)
 
 
 def test_texts_are_whole_characters_where_tokens_are_bytes(tokenizer):

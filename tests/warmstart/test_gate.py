@@ -262,6 +262,13 @@ def test_settings_that_cannot_work_are_refused(wrong):
         Gate(**wrong)
 
 
+def test_the_last_place_is_read_first_where_one_risk_is_enough():
+    between = " ".join(WORDS)
+    source, target = f"It is so. {between} Who asked?", f"It is not so. {between} Why asked?"
+    assert [risk for risk, _ in changes(source, target, stop=True).risks] == ["logic"]
+    assert [risk for risk, _ in changes(source, target).risks] == ["negations", "logic"]
+
+
 def test_long_examples_are_cut_in_reports():
     ((_, example), *_) = changes("it was so", f"it was not {' '.join(WORDS * 5)} so").risks
     assert len(example) < 140
