@@ -1,1 +1,1 @@
-"""WarmStartCache: the first token of a prompt from the summary of another one."""
+"""A prompt that resembles an earlier one starts from what that one had."""
