@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_kvcaches import compat
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.core.splicing.flops import Costs
-from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
-from hf_kvcaches.core.splicing.sparse import SparsePass
+from hf_kvcaches.core.splicing.placing import Loaded
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.admission import Part, Places, Plan, plan_row
 from hf_kvcaches.segments.index import Piece
@@ -92,17 +90,7 @@ class Taking:
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows, stages)
         cache.remembering.expect([row for row in new if row.plan.prefix < len(row.ids)], scope, cache.reader, total)
-        return self._in_order(taken, padding, total) if isinstance(taken, int) else taken
-
-    def _in_order(self, taken: int, padding: Sequence[int], total: int) -> int | Remaining:
-        """What remains behind what is taken, with as little of the last layer as the first new token needs."""
-        cache, ids, positions = self.cache, self.call.input_ids, self.call.position_ids
-        if not cache.attention_enabled or ids.shape[1] - taken < 2:
-            return taken
-        slots = torch.arange(total - ids.shape[1] + taken, total, device=ids.device).expand(len(ids), -1)
-        running = SparsePass(slots, torch.tensor(padding, device=ids.device), total)
-        positions = running.positions if positions is None else positions[..., taken:]
-        return Remaining(ids[:, taken:], positions, storing=cache.begin_last(running))
+        return cache.behind(self.call, taken, padding, total) if isinstance(taken, int) else taken
 
     def _to_store(self, row: Row, scope: str, hidden: Hidden | None) -> NewRow:
         """What of a row is new. In a chat that goes on in one cache, that is also what was generated since the last prompt."""
@@ -207,16 +195,7 @@ class Taking:
 
     def _open(self, rows: Sequence[Row], total: int) -> None:
         """Makes room for all slots, and writes what is stored."""
-        cache = self.cache
-        some = next((self._pieces(row)[0] for row in rows if row.plan.reuses), None)
-        if some is None:
-            return
-        _, _, decoder = compat.decoder_layers(cache.model)
-        for layer, module, (keys, values) in zip(cache.layers, decoder, like_stored(some, len(cache.layers)), strict=True):
-            device = compat.layer_device(module)
-            layer.open(len(rows), total, keys.to(device), values.to(device))
-        for row in rows:
-            splice_row(cache.layers, row.number, row.padding, self._pieces(row), cache.rotation.layers)
+        self.cache.write([row.padding for row in rows], [self._pieces(row) for row in rows], total)
 
     def _pieces(self, row: Row) -> list[Loaded]:
         found = []

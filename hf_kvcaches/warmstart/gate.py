@@ -20,9 +20,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hf_kvcaches.core.splicing.alignment import Ids, align, common_start
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart import _words as lists
-from hf_kvcaches.warmstart.differences import Ids, align, common_start
 
 Risk = Literal["numbers", "names", "negations", "opposites", "logic", "quotations", "code", "links", "units"]
 Check = Literal["", "similarity", "lengths", "reusable", "content"] | Risk

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.core.splicing.history import History
 from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.sparse import SparsePass
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+Places = npt.NDArray[np.int64]
 
 
 class SplicingCache(KVCache):
@@ -116,6 +122,59 @@ class SplicingCache(KVCache):
         self._one_pass = False
         for layer in self.layers:
             layer.running = None
+
+    def write(self, padding: Sequence[int], rows: Sequence[Sequence[Loaded]], total: int) -> None:
+        """Makes room for all slots, and writes what is stored; does nothing where that is nothing.
+
+        Args:
+            padding: Slots at the start of each row that hold no token.
+            rows: What to write into each row.
+            total: How many slots there will be.
+        """
+        some = next((pieces[0] for pieces in rows if pieces), None)
+        if some is None:
+            return
+        _, _, decoder = compat.decoder_layers(self.model)
+        for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(some, len(self.layers)), strict=True):
+            device = compat.layer_device(module)
+            layer.open(len(rows), total, keys.to(device), values.to(device))
+        for number, (slots, pieces) in enumerate(zip(padding, rows, strict=True)):
+            splice_row(self.layers, number, slots, pieces, self.rotation.layers)
+
+    def behind(self, call: PrefillCall, taken: int, padding: Sequence[int], total: int) -> int | Remaining:
+        """What remains of a prompt behind its first tokens, with as little of the last layer as the first new token needs.
+
+        Args:
+            call: The prompt.
+            taken: How many of its tokens are in the cache.
+            padding: Slots at the start of each row that hold no token.
+            total: How many slots there will be.
+        """
+        ids, positions = call.input_ids, call.position_ids
+        if not self.attention_enabled or ids.shape[1] - taken < 2:
+            return taken
+        slots = torch.arange(total - ids.shape[1] + taken, total, device=ids.device).expand(len(ids), -1)
+        running = SparsePass(slots, torch.tensor(padding, device=ids.device), total)
+        positions = running.positions if positions is None else positions[..., taken:]
+        return Remaining(ids[:, taken:], positions, storing=self.begin_last(running))
+
+    def between(self, call: PrefillCall, places: Sequence[Places], padding: Sequence[int], total: int) -> Remaining:
+        """What remains of a prompt between pieces that are written.
+
+        Args:
+            call: The prompt.
+            places: Of the tokens to run in each row, padding not counted, ascending; the last one is the row's last.
+            padding: Slots at the start of each row that hold no token.
+            total: How many slots there will be.
+        """
+        device, before = call.input_ids.device, total - call.input_ids.shape[1]
+        # What only fills up comes first, because the last column is the one that generate looks at.
+        slots = np.full((len(places), max(map(len, places))), total)
+        for line, own, pad in zip(slots, places, padding, strict=True):
+            line[len(line) - len(own) :] = own + pad
+        running = SparsePass(torch.from_numpy(slots).to(device), torch.tensor(padding, device=device), total)
+        ids = torch.cat([call.input_ids, call.input_ids[:, -1:]], dim=1).gather(1, running.slots - before)
+        return Remaining(ids, running.positions, storing=self.begin_pass(running))
 
     def rows_change(self) -> None:
         """Called before rows are exchanged, repeated or dropped."""

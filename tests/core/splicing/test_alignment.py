@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from hf_kvcaches.warmstart import differences as module
-from hf_kvcaches.warmstart.differences import Block, align, differences
+from hf_kvcaches.core.splicing import alignment as module
+from hf_kvcaches.core.splicing.alignment import Block, align, differences
 from tests import testbed
 
 
