@@ -1,7 +1,7 @@
 """The nearest of many unit vectors by their cosine, on FAISS.
 
-There are three kinds of index. **Flat** compares with every vector, so what it finds is exact. **HNSW** walks a graph of neighbours. **IVF**
-has lists of vectors that lie together, and reads those next to the query. One look-up on one thread of a Xeon, 384 dimensions, the vectors
+There are three kinds. **Flat** compares with every vector, so what it finds is exact. **HNSW** walks a graph of neighbours. **IVF**
+has lists of vectors that lie together, and reads those next to the query. One look-up on one thread, 384 dimensions, the vectors
 of 1,000 topics in 96 directions, queries drawn like the vectors (their nearest has a cosine of about 0.7); recall is against flat:
 
 | vectors | flat | HNSW: look-up, first found, made in | IVF: look-up, first found, made in |
