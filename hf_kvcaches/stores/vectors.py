@@ -146,6 +146,17 @@ class VectorIndex:
                 for found in zip(cosines, rows, strict=True)
             ]
 
+    def get(self, name: str) -> Vectors | None:
+        """The vector of an id, `(dim,)`, or None.
+
+        Args:
+            name: The id.
+        """
+        with self._lock:
+            row = self._rows.get(name)
+            found: Vectors | None = None if row is None else self._index.reconstruct(row)
+            return found
+
     def to_bytes(self) -> bytes:
         """All of it, for `from_bytes`."""
         with self._lock:

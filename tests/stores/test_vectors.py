@@ -104,7 +104,9 @@ def test_any_sequence_of_changes_and_searches_gives_what_brute_force_gives(kind,
             for query, found in zip(queries, answers, strict=True):
                 same(found, oracle.search(query, extra), dict(oracle.search(query, 10**6)))
         assert len(index) == len(oracle.vectors)
-        assert all((str(number) in index) == (str(number) in oracle.vectors) for number in range(31))
+        for name in map(str, range(31)):
+            assert (name in index) == (name in oracle.vectors)
+            assert index.get(name) == (None if name not in index else pytest.approx(oracle.vectors[name]))
 
 
 @pytest.mark.parametrize("kind", ["hnsw", "ivf"])
@@ -117,6 +119,7 @@ def test_graph_and_lists_find_the_nearest_of_thousands_also_after_removals(kind)
     queries = clustered(200, seed=1)
     assert index.kind == kind
     assert recall(index, oracle, queries) >= 0.95
+    np.testing.assert_array_equal(index.get("p4321"), vectors[4321])
     for gone in (names(1000, 500), names(2000, 3000)):
         assert index.remove(gone) == len(gone)
         for name in gone:
