@@ -183,12 +183,13 @@ class HiddenEncoder(Encoder):
         longest = max(map(len, rows))
         ids = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=self._device)
         real = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=self._device)
-        states = self._states(ids, None if bool(real.all()) else real)
+        # Padding at the end needs no mask: what comes later changes nothing.
+        states = self._states(ids)
         # A few tokens, such as the first, have states many times as long as the others.
         states = nn.functional.normalize(states.float(), dim=-1) * real[..., None].to(states.device)
         return states.sum(1).cpu()
 
-    def _states(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+    def _states(self, ids: Tensor) -> Tensor:
         found: list[Tensor] = []
 
         def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -198,7 +199,7 @@ class HiddenEncoder(Encoder):
         handle = self._next.register_forward_pre_hook(stop, with_kwargs=True)
         try:
             with torch.no_grad():
-                self._decoder(input_ids=ids, attention_mask=mask, use_cache=False)
+                self._decoder(input_ids=ids, use_cache=False)
         except _Enough:
             pass
         finally:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import heapq
 import threading
 import time
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable, open_blobs
 from hf_kvcaches.stores.vectors import VectorIndex
+from hf_kvcaches.warmstart.worth import Worth
 
 Embedding = npt.NDArray[np.float32]
 
@@ -127,7 +127,7 @@ class EntryStore:
         self._lock = threading.RLock()
         self._heads: dict[str, EntryHead] = {}
         self._index: VectorIndex | None = None
-        self._worth = _Worth()
+        self._worth = Worth()
         self._said: set[str] = set()
         self._counts = dict.fromkeys(("hits", "saved_tokens", "loads", "written", "evicted", "failures"), 0)
         self.refresh()
@@ -403,49 +403,6 @@ class EntryStore:
                 return
             self._said.add(kind)
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
-
-
-class _Worth:
-    """What each entry takes and is worth: the tokens a byte that it saved, plus what those were worth that went before its last use.
-
-    So what was useful long ago goes in the end. A new entry counts as used once.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, int] = {}
-        self.total = 0
-        self._age = 0.0
-        self._saved: dict[str, int] = {}
-        self._ranks: dict[str, tuple[float, int]] = {}
-        self._uses = 0
-
-    def add(self, key: str, size: int, tokens: int) -> None:
-        if key not in self.sizes:
-            self.sizes[key], self._saved[key] = size, 0
-            self.total += size
-            self.used(key, tokens)
-
-    def used(self, key: str, tokens: int) -> None:
-        self._uses += 1
-        self._saved[key] += tokens
-        # Of two that are worth the same the one used longer ago goes.
-        self._ranks[key] = (self._age + self._saved[key] / max(self.sizes[key], 1), self._uses)
-
-    def remove(self, key: str) -> None:
-        if key in self.sizes:
-            self.total -= self.sizes.pop(key)
-            del self._saved[key], self._ranks[key]
-
-    def least(self, excess: int, keep: Collection[str]) -> list[str]:
-        ranked = [(rank, key) for key, rank in self._ranks.items() if key not in keep]
-        heapq.heapify(ranked)
-        leaving = []
-        while ranked and excess > 0:
-            (worth, _), key = heapq.heappop(ranked)
-            leaving.append(key)
-            excess -= self.sizes[key]
-            self._age = max(self._age, worth)
-        return leaving
 
 
 def _as_ids(ids: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -123,6 +123,7 @@ def test_a_large_table_is_read_in_part_and_a_wide_one_is_projected(monkeypatch):
     encoder = encoder_of("model", model)
     less = encoder.encode([""] * 40, rows)
     assert is_unit(less, 40, 48)
+    np.testing.assert_array_equal(encoder_of("model", model).encode([""] * 40, rows), less)
     # What is near stays near, about.
     upper = np.triu_indices(40, 1)
     assert np.corrcoef((whole @ whole.T)[upper], (less @ less.T)[upper])[0, 1] > 0.5
@@ -160,8 +161,10 @@ def test_hidden_runs_no_layer_above_and_leaves_no_hook():
     ran = []
     for number, layer in enumerate(model.model.layers):
         layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    caches = []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args, kwargs: caches.append(kwargs.get("past_key_values")), with_kwargs=True)
     encoder_of("hidden", model).encode([""], [[5, 6, 7]])
-    assert ran == [0]
+    assert (ran, caches) == ([0], [None])
     model(torch.tensor([[5, 6]]))
     assert ran == [0, 0, 1, 2, 3]
 
@@ -247,6 +250,16 @@ def test_without_sentence_transformers_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'hf-kvcaches\[retrieval\]'"):
         encoder_of("all-MiniLM-L6-v2", tiny.llama())
+
+
+def test_the_parts_of_a_long_text_count_by_their_tokens(minilm):
+    """252 tokens fit into a part, so the second part has 20."""
+    encoder = encoder_of(minilm, tiny.llama())
+    text = "stone " * 253 + "river " * 19
+    parts = encoder.encode([("stone " * 253).strip(), ("river " * 19).strip()], [[1]] * 2)
+    expected = 253 * parts[0] + 19 * parts[1]
+    assert encoder.encode([text.strip()], [[1]])[0] @ (expected / np.linalg.norm(expected)) > 0.999
+    assert encoder.encode([text.strip()], [[1]])[0] @ (parts.sum(0) / np.linalg.norm(parts.sum(0))) < 0.99
 
 
 # Functions

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.blobs import open_blobs
+from hf_kvcaches.stores.blobs import StoreUnavailable, open_blobs
 from hf_kvcaches.warmstart.entries import Entry, EntryStore
 from tests.stores.blob_helpers import PROCESSES
 
@@ -242,6 +242,31 @@ def test_what_is_larger_than_the_cap_is_not_stored_and_drives_nothing_out():
     with pytest.warns(RuntimeWarning, match="20 tokens takes more than all of the 10000 bytes"):
         assert store.put(entry(2, size=10_000)) is None
     assert store.ids() == [small]
+
+
+def test_a_store_that_is_full_of_pinned_entries_takes_no_more_and_says_so_with_none():
+    store = EntryStore("memory", "scope", max_bytes=2 * one_takes("memory") + 200)
+    keys = [store.put(entry(seed)) for seed in range(2)]
+    for key in keys:
+        store.pin(key)
+    assert store.put(entry(2)) is None
+    assert store.ids() == keys
+
+
+def test_nothing_is_evicted_while_pins_can_not_be_read(monkeypatch):
+    store = EntryStore("memory", "scope", max_bytes=2 * one_takes("memory") + 200)
+
+    def fails() -> frozenset[str]:
+        raise StoreUnavailable("It is away.")
+
+    monkeypatch.setattr(store._blobs, "pinned", fails)
+    with said() as sentences:
+        keys = [store.put(entry(seed)) for seed in range(3)]
+    assert store.ids() == keys
+    assert ["It is away" in sentence for sentence in sentences] == [True]
+    monkeypatch.undo()
+    store.refresh()
+    assert len(store) == 2
 
 
 # Others' and damage
