@@ -341,10 +341,10 @@ def sharing(backend: str, location: str, pair: Pair, requests: int, policy: str 
 
 
 def load_policy(folder: str | None) -> SegmentPolicy:
-    """The policy in a folder, or what `calibrate_segments.py` measured to save most, with the least repair, on this repository's model."""
+    """The policy in a folder, or one that keeps what is told by the line before a page, with the model of this repository."""
     if folder is not None:
         return SegmentPolicy.from_pretrained(folder, local_files_only=True)
-    return SegmentPolicy(check_layer=1, probe=0.999, similarity=0.3, repair=0.05)
+    return SegmentPolicy(check_layer=2, probe=0.995, similarity=0.5)
 
 
 def agents(requests: int, device: torch.device) -> tuple[Pair, list[torch.Tensor]]:

@@ -20,7 +20,7 @@ class GrowingLayer(TensorLayer):
     `keys` and `values` show just these slots, as in transformers' own layers.
     """
 
-    row_tensors = ("key_buffer", "value_buffer")
+    row_tensors: ClassVar[tuple[str, ...]] = ("key_buffer", "value_buffer")
     is_croppable = True
     key_buffer: torch.Tensor | None = None
     value_buffer: torch.Tensor | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.only_layers import only_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -66,10 +67,6 @@ class Remaining:
     hidden: torch.Tensor | None = None
     start: int = 0
     storing: Callable[[], AbstractContextManager[None]] | None = None
-
-
-class LookedEnough(Exception):
-    """Ends a layer whose output nobody wants, where its keys and values are known."""
 
 
 class _Takeover:
@@ -166,7 +163,7 @@ def _feed(model: PreTrainedModel, remaining: Remaining) -> dict[str, Any]:
         fed |= {"input_ids": None, "inputs_embeds": _no_embeddings(model, remaining.hidden)}
     elif remaining.storing is None:
         return fed
-    without = _only_layers(model, remaining.start, hidden=remaining.hidden, storing=remaining.storing)
+    without = only_layers(model, remaining.start, hidden=remaining.hidden, storing=remaining.storing)
     without.__enter__()
 
     def put_back(*_: Any) -> None:
@@ -252,7 +249,7 @@ def run_from_layer(
     _layer(model, start)
     if start == 0:
         raise ConfigError.of("start", "a layer of at least 1", start, "Layer 0 starts from tokens: use run_span.")
-    with _only_layers(model, start, hidden=hidden), cache.seen_from(start):
+    with only_layers(model, start, hidden=hidden), cache.seen_from(start):
         outputs = model(
             inputs_embeds=_no_embeddings(model, hidden),
             position_ids=_rows(positions, hidden.shape[0]),
@@ -297,7 +294,7 @@ def run_layers(
         raise ConfigError.of("stop", f"a layer above {start}, or the number of layers", stop)
     hidden = inputs if start else None
     fed = {"input_ids": inputs} if hidden is None else {"inputs_embeds": _no_embeddings(model, hidden)}
-    with _only_layers(model, start, stop, hidden) as left, cache.seen_from(start):
+    with only_layers(model, start, stop, hidden) as left, cache.seen_from(start):
         model.base_model(
             **fed, position_ids=_rows(positions, inputs.shape[0]), attention_mask=attention_mask, past_key_values=cache, use_cache=True
         )
@@ -309,114 +306,9 @@ def run_layers(
     return left[0]
 
 
-@contextmanager
-def _only_layers(
-    model: PreTrainedModel,
-    start: int,
-    stop: int | None = None,
-    hidden: torch.Tensor | None = None,
-    storing: Callable[[], AbstractContextManager[None]] | None = None,
-) -> Iterator[list[torch.Tensor]]:
-    """While open, the model runs only these layers; collects what leaves the last of them where `stop` is given.
-
-    Args:
-        model: A causal language model.
-        start: The lowest layer to run.
-        stop: The first layer not to run; None: all run, and nothing is collected.
-        hidden: What enters layer `start`; not needed for layer 0.
-        storing: See `Remaining`.
-    """
-    decoder, name, layers = compat.decoder_layers(model)
-    left: list[torch.Tensor] = []
-    # Skipped layers stay in the list, because models look up masks by a layer's place in it. The last one hands out `hidden`,
-    # so that nothing that the model does to its embeddings (scaling, learned positions) matters.
-    below = [_Skipped(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
-    running = list(layers[start:stop])
-    if stop is not None:
-        running[-1] = _Watched(running[-1], left)
-    elif storing is not None:
-        running[-1] = _LastToken(running[-1], storing)
-    above = [_Skipped(layer, None) for layer in layers[len(below) + len(running) :]]
-    setattr(decoder, name, nn.ModuleList([*below, *running, *above]))
-    try:
-        yield left
-    finally:
-        setattr(decoder, name, layers)
-
-
 def _no_embeddings(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
     """Not a number, so that a model which uses its embeddings in later layers too is found out."""
     return hidden.new_full((*hidden.shape[:2], model.get_input_embeddings().embedding_dim), torch.nan)
-
-
-class _StandIn(nn.Module):
-    """Stands where a decoder layer stood, and answers for its attributes."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        # In a tuple, so that the layer is not registered as a child.
-        self._layer = (layer,)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"][0], name)
-
-
-class _Skipped(_StandIn):
-    """Does nothing, or hands out what the layer would have."""
-
-    def __init__(self, layer: nn.Module, hidden: torch.Tensor | None) -> None:
-        super().__init__(layer)
-        self._hidden = hidden
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states if self._hidden is None else self._hidden
-
-
-class _Watched(_StandIn):
-    """Runs the layer, and keeps what comes out."""
-
-    def __init__(self, layer: nn.Module, left: list[torch.Tensor]) -> None:
-        super().__init__(layer)
-        self._left = left
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._layer[0](*args, **kwargs)
-        self._left.append(outputs[0] if isinstance(outputs, tuple) else outputs)
-        return outputs
-
-
-class _LastToken(_StandIn):
-    """The last layer, of which only the last token's output is wanted: of the others it only makes keys and values."""
-
-    def __init__(self, layer: nn.Module, storing: Callable[[], AbstractContextManager[None]]) -> None:
-        super().__init__(layer)
-        self._storing = storing
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer, (batch, tokens, _) = self._layer[0], hidden_states.shape
-        cut = {name: _of_last(value, batch, tokens) for name, value in kwargs.items()}
-        if tokens == 1 or args or any(value is _UNCLEAR for value in cut.values()):
-            return layer(hidden_states, *args, **kwargs)
-        with self._storing(), suppress(LookedEnough):
-            layer(hidden_states, **kwargs)
-        return layer(hidden_states[:, -1:], **cut)
-
-
-_UNCLEAR = object()
-
-
-def _of_last(value: Any, batch: int, tokens: int) -> Any:
-    """What a layer's argument is for the last token alone, or `_UNCLEAR`."""
-    if isinstance(value, torch.Tensor):
-        clear = value.ndim in (2, 3) and value.shape[0] in (1, batch) and value.shape[1] == tokens
-        return value[:, -1:] if clear else _UNCLEAR
-    if isinstance(value, tuple | list):
-        parts = [_of_last(part, batch, tokens) for part in value]
-        return _UNCLEAR if any(part is _UNCLEAR for part in parts) else type(value)(parts)
-    return value
 
 
 def _layer(model: PreTrainedModel, index: int) -> nn.Module:

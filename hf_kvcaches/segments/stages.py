@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_kvcaches.core.prefill import LookedEnough, PrefillCall, Remaining, run_layers
+from hf_kvcaches.core.only_layers import LookedEnough
+from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.sparse import Look, SparsePass

@@ -19,9 +19,9 @@ from hf_kvcaches.segments.experience import Experience
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record, Signature
 from hf_kvcaches.segments.similar import Similar
-from hf_kvcaches.segments.worth import Worth
 from hf_kvcaches.segments.writer import Writer
 from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
+from hf_kvcaches.stores.worth import Worth
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 

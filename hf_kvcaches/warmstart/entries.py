@@ -19,7 +19,7 @@ from torch import Tensor
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable, open_blobs
 from hf_kvcaches.stores.vectors import VectorIndex
-from hf_kvcaches.warmstart.worth import Worth
+from hf_kvcaches.stores.worth import Worth
 
 Embedding = npt.NDArray[np.float32]
 

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config
 
 from hf_kvcaches import ModelFingerprint, SegmentPolicy, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core import prefill
+from hf_kvcaches.core import only_layers
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from tests import testbed, tiny
 from tests.segments.reference import Source, reused_positions, step_by_step
@@ -428,7 +428,9 @@ def test_padded_rows_of_a_fresh_batch_get_the_logits_of_each_alone():
 
 def test_a_layer_with_arguments_that_cannot_be_cut_runs_for_all_tokens(monkeypatch):
     model, store = tiny.llama(), SegmentStore("memory", quantization=None)
-    monkeypatch.setattr(prefill, "_of_last", lambda value, batch, tokens: prefill._UNCLEAR if isinstance(value, torch.Tensor) else value)
+    monkeypatch.setattr(
+        only_layers, "_of_last", lambda value, batch, tokens: only_layers._UNCLEAR if isinstance(value, torch.Tensor) else value
+    )
     found = []
     assert _through_mlp(model, lambda: found.append(first_logits(model, A, SegmentReuseCache(model, store)))) == [A.shape[1]]
     assert torch.allclose(found[0], plain(model, A), atol=1e-4)
@@ -443,10 +445,10 @@ def test_a_layer_with_arguments_that_cannot_be_cut_runs_for_all_tokens(monkeypat
     ],
 )
 def test_arguments_of_a_layer_are_cut_to_the_last_token(value, expected):
-    found = prefill._of_last(value, 2, 6)
+    found = only_layers._of_last(value, 2, 6)
     assert str(found) == str(expected)
 
 
 @pytest.mark.parametrize("value", [torch.zeros(6), torch.zeros(1, 5), torch.zeros(1, 6, 2, 2), (torch.zeros(1, 6, 2), torch.zeros(6, 6))])
 def test_arguments_of_another_shape_are_left_whole(value):
-    assert prefill._of_last(value, 2, 6) is prefill._UNCLEAR
+    assert only_layers._of_last(value, 2, 6) is only_layers._UNCLEAR

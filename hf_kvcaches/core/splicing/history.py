@@ -89,9 +89,13 @@ class History:
 
     def rows(self) -> list[Ids]:
         """All slots of each row, padding included."""
+        return [as_ids(row) for row in self.tokens().cpu()]
+
+    def tokens(self) -> torch.Tensor:
+        """All slots of all rows, (rows, slots)."""
         if len(self._parts) > 1:
             self._parts = [torch.cat(self._parts, dim=1)]
-        return [as_ids(row) for row in self._parts[0].cpu()]
+        return self._parts[0]
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Does to the rows what is done to the cache's.

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_implementation
-from hf_kvcaches.core.prefill import LookedEnough
+from hf_kvcaches.core.only_layers import LookedEnough
 
 # Tokens that attention takes at a time on a CPU.
 BLOCK = 64

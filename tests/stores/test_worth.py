@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.segments.worth import Worth
+from hf_kvcaches.stores.worth import Worth
 
 
 class Slow:

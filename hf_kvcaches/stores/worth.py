@@ -1,4 +1,4 @@
-"""Which segments a full store can do without: those that saved least work a byte, and not lately."""
+"""Which blobs a full store can do without: those that saved least work a byte, and not lately."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 
 class Worth:
-    """What each segment takes, and what it is worth.
+    """What each blob takes, and what it is worth.
 
-    The worth of a segment is the work that it has saved, in tokens a byte, plus the clock at its last use. The clock stands at the
+    The worth of a blob is the work that it has saved, in tokens a byte, plus the clock at its last use. The clock stands at the
     worth of what was evicted last, so that what was useful long ago, but not since, goes in the end (the greedy-dual size frequency
-    policy of Cherkasova, 1998). A new segment counts as used once: for itself.
+    policy of Cherkasova, 1998). A new blob counts as used once: for itself.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Worth:
         self._uses = 0
 
     def add(self, key: str, size: int, tokens: int) -> None:
-        """Counts a segment in.
+        """Counts a blob in.
 
         Args:
             key: Its id.
@@ -38,7 +38,7 @@ class Worth:
         self.used(key, tokens)
 
     def used(self, key: str, tokens: int) -> None:
-        """Counts work that a segment saved.
+        """Counts work that a blob saved.
 
         Args:
             key: Its id; what is not there any more is ignored.
@@ -50,7 +50,7 @@ class Worth:
             self._rank[key] = (self._clock + self._saved[key] / max(self.sizes[key], 1), self._uses)
 
     def remove(self, key: str) -> None:
-        """Counts a segment out.
+        """Counts a blob out.
 
         Args:
             key: Its id.

@@ -1,0 +1,255 @@
+"""`WarmStartCache`: a prompt that resembles an earlier one answers at once."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+import torch
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.cache import CacheReport
+from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_span
+from hf_kvcaches.core.splicing.cache import SplicingCache
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.warmstart.gate import Gate
+from hf_kvcaches.warmstart.layer import WarmLayer
+from hf_kvcaches.warmstart.library import WarmStartLibrary
+from hf_kvcaches.warmstart.planning import RowPlan, Served
+from hf_kvcaches.warmstart.serving import Serving
+from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap, copied_rows
+
+Strategy = Literal["auto", "slots", "align", "exact"]
+
+
+@dataclass(frozen=True)
+class WarmStartReport(CacheReport):
+    """What a `WarmStartCache` holds, and what became of its prompt.
+
+    Args:
+        strategy: What served each row: "exact" (the same prompt), "align" (stretches of a similar one), "slots" (its summary), "prefix"
+            (what both begin with) or "cold".
+        neighbours: The entry that served it, or None.
+        similarities: Of that entry, as a cosine; None where it was found by its tokens.
+        reused_tokens: Tokens of the prompt that were not run, in all rows.
+        computed_tokens: Those that were.
+        refused: Why nothing better was done for each row, or "".
+        swapped: Whether the exact prefill has taken the place of what was reused.
+    """
+
+    strategy: tuple[Served, ...] = ()
+    neighbours: tuple[str | None, ...] = ()
+    similarities: tuple[float | None, ...] = ()
+    reused_tokens: int = 0
+    computed_tokens: int = 0
+    refused: tuple[str, ...] = ()
+    swapped: bool = False
+
+
+class WarmStartCache(SplicingCache):
+    """Starts a prompt from the state of a similar one in a library.
+
+    Paper: Warm-Starting Transformer Inference via Position-Consistent Projection of KV Summaries (CP-KVP).
+
+    **Departs from the paper**: see docs/warmstart.md. By default stretches that both prompts share keep the earlier one's keys and values,
+    and what differs is run; the paper's summaries are `strategy="slots"`.
+
+    **Refuses**: models whose keys change with the length of the text, or with layers that keep no keys and values. Without rotary positions
+    only common beginnings are reused.
+
+    **Memory per token**: as `GrowingCache`; behind a summary, its slots and what was generated since.
+
+    Args:
+        model: The model that the library was made for.
+        library: Where earlier prompts are.
+        tokenizer: The model's; None for the library's.
+        strategy: `"auto"`: the same prompt, else stretches where at least `gate.reusable` of the tokens can be reused, else the summary
+            where the gate lets it, else a common beginning. `"align"`: without summaries. `"slots"`: summaries only, where the gate lets
+            them.
+            `"exact"`: the same prompt and common beginnings only.
+        swap: The exact prefill that takes the place of what was reused: `"off"`, `"sync"` (before the second token) or `"background"` (in a
+            thread, when it is ready). Only where something inexact was reused.
+        gate: When a similar prompt will do; None for the library's default.
+        guard: Tokens that are run again behind every change.
+        tail: Tokens at the end of a prompt that are always run, with stretches.
+        projector: A `SlotProjector` for summaries, or None.
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        library: WarmStartLibrary,
+        tokenizer: Any = None,
+        strategy: Strategy = "auto",
+        swap: Swap = "off",
+        *,
+        gate: Gate | None = None,
+        guard: int = 8,
+        tail: int = 16,
+        projector: Any = None,
+        offloading: bool = False,
+    ) -> None:
+        if not isinstance(library, WarmStartLibrary):
+            raise ConfigError.of("library", "a WarmStartLibrary", library)
+        for name, value, allowed in (("strategy", strategy, get_args(Strategy)), ("swap", swap, get_args(Swap))):
+            if value not in allowed:
+                raise ConfigError.of(name, f"one of {', '.join(map(repr, allowed))}", value)
+        for name, number in (("guard", guard), ("tail", tail)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise ConfigError.of(name, "a number of tokens", number)
+        if gate is not None and not isinstance(gate, Gate):
+            raise ConfigError.of("gate", "a Gate, or None", gate)
+        super().__init__(model, offloading=offloading)
+        if self.model is not library.model and not library.fits_model(self.model):
+            raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
+        if strategy in ("slots", "align") and not self.approximates:
+            why = self.rotation.why or "this model computes attention its own way"
+            raise UnsupportedError(f"strategy={strategy!r}: {why}. Use strategy='exact', or 'auto'.")
+        if strategy == "slots" and not library.slots:
+            raise ConfigError("strategy='slots': the library has no summaries. Make it with slots=64, or use another strategy.")
+        self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer
+        self.strategy: Strategy = strategy
+        self.swap, self.gate, self.guard, self.tail, self.projector = swap, gate or Gate(), guard, tail, projector
+        self._plans: tuple[RowPlan, ...] = ()
+        self._tokens = (0, 0)
+        self._exact: ExactPrefill | None = None
+        self._swapped = False
+
+    def make_layer(self, layer_idx: int) -> WarmLayer:
+        return WarmLayer()
+
+    def settings(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "save: a WarmStartCache hangs on its library. Load its file as a GrowingCache would be saved: use swap='sync'."
+        )
+
+    def take_prefill(self, call: PrefillCall) -> int | Remaining:
+        padding = None
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self.offloading):
+            padding = self.history.padding(self.seen + call.input_ids.shape[1])
+        if padding is None:
+            return 0
+        if self.seen:
+            return self.behind(call, 0, padding, self.seen + call.input_ids.shape[1])
+        served = Serving(self, call, padding).serve()
+        self._plans = served.plans
+        self._tokens = served.reused, served.computed
+        if self.swap != "off" and served.inexact:
+            self._exact = ExactPrefill(self.model, *self._prompt(call, padding))
+        return served.remaining
+
+    def start_from(self, slots: Slots, covered: int) -> None:
+        """Begins with a summary.
+
+        Args:
+            slots: Turned to where they stand.
+            covered: How many tokens they stand for.
+        """
+        _, _, decoder = compat.decoder_layers(self.model)
+        for layer, module, own in zip(self.layers, decoder, slots.layers(), strict=True):
+            device, dtype = compat.layer_device(module), self.model.dtype
+            own = own._replace(keys=own.keys.to(dtype), values=own.values.to(dtype))
+            layer.take_slots(LayerSlots(*(part.to(device) for part in own)), covered)
+
+    def _prompt(self, call: PrefillCall, padding: list[int]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        ids = call.input_ids.clone()
+        positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
+        mask = None if call.attention_mask is None else call.attention_mask.clone()
+        return ids, mask, positions.clamp_min(0)
+
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        if self._exact is not None and self.seen:
+            self._go_on(attention_mask)
+        super().observe(input_ids, attention_mask, position_ids)
+
+    def _go_on(self, attention_mask: Any) -> None:
+        """Before a pass behind the prompt: starts the exact prefill, or takes its place where it is ready."""
+        exact = self._exact
+        assert exact is not None
+        # Only now, because until the first token is out nothing else should run.
+        if self.swap == "background" and not exact.started:
+            weakref.finalize(self, exact.stop).atexit = False
+            exact.start()
+            return
+        if exact.running:
+            return
+        if exact.failure is not None:
+            warnings.warn(
+                f"The exact prefill in the background failed ({type(exact.failure).__name__}: {exact.failure}); the prompt is run now.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._exact = None
+        self._take_over(exact, attention_mask)
+
+    def _take_over(self, exact: ExactPrefill, attention_mask: Any) -> None:
+        """Puts the exact keys and values in the place of what was reused, those of the generated tokens too."""
+        if not self.history.known:
+            warnings.warn(
+                "Tokens went by that the cache was not told of, so it goes on without the exact prefill.", RuntimeWarning, stacklevel=2
+            )
+            return
+        filled = exact.result()
+        rows = self.history.tokens()
+        copied_rows(filled, rows.shape[0])
+        start, seen = exact.ids.shape[1], self.seen
+        if seen > start:
+            new = rows[:, start:seen].to(exact.ids.device)
+            repeats = new.shape[0] // exact.positions.shape[0]
+            last = exact.positions[:, -1:].repeat_interleave(repeats, 0)
+            positions = last + 1 + torch.arange(seen - start, device=last.device)
+            mask = attention_mask[:, :seen] if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
+            with torch.no_grad():
+                run_span(self.model, filled, new, positions, mask)
+        for layer, other in zip(self.layers, filled.layers, strict=True):
+            layer.take_tokens(other.key_buffer, other.value_buffer, seen)
+        self._swapped = True
+
+    def wait(self) -> None:
+        """Waits for the exact prefill in the background, if there is one, and fails as it did; the next pass goes on from it."""
+        if self._exact is not None and self._exact.started:
+            self._exact.result()
+
+    def report(self) -> WarmStartReport:
+        return WarmStartReport(
+            **self._report_fields(),
+            strategy=tuple(plan.served for plan in self._plans),
+            neighbours=tuple(None if plan.neighbour is None else plan.neighbour.key for plan in self._plans),
+            similarities=tuple(None if plan.neighbour is None else plan.neighbour.similarity for plan in self._plans),
+            reused_tokens=self._tokens[0],
+            computed_tokens=self._tokens[1],
+            refused=tuple(plan.refused for plan in self._plans),
+            swapped=self._swapped,
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._exact is not None and self.seen + int(tokens_to_remove) < self._exact.ids.shape[1]:
+            self._forget()
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        self._forget()
+        super().reset()
+        self._plans, self._tokens, self._swapped = (), (0, 0), False
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        # Rows of the prompt go, and the exact prefill would bring them back.
+        self._forget()
+        super().batch_select_indices(indices)
+
+    def _forget(self) -> None:
+        if self._exact is not None:
+            self._exact.stop()
+            self._exact = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo |= {id(each): each for each in (self.tokenizer, self.rotation, self.gate, self.projector, self._exact)}
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A library stays in its process. Elsewhere the cache goes on with what it has.
+        return {**super().__getstate__(), "library": None, "tokenizer": None, "_exact": None, "projector": None}

@@ -1,0 +1,160 @@
+"""The layer of `WarmStartCache`: all tokens, or the slots that stand for a prompt and all tokens behind it."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_implementation
+from hf_kvcaches.core.growing import append
+from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.warmstart.slots import LayerSlots
+
+
+class WarmLayer(SplicedLayer):
+    """Begins, where `take_slots` says so, with slots in place of a prompt's first tokens; `seen` counts the tokens that they stand for."""
+
+    row_tensors: ClassVar[tuple[str, ...]] = (*SplicedLayer.row_tensors, "counts", "places")
+    counters: ClassVar[tuple[str, ...]] = (*SplicedLayer.counters, "left_out")
+
+    def __init__(self) -> None:
+        super().__init__()
+        # (batch, kv_heads, slots): how many tokens each stands for, and where.
+        self.counts: torch.Tensor | None = None
+        self.places: torch.Tensor | None = None
+        # How many more tokens were seen than slots are kept.
+        self.left_out = 0
+
+    @property
+    def kept(self) -> int:
+        return self.seen - self.left_out
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """(batch, kv_heads, kept, head_dim), or None before the first token."""
+        return None if self.key_buffer is None else self.key_buffer[:, :, : self.kept]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        assert value is None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """Like `keys`."""
+        return None if self.value_buffer is None else self.value_buffer[:, :, : self.kept]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        assert value is None
+
+    def take_slots(self, slots: LayerSlots, seen: int) -> None:
+        """Begins with slots.
+
+        Args:
+            slots: Turned to where they stand before the next token.
+            seen: How many tokens they stand for.
+        """
+        assert self.seen == 0
+        keys, values = slots.keys[None], slots.values[None]
+        self.lazy_initialization(keys, values)
+        self.key_buffer, self.value_buffer = append(None, keys, 0), append(None, values, 0)
+        self.counts, self.places = slots.counts[None].clone(), slots.positions[None].clone()
+        self.left_out = seen - keys.shape[2]
+        self.seen = seen
+
+    def take_tokens(self, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
+        """Goes on with every token.
+
+        Args:
+            keys: The buffer, (batch, kv_heads, capacity, head_dim), of which the first `seen` slots count.
+            values: Likewise.
+            seen: How many there are.
+        """
+        self.key_buffer, self.value_buffer = keys, values
+        self.counts = self.places = None
+        self.left_out, self.seen = 0, seen
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.counts is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        self.check_new_tokens(key_states, value_states)
+        start, new = self.kept, key_states.shape[2]
+        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
+        self.key_buffer, self.value_buffer = keys, values
+        first = self.seen
+        self.seen += new
+        view = SlotKeys(self, keys.narrow(2, 0, start + new), values.narrow(2, 0, start + new), first)
+        return view, view
+
+    def crop(self, tokens_to_remove: int) -> None:
+        removed = -int(tokens_to_remove)
+        if self.counts is not None and removed > self.seen - self.left_out - self.counts.shape[2]:
+            raise UnsupportedError(
+                f"crop: the last {removed} tokens reach into a prompt of which only a summary is kept. Use swap='sync' or 'background', "
+                "or reset() the cache."
+            )
+        super().crop(tokens_to_remove)
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        tensors, values = super().export_state()
+        for name in ("key_buffer", "value_buffer"):
+            if name in tensors:
+                tensors[name] = getattr(self, name)[:, :, : self.kept]
+        for name in ("counts", "places"):
+            own = getattr(self, name)
+            if own is not None:
+                tensors[name] = own
+        return tensors, values
+
+
+class SlotKeys(LayerView):
+    """Slots and the tokens behind them, in place of keys and of values.
+
+    Args:
+        layer: With slots.
+        keys: (batch, kv_heads, slots + tokens, head_dim).
+        values: Like `keys`.
+        first: The place of the first new token.
+    """
+
+    def __init__(self, layer: WarmLayer, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        self.layer, self.keys, self.values, self.first = layer, keys, values, first
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not isinstance(mask, MaskRecipe):
+            raise ConfigError(
+                "WarmStartCache stands for more tokens than it has keys, so that no ready mask fits it. Pass a mask of 0 and 1."
+            )
+        bias = self._bias(query, mask)
+        implementation = previous_implementation(module.config)
+        if implementation != "eager":
+            # Straight to PyTorch: transformers' function takes masks to be the same for all heads where there is one query.
+            scaling = kwargs.get("scaling")
+            groups = query.shape[1] > self.keys.shape[1]
+            output = nn.functional.scaled_dot_product_attention(query, self.keys, self.values, bias, scale=scaling, enable_gqa=groups)
+            return output.transpose(1, 2).contiguous(), None
+        attention = compat.attention_function("eager", module)
+        result: tuple[torch.Tensor, torch.Tensor | None] = attention(module, query, self.keys, self.values, bias, **kwargs)
+        return result
+
+    def _bias(self, query: torch.Tensor, mask: MaskRecipe) -> torch.Tensor:
+        """What is added to the scores, (batch, heads, queries, slots + tokens): the logarithms of counts, and what may not be looked at."""
+        layer, device = self.layer, query.device
+        assert layer.counts is not None
+        assert layer.places is not None
+        counts, places = layer.counts.to(device), layer.places.to(device)
+        batch, heads, slots = counts.shape
+        behind = layer.left_out + torch.arange(slots, self.keys.shape[2], device=device)
+        asked = torch.cat([places.round().long(), behind.expand(batch, heads, -1)], 2)[:, :, None]
+        asking = self.first + torch.arange(query.shape[2], device=device)[:, None]
+        rows, each = torch.arange(batch, device=device)[:, None, None, None], torch.arange(heads, device=device)[:, None, None]
+        visible = mask.arguments["mask_function"](rows, each, asking, asked)
+        weights = nn.functional.pad(counts, (0, len(behind)), value=1.0).log()[:, :, None]
+        bias = weights.masked_fill(~visible, torch.finfo(query.dtype).min).to(query.dtype)
+        return bias.repeat_interleave(query.shape[1] // heads, 1)

@@ -1,0 +1,467 @@
+"""`WarmStartLibrary`: prompts whose state later ones may start from."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import threading
+from bisect import bisect_left, insort
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.splicing import codec
+from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
+from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
+from hf_kvcaches.core.watching import digest_of_model
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.warmstart.adapters import Adapters
+from hf_kvcaches.warmstart.compressor import SlotCompressor
+from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
+from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
+from hf_kvcaches.warmstart.reading import read_prompt
+from hf_kvcaches.warmstart.slots import Slots
+
+Full = Literal["int8", "int4", "exact"] | None
+Prompt = str | Sequence[int] | torch.Tensor
+
+_SLOTS, _FULL = "slots.", "full."
+# Tokens that prompts are put in order by: those that begin with so many alike are compared further.
+_ORDERED_BY = 1024
+
+
+class Neighbour(NamedTuple):
+    """An entry that resembles a prompt.
+
+    Args:
+        key: Its id.
+        ids: Its tokens.
+        similarity: A cosine, or None where it was found by its tokens.
+    """
+
+    key: str
+    ids: Ids
+    similarity: float | None = None
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is kept of an entry outside of its tensors."""
+
+    ids: Ids
+    stored: Mapping[str, Any] | None
+
+
+class WarmStartLibrary:
+    """Prompts with what a model made of them: a summary in slots, and all keys and values unless `full=None`.
+
+    Any thread may use it, and processes may share a folder or a Redis. Whoever can write there can make a model say anything, so keep it
+    as private as the weights; entries also hold their prompts as text.
+
+    Args:
+        model: A transformers model. Entries are of use to it alone, with the adapters that are active now.
+        tokenizer: The model's.
+        slots: For each layer and key head of a summary; 0 for none.
+        encoder: What makes prompts comparable: `"model"` or None (the model's input embeddings, nothing to download), `"hidden"`, the name
+            or folder of a sentence-transformers model, or a function from texts to vectors.
+        layout: Of the slots: `"salient"`, or `"paper"`.
+        tail: The last tokens of a prompt, which no slot stands for and which are run behind the slots.
+        full: How all keys and values are stored: `"int8"`, `"int4"`, `"exact"`, or None for slots only.
+        location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
+        max_bytes: The most that all entries may take; above it, those go first that saved least work a byte.
+        adapters: Maps for pooled slots, from `scripts/train_compressor.py`, or None.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        slots: int = 64,
+        encoder: str | Callable[[list[str]], Any] | Encoder | None = None,
+        *,
+        layout: Literal["salient", "paper"] = "salient",
+        tail: int = 1,
+        full: Full = "int8",
+        location: str = "memory",
+        max_bytes: int | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
+            raise ConfigError.of("tokenizer", "the model's tokenizer", type(tokenizer).__name__, "Prompts are compared as text, too.")
+        if isinstance(tail, bool) or not isinstance(tail, int) or tail < 1:
+            raise ConfigError.of("tail", "an integer of at least 1", tail, "The last token is always run.")
+        if full not in ("int8", "int4", "exact", None):
+            raise ConfigError.of("full", "'int8', 'int4', 'exact' or None", full)
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
+            raise ConfigError.of("slots", "a number of slots, 0 for none", slots)
+        if not slots and full is None:
+            raise ConfigError("slots=0 and full=None: nothing would be stored. Keep one of them.")
+        self.model, self.tokenizer = compat.base_model(model), tokenizer
+        self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
+        if slots and not self.rotation.turns:
+            raise UnsupportedError(f"slots: {self.rotation.why}. Use slots=0, which reuses common starts of prompts.")
+        self.slots, self.layout, self.tail, self.full = slots, layout, tail, full
+        self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
+        self.encoder = encoder_of(encoder, self.model, tokenizer)
+        self.location = location
+        self.digest = digest_of_model(self.model)
+        self.entries = EntryStore(location, self._scope(), max_bytes)
+        self._known: dict[str, _Known] = {}
+        self._order: list[tuple[bytes, str]] = []
+        self._lock = threading.RLock()
+        self._sync()
+
+    def _scope(self) -> str:
+        tokenizer = ModelFingerprint.of(self.model, self.tokenizer).tokenizer
+        parts = ("warm start 1", self.digest, tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
+        adapters = "" if self.compressor is None or self.compressor.adapters is None else _digest_of(self.compressor.adapters.tensors())
+        return hashlib.blake2b("|".join(map(str, (*parts, adapters))).encode(), digest_size=16).hexdigest()
+
+    def add(self, prompts: Prompt | Sequence[Prompt], provenance: Mapping[str, Any] | None = None) -> list[str | None]:
+        """Runs prompts and stores what the model made of them.
+
+        Args:
+            prompts: One or several: texts, tokenised with special tokens as the tokenizer has them, or token ids.
+            provenance: Where they are from, as JSON can hold it.
+
+        Returns:
+            Their ids; None for one that did not stay because of `max_bytes` or a store that failed. One that is there already is kept.
+        """
+        self._require_same_model()
+        return [self._add(prompt, dict(provenance or {})) for prompt in self._listed(prompts)]
+
+    def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+        single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
+        return [prompts] if single or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item,arg-type]
+
+    def _add(self, prompt: Prompt, provenance: dict[str, Any]) -> str | None:
+        ids = self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else [int(token) for token in prompt]
+        if len(ids) <= self.tail:
+            raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
+        text = prompt if isinstance(prompt, str) else self.text(ids)
+        with self._lock:
+            present = self.entries.exact(ids)
+        if present is not None:
+            return present
+        states = read_prompt(self.model, torch.tensor([ids], device=self.model.device))
+        tensors: dict[str, torch.Tensor] = {}
+        if self.compressor is not None:
+            before = [LayerStates(keys[:, : -self.tail], values[:, : -self.tail]) for keys, values in states.layers]
+            keys, values = zip(*before, strict=True)
+            made = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling).to("cpu")
+            tensors |= {_SLOTS + name: tensor for name, tensor in made.tensors().items()}
+        stored: dict[str, Any] | None = None
+        if self.full is not None:
+            quantization: Quantization = None if self.full == "exact" else self.full
+            packed, stored = codec.encode(states.layers, {}, quantization)
+            tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
+        # In the head, so that entries can be compared token by token without reading their tensors.
+        facts = {"ids": base64.b64encode(as_ids(ids).astype("<u4").tobytes()).decode(), "stored": stored, "user": provenance}
+        embedding = self.encoder.encode([text], [ids])[0]
+        key = self.entries.put(Entry(text, ids, embedding, tensors, facts))
+        self._sync()
+        return key
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Tokens as they are compared.
+
+        Args:
+            ids: Tokens.
+        """
+        return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+    def refresh(self) -> None:
+        """Learns what other processes added and deleted."""
+        self.entries.refresh()
+        self._sync()
+
+    def _sync(self) -> None:
+        """Brings the order of prompts in step with the entries."""
+        with self._lock:
+            present = self.entries.ids()
+            if len(present) == len(self._known) and all(key in self._known for key in present):
+                return
+            gone = self._known.keys() - set(present)
+            for key in gone:
+                known = self._known.pop(key)
+                del self._order[bisect_left(self._order, (_sortable(known.ids), key))]
+            for key in present:
+                head = None if key in self._known else self.entries.head(key)
+                if head is None:
+                    continue
+                facts = head.provenance
+                ids = np.frombuffer(base64.b64decode(facts["ids"]), "<u4").astype(np.uint32)
+                self._known[key] = _Known(ids, facts["stored"])
+                insort(self._order, (_sortable(ids), key))
+
+    def exact(self, ids: Ids) -> Neighbour | None:
+        """The entry with exactly these tokens.
+
+        Args:
+            ids: Tokens.
+        """
+        key = self.entries.exact(ids.tolist())
+        return Neighbour(key, ids) if key is not None and key in self._known else None
+
+    def beginning(self, ids: Ids) -> tuple[Neighbour | None, int]:
+        """The entry that begins like a prompt for longest, and for how many tokens.
+
+        Args:
+            ids: Tokens.
+        """
+        with self._lock:
+            place = bisect_left(self._order, (_sortable(ids), ""))
+            best, longest = None, 0
+            # In order, what shares most is next to it on one side or the other.
+            for _, key in self._order[max(0, place - 1) : place + 1]:
+                shared = common_prefix(self._known[key].ids, ids)
+                if shared > longest:
+                    best, longest = Neighbour(key, self._known[key].ids), shared
+        return best, longest
+
+    def near(self, ids: Ids, text: str | None = None, k: int = 3) -> list[Neighbour]:
+        """The most similar entries, the most similar first.
+
+        Args:
+            ids: Tokens.
+            text: Their text, if at hand.
+            k: How many.
+        """
+        needs_text = not getattr(self.encoder, "reads_ids", False)
+        tokens = ids.tolist()
+        texts = [text if text is not None else self.text(tokens) if needs_text else ""]
+        found = self.entries.near(self.encoder.encode(texts, [tokens])[0], k)
+        with self._lock:
+            return [Neighbour(key, self._known[key].ids, cosine) for key, cosine in found if key in self._known]
+
+    def slots_of(self, key: str) -> Slots | None:
+        """An entry's summary; None where there is none (any more).
+
+        Args:
+            key: Its id.
+        """
+        entry = self.entries.get(key) if self.slots else None
+        if entry is None:
+            return None
+        try:
+            return Slots.of({name.removeprefix(_SLOTS): t for name, t in entry.tensors.items() if name.startswith(_SLOTS)}, len(entry.ids))
+        except ArtifactError:
+            self.entries.delete(key)
+            return None
+
+    def full_of(self, key: str) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]] | None:
+        """An entry's keys and values, as `codec` packs them; None where there are none (any more).
+
+        Args:
+            key: Its id.
+        """
+        with self._lock:
+            known = self._known.get(key)
+        if known is None or known.stored is None:
+            return None
+        entry = self.entries.get(key)
+        if entry is None:
+            self._sync()
+            return None
+        return known.stored, {name.removeprefix(_FULL): t for name, t in entry.tensors.items() if name.startswith(_FULL)}
+
+    def delete(self, key: str) -> bool:
+        """Deletes an entry, and returns whether it was there.
+
+        Args:
+            key: Its id.
+        """
+        gone = self.entries.delete(key)
+        self._sync()
+        return gone
+
+    def pin(self, key: str, pinned: bool = True) -> None:
+        """Keeps an entry from eviction.
+
+        Args:
+            key: Its id.
+            pinned: False lets it go again.
+        """
+        (self.entries.pin if pinned else self.entries.unpin)(key)
+
+    def ids(self) -> list[str]:
+        """Of all entries."""
+        return self.entries.ids()
+
+    def provenance(self, key: str) -> dict[str, Any] | None:
+        """What was said of an entry when it was added, or None where there is none.
+
+        Args:
+            key: Its id.
+        """
+        head = self.entries.head(key)
+        return None if head is None else dict(head.provenance["user"])
+
+    def prompt(self, key: str) -> str | None:
+        """An entry's text, or None where there is none.
+
+        Args:
+            key: Its id.
+        """
+        head = self.entries.head(key)
+        return None if head is None else head.text
+
+    def report(self) -> EntryReport:
+        """What the library holds, and what it was good for."""
+        return self.entries.report()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes all entries and settings into a folder, as an artifact.
+
+        Args:
+            folder: Where to.
+        """
+        self._packed().save_pretrained(folder)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Uploads all entries and settings to a Hub repository, and returns the commit's address. Entries hold their prompts as text.
+
+        Args:
+            repo_id: `"owner/name"`.
+            **options: Of `Artifact.push_to_hub`: `private`, `token`, `commit_message`, `revision`.
+        """
+        return self._packed().push_to_hub(repo_id, **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder_or_hub_id: str | Path,
+        model: Any,
+        tokenizer: Any,
+        encoder: str | Callable[[list[str]], Any] | Encoder | None = None,
+        *,
+        location: str = "memory",
+        max_bytes: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Loads a library that `save_pretrained` wrote.
+
+        Args:
+            folder_or_hub_id: A folder, or `"owner/name"`.
+            model: The model that it was made for; another one is a `FingerprintMismatch`.
+            tokenizer: Its tokenizer.
+            encoder: The one that it was made with; None for that of the model.
+            location: Where the entries go.
+            max_bytes: See the class.
+            **options: Of `Artifact.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
+        """
+        packed = PackedLibrary.from_pretrained(folder_or_hub_id, model=compat.base_model(model), tokenizer=tokenizer, **options)
+        adapters = Adapters.of(packed.adapters) if packed.adapters else None
+        library = cls(model, tokenizer, encoder=encoder, location=location, max_bytes=max_bytes, adapters=adapters, **packed.settings)
+        if library.encoder.name != packed.encoder:
+            raise ConfigError.of("encoder", f"the one that the library was made with, {packed.encoder!r}", library.encoder.name)
+        for entry in packed.entries:
+            library.entries.put(entry)
+        library._sync()
+        return library
+
+    def _packed(self) -> PackedLibrary:
+        self._require_same_model()
+        found = [self.entries.get(key) for key in self.entries.ids()]
+        adapters = {} if self.compressor is None or self.compressor.adapters is None else self.compressor.adapters.tensors()
+        settings = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
+        packed = PackedLibrary(tuple(entry for entry in found if entry is not None), settings, self.encoder.name, adapters)
+        packed.fingerprint = ModelFingerprint.of(self.model, self.tokenizer)
+        return packed
+
+    def fits_model(self, model: Any) -> bool:
+        """Whether a model is the one, with the adapters, that the library was made for.
+
+        Args:
+            model: Without a PEFT wrapper.
+        """
+        return digest_of_model(model) == self.digest
+
+    def _require_same_model(self) -> None:
+        if not self.fits_model(self.model):
+            raise ConfigError("The model has changed since the library was made, or other adapters are active. Make a library for it.")
+
+    def close(self) -> None:
+        """Lets go of files and connections."""
+        self.entries.close()
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A copied cache goes on with the same library.
+        return self
+
+    def __repr__(self) -> str:
+        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, full={self.full!r}, {self.location!r})"
+
+
+class PackedLibrary(Artifact):
+    """A library of prompts with what a model made of them, to start similar prompts from.
+
+    Args:
+        entries: All of them.
+        settings: Of the library.
+        encoder: Its name.
+        adapters: Tensors of the compressor's adapters, or none.
+    """
+
+    artifact_type = "warm-start-library"
+    format_version = 1
+
+    def __init__(
+        self, entries: tuple[Entry, ...], settings: dict[str, Any], encoder: str, adapters: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        self.entries, self.settings, self.encoder, self.adapters = entries, settings, encoder, dict(adapters or {})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {f"adapters.{name}": tensor for name, tensor in self.adapters.items()}
+        for number, entry in enumerate(self.entries):
+            own = {
+                "ids": torch.tensor(entry.ids, dtype=torch.int32),
+                "embedding": torch.from_numpy(entry.embedding.copy()),
+                **entry.tensors,
+            }
+            found |= {f"{number}.{name}": tensor.contiguous() for name, tensor in own.items()}
+        # A file without any tensor can't be read again.
+        return found or {"none": torch.zeros(1)}
+
+    def metadata(self) -> dict[str, Any]:
+        prompts = [{"text": entry.text, "provenance": dict(entry.provenance)} for entry in self.entries]
+        return {"settings": self.settings, "encoder": self.encoder, "prompts": prompts}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
+        owned: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            owner, _, rest = name.partition(".")
+            owned.setdefault(owner, {})[rest] = tensor
+        entries = []
+        for number, prompt in enumerate(metadata["prompts"]):
+            own = owned[str(number)]
+            ids, embedding = own.pop("ids").tolist(), own.pop("embedding").numpy()
+            entries.append(Entry(prompt["text"], ids, embedding, own, prompt["provenance"]))
+        return cls(tuple(entries), metadata["settings"], metadata["encoder"], owned.get("adapters"))
+
+    def describe_calibration(self) -> str:
+        return f"{len(self.entries)} prompts, {self.settings['slots']} slots each; encoder: {self.encoder}. Holds the prompts as text."
+
+
+def _sortable(ids: Ids) -> bytes:
+    # With the highest byte first, bytes have the order of the numbers.
+    return ids[:_ORDERED_BY].astype(">u4").tobytes()
+
+
+def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
+    hasher = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        hasher.update(name.encode() + tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()

@@ -1,0 +1,197 @@
+"""One prompt's way into a `WarmStartCache`: find a neighbour, decide, write what is reused, say what remains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.splicing.placing import Loaded
+from hf_kvcaches.core.splicing.tokens import Ids
+from hf_kvcaches.warmstart.gate import changes
+from hf_kvcaches.warmstart.library import Neighbour
+from hf_kvcaches.warmstart.planning import RowPlan, best_aligned, whole
+from hf_kvcaches.warmstart.slots import Slots
+
+if TYPE_CHECKING:
+    from hf_kvcaches.warmstart.cache import WarmStartCache
+
+# Entries that a prompt is compared with, token by token.
+COMPARED = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a prompt.
+
+    Args:
+        remaining: What the model is to run.
+        plans: Of each row.
+        reused: Tokens that are not run.
+        computed: Tokens that are.
+        inexact: Whether anything reused is an approximation.
+    """
+
+    remaining: int | Remaining
+    plans: tuple[RowPlan, ...]
+    reused: int
+    computed: int
+    inexact: bool
+
+
+class Serving:
+    """Serves one prompt.
+
+    Args:
+        cache: Empty.
+        call: The prompt.
+        padding: Slots at the start of each row that hold no token.
+    """
+
+    def __init__(self, cache: WarmStartCache, call: PrefillCall, padding: Sequence[int]) -> None:
+        self.cache, self.call, self.padding, self.library = cache, call, padding, cache.library
+        self._full: dict[str, tuple[Mapping[str, Any], dict[str, torch.Tensor]] | None] = {}
+
+    def serve(self) -> Outcome:
+        """Does all of it."""
+        cache, call = self.cache, self.call
+        total = call.input_ids.shape[1]
+        rows = [slots[pad:] for slots, pad in zip(cache.history.rows(), self.padding, strict=True)]
+        if not self.library.fits_model(cache.model):
+            plans = [
+                RowPlan("cold", refused="The model has changed since the library was made, or other adapters are active.") for _ in rows
+            ]
+        else:
+            self.library.refresh()
+            plans = [self._plan(ids) for ids in rows]
+        if len(plans) == 1 and plans[0].served == "slots":
+            outcome = self._from_slots(plans[0], rows[0])
+            if outcome is not None:
+                return outcome
+            plans = [RowPlan("cold", refused="The summary is gone or damaged.")]
+        tokens = sum(map(len, rows))
+        reused = sum(plan.reused for plan in plans)
+        for plan in plans:
+            if plan.neighbour is not None:
+                self.library.entries.used(plan.neighbour.key, plan.reused)
+        inexact = any(plan.served == "align" or (plan.blocks and self.library.full != "exact") for plan in plans)
+        if not reused:
+            return Outcome(cache.behind(call, 0, self.padding, total), tuple(plans), 0, tokens, False)
+        cache.write(self.padding, [self._loaded(plan) for plan in plans], total)
+        return Outcome(self._remaining(plans, rows, total), tuple(plans), reused, tokens - reused, inexact)
+
+    def _remaining(self, plans: Sequence[RowPlan], rows: Sequence[Ids], total: int) -> int | Remaining:
+        cache = self.cache
+        if cache.attention_enabled:
+            return cache.between(self.call, [plan.to_run(len(ids)) for plan, ids in zip(plans, rows, strict=True)], self.padding, total)
+        # The model attends its own way, to what follows a common beginning.
+        taken = min(plan.blocks[0].length + pad if plan.blocks else 0 for plan, pad in zip(plans, self.padding, strict=True))
+        for layer in cache.layers:
+            layer.seen = taken
+        return taken
+
+    def _plan(self, ids: Ids) -> RowPlan:
+        """What is best for a row."""
+        cache, library = self.cache, self.library
+        if len(ids) < 2:
+            return RowPlan("cold", refused="One token has nothing before it.")
+        refused = ""
+        exact = library.exact(ids)
+        if exact is not None and library.full is not None and cache.strategy != "slots":
+            plan = self._with_tensors(RowPlan("exact", exact, whole(exact, len(ids))))
+            if plan.blocks:
+                return plan
+        begins, shared = library.beginning(ids) if library.full is not None and cache.strategy != "slots" else (None, 0)
+        prefix = RowPlan("prefix", begins, () if begins is None or shared < 2 else whole_start(begins, shared, len(ids)))
+        if cache.strategy != "exact" and cache.approximates:
+            near = [exact._replace(similarity=1.0)] if exact is not None else library.near(ids, k=COMPARED)
+            aligned, refused = self._aligned(near, ids, refused)
+            if aligned is not None and aligned.reused > prefix.reused:
+                return aligned
+            enough = prefix.reused >= cache.gate.reusable * len(ids)
+            if cache.strategy in ("auto", "slots") and len(self.padding) == 1 and not enough:
+                slots, why = self._summary(near, ids)
+                if slots is not None:
+                    return slots
+                refused = refused or why
+        prefix = self._with_tensors(prefix)
+        return replace(prefix, refused=refused) if prefix.blocks else RowPlan("cold", refused=refused or "No entry is like it.")
+
+    def _aligned(self, near: Sequence[Neighbour], ids: Ids, refused: str) -> tuple[RowPlan | None, str]:
+        cache = self.cache
+        if cache.strategy == "slots" or self.library.full is None:
+            return None, refused
+        best, blocks = best_aligned(near, ids, guard=cache.guard, tail=cache.tail)
+        if best is None:
+            return None, "No entry shares a stretch with it." if near else refused
+        plan = RowPlan("align", best, blocks)
+        verdict = cache.gate.decide(reusable=plan.reused / len(ids))
+        if not verdict.admitted:
+            return None, verdict.reason
+        plan = self._with_tensors(plan)
+        return (plan, "") if plan.blocks else (None, "The entry is gone or damaged.")
+
+    def _summary(self, near: Sequence[Neighbour], ids: Ids) -> tuple[RowPlan | None, str]:
+        """A row that is served from a summary, or why not."""
+        cache, library = self.cache, self.library
+        if not library.slots:
+            return None, "The library has no summaries."
+        if not near:
+            return None, "No entry is like it."
+        closest = near[0]
+        tail = library.tail
+        if len(ids) <= tail or len(closest.ids) <= tail or (closest.ids[-tail:] != ids[-tail:]).any():
+            return None, "The two don't end alike."
+        verdict = cache.gate.decide(similarity=closest.similarity, lengths=(len(closest.ids), len(ids)))
+        if verdict.admitted and (closest.ids.shape != ids.shape or (closest.ids != ids).any()):
+            before = library.prompt(closest.key) or ""
+            verdict = cache.gate.decide(changes=changes(before, library.text(ids.tolist()), stop=True))
+        return (RowPlan("slots", closest), "") if verdict.admitted else (None, verdict.reason)
+
+    def _with_tensors(self, plan: RowPlan) -> RowPlan:
+        """The plan if what it needs is there."""
+        if plan.neighbour is None or not plan.blocks:
+            return replace(plan, blocks=())
+        key = plan.neighbour.key
+        if key not in self._full:
+            self._full[key] = self.library.full_of(key)
+        return plan if self._full[key] is not None else replace(plan, neighbour=None, blocks=())
+
+    def _loaded(self, plan: RowPlan) -> list[Loaded]:
+        if plan.neighbour is None or not plan.blocks:
+            return []
+        found = self._full[plan.neighbour.key]
+        assert found is not None
+        stored, tensors = found
+        return [Loaded(b.target, b.target + b.length, b.source, b.source, stored, tensors) for b in plan.blocks]
+
+    def _from_slots(self, plan: RowPlan, ids: Ids) -> Outcome | None:
+        """A prompt of which only the tail is run, behind the summary of a similar one."""
+        cache, library = self.cache, self.library
+        assert plan.neighbour is not None
+        slots: Slots | None = library.slots_of(plan.neighbour.key)
+        if slots is None:
+            return None
+        geometries = library.rotation.layers
+        if cache.projector is not None:
+            slots = cache.projector.apply(slots, len(ids), geometries)
+        else:
+            slots = slots.shifted(len(ids) - slots.length, geometries)
+        covered = len(ids) - library.tail
+        cache.start_from(slots, covered)
+        library.entries.used(plan.neighbour.key, covered)
+        return Outcome(covered, (plan,), covered, library.tail, True)
+
+
+def whole_start(neighbour: Neighbour, shared: int, tokens: int) -> tuple[Any, ...]:
+    """What a prompt and an entry begin with, without the prompt's last token.
+
+    Args:
+        neighbour: The entry.
+        shared: Tokens that both begin with.
+        tokens: Of the prompt.
+    """
+    return whole(neighbour._replace(ids=neighbour.ids[:shared]), tokens)

@@ -1,0 +1,109 @@
+"""The exact prefill that takes a summary's place, at once or while tokens are generated."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.only_layers import alone
+from hf_kvcaches.core.prefill import run_span
+from hf_kvcaches.core.splicing.cache import SplicingCache
+
+Swap = Literal["off", "sync", "background"]
+
+# Tokens that are run at a time: between two chunks somebody else may have the model, and a thread that nobody waits for ends.
+CHUNK = 128
+
+
+class ExactCache(SplicingCache):
+    """What the exact prefill fills. It takes over nothing."""
+
+    takes_over_prefill = False
+
+
+class ExactPrefill:
+    """Runs a prompt as if there were no library.
+
+    Args:
+        model: The model.
+        ids: The prompt, (rows, tokens).
+        mask: 1 where a token is real, (rows, tokens), or None.
+        positions: (rows, tokens).
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> None:
+        self.ids, self.mask, self.positions = ids, mask, positions
+        self._model = weakref.ref(model)
+        self._cache: ExactCache | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Begins in a thread, which ends soon after `stop`."""
+        self._thread = threading.Thread(target=self._try, name="hf_kvcaches-prefill", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Lets a thread end that nobody waits for any more."""
+        self._stop.set()
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a thread, or was."""
+        return self._thread is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is still at it."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def result(self) -> ExactCache:
+        """The filled cache, computed now if no thread has."""
+        if self._thread is not None:
+            self._thread.join()
+        if self._cache is None:
+            self._stop.clear()
+            self._run()
+        assert self._cache is not None
+        return self._cache
+
+    def _try(self) -> None:
+        try:
+            self._run()
+        except BaseException as error:  # nobody would hear of it in a thread; the cache says it
+            self.failure = error
+
+    def _run(self) -> None:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the model is gone")
+        cache = ExactCache(model)
+        tokens = self.ids.shape[1]
+        for start in range(0, tokens, CHUNK):
+            if self._stop.is_set():
+                return
+            stop = min(start + CHUNK, tokens)
+            mask = None if self.mask is None else self.mask[:, :stop]
+            # Another thread may be running parts of the model meanwhile, for which its layers are exchanged.
+            with torch.no_grad(), alone(model):
+                run_span(model, cache, self.ids[:, start:stop], self.positions[:, start:stop], mask)
+        self._cache = cache
+
+
+def copied_rows(cache: ExactCache, rows: int) -> None:
+    """Repeats each row, where beams have been made of the prompts since.
+
+    Args:
+        cache: Of the prompts.
+        rows: How many there are now.
+    """
+    buffer = next(layer.key_buffer for layer in cache.layers if isinstance(layer, GrowingLayer))
+    assert buffer is not None
+    if rows != buffer.shape[0]:
+        cache.batch_repeat_interleave(rows // buffer.shape[0])
