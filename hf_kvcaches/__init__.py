@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
     from hf_kvcaches.subspace.bases import SubspaceBases
     from hf_kvcaches.subspace.cache import SubspaceCache
+    from hf_kvcaches.warmstart.cache import WarmStartCache
+    from hf_kvcaches.warmstart.gate import WarmStartGate
+    from hf_kvcaches.warmstart.library import WarmStartLibrary
+    from hf_kvcaches.warmstart.projector import SlotProjector
 
 __version__ = "0.1.0"
 
@@ -72,6 +76,10 @@ _HOMES = {
     "AdaptiveSubspace": "subspace.adaptive",
     "SubspaceBases": "subspace.bases",
     "SubspaceCache": "subspace.cache",
+    "SlotProjector": "warmstart.projector",
+    "WarmStartCache": "warmstart.cache",
+    "WarmStartGate": "warmstart.gate",
+    "WarmStartLibrary": "warmstart.library",
     "KVCacheError": "errors",
     "ConfigError": "errors",
     "UnsupportedError": "errors",
@@ -105,6 +113,7 @@ __all__ = [
     "SegmentPolicy",
     "SegmentReuseCache",
     "SegmentStore",
+    "SlotProjector",
     "SnapKVPolicy",
     "StreamingPolicy",
     "SubspaceBases",
@@ -112,6 +121,9 @@ __all__ = [
     "TOVAPolicy",
     "UnsupportedError",
     "VerifyReport",
+    "WarmStartCache",
+    "WarmStartGate",
+    "WarmStartLibrary",
     "disable",
     "enable",
     "pyramid_budgets",

@@ -14,7 +14,7 @@ from hf_kvcaches.core.cache import CacheReport
 from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.warmstart.gate import Gate
+from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
 from hf_kvcaches.warmstart.planning import RowPlan, Served
@@ -87,7 +87,7 @@ class WarmStartCache(SplicingCache):
         strategy: Strategy = "auto",
         swap: Swap = "off",
         *,
-        gate: Gate | None = None,
+        gate: WarmStartGate | None = None,
         guard: int = 8,
         tail: int = 16,
         projector: Any = None,
@@ -101,8 +101,8 @@ class WarmStartCache(SplicingCache):
         for name, number in (("guard", guard), ("tail", tail)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 0:
                 raise ConfigError.of(name, "a number of tokens", number)
-        if gate is not None and not isinstance(gate, Gate):
-            raise ConfigError.of("gate", "a Gate, or None", gate)
+        if gate is not None and not isinstance(gate, WarmStartGate):
+            raise ConfigError.of("gate", "a WarmStartGate, or None", gate)
         super().__init__(model, offloading=offloading)
         if self.model is not library.model and not library.fits_model(self.model):
             raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
@@ -113,7 +113,7 @@ class WarmStartCache(SplicingCache):
             raise ConfigError("strategy='slots': the library has no summaries. Make it with slots=64, or use another strategy.")
         self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer
         self.strategy: Strategy = strategy
-        self.swap, self.gate, self.guard, self.tail, self.projector = swap, gate or Gate(), guard, tail, projector
+        self.swap, self.gate, self.guard, self.tail, self.projector = swap, gate or WarmStartGate(), guard, tail, projector
         self._plans: tuple[RowPlan, ...] = ()
         self._tokens = (0, 0)
         self._exact: ExactPrefill | None = None

@@ -1,4 +1,4 @@
-"""Which earlier prompt may stand in for a new one: `Gate` decides, `changes` reads what differs between their texts.
+"""Which earlier prompt may stand in for a new one: `WarmStartGate` decides, `changes` reads what differs between their texts.
 
 Prompts that are close by any measure of likeness may ask for the opposite: a `not`, another digit, another name. Hence what differs is
 read word by word, and numbers, names, negations, opposites, quotations, code, links and units refuse a pair however much it is alike. The
@@ -14,12 +14,15 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.splicing.alignment import Ids, align, common_start
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart import _words as lists
@@ -90,22 +93,29 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gate:
+class WarmStartGate(Artifact):
     """When the state of an earlier prompt may answer for a new one. What is not known (None) is not checked.
 
     Args:
-        tau: The least similarity of the two, as a cosine.
-        lengths: The least and the greatest length of the earlier prompt, as a multiple of the new one's.
-        reusable: The least share of the new prompt's tokens that stand in blocks of the earlier one.
+        tau: The least similarity of the two, as a cosine, for a summary.
+        lengths: The least and the greatest length of the earlier prompt, as a multiple of the new one's, for a summary.
+        reusable: The least share of the new prompt's tokens that stand in blocks of the earlier one, for stretches.
         content: The most words of content that may differ; None lets any number pass.
         lexical: Whether numbers, names, negations and the like that differ refuse a pair.
+        encoder: The name of the encoder that `tau` was measured with, or None.
+        measured: One dict of limits and measurements for each setting that was tried.
     """
+
+    artifact_type: ClassVar[str] = "warm-start-gate"
+    format_version: ClassVar[int] = 1
 
     tau: float = 0.9
     lengths: tuple[float, float] = (0.5, 2.0)
     reusable: float = 0.5
     content: int | None = 0
     lexical: bool = True
+    encoder: str | None = None
+    measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name in ("tau", "reusable"):
@@ -116,6 +126,27 @@ class Gate:
             raise ConfigError.of("lengths", "(least, greatest), neither negative", self.lengths, "(0.5, 2.0) allows half to twice as long.")
         if self.content is not None and self.content < 0:
             raise ConfigError.of("content", "a number of words, or None", self.content, "0 lets only small words differ.")
+        object.__setattr__(self, "lengths", tuple(self.lengths))
+        object.__setattr__(self, "measured", tuple(self.measured))
+
+    def tensors(self) -> dict[str, Tensor]:
+        # A file without any tensor can't be read again.
+        return {"lengths": torch.tensor(self.lengths, dtype=torch.float64)}
+
+    def metadata(self) -> dict[str, Any]:
+        names = ("tau", "reusable", "content", "lexical", "encoder")
+        return {name: getattr(self, name) for name in names} | {"measured": list(self.measured)}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:
+        return cls(**metadata, lengths=tuple(tensors["lengths"].tolist()))
+
+    def describe_calibration(self) -> str:
+        if not self.measured:
+            return "Not calibrated."
+        names = list(self.measured[0])
+        lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+        return "\n".join(lines + ["| " + " | ".join(str(row.get(name)) for name in names) + " |" for row in self.measured])
 
     def decide(
         self,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.gate import Changes, Gate, changes, content_words
+from hf_kvcaches.warmstart.gate import Changes, WarmStartGate, changes, content_words
 from tests import testbed
 from tests.testbed import pairs
 
@@ -143,7 +143,7 @@ def test_what_changes_the_answer_is_found_in_either_direction_and_in_context(sou
     for a, b in ((source, target), (target, source), (f"{around}. {source} {around}", f"{around}. {target} {around}")):
         found = [each for each, _ in changes(a, b, stop=stop).risks]
         assert found if stop else risk in found
-        verdict = Gate().decide(changes=changes(a, b, stop=stop))
+        verdict = WarmStartGate().decide(changes=changes(a, b, stop=stop))
         assert (verdict.admitted, verdict.check) == (False, found[0])
         assert verdict.reason.startswith(f"What differs touches {found[0]}: ")
 
@@ -153,7 +153,7 @@ def test_slight_changes_are_let_through(source, target):
     for a, b in ((source, target), (target, source)):
         found = changes(a, b)
         assert found.slight, found
-        assert Gate().decide(changes=found).admitted
+        assert WarmStartGate().decide(changes=found).admitted
 
 
 @pytest.mark.parametrize(("source", "target", "words"), CONTENT)
@@ -162,10 +162,10 @@ def test_words_of_content_are_told_apart_from_small_ones(source, target, words):
     assert found.content
     assert found.risks == ()
     assert words is None or sorted(found.content) == sorted(words)
-    assert Gate().decide(changes=found).check == "content"
-    assert Gate(content=None).decide(changes=found).admitted
-    assert Gate(content=len(found.content)).decide(changes=found).admitted
-    assert not Gate(content=len(found.content) - 1).decide(changes=found).admitted
+    assert WarmStartGate().decide(changes=found).check == "content"
+    assert WarmStartGate(content=None).decide(changes=found).admitted
+    assert WarmStartGate(content=len(found.content)).decide(changes=found).admitted
+    assert not WarmStartGate(content=len(found.content) - 1).decide(changes=found).admitted
 
 
 def test_the_words_are_those_of_neither_list():
@@ -217,7 +217,7 @@ def test_the_testbeds_pairs_are_refused_where_the_answer_changes_and_let_through
     tokenizer = AutoTokenizer.from_pretrained(testbed.FOLDER / "base")
     for length in (128, 500):
         made = pairs.make_pairs(tokenizer, kind, 8, seed=3, length=length)
-        verdicts = [Gate().decide(changes=changes(pair.source_text, pair.target_text, stop=True)) for pair in made]
+        verdicts = [WarmStartGate().decide(changes=changes(pair.source_text, pair.target_text, stop=True)) for pair in made]
         admitted = [verdict.admitted for verdict in verdicts]
         if kind == "identical":
             assert all(admitted)
@@ -227,11 +227,11 @@ def test_the_testbeds_pairs_are_refused_where_the_answer_changes_and_let_through
         else:
             assert not any(admitted), verdicts
         other = pairs.make_pairs(tokenizer, kind, 4, seed=3, length=length, asks="other")
-        assert not any(Gate().decide(changes=changes(pair.source_text, pair.target_text)).admitted for pair in other)
+        assert not any(WarmStartGate().decide(changes=changes(pair.source_text, pair.target_text)).admitted for pair in other)
 
 
 def test_checks_come_in_order_and_each_says_what_it_missed():
-    gate = Gate()
+    gate = WarmStartGate()
     changed = changes("Send 4 letters.", "Send 5 letters.")
     verdict = gate.decide(similarity=0.8, lengths=(900, 100), reusable=0.1, changes=changed)
     assert verdict == (False, "similarity", "The similarity is 0.800, below 0.9.")
@@ -246,12 +246,12 @@ def test_checks_come_in_order_and_each_says_what_it_missed():
     verdict = gate.decide(similarity=0.9, lengths=(200, 100), reusable=0.5, changes=Changes())
     assert verdict == (True, "", "Nothing speaks against it.")
     assert gate.decide().admitted
-    assert Gate(lexical=False, content=None).decide(changes=changed).admitted
+    assert WarmStartGate(lexical=False, content=None).decide(changes=changed).admitted
 
 
 @pytest.mark.parametrize("known", [{"similarity": float("nan")}, {"reusable": float("nan")}, {"lengths": (5, 0)}, {"lengths": (0, 5)}])
 def test_what_is_no_number_or_no_length_is_refused(known):
-    assert not Gate().decide(**known).admitted
+    assert not WarmStartGate().decide(**known).admitted
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_what_is_no_number_or_no_length_is_refused(known):
 )
 def test_settings_that_cannot_work_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Gate(**wrong)
+        WarmStartGate(**wrong)
 
 
 def test_the_last_place_is_read_first_where_one_risk_is_enough():

@@ -1,0 +1,62 @@
+"""A library as an artifact: all entries and settings in one folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+
+from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.warmstart.entries import Entry
+
+
+class PackedLibrary(Artifact):
+    """A library of prompts with what a model made of them, to start similar prompts from.
+
+    Args:
+        entries: All of them.
+        settings: Of the library.
+        encoder: Its name.
+        adapters: Tensors of the compressor's adapters, or none.
+    """
+
+    artifact_type = "warm-start-library"
+    format_version = 1
+
+    def __init__(
+        self, entries: tuple[Entry, ...], settings: dict[str, Any], encoder: str, adapters: Mapping[str, torch.Tensor] | None = None
+    ) -> None:
+        self.entries, self.settings, self.encoder, self.adapters = entries, settings, encoder, dict(adapters or {})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = {f"adapters.{name}": tensor for name, tensor in self.adapters.items()}
+        for number, entry in enumerate(self.entries):
+            own = {
+                "ids": torch.tensor(entry.ids, dtype=torch.int32),
+                "embedding": torch.from_numpy(entry.embedding.copy()),
+                **entry.tensors,
+            }
+            found |= {f"{number}.{name}": tensor.contiguous() for name, tensor in own.items()}
+        # A file without any tensor can't be read again.
+        return found or {"none": torch.zeros(1)}
+
+    def metadata(self) -> dict[str, Any]:
+        prompts = [{"text": entry.text, "provenance": dict(entry.provenance)} for entry in self.entries]
+        return {"settings": self.settings, "encoder": self.encoder, "prompts": prompts}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
+        owned: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors.items():
+            owner, _, rest = name.partition(".")
+            owned.setdefault(owner, {})[rest] = tensor
+        entries = []
+        for number, prompt in enumerate(metadata["prompts"]):
+            own = owned[str(number)]
+            ids, embedding = own.pop("ids").tolist(), own.pop("embedding").numpy()
+            entries.append(Entry(prompt["text"], ids, embedding, own, prompt["provenance"]))
+        return cls(tuple(entries), metadata["settings"], metadata["encoder"], owned.get("adapters"))
+
+    def describe_calibration(self) -> str:
+        return f"{len(self.entries)} prompts, {self.settings['slots']} slots each; encoder: {self.encoder}. Holds the prompts as text."
