@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from difflib import SequenceMatcher
 
 import numpy as np
 
+from hf_kvcaches.core.splicing.alignment import align
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.index import Piece, Run
 from hf_kvcaches.segments.records import Record, Signature
@@ -69,12 +69,9 @@ class Resembling:
     def _aligned(self, ids: Ids, start: int, stop: int, records: Sequence[Record], shortest: int) -> list[Run]:
         """What a stretch shares with the segment that shares most with it, token by token."""
         best: list[Run] = []
-        own = ids[start:stop].tolist()
         for record in records:
-            blocks = SequenceMatcher(None, record.ids.tolist(), own, autojunk=False).get_matching_blocks()
-            runs = [
-                Run((Piece(start + block.b, start + block.b + block.size, record, block.a),)) for block in blocks if block.size >= shortest
-            ]
+            blocks = align(record.ids, ids[start:stop], shortest)
+            runs = [Run((Piece(start + block.target, start + block.target + block.length, record, block.source),)) for block in blocks]
             if sum(map(len, runs)) > sum(map(len, best)):
                 best = runs
         return best

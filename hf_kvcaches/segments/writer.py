@@ -7,8 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import torch
-
 
 class Writer:
     """Runs jobs one after the other in a thread of its own, which lives while there are any.
@@ -35,17 +33,11 @@ class Writer:
         with self._changed:
             self._jobs.append(job)
             if self._thread is None:
-                ready = threading.Event()
-                self._thread = threading.Thread(target=self._work_on_one_core, args=(ready,), name="hf_kvcaches-segments")
+                self._thread = threading.Thread(target=self._work, name="hf_kvcaches-segments")
                 try:
                     self._thread.start()
                 except RuntimeError:  # The interpreter is ending, or there are too many threads. Whoever waits does it.
                     self._thread = None
-                    return
-                threads = torch.get_num_threads()
-                ready.wait()
-                # What the thread has set is also the number for threads to come, which is to stay as it was.
-                torch.set_num_threads(threads)
 
     def wait(self) -> None:
         """Returns when there are no jobs any more; at once where a job asks."""
@@ -58,12 +50,6 @@ class Writer:
                 if not self._jobs:
                     return
             self._work()
-
-    def _work_on_one_core(self, ready: threading.Event) -> None:
-        # Else its small operations would each wake a team of threads, which keeps the cores from the model.
-        torch.set_num_threads(1)
-        ready.set()
-        self._work()
 
     def _work(self) -> None:
         mine = threading.get_ident()

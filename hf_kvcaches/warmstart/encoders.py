@@ -61,10 +61,12 @@ class Encoder(ABC):
     Attributes:
         name: Vectors of encoders with other names don't compare. It goes into fingerprints.
         dim: Elements of a vector.
+        reads_text: Whether it looks at the texts; else they may be empty.
     """
 
     name: str
     dim: int
+    reads_text: bool = True
 
     def encode(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Embeddings:
         """A vector of length 1 for each prompt, `(prompts, dim)`.
@@ -96,6 +98,8 @@ class EmbeddingsEncoder(Encoder):
     Args:
         model: Whose input embeddings. They are read once, here, as far as they are needed for the whitening.
     """
+
+    reads_text = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         embed: Any = model.get_input_embeddings()
@@ -155,6 +159,8 @@ class HiddenEncoder(Encoder):
     Args:
         model: Which should be in `eval()` mode: with dropout no two vectors are the same.
     """
+
+    reads_text = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._decoder, _, layers = compat.decoder_layers(model)

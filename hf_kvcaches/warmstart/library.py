@@ -235,10 +235,10 @@ class WarmStartLibrary:
             text: Their text, if at hand.
             k: How many.
         """
-        needs_text = not getattr(self.encoder, "reads_ids", False)
         tokens = ids.tolist()
-        texts = [text if text is not None else self.text(tokens) if needs_text else ""]
-        found = self.entries.near(self.encoder.encode(texts, [tokens])[0], k)
+        if text is None:
+            text = self.text(tokens) if self.encoder.reads_text else ""
+        found = self.entries.near(self.encoder.encode([text], [tokens])[0], k)
         with self._lock:
             return [Neighbour(key, self._known[key].ids, cosine) for key, cosine in found if key in self._known]
 

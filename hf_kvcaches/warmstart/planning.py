@@ -20,6 +20,8 @@ Places = npt.NDArray[np.int64]
 SHORTEST = 8
 # A stretch that stands elsewhere has other text before it; a short one is mostly what is run again anyway.
 SHORTEST_MOVED = 24
+# A neighbour that has so much of a prompt will do.
+ENOUGH = 0.75
 
 
 @dataclass(frozen=True)
@@ -110,4 +112,7 @@ def best_aligned(neighbours: Sequence[Neighbour], ids: Ids, *, guard: int, tail:
         found = reusable_blocks(neighbour.ids, ids, guard=guard, tail=tail)
         if sum(block.length for block in found) > sum(block.length for block in blocks):
             best, blocks = neighbour, found
+        # To compare more entries takes longer than to compute what little they could add.
+        if sum(block.length for block in blocks) >= ENOUGH * len(ids):
+            break
     return best, blocks

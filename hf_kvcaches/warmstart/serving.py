@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Entries that a prompt is compared with, token by token.
 COMPARED = 3
+# A shorter common beginning saves less than it costs to put it in its place.
+WORTH = 32
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Serving:
             if plan.blocks:
                 return plan
         begins, shared = library.beginning(ids) if library.full is not None and cache.strategy != "slots" else (None, 0)
-        prefix = RowPlan("prefix", begins, () if begins is None or shared < 2 else whole_start(begins, shared, len(ids)))
+        prefix = RowPlan("prefix", begins, () if begins is None or shared < WORTH else whole_start(begins, shared, len(ids)))
         if cache.strategy != "exact" and cache.approximates:
             near = [exact._replace(similarity=1.0)] if exact is not None else library.near(ids, k=COMPARED)
             aligned, refused = self._aligned(near, ids, refused)
@@ -146,7 +148,8 @@ class Serving:
         if len(ids) <= tail or len(closest.ids) <= tail or (closest.ids[-tail:] != ids[-tail:]).any():
             return None, "The two don't end alike."
         verdict = cache.gate.decide(similarity=closest.similarity, lengths=(len(closest.ids), len(ids)))
-        if verdict.admitted and (closest.ids.shape != ids.shape or (closest.ids != ids).any()):
+        reads = cache.gate.lexical or cache.gate.content is not None
+        if verdict.admitted and reads and (closest.ids.shape != ids.shape or (closest.ids != ids).any()):
             before = library.prompt(closest.key) or ""
             verdict = cache.gate.decide(changes=changes(before, library.text(ids.tolist()), stop=True))
         return (RowPlan("slots", closest), "") if verdict.admitted else (None, verdict.reason)
