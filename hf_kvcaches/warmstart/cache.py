@@ -106,9 +106,13 @@ class WarmStartCache(SplicingCache):
         super().__init__(model, offloading=offloading)
         if self.model is not library.model and not library.fits_model(self.model):
             raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
-        if strategy in ("slots", "align") and not self.approximates:
+        if strategy == "align" and not self.approximates:
             why = self.rotation.why or "this model computes attention its own way"
             raise UnsupportedError(f"strategy={strategy!r}: {why}. Use strategy='exact', or 'auto'.")
+        if strategy == "slots":
+            self.require_attention("strategy='slots'")
+        if projector is not None and library.correction is not None:
+            raise UnsupportedError("projector: keys of learned positions can't be brought to one place first. Leave it out.")
         if strategy == "slots" and not library.slots:
             raise ConfigError("strategy='slots': the library has no summaries. Make it with slots=64, or use another strategy.")
         self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer

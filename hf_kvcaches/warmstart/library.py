@@ -27,7 +27,7 @@ from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
-from hf_kvcaches.warmstart.reading import read_prompt
+from hf_kvcaches.warmstart.reading import correction_for, read_prompt
 from hf_kvcaches.warmstart.slots import Slots
 
 Full = Literal["int8", "int4", "exact"] | None
@@ -78,6 +78,8 @@ class WarmStartLibrary:
         location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
         max_bytes: The most that all entries may take; above it, those go first that saved least work a byte.
         adapters: Maps for pooled slots, from `scripts/train_compressor.py`, or None.
+        correct_positions: Experimental. For models with learned positions (GPT-2), where keys can't be turned: slots are moved by what a
+            position adds to a key, as far as that is linear.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class WarmStartLibrary:
         location: str = "memory",
         max_bytes: int | None = None,
         adapters: Adapters | None = None,
+        correct_positions: bool = False,
     ) -> None:
         if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
             raise ConfigError.of("tokenizer", "the model's tokenizer", type(tokenizer).__name__, "Prompts are compared as text, too.")
@@ -106,7 +109,8 @@ class WarmStartLibrary:
             raise ConfigError("slots=0 and full=None: nothing would be stored. Keep one of them.")
         self.model, self.tokenizer = compat.base_model(model), tokenizer
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
-        if slots and not self.rotation.turns:
+        self.correction = correction_for(self.model) if correct_positions and slots else None
+        if slots and not self.rotation.turns and self.correction is None:
             raise UnsupportedError(f"slots: {self.rotation.why}. Use slots=0, which reuses common starts of prompts.")
         self.slots, self.layout, self.tail, self.full = slots, layout, tail, full
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
@@ -273,6 +277,16 @@ class WarmStartLibrary:
             return None
         return known.stored, {name.removeprefix(_FULL): t for name, t in entry.tensors.items() if name.startswith(_FULL)}
 
+    def moved(self, slots: Slots, length: int) -> Slots:
+        """Slots at the end of another prompt.
+
+        Args:
+            slots: Of an entry.
+            length: Tokens of the other prompt.
+        """
+        delta = length - slots.length
+        return slots.shifted(delta, self.rotation.layers) if self.correction is None else self.correction.shifted(slots, delta)
+
     def delete(self, key: str) -> bool:
         """Deletes an entry, and returns whether it was there.
 
@@ -373,6 +387,7 @@ class WarmStartLibrary:
         found = [self.entries.get(key) for key in self.entries.ids()]
         adapters = {} if self.compressor is None or self.compressor.adapters is None else self.compressor.adapters.tensors()
         settings = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
+        settings["correct_positions"] = self.correction is not None
         packed = PackedLibrary(tuple(entry for entry in found if entry is not None), settings, self.encoder.name, adapters)
         packed.fingerprint = ModelFingerprint.of(self.model, self.tokenizer)
         return packed

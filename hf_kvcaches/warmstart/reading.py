@@ -16,7 +16,8 @@ from hf_kvcaches.core.prefill import run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.codec import LayerStates
 from hf_kvcaches.core.splicing.layer import SplicedLayer
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.warmstart.positions import PositionCorrection
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,25 @@ def read_prompt(model: PreTrainedModel, ids: torch.Tensor) -> PromptStates:
         queries.append(layer.query[0])
         scaling.append(layer.scaling)
     return PromptStates(tuple(layers), tuple(queries), tuple(scaling))
+
+
+# What a position does to keys is read off prompts of random tokens: so many, of at most so many tokens.
+_PROMPTS, _LONGEST = 8, 512
+
+
+def correction_for(model: PreTrainedModel) -> PositionCorrection:
+    """What positions add to the keys of a model that learned them, the same in every process.
+
+    Args:
+        model: In the manner of GPT-2.
+    """
+    embeddings = next((module for name, module in model.named_modules() if name.rpartition(".")[2] == "wpe"), None)
+    if not isinstance(embeddings, nn.Embedding):
+        raise UnsupportedError("correct_positions: this model has no table of learned positions as GPT-2 has it (`wpe`). Leave it out.")
+    tokens = min(_LONGEST, embeddings.num_embeddings)
+    made = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    prompts = torch.randint(0, vocabulary, (_PROMPTS, 1, tokens), generator=made).to(model.device)
+    places = torch.arange(tokens)
+    keys = (([layer.keys for layer in read_prompt(model, ids).layers], places) for ids in prompts)
+    return PositionCorrection.fit(embeddings.weight, keys)

@@ -108,7 +108,7 @@ class Serving:
                 return plan
         begins, shared = library.beginning(ids) if library.full is not None and cache.strategy != "slots" else (None, 0)
         prefix = RowPlan("prefix", begins, () if begins is None or shared < WORTH else whole_start(begins, shared, len(ids)))
-        if cache.strategy != "exact" and cache.approximates:
+        if cache.strategy != "exact" and cache.attention_enabled:
             near = [exact._replace(similarity=1.0)] if exact is not None else library.near(ids, k=COMPARED)
             aligned, refused = self._aligned(near, ids, refused)
             if aligned is not None and aligned.reused > prefix.reused:
@@ -124,7 +124,7 @@ class Serving:
 
     def _aligned(self, near: Sequence[Neighbour], ids: Ids, refused: str) -> tuple[RowPlan | None, str]:
         cache = self.cache
-        if cache.strategy == "slots" or self.library.full is None:
+        if cache.strategy == "slots" or self.library.full is None or not cache.approximates:
             return None, refused
         best, blocks = best_aligned(near, ids, guard=cache.guard, tail=cache.tail)
         if best is None:
@@ -178,11 +178,10 @@ class Serving:
         slots: Slots | None = library.slots_of(plan.neighbour.key)
         if slots is None:
             return None
-        geometries = library.rotation.layers
         if cache.projector is not None:
-            slots = cache.projector.apply(slots, len(ids), geometries)
+            slots = cache.projector.apply(slots, len(ids), library.rotation.layers)
         else:
-            slots = slots.shifted(len(ids) - slots.length, geometries)
+            slots = library.moved(slots, len(ids))
         covered = len(ids) - library.tail
         cache.start_from(slots, covered)
         library.entries.used(plan.neighbour.key, covered)
