@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
@@ -144,8 +145,10 @@ class Serving:
         if not near:
             return None, "No entry is like it."
         closest = near[0]
-        tail = library.tail
-        if len(ids) <= tail or len(closest.ids) <= tail or (closest.ids[-tail:] != ids[-tail:]).any():
+        if len(ids) <= library.tail:
+            return None, "It is too short for a summary to stand before it."
+        end = max(1, cache.tail)
+        if cache.gate.lexical and not np.array_equal(closest.ids[-end:], ids[-end:]):
             return None, "The two don't end alike."
         verdict = cache.gate.decide(similarity=closest.similarity, lengths=(len(closest.ids), len(ids)))
         reads = cache.gate.lexical or cache.gate.content is not None
