@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 from hf_kvcaches.core.splicing.tokens import Ids
 
@@ -15,6 +18,9 @@ _SEGMENTS, _PROBES = 2**16, 8
 _ALIKE = 0.1
 
 
+_Key = tuple[str, int, str]
+
+
 class Experience:
     """Scores of probes, by the segment and by how unlike its old surroundings the new ones were.
 
@@ -23,7 +29,8 @@ class Experience:
     """
 
     def __init__(self) -> None:
-        self._found: OrderedDict[tuple[str, int, bytes], list[tuple[float, float]]] = OrderedDict()
+        self._found: OrderedDict[_Key, list[tuple[float, float]]] = OrderedDict()
+        self._untold: list[tuple[_Key, float, float]] = []
         self._lock = threading.Lock()
 
     def verdict(self, scope: str, layer: int, ids: Ids, similarity: float, threshold: float) -> bool | None:
@@ -52,15 +59,37 @@ class Experience:
             similarity: Of the surroundings, old and new.
             score: Of the probe.
         """
-        key = _key(scope, layer, ids)
         with self._lock:
-            found = self._found.setdefault(key, [])
+            key = _key(scope, layer, ids)
+            self._remember(key, similarity, score)
+            self._untold.append((key, similarity, score))
+
+    def untold(self) -> list[list[Any]]:
+        """What was learned since the last call, as JSON can hold it, to be told to other processes."""
+        with self._lock:
+            told, self._untold = self._untold, []
+        return [[*key, similarity, score] for key, similarity, score in told]
+
+    def hear(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Remembers what a process told of. A `TypeError` or `ValueError` where it is something else.
+
+        Args:
+            rows: As `untold` gave them.
+        """
+        read = [((str(scope), int(layer), str(name)), float(similarity), float(score)) for scope, layer, name, similarity, score in rows]
+        with self._lock:
+            for key, similarity, score in read:
+                self._remember(key, similarity, score)
+
+    def _remember(self, key: _Key, similarity: float, score: float) -> None:
+        found = self._found.setdefault(key, [])
+        if (similarity, score) not in found:
             found.append((similarity, score))
-            del found[:-_PROBES]
-            self._found.move_to_end(key)
-            while len(self._found) > _SEGMENTS:
-                self._found.popitem(last=False)
+        del found[:-_PROBES]
+        self._found.move_to_end(key)
+        while len(self._found) > _SEGMENTS:
+            self._found.popitem(last=False)
 
 
-def _key(scope: str, layer: int, ids: Ids) -> tuple[str, int, bytes]:
-    return scope, layer, ids[:KNOWN_BY].tobytes()
+def _key(scope: str, layer: int, ids: Ids) -> _Key:
+    return scope, layer, hashlib.blake2b(ids[:KNOWN_BY].tobytes(), digest_size=16).hexdigest()

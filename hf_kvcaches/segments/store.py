@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 import warnings
 import weakref
@@ -171,7 +172,7 @@ class SegmentStore:
         if scope is not None and scope not in self._indices and self._worth.sizes:
             self._say(
                 "foreign",
-                f"{self._blobs.place} holds {len(self._worth.sizes)} segments, but none for this model with its adapters, tokenizer and "
+                f"{self._blobs.place} holds {self._segments()} segments, but none for this model with its adapters, tokenizer and "
                 "format, so nothing is reused until it has stored its own.",
             )
 
@@ -247,9 +248,21 @@ class SegmentStore:
                 self._similar.publish(key, record)
             except self._similar.errors as error:
                 self._failed(error)
+        self._tell_experience()
         # Processes that write at the same time stay within the cap together: who looks last sees what all have written.
         self._follow()
         self._evict()
+
+    def _tell_experience(self) -> None:
+        """Lets other processes know what probes have found. It is worth nothing to the cap, and is the first to go."""
+        found = self.experience.untold()
+        if not found:
+            return
+        key = hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
+        try:
+            self._blobs.put(key, {"experience": found}, {"none": torch.zeros(1)})
+        except StoreUnavailable as error:
+            self._failed(error)
 
     def later(self, job: Callable[[], None]) -> None:
         """Runs a job in the store's thread, behind those that wait; `refresh` and `flush` wait for it.
@@ -299,7 +312,7 @@ class SegmentStore:
             tokens = sum(len(record) for index in self._indices.values() for record in index.records.values())
             return StoreReport(
                 location=self._blobs.place,
-                segments=len(self._worth.sizes),
+                segments=self._segments(),
                 tokens=tokens,
                 bytes=self._worth.total,
                 max_bytes=self.max_bytes,
@@ -325,10 +338,18 @@ class SegmentStore:
 
     def __repr__(self) -> str:
         cap = "" if self.max_bytes is None else f" of {self.max_bytes / 2**20:.1f}"
-        return f"SegmentStore({self._blobs.place!r}, {len(self._worth.sizes)} segments, {self._worth.total / 2**20:.1f}{cap} MiB)"
+        return f"SegmentStore({self._blobs.place!r}, {self._segments()} segments, {self._worth.total / 2**20:.1f}{cap} MiB)"
+
+    def _segments(self) -> int:
+        with self._lock:
+            return sum(len(index.records) for index in self._indices.values())
 
     def _learn(self, key: str, head: Mapping[str, Any], size: int) -> None:
         try:
+            if "experience" in head:
+                self.experience.hear(head["experience"])
+                self._worth.add(key, size, 0)
+                return
             record = Record.from_dict(dict(head))
             if record.key != key or not len(record):
                 raise ValueError("it is named otherwise")

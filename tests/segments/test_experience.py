@@ -1,7 +1,10 @@
 """What probes found is asked before another probe is."""
 
+import json
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,10 +77,58 @@ def test_a_segment_is_probed_once_in_surroundings_like_these(threshold, tier):
     probes = []
     for before in (one, two, three):
         cache = SegmentReuseCache(model, store, policy=policy)
-        prompt = np.concatenate([before, page, before[:, :3]], 1)
-        model.generate(model.dummy_inputs["input_ids"].new_tensor(prompt), past_key_values=cache, max_new_tokens=1, do_sample=False)
+        prompt = torch.cat([before, page, before[:, :3]], 1)
+        model.generate(prompt, past_key_values=cache, max_new_tokens=1, do_sample=False)
         probes.append(len(cache.probes))
         tiers = cache.report().tiers
     assert probes == [0, 1, 0]
     assert tier in tiers
     assert ("probed" in tiers) == (tier == "probed")
+
+
+def test_what_is_told_is_heard_by_another_and_told_once():
+    one, other = learned([(0.4, 0.99), (0.1, 0.2)]), Experience()
+    told = one.untold()
+    assert one.untold() == []
+    other.hear(json.loads(json.dumps(told)))
+    other.hear(told)
+    assert other.untold() == []
+    for similarity in (0.0, 0.1, 0.4, 0.9):
+        assert other.verdict("a", 1, IDS, similarity, 0.9) == one.verdict("a", 1, IDS, similarity, 0.9)
+
+
+@pytest.mark.parametrize("rows", [[["a", 1]], [["a", "x", "b", 0.1, 0.2]], 5, [None]])
+def test_nonsense_is_not_heard(rows):
+    with pytest.raises((TypeError, ValueError)):
+        Experience().hear(rows)
+
+
+@pytest.mark.parametrize("place", ["disk", "redis"])
+def test_stores_of_one_place_share_what_probes_found(place, tmp_path, redis_location):
+    model = tiny.llama()
+    location = f"disk:{tmp_path}" if place == "disk" else redis_location
+    policy = SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0, shortest=8, guard=())
+    one, two, three, page = (tiny.ids(1, length, seed=seed) for length, seed in ((20, 1), (20, 2), (20, 3), (40, 4)))
+    probes = []
+    for before in (one, two, three):
+        with SegmentStore(location, quantization=None) as store:
+            cache = SegmentReuseCache(model, store, policy=policy)
+            model.generate(torch.cat([before, page, before[:, :3]], 1), past_key_values=cache, max_new_tokens=1, do_sample=False)
+            probes.append(len(cache.probes))
+            assert store.report().segments == sum(len(index.records) for index in store._indices.values())
+    assert probes == [0, 1, 0]
+
+
+def test_experience_is_evicted_before_segments():
+    model = tiny.llama()
+    policy = SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0, shortest=8, guard=())
+    one, two, page = (tiny.ids(1, length, seed=seed) for length, seed in ((20, 1), (20, 2), (40, 4)))
+    store = SegmentStore("memory", quantization=None)
+    for before in (one, two):
+        cache = SegmentReuseCache(model, store, policy=policy)
+        model.generate(torch.cat([before, page, before[:, :3]], 1), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    segments = store.report().segments
+    assert len(store._worth.sizes) == segments + 1
+    store.max_bytes = store._worth.total - 1
+    assert store.report().segments == segments
+    assert len(store._worth.sizes) == segments
