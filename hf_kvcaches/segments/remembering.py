@@ -6,13 +6,16 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
+from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.tokens import Ids
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments.admission import Part, Plan
 from hf_kvcaches.segments.records import CONTEXT, Record, Tier
 from hf_kvcaches.segments.scope import Reader
@@ -108,6 +111,7 @@ def _segments(
     edges = {begin, len(row.ids)} | {span.start for span in spans} | {edge for part in row.plan.parts for edge in (part.start, part.stop)}
     places = sorted(edge for edge in edges if begin <= edge <= len(row.ids))
     chain, found = row.plan.chain, []
+    whole = _encoded(row, buffers, store) if begin < len(row.ids) else None
     bounds = [(a, b) for a, b in pairwise(places) if b > a]
     signatures = reader.signer.of(row.ids.astype(np.int64), bounds)
     surroundings = reader.signer.left_of(row.ids.astype(np.int64), [start for start, _ in bounds])
@@ -136,8 +140,25 @@ def _segments(
             for keys, values in buffers[: store.depth]
             if keys is not None and values is not None
         ]
-        found.append(NewSegment(record, layers, hidden))
+        encoded = None if whole is None or hidden else (codec.part_of(whole[0], start - begin, stop - begin), whole[1])
+        found.append(NewSegment(record, layers, hidden, encoded))
     return found
+
+
+def _encoded(
+    row: NewRow, buffers: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]], store: SegmentStore
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
+    """All that is new of a row, encoded at once, which is quicker than segment by segment; None where it can't be."""
+    slots = slice(row.plan.prefix + row.padding, len(row.ids) + row.padding)
+    layers = [
+        LayerStates(keys[row.row, :, slots].detach(), values[row.row, :, slots].detach())
+        for keys, values in buffers[: store.depth]
+        if keys is not None and values is not None
+    ]
+    try:
+        return codec.encode(layers, {}, store.quantization)
+    except ConfigError:  # Not finite somewhere: the segments that are finite can be stored all the same.
+        return None
 
 
 def _origin(parts: Sequence[Part], start: int, stop: int) -> tuple[Tier, bool]:

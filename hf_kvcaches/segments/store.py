@@ -65,11 +65,13 @@ class NewSegment(NamedTuple):
         record: What is known of it.
         layers: Keys and values of the lowest layers, or all.
         hidden: What entered a layer, by its index.
+        encoded: What `codec.encode` would give, where it is at hand.
     """
 
     record: Record
     layers: Sequence[LayerStates]
     hidden: Mapping[int, torch.Tensor]
+    encoded: tuple[Mapping[str, torch.Tensor], dict[str, Any]] | None = None
 
 
 class SegmentStore:
@@ -224,13 +226,13 @@ class SegmentStore:
             segments: What is there already is left alone.
         """
         # The last first: of two that are worth the same the older one is evicted, and a prompt without its start is not found.
-        for record, layers, hidden in reversed(segments):
+        for record, layers, hidden, encoded in reversed(segments):
             key = record.key
             with self._lock:
                 if key in self._worth.sizes:
                     continue
             try:
-                tensors, stored = codec.encode(layers, hidden, self.quantization)
+                tensors, stored = codec.encode(layers, hidden, self.quantization) if encoded is None else encoded
             except ConfigError as error:  # not finite
                 self._say("unfinite", f"A segment was not stored: {error}")
                 continue
