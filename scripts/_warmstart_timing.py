@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
-import resource
+import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +136,7 @@ class Side:
         new = tuple(out[0, ids.shape[1] :].tolist())
         # The first call has the prompt.
         seen = moments.seen[1:] if moments else [begin + seconds]
-        pause = max((after - before for before, after in zip(seen, seen[1:], strict=False)), default=0.0)
+        pause = max((after - before for before, after in pairwise(seen)), default=0.0)
         if self.name == COLD:
             return Answer(seconds, seen[0] - begin, pause, ids.shape[1], 0, "", False, new)
         report = cache.report()
@@ -196,50 +197,14 @@ def prove(sides: Sequence[Side], prompts: Sequence[Asked], what: str, *, trained
             raise SystemExit(f"{what}, {side.name}: nothing was let in: nothing timed")
         if trained and side.name == AUTO and same < SAME * len(prompts):
             raise SystemExit(f"{what}, {side.name}: {same} of {len(prompts)} prompts have cold's first token: nothing timed")
-        found = f"the same first token for {same} of {len(prompts)} prompts ({_counted(served)}), KL on hits mean"
+        found = f"the same first token for {same} of {len(prompts)} prompts ({counted(served)}), KL on hits mean"
         lines.append(f"{what}, {side.name} against cold: {found} {statistics.fmean(kls):.2g}, greatest {max(kls):.2g}")
     return "\n".join(lines)
 
 
-def _counted(served: Mapping[str, int]) -> str:
+def counted(served: Mapping[str, int]) -> str:
+    """How often each way served, in words."""
     return ", ".join(f"{how} {count}" for how, count in sorted(served.items()) if how)
-
-
-MEASURES: dict[str, Callable[[Answer], float]] = {
-    "first token": lambda answer: answer.first,
-    "whole answer": lambda answer: answer.seconds,
-    "longest pause": lambda answer: answer.pause,
-}
-
-
-def rows_of(answers: Answers, measure: str, group: str = "all", **labels: Any) -> list[Row]:
-    """A row for each side.
-
-    Args:
-        answers: By side, in the same order.
-        measure: One of `MEASURES`.
-        group: `all`, or `hits`: of each side those that a similar prompt answered.
-        **labels: Columns of all rows.
-    """
-    rows = []
-    of = MEASURES[measure]
-    for name, own in answers.items():
-        pairs = [(base, mine) for base, mine in zip(answers[COLD], own, strict=True) if group == "all" or mine.served in HITS]
-        # A single one has no quartiles.
-        if len(pairs) < 2 or (group == "hits" and name == COLD):
-            continue
-        mine = [answer for _, answer in pairs]
-        whole = sum(answer.tokens for answer in mine)
-        row = {**labels, "measure": measure, "group": group, "side": name, "count": len(pairs), "asked": len(own)}
-        row |= {"tokens": round(whole / len(mine)), "reused": round(sum(answer.reused for answer in mine) / whole, 4)}
-        row |= {"served": _counted(Counter(answer.served for answer in mine)), **spread("time", [of(answer) for answer in mine], 1e3)}
-        row |= spread("ratio", [of(base) / of(answer) for base, answer in pairs])
-        row |= spread("extra", [of(answer) - of(base) for base, answer in pairs], 1e3)
-        row["same"] = round(sum(base.new == answer.new for base, answer in pairs) / len(pairs), 4)
-        if "swap" in name:
-            row |= {"value": round(sum(answer.swapped for answer in mine) / len(mine), 4), "unit": "swapped"}
-        rows.append(row)
-    return rows
 
 
 REST = "generate, embeddings, head"
@@ -357,7 +322,7 @@ class ManyPrompts:
 def resident() -> int:
     """Bytes of memory that this process has; 0 where the system does not say."""
     path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * resource.getpagesize() if path.exists() else 0
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
 def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> list[Row]:
