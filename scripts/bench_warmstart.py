@@ -4,8 +4,8 @@
 
 Before anything is timed, the first token's distribution is compared with that of a cold start. Then every prompt is asked on all sides in
 turns, in one process, and a ratio is taken within a prompt: the time of the cold start (DynamicCache) by that of the side. The making of
-the cache and the look-up are in the time. A library holds all prompts that the measured ones resemble, of all kinds of that length, and half
-as many that nothing resembles.
+the cache and the look-up are in the time. A library holds all prompts that the measured ones resemble, of all kinds of that length, and
+half as many that nothing resembles.
 
 `hits` are those prompts that a similar one answers: by its keys and values ("exact" for the same prompt, "align" for what both share) or
 by its summary ("slots"); a common beginning alone is no hit. In `misses`, `unrelated` prompts begin as stored ones do, and `other text`
