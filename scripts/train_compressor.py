@@ -4,7 +4,8 @@
 
 L_C is the mean squared distance of a head's output over slots from that over the whole prompt. Printed are L_C on the texts that were
 learned from and on others, and on the others how much the next token diverges behind slots from what it is behind the prompt (KL, in nats):
-without adapters, with the closed form for values (ridge), and trained from each seed. The adapters with the least divergence are written:
+without adapters, with the closed form for values (ridge), and trained from each seed. The adapters with the least divergence are written
+(chosen by it, they look a little better than they are):
 
     adapters = TrainedAdapters.from_pretrained(FOLDER, model=model, tokenizer=tokenizer).adapters
     library = WarmStartLibrary(model, tokenizer, slots=64, layout="salient", adapters=adapters)
@@ -106,7 +107,9 @@ def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
         size = rng.randint(length // 2, length)
         if number % 2:
             counted = lambda text: len(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
-            text = fit_document(rng, Filler(" ".join(own)), counted, size, facts=4).context() + "Q:"
+            document = fit_document(rng, Filler(" ".join(own)), counted, size, facts=4)
+            # What comes next is the answer to the last question.
+            text = document.text().removesuffix(f"{document.facts[document.asked[-1]].answer}.\n")
         else:
             text = " ".join(own[:size])
         texts.append(tokenizer(text, verbose=False)["input_ids"][:size])
