@@ -162,8 +162,9 @@ def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     _ratios(axes[0, 1], kinds, [row["workload"].replace("_", "\n") for row in kinds], f"first token, hits at {longest} tokens")
     larger = [row for row in first if row["section"] == "larger"]
     _ratios(axes[0, 2], larger, [str(row["length"]) for row in larger], "first token, larger model, by tokens")
-    whole = [row for row in rows if row["section"] == "answers" and row["side"] != COLD and row["workload"] == ALL_KINDS]
-    _ratios(axes[1, 0], whole, [f"{row['measure']}\n{row['length']}" for row in whole], "answers with 32 tokens more")
+    whole = [row for row in rows if row["section"] == "answers" and row["side"] != COLD]
+    whole = [row for row in whole if (row["workload"], row["group"]) == (ALL_KINDS, "hits")]
+    _ratios(axes[1, 0], whole, [f"{row['measure']}\n{row['length']}" for row in whole], "hits with 32 tokens more")
     _stacked(axes[1, 1], [row for row in rows if row["section"] == "phases"])
     _lookups(axes[1, 2], [row for row in rows if row["section"] == "look-up" and row["measure"] != "add"])
     where = environment(device)
