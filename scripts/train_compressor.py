@@ -1,0 +1,300 @@
+"""Trains adapters for the summaries of a `WarmStartLibrary`: maps of slots' keys and values, learned on the paper's L_C.
+
+    python scripts/train_compressor.py --out FOLDER [--model FOLDER_OR_HUB_ID] [--texts FILE.jsonl] [--slots 64] [--layout salient]
+
+L_C is the mean squared distance of a head's output over slots from that over the whole prompt. Printed are L_C on the texts that were
+learned from and on others, and on the others how much the next token diverges behind slots from what it is behind the prompt (KL, in nats):
+without adapters, with the closed form for values (ridge), and trained from each seed. The adapters with the least divergence are written
+(chosen by it, they look a little better than they are):
+
+    adapters = TrainedAdapters.from_pretrained(FOLDER, model=model, tokenizer=tokenizer).adapters
+    library = WarmStartLibrary(model, tokenizer, slots=64, layout="salient", adapters=adapters)
+
+A line of the file is one text, as JSON: a string, a list of token ids, or an object with one of these under "prompt". Without a file,
+pieces of the testbed's books and generated documents are taken. Every fifth text is not learned from. Training can be stopped and goes on
+where it was saved last when it is started again with the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, ClassVar, Self
+
+import torch
+from _common import TESTBED, check_counts, load, pick_device, run_script, table
+from calibrate_segments import read_prompts
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from hf_kvcaches import WarmStartCache, WarmStartLibrary
+from hf_kvcaches.core.artifact import Artifact, write_atomically
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.splicing.rotation import rotation_of
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.warmstart.adapters import Adapters, AdapterSample, AdapterTraining
+from hf_kvcaches.warmstart.compressor import SlotCompressor
+from hf_kvcaches.warmstart.reading import read_prompt
+
+# Every so many texts one is not learned from.
+HELD_OUT = 5
+NO_ADAPTERS, RIDGE = "no adapters", "ridge"
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedAdapters(Artifact):
+    """Adapters with what they were made for: a library must have the same slots, layout and tail.
+
+    Args:
+        adapters: For `WarmStartLibrary(adapters=...)`.
+        slots: That they map.
+        layout: Of the slots.
+        tail: Tokens that are run behind the slots.
+        measured: One dict of measurements for each way in which adapters were made.
+    """
+
+    artifact_type: ClassVar[str] = "slot-adapters"
+    format_version: ClassVar[int] = 1
+
+    adapters: Adapters
+    slots: int
+    layout: str
+    tail: int
+    measured: tuple[dict[str, Any], ...] = ()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.contiguous().cpu() for name, tensor in self.adapters.tensors().items()}
+
+    def metadata(self) -> dict[str, Any]:
+        return {"slots": self.slots, "layout": self.layout, "tail": self.tail, "measured": list(self.measured)}
+
+    @classmethod
+    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
+        return cls(Adapters.of(tensors), **{**metadata, "measured": tuple(metadata["measured"])})
+
+    def describe_calibration(self) -> str:
+        names = list(self.measured[0]) if self.measured else []
+        lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)] if names else []
+        lines += ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in self.measured]
+        return f"For {self.slots} slots, layout {self.layout!r}, the last {self.tail} tokens run.\n\n" + "\n".join(lines)
+
+
+def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
+    """Pieces of books and generated documents in turns, of half of the length to all of it; none has words of another's pieces.
+
+    Args:
+        tokenizer: The model's.
+        count: How many.
+        length: The most tokens of each.
+    """
+    from tests import testbed
+    from tests.testbed.documents import Filler, fit_document
+
+    rng = random.Random(0)
+    texts: list[list[int]] = []
+    words = (testbed.held_out("prose") + "\n" + testbed.held_out("verse")).split()
+    share = len(words) // count
+    for number in range(count):
+        own = words[number * share : (number + 1) * share]
+        size = rng.randint(length // 2, length)
+        if number % 2:
+            counted = lambda text: len(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+            document = fit_document(rng, Filler(" ".join(own)), counted, size, facts=4)
+            # What comes next is the answer to the last question.
+            text = document.text().removesuffix(f"{document.facts[document.asked[-1]].answer}.\n")
+        else:
+            text = " ".join(own[:size])
+        texts.append(tokenizer(text, verbose=False)["input_ids"][:size])
+    return texts
+
+
+class Bench:
+    """Texts read by a model: samples to learn from and to judge by.
+
+    Args:
+        model: Whose slots.
+        tokenizer: Its.
+        texts: Token ids; every fifth is not learned from.
+        slots: For each layer and key head.
+        layout: Of the slots.
+        tail: Tokens that are run behind them.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, texts: Sequence[list[int]], slots: int, layout: Any, tail: int) -> None:
+        self.model, self.tokenizer, self.slots, self.layout, self.tail = model, tokenizer, slots, layout, tail
+        rotation = rotation_of(model.config.get_text_config())
+        if not rotation.turns:
+            raise UnsupportedError(f"model: {rotation.why}. There are no summaries of its prompts.")
+        compressor = SlotCompressor(slots, layout)
+        samples = []
+        for ids in tqdm(texts, desc="reading", unit="text"):
+            states = read_prompt(model, torch.tensor([ids], device=model.device))
+            keys, values = zip(*states.layers, strict=True)
+            samples.append(AdapterSample.of(compressor, keys, values, states.queries, rotation.layers, tail, states.scaling))
+        self.learned = [sample for number, sample in enumerate(samples) if number % HELD_OUT]
+        self.others = samples[::HELD_OUT]
+        self.asked = list(texts[::HELD_OUT])
+        self._cold = [self._logits(ids, DynamicCache(config=model.config)) for ids in self.asked]
+
+    @torch.no_grad()
+    def _logits(self, ids: Sequence[int], cache: Any) -> torch.Tensor:
+        prompt = torch.tensor([list(ids)], device=self.model.device)
+        return self.model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits[0, -1].double().log_softmax(-1)
+
+    def kls(self, adapters: Adapters | None) -> list[float]:
+        """The divergence of the next token of each text that was not learned from.
+
+        Args:
+            adapters: Or none.
+        """
+        library = WarmStartLibrary(self.model, self.tokenizer, self.slots, layout=self.layout, tail=self.tail, full=None, adapters=adapters)
+        found = []
+        for ids, cold in zip(self.asked, self._cold, strict=True):
+            library.add([ids])
+            cache = WarmStartCache(self.model, library, strategy="slots")
+            ours = self._logits(ids, cache)
+            if cache.report().strategy != ("slots",):
+                raise SystemExit(f"a text was not served from its summary: {cache.report().refused[0]}")
+            found.append(float((cold.exp() * (cold - ours)).sum()))
+        library.close()
+        return found
+
+    def measure(self, name: str, adapters: Adapters | None) -> dict[str, Any]:
+        """A row of the table.
+
+        Args:
+            name: How the adapters were made.
+            adapters: Or none.
+        """
+        kls = self.kls(adapters)
+        maps = adapters if adapters is not None else Adapters.identity(self.learned[0])
+        errors = {"L_C": maps.error(self.learned), "L_C held out": maps.error(self.others)}
+        return {"adapters": name, **errors, "KL held out": fmean(kls), "median": median(kls), "greatest": max(kls)}
+
+
+def digest_of(args: argparse.Namespace, bench: Bench, texts: Sequence[list[int]]) -> str:
+    """Of all that a training depends on: one with other texts or settings is not gone on with.
+
+    Args:
+        args: The settings.
+        bench: With the model.
+        texts: That are learned from, and the others.
+    """
+    settings = [args.slots, args.layout, args.tail, args.lr, args.weight, args.batch, ModelFingerprint.of(bench.model).digest]
+    return hashlib.blake2b(json.dumps([settings, list(texts)]).encode(), digest_size=16).hexdigest()
+
+
+def train(args: argparse.Namespace, bench: Bench, seed: int, state: Path, digest: str) -> Adapters:
+    """Adapters from one seed; goes on with what is saved.
+
+    Args:
+        args: The settings.
+        bench: With the samples.
+        seed: Of the order in which samples are seen.
+        state: The folder to save in.
+        digest: Of what the training depends on.
+    """
+    training = AdapterTraining(bench.learned, lr=args.lr, weight=args.weight, seed=seed, batch=args.batch)
+    path = state / f"seed-{seed}.pt"
+    if path.exists():
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch.load has no one exception for what is damaged
+            raise ArtifactError(f"{path} can't be read: {error}. Delete it.") from error
+        if saved.get("digest") != digest:
+            hint = "Name another folder, or delete it."
+            raise ConfigError.of("--state", "a folder with a training of the same model, texts and settings", str(path), hint)
+        training.load_state_dict(saved["training"])
+        if training.steps > args.steps:
+            raise ConfigError.of("--steps", f"at least {training.steps}, which {path} has", args.steps, "Delete it to begin anew.")
+    with tqdm(total=args.steps, initial=training.steps, desc=f"seed {seed}", unit="step") as bar:
+        while training.steps < args.steps:
+            some = min(args.save_every - training.steps % args.save_every, args.steps - training.steps)
+            training.run(some)
+            bar.update(some)
+            file = io.BytesIO()
+            torch.save({"digest": digest, "training": training.state_dict()}, file)
+            write_atomically(path, file.getvalue())
+    return training.adapters
+
+
+def show(rows: Sequence[dict[str, Any]]) -> str:
+    """All ways side by side, and the mean and range of the seeds."""
+    names = list(rows[0])
+    lines = [[str(row[name]) if name == "adapters" else f"{row[name]:.4g}" for name in names] for row in rows]
+    return table(names, lines)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    parser.add_argument("--out", type=Path, required=True, help="the folder that the adapters are written to")
+    parser.add_argument("--state", type=Path, help="where unfinished training is kept; default: OUT/state")
+    parser.add_argument("--texts", type=Path, help="one text a line, as JSON")
+    parser.add_argument("--count", type=int, default=100, help="how many texts to take, or to read at most")
+    parser.add_argument("--length", type=int, default=600, help="the most tokens of a text")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--layout", choices=("salient", "paper"), default="salient")
+    parser.add_argument("--tail", type=int, default=1, help="tokens that are run behind the slots")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--weight", type=float, default=1e-4, help="of the pull towards the identity")
+    parser.add_argument("--gamma", type=float, default=1.0, help="of that pull in the closed form")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    check_counts(args, ["count", "length", "slots", "tail", "steps", "batch", "save_every"])
+    if len(set(args.seeds)) < len(args.seeds):
+        raise ConfigError.of("--seeds", "numbers that are all different", args.seeds)
+    return args
+
+
+def texts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """What is learned from, and what is not: at most `--length` tokens of each text, and no text that its slots hold whole."""
+    found = default_texts(tokenizer, args.count, args.length) if args.texts is None else read_prompts(args.texts, tokenizer)[: args.count]
+    texts = [ids[: args.length] for ids in found if min(len(ids), args.length) > args.slots + args.tail]
+    if len(texts) < 2:
+        hint = "Shorter ones are kept as they are, and there is nothing to learn."
+        raise ConfigError.of("--texts", f"two or more texts of more than {args.slots + args.tail} tokens", len(texts), hint)
+    return texts
+
+
+def main() -> None:
+    args = parse()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model, tokenizer = load(args.model, pick_device(args.device))
+    texts = texts_of(args, tokenizer)
+    bench = Bench(model, tokenizer, texts, args.slots, args.layout, args.tail)
+    state = args.state or args.out / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    digest = digest_of(args, bench, texts)
+    made = {RIDGE: Adapters.ridge(bench.learned, args.gamma)}
+    for seed in args.seeds:
+        made[f"seed {seed}"] = train(args, bench, seed, state, digest)
+    rows = [bench.measure(NO_ADAPTERS, None), *(bench.measure(name, adapters) for name, adapters in made.items())]
+    learned, others = len(bench.learned), len(bench.others)
+    print(f"{args.slots} slots, layout {args.layout}; {learned} texts learned from, {others} others; {args.steps} steps\n\n{show(rows)}\n")
+    trained = [row["KL held out"] for row in rows[2:]]
+    print(f"KL of {len(trained)} seeds: mean {fmean(trained):.4g}, from {min(trained):.4g} to {max(trained):.4g}")
+    best = min(rows[1:], key=lambda row: row["KL held out"])
+    artifact = TrainedAdapters(made[best["adapters"]], args.slots, args.layout, args.tail, tuple(rows))
+    object.__setattr__(artifact, "fingerprint", ModelFingerprint.of(model, tokenizer))
+    artifact.save_pretrained(args.out)
+    print(f"Written to {args.out}: {best['adapters']}.")
+    if rows[0]["KL held out"] <= best["KL held out"]:
+        print("They do not help: without adapters the divergence is no greater. Use none.")
+
+
+if __name__ == "__main__":
+    run_script(main)

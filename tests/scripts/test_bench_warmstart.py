@@ -1,0 +1,288 @@
+"""The benchmark of WarmStartCache runs as a user runs it, in its smallest size, and its numbers are what they are said to be."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvcaches import WarmStartLibrary
+from hf_kvcaches.errors import ConfigError
+
+pytest.importorskip("faiss")
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = ("hits", "misses", "answers", "phases", "larger", "look-up")
+SIDES = {"cold", "exact prefix", "align", "auto", "slots"}
+LONG_SIDES = {"cold", "auto", "auto, swap sync", "auto, swap background"}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "new"
+    command = [sys.executable, ROOT / "scripts" / "bench_warmstart.py", "--device", "cpu", "--threads", "1", "--quick"]
+    done = subprocess.run(
+        [*map(str, command), "--csv", str(folder / "warm.csv"), "--plot", str(folder / "warm.png")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def rows(quick) -> list[dict[str, str]]:
+    assert quick[1].returncode == 0, quick[1].stderr
+    with (quick[0] / "warm.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("bench_warmstart")
+
+
+@pytest.fixture
+def timing(script):
+    return importlib.import_module("_warmstart_timing")
+
+
+@pytest.fixture
+def report(script):
+    return importlib.import_module("_warmstart_report")
+
+
+@pytest.fixture
+def small(script):
+    """A model of random weights, a library with one prompt, and that prompt."""
+    torch.manual_seed(0)
+    pair = script.larger_model(script.Shape(32, 2, 4, 48, 64), 2, torch.device("cpu"))
+    library = WarmStartLibrary(pair.switched, script.word_tokenizer(64), slots=8)
+    ids = torch.randint(1, 64, (200,), generator=torch.Generator().manual_seed(1))
+    library.add(ids)
+    return pair, library, ids[None]
+
+
+def test_it_compares_answers_first_then_prints_a_table_for_each_part_and_a_line_for_each_bar(quick):
+    _, done = quick
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    assert "threads 1" in out
+    for length in (128, 800):
+        assert out.index(f"the model of this repository, {length} tokens, auto against cold: the same first token") < out.index("\nhits ")
+    assert out.index("the larger model, 300 tokens, slots against cold") < out.index("\nlarger ")
+    assert all(f"\n{section} " in out for section in SECTIONS)
+    lines = out.splitlines()
+    for bar in (
+        "hits at 800 tokens, all kinds:",
+        "hits at 800 tokens, all kinds but identical:",
+        "ms more, unrelated:",
+        "ms more, other text:",
+    ):
+        (line,) = (line for line in lines if bar in line)
+        assert ": met (" in line or ": NOT met (" in line
+    assert "look-up among 100000 prompts in at most 5 ms: not measured" in lines
+
+
+def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
+    assert {row["section"] for row in rows} == set(SECTIONS)
+    assert all(
+        row[name]
+        for row in rows
+        for name in ("hardware", "device", "threads", "python", "torch", "transformers", "tokens", "count", "length")
+    )
+    for row in rows:
+        low, middle, high = (float(row[f"time{quartile}_ms"]) for quartile in ("_q1", "", "_q3"))
+        assert 0 <= low <= middle <= high
+    own = [row for row in rows if (row["section"], row["workload"], row["length"]) == ("hits", "all kinds", "800")]
+    every = {row["side"]: row for row in own if row["group"] == "all"}
+    assert set(every) == SIDES
+    assert float(every["cold"]["ratio"]) == 1
+    assert float(every["cold"]["reused"]) == 0 < float(every["exact prefix"]["reused"]) < float(every["auto"]["reused"])
+    assert {row["side"] for row in own if row["group"] == "hits"} == SIDES - {"cold"}
+
+
+def test_each_kind_is_served_as_its_side_says(rows):
+    own = [row for row in rows if row["section"] == "hits" and row["group"] == "all" and row["length"] == "800"]
+    served = {(row["workload"], row["side"]): row["served"] for row in own}
+    assert served["identical", "exact prefix"] == served["identical", "auto"] == "exact 2"
+    assert served["changed_fact", "align"] == served["changed_fact", "auto"] == "align 2"
+    assert served["no_content", "slots"] == "slots 2"
+    assert served["changed_fact", "slots"] == "cold 2", "the gate lets no other fact in"
+    misses = {row["workload"]: row["served"] for row in rows if row["section"] == "misses" and row["side"] == "auto"}
+    assert set(misses) == {"unrelated", "other text"}
+    assert not any(how in text for text in misses.values() for how in ("align", "slots", "exact"))
+
+
+def test_long_answers_are_swapped_as_their_side_says(rows):
+    own = [row for row in rows if (row["section"], row["workload"], row["group"]) == ("answers", "changed_fact", "all")]
+    assert {row["side"] for row in own} == LONG_SIDES
+    assert {row["measure"] for row in own} == {"first token", "whole answer", "longest pause"}
+    assert {row["value"] for row in own if row["side"] == "auto, swap sync"} == {"1.0"}
+    assert {row["value"] for row in own if row["side"] == "auto"} == {""}
+
+
+def test_phases_together_are_all_of_the_time(rows, timing, small):
+    places = {place[0] for place in timing.places_of(small[0].plain)}
+    for side, more in (("align", {"encode", "search", "align", "load", "splice"}), ("slots", {"put slots in", "load the summary"})):
+        own = [row for row in rows if (row["section"], row["side"], row["length"]) == ("phases", side, "800")]
+        assert {"layers", timing.REST, *more} <= {row["measure"] for row in own} <= places | {timing.REST}
+        assert sum(float(row["value"]) for row in own) == pytest.approx(1, abs=0.01)
+    bare = {row["measure"] for row in rows if row["section"] == "phases" and row["side"] == "cold"}
+    assert bare == {"layers", timing.REST}
+
+
+def test_it_draws_a_picture(quick):
+    assert (quick[0] / "warm.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ratios_and_differences_are_taken_within_a_prompt_and_hits_are_of_each_side(timing, report):
+    cold = [timing.Answer(seconds, seconds, 0.0, 10, 0, "", False, (1,)) for seconds in (2.0, 4.0, 9.0)]
+    ways = (("align", 1.0), ("prefix", 8.0), ("slots", 3.0))
+    auto = [timing.Answer(seconds, seconds, 0.0, 10, 5, served, False, (served == "slots",)) for served, seconds in ways]
+    base, ours = report.rows_of({"cold": cold, "auto": auto}, "first token", section="hits", workload="a", length=10)
+    assert base["ratio"] == 1
+    assert (ours["ratio"], ours["extra_ms"], ours["time_ms"]) == (2.0, -1000.0, 3000.0), "of 2, 0.5 and 3; of -1, 4 and -6; of 1, 8 and 3"
+    assert (ours["served"], ours["reused"], ours["same"], ours["count"]) == ("align 1, prefix 1, slots 1", 0.5, 0.3333, 3)
+    (hits,) = report.rows_of({"cold": cold, "auto": auto}, "first token", "hits", section="hits", workload="a", length=10)
+    assert (hits["side"], hits["count"], hits["asked"], hits["ratio"]) == ("auto", 2, 3, 2.5), "of 2 and 3"
+    assert report.rows_of({"cold": cold[:2], "auto": auto[:2]}, "first token", "hits") == [], "one has no quartiles"
+
+
+def test_sides_take_turns_and_each_prompt_is_asked_of_all_before_the_next(timing):
+    log = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def ask(self, ids, new_tokens):
+            log.append((self.name, ids))
+            return timing.Answer(1.0, 1.0, 0.0, 1, 0, "", False, ())
+
+    answers = timing.in_turns([Fake("a"), Fake("b")], [timing.Asked("kind", 1), timing.Asked("kind", 2)])
+    assert log == [("a", 1), ("b", 1), ("b", 2), ("a", 2)]
+    assert {name: len(own) for name, own in answers.items()} == {"a": 2, "b": 2}
+
+
+@pytest.mark.parametrize("name", ["cold", "auto", "auto, swap sync", "auto, swap background"])
+def test_a_request_takes_all_its_tokens_and_tells_when_the_first_came(timing, small, name):
+    pair, library, ids = small
+    side = timing.Side(name, pair, library)
+    answer = side.ask(ids, 5)
+    assert len(answer.new) == 5
+    assert 0 < answer.first < answer.seconds
+    assert 0 < answer.pause < answer.seconds - answer.first
+    assert (answer.served, answer.reused) == (("", 0) if name == "cold" else ("exact", 199))
+    assert answer.swapped or name != "auto, swap sync"
+    single = side.ask(ids)
+    assert (single.first, single.pause) == (pytest.approx(single.seconds), 0.0)
+
+
+def test_wrong_answers_are_not_timed(timing, small):
+    pair, library, ids = small
+    sides = [timing.Side(name, pair, library) for name in ("cold", "auto")]
+    prompts = [timing.Asked("identical", ids)]
+    found = timing.prove(sides, prompts, "a model")
+    assert found.startswith("a model, auto against cold: the same first token for 1 of 1 prompts (exact 1), KL on hits mean")
+    with pytest.raises(SystemExit, match="nothing was let in"):
+        timing.prove(sides, [timing.Asked("other", torch.full((1, 50), 3))], "a model")
+    # Of one of the two models, which share their weights.
+    pair.plain.lm_head.weight = torch.nn.Parameter(pair.plain.lm_head.weight.flip(0) * 9)
+    with pytest.raises(SystemExit, match="an identical prompt diverges"):
+        timing.prove(sides, prompts, "a model")
+    with pytest.raises(SystemExit, match="0 of 1 prompts have cold's first token"):
+        timing.prove(sides, [timing.Asked("few_words", ids)], "a model")
+
+
+def test_look_ups_find_what_is_stored_and_a_wrong_library_is_not_timed(timing, small, monkeypatch):
+    pair, library, _ = small
+    rows = timing.lookups(pair.switched, library.tokenizer, 60, 5)
+    assert [row["measure"] for row in rows] == ["add", "refresh", "exact", "beginning", "encode", "search", "all"]
+    assert all(row["length"] == 60 and row["tokens"] == 300 for row in rows)
+    assert rows[-1]["time_ms"] > max(row["time_ms"] for row in rows[1:-1])
+    right = WarmStartLibrary.beginning
+    monkeypatch.setattr(WarmStartLibrary, "beginning", lambda self, ids: (right(self, ids)[0], 3))
+    with pytest.raises(SystemExit, match="look-up among 60: a stored prompt begins like it for longer"):
+        timing.lookups(pair.switched, library.tokenizer, 60, 2)
+
+
+def test_a_nearest_prompt_that_is_another_one_is_not_timed(timing, small, monkeypatch):
+    pair, library, _ = small
+    right = timing.EntryStore.near
+    monkeypatch.setattr(timing.EntryStore, "near", lambda self, vector, k: right(self, -vector, k))
+    with pytest.raises(SystemExit, match="the nearest is the right one in 0 of 4"):
+        timing.lookups(pair.switched, library.tokenizer, 60, 4)
+
+
+def test_changed_prompts_differ_in_as_many_words_as_are_said_and_end_alike(script):
+    ids = torch.randint(1, 64, (300,), generator=torch.Generator().manual_seed(2))
+    other = script.changed(ids, 7, 64, seed=0)
+    assert int((other != ids).sum()) == 7
+    assert (other[-32:] == ids[-32:]).all()
+    assert 1 <= int(other.min()) <= int(other.max()) < 64, "0 is padding"
+
+
+def a_row(**columns: object) -> dict[str, object]:
+    row = {"section": "hits", "workload": "all kinds", "measure": "first token", "group": "hits", "side": "auto", "length": 800}
+    row |= {"tokens": 795, "count": 9, "asked": 9, "time_ms": 1.0, "time_q1_ms": 1.0, "time_q3_ms": 1.0}
+    return row | {"ratio": 4.0, "ratio_q1": 2.0, "ratio_q3": 5.0, "extra_ms": -3.0, "extra_q1_ms": -4.0, "extra_q3_ms": -2.0} | columns
+
+
+MISS = {"section": "misses", "workload": "unrelated", "group": "all"}
+
+
+@pytest.mark.parametrize(
+    ("word", "row", "met"),
+    [
+        ("all kinds", {}, True),
+        ("all kinds", {"ratio": 3.99}, False),
+        ("all kinds", {"ratio": float("nan")}, False),
+        ("but identical", {"workload": "all kinds but identical", "ratio": 3.0}, False),
+        ("unrelated", MISS | {"ratio": 0.98, "extra_ms": 6.0}, True),
+        ("unrelated", MISS | {"ratio": 0.9, "extra_ms": 5.0}, True),
+        ("unrelated", MISS | {"ratio": 0.9, "extra_ms": 5.1}, False),
+        ("look-up", {"section": "look-up", "measure": "all", "length": 100_000, "time_ms": 5.0}, True),
+        ("look-up", {"section": "look-up", "measure": "all", "length": 100_000, "time_ms": 5.01}, False),
+    ],
+)
+def test_a_bar_is_met_from_its_number_on(report, word, row, met):
+    (bar,) = (bar for bar in report.bars() if word in bar.text and (word != "all kinds" or bar.text.endswith(word)))
+    assert (": met (" in bar.verdict([a_row(**row)])) is met
+    assert (": NOT met (" in bar.verdict([a_row(**row)])) is not met
+    assert bar.verdict([]).endswith("not measured")
+
+
+def test_a_miss_that_costs_too_much_at_one_length_misses_the_bar(report):
+    (bar,) = (bar for bar in report.bars() if bar.text.endswith("unrelated"))
+    own = [a_row(**MISS, length=length, ratio=ratio, extra_ms=extra) for length, ratio, extra in ((128, 1.0, 0.0), (800, 0.5, 9.0))]
+    assert bar.verdict(own).endswith("unrelated: NOT met (128 tokens 1.000x, +0.00 ms, 800 tokens 2.000x, +9.00 ms)")
+
+
+def test_sections_that_are_not_measured_anew_stay_in_the_file(report, tmp_path):
+    path, device = tmp_path / "bench.csv", torch.device("cpu")
+    own = [a_row(), a_row(section="larger", reused=0.0)]
+    report.write_csv(path, own, device)
+    assert report.read_csv(path, device, ["look-up"]) == own
+    assert report.read_csv(path, device, ["hits"]) == own[1:]
+    path.write_text(path.read_text().replace(f",{torch.__version__},", ",2.0,"))
+    assert report.read_csv(path, device, []) == [], "another torch"
+    path.write_text("a,b\n")
+    with pytest.raises(ConfigError, match="a file that this script wrote"):
+        report.read_csv(path, device, [])
+
+
+def test_fewer_than_two_pairs_are_refused(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench_warmstart.py", "--pairs", "1"])
+    with pytest.raises(ConfigError, match="at least 2"):
+        script.main()
