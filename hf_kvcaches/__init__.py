@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from hf_kvcaches.warmstart.gate import WarmStartGate
     from hf_kvcaches.warmstart.library import WarmStartLibrary
     from hf_kvcaches.warmstart.projector import SlotProjector
+    from hf_kvcaches.warmstart.trained import TrainedAdapters
 
 __version__ = "0.1.0"
 
@@ -77,6 +78,7 @@ _HOMES = {
     "SubspaceBases": "subspace.bases",
     "SubspaceCache": "subspace.cache",
     "SlotProjector": "warmstart.projector",
+    "TrainedAdapters": "warmstart.trained",
     "WarmStartCache": "warmstart.cache",
     "WarmStartGate": "warmstart.gate",
     "WarmStartLibrary": "warmstart.library",
@@ -119,6 +121,7 @@ __all__ = [
     "SubspaceBases",
     "SubspaceCache",
     "TOVAPolicy",
+    "TrainedAdapters",
     "UnsupportedError",
     "VerifyReport",
     "WarmStartCache",

@@ -7,7 +7,7 @@ learned from and on others, and on the others how much the next token diverges b
 without adapters, with the closed form for values (ridge), and trained from each seed. The adapters with the least divergence are written
 (chosen by it, they look a little better than they are):
 
-    adapters = TrainedAdapters.from_pretrained(FOLDER, model=model, tokenizer=tokenizer).adapters
+    adapters = TrainedAdapters.from_pretrained(FOLDER, model=model, tokenizer=tokenizer)
     library = WarmStartLibrary(model, tokenizer, slots=64, layout="salient", adapters=adapters)
 
 A line of the file is one text, as JSON: a string, a list of token ids, or an object with one of these under "prompt". Without a file,
@@ -23,10 +23,9 @@ import io
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import torch
 from _common import TESTBED, check_counts, load, pick_device, run_script, table
@@ -35,8 +34,8 @@ from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from hf_kvcaches import WarmStartCache, WarmStartLibrary
-from hf_kvcaches.core.artifact import Artifact, write_atomically
+from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
+from hf_kvcaches.core.artifact import write_atomically
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
@@ -47,44 +46,6 @@ from hf_kvcaches.warmstart.reading import read_prompt
 # Every so many texts one is not learned from.
 HELD_OUT = 5
 NO_ADAPTERS, RIDGE = "no adapters", "ridge"
-
-
-@dataclass(frozen=True, eq=False)
-class TrainedAdapters(Artifact):
-    """Adapters with what they were made for: a library must have the same slots, layout and tail.
-
-    Args:
-        adapters: For `WarmStartLibrary(adapters=...)`.
-        slots: That they map.
-        layout: Of the slots.
-        tail: Tokens that are run behind the slots.
-        measured: One dict of measurements for each way in which adapters were made.
-    """
-
-    artifact_type: ClassVar[str] = "slot-adapters"
-    format_version: ClassVar[int] = 1
-
-    adapters: Adapters
-    slots: int
-    layout: str
-    tail: int
-    measured: tuple[dict[str, Any], ...] = ()
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.contiguous().cpu() for name, tensor in self.adapters.tensors().items()}
-
-    def metadata(self) -> dict[str, Any]:
-        return {"slots": self.slots, "layout": self.layout, "tail": self.tail, "measured": list(self.measured)}
-
-    @classmethod
-    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
-        return cls(Adapters.of(tensors), **{**metadata, "measured": tuple(metadata["measured"])})
-
-    def describe_calibration(self) -> str:
-        names = list(self.measured[0]) if self.measured else []
-        lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)] if names else []
-        lines += ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in self.measured]
-        return f"For {self.slots} slots, layout {self.layout!r}, the last {self.tail} tokens run.\n\n" + "\n".join(lines)
 
 
 def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
