@@ -18,6 +18,7 @@ from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
 from hf_kvcaches.warmstart.planning import RowPlan, Served
+from hf_kvcaches.warmstart.projector import SlotProjector
 from hf_kvcaches.warmstart.serving import Serving
 from hf_kvcaches.warmstart.slots import LayerSlots, Slots
 from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap, copied_rows
@@ -90,7 +91,7 @@ class WarmStartCache(SplicingCache):
         gate: WarmStartGate | None = None,
         guard: int = 8,
         tail: int = 16,
-        projector: Any = None,
+        projector: SlotProjector | None = None,
         offloading: bool = False,
     ) -> None:
         if not isinstance(library, WarmStartLibrary):
@@ -103,6 +104,8 @@ class WarmStartCache(SplicingCache):
                 raise ConfigError.of(name, "a number of tokens", number)
         if gate is not None and not isinstance(gate, WarmStartGate):
             raise ConfigError.of("gate", "a WarmStartGate, or None", gate)
+        if projector is not None and not isinstance(projector, SlotProjector):
+            raise ConfigError.of("projector", "a SlotProjector, or None", projector)
         super().__init__(model, offloading=offloading)
         if self.model is not library.model and not library.fits_model(self.model):
             raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
@@ -134,7 +137,9 @@ class WarmStartCache(SplicingCache):
         if padding is None:
             return 0
         if self.seen:
-            return self.behind(call, 0, padding, self.seen + call.input_ids.shape[1])
+            # Layers with a summary answer for all tokens of a pass.
+            return 0 if self.layers[0].counts is not None else self.behind(call, 0, padding, self.seen + call.input_ids.shape[1])
+        self._swapped = False
         served = Serving(self, call, padding).serve()
         self._plans = served.plans
         self._tokens = served.reused, served.computed
