@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
+from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary, compat
 from hf_kvcaches.warmstart.slots import Slots
 from tests import tiny
 
@@ -76,9 +76,10 @@ def taken(cache: WarmStartCache, row: int = 0) -> dict[int, int]:
 
 @contextlib.contextmanager
 def tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
-    """How many tokens a row enter the model, pass by pass."""
+    """How many tokens a row enter the model's lowest layer, pass by pass."""
     seen: list[int] = []
-    handle = model.get_input_embeddings().register_forward_hook(lambda module, args, out: seen.append(args[0].shape[-1]))
+    first = compat.decoder_layers(model)[2][0]
+    handle = first.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     try:
         yield seen
     finally:
