@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -140,10 +141,20 @@ class WarmStartLibrary:
 
     def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
+        if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+            raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
         return [prompts] if single or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item,arg-type]
 
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        try:
+            return [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+        except TypeError as error:
+            raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
+
     def _add(self, prompt: Prompt, provenance: dict[str, Any]) -> str | None:
-        ids = self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else [int(token) for token in prompt]
+        ids = self._ids(prompt)
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
         text = prompt if isinstance(prompt, str) else self.text(ids)
