@@ -17,6 +17,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.only_layers import alone
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
@@ -25,7 +26,7 @@ from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.warmstart.adapters import Adapters
 from hf_kvcaches.warmstart.compressor import SlotCompressor
-from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
+from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, HiddenEncoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
 from hf_kvcaches.warmstart.reading import read_prompt
@@ -113,8 +114,9 @@ class WarmStartLibrary:
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
         self.encoder = encoder_of(encoder, self.model, tokenizer)
         self.location = location
-        self.digest = digest_of_model(self.model)
-        self.entries = EntryStore(location, self._scope(), max_bytes)
+        with alone(self.model):
+            self.digest, scope = digest_of_model(self.model), self._scope()
+        self.entries = EntryStore(location, scope, max_bytes)
         self._known: dict[str, _Known] = {}
         self._order: list[tuple[bytes, str]] = []
         self._lock = threading.RLock()
@@ -122,7 +124,7 @@ class WarmStartLibrary:
 
     def _scope(self) -> str:
         tokenizer = ModelFingerprint.of(self.model, self.tokenizer).tokenizer
-        parts = ("warm start 1", self.digest, tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
+        parts = ("warm start 1", digest_of_model(self.model), tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
         adapters = "" if self.compressor is None or self.compressor.adapters is None else _digest_of(self.compressor.adapters.tensors())
         return hashlib.blake2b("|".join(map(str, (*parts, adapters))).encode(), digest_size=16).hexdigest()
 
@@ -149,9 +151,13 @@ class WarmStartLibrary:
         if isinstance(prompt, str):
             return list(self.tokenizer(prompt, verbose=False)["input_ids"])
         try:
-            return [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+            ids = [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
         except TypeError as error:
             raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
+        known = getattr(self.model.get_input_embeddings(), "num_embeddings", 1 << 31)
+        if not all(0 <= token < known for token in ids):
+            raise ConfigError.of("prompts", f"token ids from 0 to {known - 1}", f"{min(ids)} to {max(ids)}")
+        return ids
 
     def _add(self, prompt: Prompt, provenance: dict[str, Any]) -> str | None:
         ids = self._ids(prompt)
@@ -176,10 +182,15 @@ class WarmStartLibrary:
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
         # In the head, so that entries can be compared token by token without reading their tensors.
         facts = {"ids": base64.b64encode(as_ids(ids).astype("<u4").tobytes()).decode(), "stored": stored, "user": provenance}
-        embedding = self.encoder.encode([text], [ids])[0]
+        embedding = self._encoded(text, ids)
         key = self.entries.put(Entry(text, ids, embedding, tensors, facts))
         self._sync()
         return key
+
+    def _encoded(self, text: str, ids: Sequence[int]) -> Any:
+        # An encoder may run some of the model's layers, which another thread may have exchanged.
+        with alone(self.model):
+            return self.encoder.encode([text], [ids])[0]
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens as they are compared.
@@ -246,10 +257,10 @@ class WarmStartLibrary:
             text: Their text, if at hand.
             k: How many.
         """
-        needs_text = not getattr(self.encoder, "reads_ids", False)
+        needs_text = not isinstance(self.encoder, EmbeddingsEncoder | HiddenEncoder)
         tokens = ids.tolist()
         texts = [text if text is not None else self.text(tokens) if needs_text else ""]
-        found = self.entries.near(self.encoder.encode(texts, [tokens])[0], k)
+        found = self.entries.near(self._encoded(texts[0], tokens), k)
         with self._lock:
             return [Neighbour(key, self._known[key].ids, cosine) for key, cosine in found if key in self._known]
 
@@ -394,7 +405,9 @@ class WarmStartLibrary:
         Args:
             model: Without a PEFT wrapper.
         """
-        return digest_of_model(model) == self.digest
+        # While another thread has exchanged its layers it looks like another model.
+        with alone(model):
+            return digest_of_model(model) == self.digest
 
     def _require_same_model(self) -> None:
         if not self.fits_model(self.model):
