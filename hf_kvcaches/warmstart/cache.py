@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -18,9 +18,10 @@ from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
 from hf_kvcaches.warmstart.planning import RowPlan, Served
+from hf_kvcaches.warmstart.projector import SlotProjector
 from hf_kvcaches.warmstart.serving import Serving
 from hf_kvcaches.warmstart.slots import LayerSlots, Slots
-from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap, copied_rows
+from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap
 
 Strategy = Literal["auto", "slots", "align", "exact"]
 
@@ -90,7 +91,7 @@ class WarmStartCache(SplicingCache):
         gate: WarmStartGate | None = None,
         guard: int = 8,
         tail: int = 16,
-        projector: Any = None,
+        projector: SlotProjector | None = None,
         offloading: bool = False,
     ) -> None:
         if not isinstance(library, WarmStartLibrary):
@@ -103,6 +104,8 @@ class WarmStartCache(SplicingCache):
                 raise ConfigError.of(name, "a number of tokens", number)
         if gate is not None and not isinstance(gate, WarmStartGate):
             raise ConfigError.of("gate", "a WarmStartGate, or None", gate)
+        if projector is not None and not isinstance(projector, SlotProjector):
+            raise ConfigError.of("projector", "a SlotProjector, or None", projector)
         super().__init__(model, offloading=offloading)
         if self.model is not library.model and not library.fits_model(self.model):
             raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
@@ -138,7 +141,9 @@ class WarmStartCache(SplicingCache):
         if padding is None:
             return 0
         if self.seen:
-            return self.behind(call, 0, padding, self.seen + call.input_ids.shape[1])
+            # Layers with a summary answer for all tokens of a pass.
+            return 0 if self.layers[0].counts is not None else self.behind(call, 0, padding, self.seen + call.input_ids.shape[1])
+        self._swapped = False
         served = Serving(self, call, padding).serve()
         self._plans = served.plans
         self._tokens = served.reused, served.computed
@@ -176,8 +181,7 @@ class WarmStartCache(SplicingCache):
         assert exact is not None
         # Only now, because until the first token is out nothing else should run.
         if self.swap == "background" and not exact.started:
-            weakref.finalize(self, exact.stop).atexit = False
-            exact.start()
+            exact.start(self)
             return
         if exact.running:
             return
@@ -192,20 +196,18 @@ class WarmStartCache(SplicingCache):
 
     def _take_over(self, exact: ExactPrefill, attention_mask: Any) -> None:
         """Puts the exact keys and values in the place of what was reused, those of the generated tokens too."""
-        if not self.history.known:
+        if not self.history.known or self.history.tokens().shape[1] != self.seen:
             warnings.warn(
                 "Tokens went by that the cache was not told of, so it goes on without the exact prefill.", RuntimeWarning, stacklevel=2
             )
             return
-        filled = exact.result()
-        rows = self.history.tokens()
-        copied_rows(filled, rows.shape[0])
+        filled, order = exact.result(), exact.rows[:, 0].to(exact.ids.device)
+        if not torch.equal(order.cpu(), torch.arange(exact.ids.shape[0])):
+            filled.batch_select_indices(order)
         start, seen = exact.ids.shape[1], self.seen
         if seen > start:
-            new = rows[:, start:seen].to(exact.ids.device)
-            repeats = new.shape[0] // exact.positions.shape[0]
-            last = exact.positions[:, -1:].repeat_interleave(repeats, 0)
-            positions = last + 1 + torch.arange(seen - start, device=last.device)
+            new = self.history.tokens()[:, start:seen].to(exact.ids.device)
+            positions = exact.positions[order, -1:] + 1 + torch.arange(seen - start, device=order.device)
             mask = attention_mask[:, :seen] if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
             with torch.no_grad():
                 run_span(self.model, filled, new, positions, mask)
@@ -231,19 +233,21 @@ class WarmStartCache(SplicingCache):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self._exact is not None and self.seen + int(tokens_to_remove) < self._exact.ids.shape[1]:
-            self._forget()
         super().crop(tokens_to_remove)
+        exact = self._exact
+        if exact is not None and self.seen < exact.ids.shape[1]:
+            exact.stop()
+            self._exact = exact.cropped(self.seen)
 
     def reset(self) -> None:
         self._forget()
         super().reset()
         self._plans, self._tokens, self._swapped = (), (0, 0), False
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        # Rows of the prompt go, and the exact prefill would bring them back.
-        self._forget()
-        super().batch_select_indices(indices)
+    def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super()._exchange(rows)
+        if self._exact is not None:
+            self._exact.rows = rows(self._exact.rows)
 
     def _forget(self) -> None:
         if self._exact is not None:
@@ -251,7 +255,10 @@ class WarmStartCache(SplicingCache):
             self._exact = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(each): each for each in (self.tokenizer, self.rotation, self.gate, self.projector, self._exact)}
+        memo |= {id(each): each for each in (self.tokenizer, self.rotation, self.gate, self.projector)}
+        if self._exact is not None:
+            # Each takes its own over, and goes on in it.
+            memo[id(self._exact)] = self._exact.cropped(self._exact.ids.shape[1])
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:

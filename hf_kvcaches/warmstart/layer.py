@@ -155,6 +155,10 @@ class SlotKeys(LayerView):
         asking = self.first + torch.arange(query.shape[2], device=device)[:, None]
         rows, each = torch.arange(batch, device=device)[:, None, None, None], torch.arange(heads, device=device)[:, None, None]
         visible = mask.arguments["mask_function"](rows, each, asking, asked)
+        if mask.padding is not None:
+            # Padding before the prompt is in no slot; behind it there may be some between turns.
+            real = mask.padding[:, layer.left_out + slots : layer.left_out + self.keys.shape[2]].to(device, torch.bool)
+            visible = visible & nn.functional.pad(real, (slots, 0), value=True)[:, None, None]
         weights = nn.functional.pad(counts, (0, len(behind)), value=1.0).log()[:, :, None]
         bias = weights.masked_fill(~visible, torch.finfo(query.dtype).min).to(query.dtype)
         return bias.repeat_interleave(query.shape[1] // heads, 1)

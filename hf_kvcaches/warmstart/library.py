@@ -8,6 +8,7 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -16,6 +17,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.only_layers import alone
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
@@ -116,8 +118,9 @@ class WarmStartLibrary:
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
         self.encoder = encoder_of(encoder, self.model, tokenizer)
         self.location = location
-        self.digest = digest_of_model(self.model)
-        self.entries = EntryStore(location, self._scope(), max_bytes)
+        with alone(self.model):
+            self.digest, scope = digest_of_model(self.model), self._scope()
+        self.entries = EntryStore(location, scope, max_bytes)
         self._known: dict[str, _Known] = {}
         self._order: list[tuple[bytes, str]] = []
         self._lock = threading.RLock()
@@ -125,7 +128,7 @@ class WarmStartLibrary:
 
     def _scope(self) -> str:
         tokenizer = ModelFingerprint.of(self.model, self.tokenizer).tokenizer
-        parts = ("warm start 1", self.digest, tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
+        parts = ("warm start 1", digest_of_model(self.model), tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
         adapters = "" if self.compressor is None or self.compressor.adapters is None else _digest_of(self.compressor.adapters.tensors())
         return hashlib.blake2b("|".join(map(str, (*parts, adapters))).encode(), digest_size=16).hexdigest()
 
@@ -144,10 +147,24 @@ class WarmStartLibrary:
 
     def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
+        if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+            raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
         return [prompts] if single or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item,arg-type]
 
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt, verbose=False)["input_ids"])
+        try:
+            ids = [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+        except TypeError as error:
+            raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
+        known = getattr(self.model.get_input_embeddings(), "num_embeddings", 1 << 31)
+        if not all(0 <= token < known for token in ids):
+            raise ConfigError.of("prompts", f"token ids from 0 to {known - 1}", f"{min(ids)} to {max(ids)}")
+        return ids
+
     def _add(self, prompt: Prompt, provenance: dict[str, Any]) -> str | None:
-        ids = self.tokenizer(prompt, verbose=False)["input_ids"] if isinstance(prompt, str) else [int(token) for token in prompt]
+        ids = self._ids(prompt)
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
         text = prompt if isinstance(prompt, str) else self.text(ids)
@@ -169,10 +186,15 @@ class WarmStartLibrary:
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
         # In the head, so that entries can be compared token by token without reading their tensors.
         facts = {"ids": base64.b64encode(as_ids(ids).astype("<u4").tobytes()).decode(), "stored": stored, "user": provenance}
-        embedding = self.encoder.encode([text], [ids])[0]
+        embedding = self._encoded(text, ids)
         key = self.entries.put(Entry(text, ids, embedding, tensors, facts))
         self._sync()
         return key
+
+    def _encoded(self, text: str, ids: Sequence[int]) -> Any:
+        # An encoder may run some of the model's layers, which another thread may have exchanged.
+        with alone(self.model):
+            return self.encoder.encode([text], [ids])[0]
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens as they are compared.
@@ -242,7 +264,7 @@ class WarmStartLibrary:
         tokens = ids.tolist()
         if text is None:
             text = self.text(tokens) if self.encoder.reads_text else ""
-        found = self.entries.near(self.encoder.encode([text], [tokens])[0], k)
+        found = self.entries.near(self._encoded(text, tokens), k)
         with self._lock:
             return [Neighbour(key, self._known[key].ids, cosine) for key, cosine in found if key in self._known]
 
@@ -398,7 +420,9 @@ class WarmStartLibrary:
         Args:
             model: Without a PEFT wrapper.
         """
-        return digest_of_model(model) == self.digest
+        # While another thread has exchanged its layers it looks like another model.
+        with alone(model):
+            return digest_of_model(model) == self.digest
 
     def _require_same_model(self) -> None:
         if not self.fits_model(self.model):

@@ -114,8 +114,8 @@ class Serving:
             aligned, refused = self._aligned(near, ids, refused)
             if aligned is not None and aligned.reused > prefix.reused:
                 return aligned
-            enough = prefix.reused >= cache.gate.reusable * len(ids)
-            if cache.strategy in ("auto", "slots") and len(self.padding) == 1 and not enough:
+            enough = prefix.reused > 0 and prefix.reused >= cache.gate.reusable * len(ids)
+            if cache.strategy in ("auto", "slots") and not enough:
                 slots, why = self._summary(near, ids)
                 if slots is not None:
                     return slots
@@ -140,10 +140,12 @@ class Serving:
     def _summary(self, near: Sequence[Neighbour], ids: Ids) -> tuple[RowPlan | None, str]:
         """A row that is served from a summary, or why not."""
         cache, library = self.cache, self.library
-        if not library.slots:
-            return None, "The library has no summaries."
         if not near:
             return None, "No entry is like it."
+        if not library.slots:
+            return None, "The library has no summaries."
+        if len(self.padding) > 1:
+            return None, "A summary serves one row, and this is a batch."
         closest = near[0]
         if len(ids) <= library.tail:
             return None, "It is too short for a summary to stand before it."
@@ -181,14 +183,16 @@ class Serving:
         slots: Slots | None = library.slots_of(plan.neighbour.key)
         if slots is None:
             return None
-        if cache.projector is not None:
+        # A prompt of fewer tokens than slots has all of them, and nothing to project.
+        if cache.projector is not None and all(own.shape[1] == library.slots for own in slots.keys):
             slots = cache.projector.apply(slots, len(ids), library.rotation.layers)
         else:
             slots = library.moved(slots, len(ids))
-        covered = len(ids) - library.tail
-        cache.start_from(slots, covered)
+        covered, padding = len(ids) - library.tail, self.padding[0]
+        # Places are columns, as masks have them, and keys are turned by positions.
+        cache.start_from(replace(slots, positions=tuple(own + padding for own in slots.positions)), padding + covered)
         library.entries.used(plan.neighbour.key, covered)
-        return Outcome(covered, (plan,), covered, library.tail, True)
+        return Outcome(padding + covered, (plan,), covered, library.tail, True)
 
 
 def whole_start(neighbour: Neighbour, shared: int, tokens: int) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.only_layers import alone
 from hf_kvcaches.core.prefill import run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
@@ -38,14 +37,22 @@ class ExactPrefill:
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> None:
         self.ids, self.mask, self.positions = ids, mask, positions
+        # Which row of the prompt each row of the cache goes on with, (rows, 1).
+        self.rows = torch.arange(ids.shape[0])[:, None]
         self._model = weakref.ref(model)
         self._cache: ExactCache | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self.failure: BaseException | None = None
 
-    def start(self) -> None:
-        """Begins in a thread, which ends soon after `stop`."""
+    def start(self, owner: object) -> None:
+        """Begins in a thread, which ends soon after `stop`, or when nobody has the owner any more.
+
+        Args:
+            owner: The cache.
+        """
+        # Of the event alone: what was computed must go when it has been taken.
+        weakref.finalize(owner, self._stop.set)
         self._thread = threading.Thread(target=self._try, name="hf_kvcaches-prefill", daemon=True)
         self._thread.start()
 
@@ -73,6 +80,20 @@ class ExactPrefill:
         assert self._cache is not None
         return self._cache
 
+    def cropped(self, tokens: int) -> ExactPrefill | None:
+        """The same for the first tokens of each row, from the beginning; None for no tokens.
+
+        Args:
+            tokens: How many, padding included.
+        """
+        model = self._model()
+        if model is None or tokens < 1:
+            return None
+        mask = None if self.mask is None else self.mask[:, :tokens]
+        made = ExactPrefill(model, self.ids[:, :tokens], mask, self.positions[:, :tokens])
+        made.rows = self.rows
+        return made
+
     def _try(self) -> None:
         try:
             self._run()
@@ -94,16 +115,3 @@ class ExactPrefill:
             with torch.no_grad(), alone(model):
                 run_span(model, cache, self.ids[:, start:stop], self.positions[:, start:stop], mask)
         self._cache = cache
-
-
-def copied_rows(cache: ExactCache, rows: int) -> None:
-    """Repeats each row, where beams have been made of the prompts since.
-
-    Args:
-        cache: Of the prompts.
-        rows: How many there are now.
-    """
-    buffer = next(layer.key_buffer for layer in cache.layers if isinstance(layer, GrowingLayer))
-    assert buffer is not None
-    if rows != buffer.shape[0]:
-        cache.batch_repeat_interleave(rows // buffer.shape[0])

@@ -21,8 +21,12 @@ from hf_kvcaches import (
     SnapKVPolicy,
     SubspaceBases,
     SubspaceCache,
+    WarmStartCache,
+    WarmStartLibrary,
 )
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.equip.tokens import Tokens
+from tests.warmstart.warm import words
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
 BEAMS = frozenset({"reorder_cache", "beam_search", "beam_sampling"})
@@ -92,6 +96,8 @@ EQUIP: list[tuple[str, Any]] = [
 EVERYWHERE = ("streaming", "h2o")
 # A file doesn't bring the code of a policy (here: of `RoundedKeyNorm`).
 OWN_POLICY = frozenset({"saved_and_loaded", "device_map_and_saving"})
+# A library stays where it is.
+SAVING = frozenset({"saved_and_loaded", "device_map_and_saving"})
 # Pages are shared, and go back when they are not needed.
 NOT_ON_PAGES = frozenset({"gradients", "offload_and_prefetch"})
 
@@ -130,6 +136,28 @@ def exact_segments(model: Any) -> SegmentReuseCache:
     return SegmentReuseCache(model, STORED, mode="exact")
 
 
+def no_prompts(model: Any) -> WarmStartCache:
+    """A cache with nothing to start from."""
+    return WarmStartCache(model, WarmStartLibrary(model, words(), slots=0, full="exact"))
+
+
+class SeenBefore(WarmStartCache):
+    """Every prompt has just been there."""
+
+    def take_prefill(self, call: PrefillCall) -> int | Remaining:
+        if not self.seen and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            padding = self.history.padding(call.input_ids.shape[1])
+            for pad, ids in zip(padding or [], call.input_ids, strict=False):
+                if len(ids) - pad > 1:
+                    self.library.add(ids[pad:].tolist())
+        return super().take_prefill(call)
+
+
+def same_prompt(model: Any) -> SeenBefore:
+    """A cache that takes all of a prompt but the last token from a library, bit for bit."""
+    return SeenBefore(model, WarmStartLibrary(model, words(), slots=0, full="exact"))
+
+
 # Models with no layer of full attention have nothing to calibrate.
 # In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
 SUBSPACE = frozenset({"mistral_sliding", "forced_tokens@bfloat16"})
@@ -138,6 +166,8 @@ ENTRIES = [
     Entry("growing", GrowingCache, lossless=True),
     Entry("segments_empty", empty_store, lossless=True),
     Entry("segments_exact", exact_segments, lossless=True),
+    Entry("warmstart_miss", no_prompts, lossless=True, refuses=SAVING),
+    Entry("warmstart_identical", same_prompt, lossless=True, refuses=SAVING),
     Entry("growing_kernel", KernelCache, lossless=True),
     *(
         Entry(

@@ -1,0 +1,414 @@
+"""`WarmStartLibrary`: what is added is found again, here, in other processes and from files; what is damaged is a miss."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import signal
+import threading
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
+from hf_kvcaches.core.splicing.tokens import as_ids, common_prefix
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
+from hf_kvcaches.warmstart.library import _Known, _sortable
+from tests import tiny
+from tests.segments.test_cache import A, B, C, D, joined
+from tests.stores.blob_helpers import PROCESSES
+from tests.warmstart.warm import OPEN, answer, library_of, logits_of, said, words
+
+EARLIER, CHANGED = joined(A, B, C), joined(A, D[:, :5], B, D[:, 5:8], C)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+def small() -> PreTrainedModel:
+    return tiny.llama(num_hidden_layers=2, hidden_size=16, intermediate_size=16)
+
+
+def prompt(seed: int) -> torch.Tensor:
+    return tiny.ids(1, 48, seed=seed)
+
+
+def opened(model: Any, location: str, **options: Any) -> WarmStartLibrary:
+    return WarmStartLibrary(model, words(), location=location, **{"slots": 0, "full": "exact", **options})
+
+
+def served(model: Any, library: WarmStartLibrary, ids: torch.Tensor) -> str:
+    """How a prompt is served, and that the answer is the cold one where it is not by stretches or a summary."""
+    cache = WarmStartCache(model, library, strategy="exact")
+    close(logits_of(model, ids, cache, 2), logits_of(model, ids, new=2))
+    return cache.report().strategy[0]
+
+
+@pytest.fixture(params=["disk", "redis"])
+def shared(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty place of each kind that processes can share."""
+    return str(request.getfixturevalue("redis_location")) if request.param == "redis" else f"disk:{tmp_path / 'library'}"
+
+
+# One process
+
+
+def test_texts_and_tokens_are_the_same_prompts(location: str) -> None:
+    model = small()
+    library = opened(model, location)
+    text = words().decode(A[0])
+    assert len(text.split()) == 29
+    (key,) = library.add(text, {"from": "a test", "parts": [1, None]})
+    assert library.add([A[0].tolist(), text]) == [key, key]
+    assert library.add(A[0]) == [key]
+    assert library.add(A) == [key]
+    assert library.add([np.array(A[0])]) == [key]  # type: ignore[list-item]
+    others = library.add([B[0].tolist(), words().decode(C[0]), D[0]], {"from": "more"})
+    assert library.ids() == [key, *others] or sorted(library.ids()) == sorted([key, *others])  # type: ignore[type-var]
+    assert len(library) == library.report().entries == 4
+    assert library.provenance(key or "") == {"from": "a test", "parts": [1, None]}
+    assert [library.provenance(str(other)) for other in others] == [{"from": "more"}] * 3
+    assert library.prompt(str(others[0])) == words().decode(B[0])
+    assert (library.prompt("none"), library.provenance("none")) == (None, None)
+    assert "4 prompts" in repr(library)
+    for ids in (A, B, C, D):
+        assert served(model, library, ids) == "exact"
+
+
+def size_of_one(model: Any, location: str) -> int:
+    library = opened(model, location)
+    (key,) = library.add(prompt(9)[0])
+    size = library.report().bytes
+    library.delete(key or "")
+    return size
+
+
+def test_what_is_deleted_is_gone_and_what_is_pinned_stays(location: str) -> None:
+    model = small()
+    size = size_of_one(model, location)
+    library = opened(model, location, max_bytes=int(3.5 * size))
+    keys = library.add([prompt(seed)[0] for seed in range(3)])
+    assert library.delete(keys[1] or "")
+    assert not library.delete(keys[1] or "")
+    assert served(model, library, prompt(1)) == "cold"
+    library.pin(keys[0] or "")
+    library.add([prompt(seed)[0] for seed in range(3, 8)])
+    report = library.report()
+    assert report.bytes <= 3.5 * size
+    assert (report.pinned, report.evicted) == (1, 4)
+    assert len(library) == len(library._known) == len(library._order) == 3
+    assert served(model, library, prompt(0)) == "exact"
+    library.pin(keys[0] or "", False)
+    assert library.report().pinned == 0
+    with said() as sentences:
+        assert opened(model, "memory", max_bytes=size // 2).add(prompt(0)[0]) == [None]
+    assert "not stored" in sentences[0]
+
+
+def test_those_stay_that_saved_most(location: str) -> None:
+    model = small()
+    library = opened(model, location, max_bytes=int(3.5 * size_of_one(model, location)))
+    library.add([prompt(seed)[0] for seed in range(3)])
+    for _ in range(3):
+        assert served(model, library, prompt(1)) == "exact"
+    library.add([prompt(seed)[0] for seed in range(3, 6)])
+    assert served(model, library, prompt(1)) == "exact"
+    assert library.report().saved_tokens >= 3 * 47
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        (5, "texts or rows of token ids"),
+        ([1.5, 2.5], "texts or rows of token ids"),
+        ([["a", "b"]], "texts or rows of token ids"),
+        ({"input_ids": [1, 2, 3]}, "add input_ids"),
+        ([[4]], "at least 2 tokens"),
+        ([[]], "at least 2 tokens"),
+        ([-1, 3], "token ids from 0 to 95"),
+        ([3, 96], "token ids from 0 to 95"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(prompts: Any, message: str) -> None:
+    library = opened(small(), "memory")
+    with pytest.raises(ConfigError, match=message):
+        library.add(prompts)
+    assert len(library) == 0
+    assert library.add([]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tokenizer": None}, "tokenizer"),
+        ({"tokenizer": "gpt2"}, "tokenizer"),
+        ({"tail": 0}, "tail"),
+        ({"tail": True}, "tail"),
+        ({"full": "int2"}, "full"),
+        ({"slots": -1}, "slots"),
+        ({"slots": 1.5}, "slots"),
+        ({"slots": 0, "full": None}, "nothing would be stored"),
+        ({"layout": "round"}, "layout"),
+        ({"encoder": 3}, "encoder"),
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"location": "cloud"}, "location"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WarmStartLibrary(small(), **{"tokenizer": words(), **arguments})
+
+
+def test_a_prompt_and_its_slots_are_as_many_as_asked_for() -> None:
+    model = tiny.llama()
+    library = library_of(model, EARLIER, slots=12, full="int8", tail=3)
+    (key,) = library.ids()
+    slots = library.slots_of(key)
+    assert slots is not None
+    assert {own.shape[1] for own in slots.keys} == {12}
+    assert slots.length == 107
+    stored, tensors = library.full_of(key) or ({}, {})
+    assert stored["quantization"] == "int8"
+    assert tensors
+    assert not any(name.startswith(("slots", "full")) for name in tensors)
+    assert library.slots_of("none") is None
+    assert library.full_of("none") is None
+    assert library_of(model, EARLIER).slots_of(key) is None
+    assert copy.deepcopy(library) is library
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=9))
+@settings(max_examples=150, deadline=None)
+def test_the_longest_beginning_is_found_as_by_looking_at_all(prompts: list[list[int]], asked: list[int]) -> None:
+    library = WarmStartLibrary.__new__(WarmStartLibrary)
+    library._lock = threading.RLock()
+    rows = {str(number): as_ids(row) for number, row in enumerate(prompts)}
+    library._known = {key: _Known(row, None) for key, row in rows.items()}
+    library._order = sorted((_sortable(row), key) for key, row in rows.items())
+    best, shared = library.beginning(as_ids(asked))
+    assert shared == max(common_prefix(row, as_ids(asked)) for row in rows.values())
+    assert (best is None) == (shared == 0)
+    if best is not None:
+        assert common_prefix(rows[best.key], as_ids(asked)) == shared
+
+
+# Files
+
+
+@pytest.mark.parametrize("options", [{"slots": 12, "full": "exact"}, {"slots": 0, "full": "int8"}, {"slots": 12, "full": None}])
+def test_a_library_comes_back_from_its_folder_with_the_same_answers(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = tiny.llama()
+    library = WarmStartLibrary(model, words(), layout="paper", tail=2, **options)
+    library.add([EARLIER[0], D[0]], {"from": "here"})
+    library.save_pretrained(tmp_path / "saved")
+    again = WarmStartLibrary.from_pretrained(tmp_path / "saved", model, words(), location=f"disk:{tmp_path / 'entries'}")
+    assert sorted(again.ids()) == sorted(library.ids())
+    assert (again.slots, again.layout, again.tail, again.full) == (library.slots, "paper", 2, options["full"])
+    assert all(again.provenance(key) == {"from": "here"} and again.prompt(key) == library.prompt(key) for key in library.ids())
+    for ids in (EARLIER, CHANGED, joined(B, C[:, -9:])):
+        caches = [WarmStartCache(model, each, gate=OPEN) for each in (library, again)]
+        found = [answer(model, ids, cache, 4) for cache in caches]
+        assert torch.equal(torch.stack(found[0].logits), torch.stack(found[1].logits))
+        assert caches[0].report().as_dict() == caches[1].report().as_dict()
+        assert caches[0].report().strategy != ("cold",)
+
+
+def test_an_empty_library_comes_back(tmp_path: Path) -> None:
+    model = small()
+    opened(model, "memory").save_pretrained(tmp_path)
+    assert len(WarmStartLibrary.from_pretrained(tmp_path, model, words())) == 0
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    model = small()
+    library = opened(model, "memory")
+    library.add(prompt(0)[0])
+    library.save_pretrained(tmp_path / "saved")
+    with pytest.raises(FingerprintMismatch):
+        WarmStartLibrary.from_pretrained(tmp_path / "saved", tiny.llama(), words())
+    with pytest.raises(FingerprintMismatch):
+        WarmStartLibrary.from_pretrained(tmp_path / "saved", model, words(50))
+    with pytest.raises(ConfigError, match="encoder: expected the one that the library was made with"):
+        WarmStartLibrary.from_pretrained(tmp_path / "saved", model, words(), "hidden")
+    for number, damage in enumerate((lambda data: data[: len(data) // 2], lambda data: data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])):
+        folder = Path(shutil.copytree(tmp_path / "saved", tmp_path / f"damaged {number}"))
+        for path in folder.glob("*.safetensors"):
+            path.write_bytes(damage(path.read_bytes()))
+        with pytest.raises(ArtifactError):
+            WarmStartLibrary.from_pretrained(folder, model, words())
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(ConfigError, match="The model has changed"):
+        library.save_pretrained(tmp_path / "changed")
+
+
+def test_libraries_that_differ_do_not_see_each_other_in_one_place(tmp_path: Path) -> None:
+    place, model = f"disk:{tmp_path}", small()
+    opened(model, place).add(prompt(0)[0])
+    for options in ({"full": "int8"}, {"slots": 4}, {"tail": 2}, {"encoder": "hidden"}):
+        with said() as sentences:
+            other = opened(model, place, **options)
+        assert len(other) == 0
+        assert "of another model, tokenizer or encoder" in sentences[0]
+        assert other.report().foreign == 1
+    assert len(opened(tiny.llama(), place)) == 0
+    assert len(opened(model, place)) == 1
+
+
+# Damage
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_flipped_bits_anywhere_in_a_file_are_a_miss_that_is_said_once(tmp_path: Path, when: str) -> None:
+    model = small()
+    opened(model, f"disk:{tmp_path / 'whole'}").add([prompt(0)[0], prompt(1)[0]])
+    content = [path.read_bytes() for path in files(tmp_path / "whole")]
+    header = 8 + int.from_bytes(content[0][:8], "little")
+    for place in (0, 9, header // 2, header - 2, header, header + 500, (header + len(content[0])) // 2, len(content[0]) - 1):
+        folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"{place}"))
+        library = opened(model, f"disk:{folder}") if when == "after" else None
+        for path, data in zip(files(folder), content, strict=True):
+            path.write_bytes(data[:place] + bytes([data[place] ^ 16]) + data[place + 1 :])
+        with said() as sentences:
+            library = library or opened(model, f"disk:{folder}")
+            for strategy in ("exact", "auto"):
+                for seed in (0, 1, 0):
+                    cache = WarmStartCache(model, library, strategy=strategy, gate=OPEN)  # type: ignore[arg-type]
+                    close(logits_of(model, prompt(seed), cache), logits_of(model, prompt(seed)))
+                    assert cache.report().strategy == ("cold",), place
+        assert ["damaged" in sentence for sentence in sentences] == [True], place
+        assert len(library) == len(library._known) == 0
+        # It can be added again.
+        library.add(prompt(0)[0])
+        assert served(model, library, prompt(0)) == "exact"
+
+
+def test_a_damaged_summary_is_a_miss(tmp_path: Path) -> None:
+    model = tiny.llama()
+    library = library_of(model, EARLIER, slots=12, full=None, location=f"disk:{tmp_path}")
+    (path,) = files(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-40] + bytes([data[-40] ^ 16]) + data[-39:])
+    with said() as sentences:
+        cache = WarmStartCache(model, library, strategy="slots")
+        close(logits_of(model, EARLIER, cache), logits_of(model, EARLIER))
+    assert cache.report().strategy == ("cold",)
+    assert cache.report().refused == ("The summary is gone or damaged.",)
+    assert len(sentences) == 1
+
+
+def test_files_that_go_away_are_a_miss(tmp_path: Path) -> None:
+    model = small()
+    library = opened(model, f"disk:{tmp_path}")
+    library.add([prompt(0)[0], prompt(1)[0]])
+    files(tmp_path)[0].unlink()
+    with said() as sentences:
+        assert sorted(served(model, library, prompt(seed)) for seed in (0, 1)) == ["cold", "exact"]
+    assert sentences == []
+
+
+# Threads and processes
+
+
+def test_threads_that_add_and_ask_get_right_answers() -> None:
+    """Each asks with the others' prompts coming in, and all run parts of one model."""
+    model = small()
+    library, faults = opened(model, "memory", slots=8), []
+
+    def adds(start: int) -> None:
+        try:
+            for seed in range(start, start + 8):
+                library.add(prompt(seed)[0])
+        except Exception as error:
+            faults.append(error)
+
+    # A pass of a cache that takes over a prompt exchanges the last layer, all the time.
+    workers = [threading.Thread(target=adds, args=(start,)) for start in (100, 200, 104)]
+    for worker in workers:
+        worker.start()
+    asked = 0
+    while asked < 3 or any(worker.is_alive() for worker in workers):
+        for seed in (100 + asked % 8, 204, 300):
+            cold = WarmStartCache(model, library, strategy="exact")
+            cold.prefill(prompt(seed))
+        library.near(prompt(100)[0].numpy())
+        asked += 1
+    for worker in workers:
+        worker.join(60)
+    assert not faults
+    assert len(library) == len(library._known) == len(library._order) == 20
+    for seed in (*range(100, 112), *range(200, 208)):
+        key = library.exact(prompt(seed)[0].numpy()).key  # type: ignore[union-attr]
+        alone = GrowingCache(model)
+        with torch.no_grad():
+            model(prompt(seed), past_key_values=alone)
+        _, tensors = library.full_of(key)  # type: ignore[misc]
+        for layer, own in enumerate(alone.layers):
+            close(tensors["keys.0"][layer], own.keys[0])
+            close(tensors["values.0"][layer], own.values[0])
+
+
+def add_elsewhere(location: str, seeds: list[int], pipe: Connection) -> None:
+    """Adds prompts in another process, and tells of each."""
+    torch.set_num_threads(1)
+    library = opened(small(), location)
+    for seed in seeds:
+        library.add(prompt(seed)[0])
+        pipe.send((seed, os.getpid()))
+
+
+def test_what_another_process_adds_is_found_and_what_it_deletes_is_not(shared: str) -> None:
+    model = small()
+    library = opened(model, shared)
+    assert served(model, library, prompt(1)) == "cold"
+    ours, theirs = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=add_elsewhere, args=(shared, [1, 2], theirs), daemon=True)
+    process.start()
+    for seed in (1, 2):
+        assert ours.poll(60)
+        assert ours.recv()[0] == seed
+        assert served(model, library, prompt(seed)) == "exact"
+    process.join(30)
+    other = opened(model, shared)
+    for key in other.ids():
+        other.delete(key)
+    assert served(model, library, prompt(1)) == "cold"
+    assert len(library) == 0
+
+
+@pytest.mark.parametrize("waits", [0.0, 0.003, 0.01])
+def test_a_process_that_is_killed_while_it_adds_leaves_a_library_that_opens(shared: str, waits: float) -> None:
+    ours, theirs = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=add_elsewhere, args=(shared, list(range(1000)), theirs), daemon=True)
+    process.start()
+    done = []
+    for _ in range(3):
+        assert ours.poll(60)
+        done.append(ours.recv()[0])
+    time.sleep(waits)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    model = small()
+    with said() as sentences:
+        library = opened(model, shared)
+        assert len(library) >= 3
+        for seed in done:
+            assert served(model, library, prompt(seed)) == "exact"
+        library.add(prompt(2000)[0])
+        assert served(model, library, prompt(2000)) == "exact"
+    assert sentences == []

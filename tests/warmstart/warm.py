@@ -1,0 +1,144 @@
+"""Libraries of tiny models, and what a warm start has to give, computed one token after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Iterator
+from functools import cache as remembered
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary, compat
+from hf_kvcaches.warmstart.slots import Slots
+from tests import tiny
+
+# Lets everything through, and what only asks for enough tokens.
+OPEN = WarmStartGate(tau=-1.0, lengths=(0.0, 1e9), reusable=0.0, content=None, lexical=False)
+SHUT = WarmStartGate(tau=1.01, reusable=1.01)
+ONE: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+
+
+@remembered
+def words(vocabulary: int = tiny.VOCABULARY) -> PreTrainedTokenizerFast:
+    """One word for each token, without a digit in it."""
+    names = ("".join(letters) for letters in itertools.product("bcdfghjklm", repeat=3))
+    made = Tokenizer(WordLevel({f"zu{name}": number for number, name in zip(range(vocabulary), names, strict=False)}, unk_token="zubbb"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="zubbb", pad_token="zubbb")
+
+
+def library_of(model: Any, *prompts: torch.Tensor, **options: Any) -> WarmStartLibrary:
+    """A library with these prompts, bit for bit and without summaries unless told otherwise."""
+    made = WarmStartLibrary(model, words(), **{"slots": 0, "full": "exact", **options})
+    made.add([prompt[0] for prompt in prompts])
+    return made
+
+
+def answer(model: Any, ids: torch.Tensor, cache: Any = None, new: int = 1, **inputs: Any) -> Any:
+    """What `generate` gives, of which `answer(...).logits` is one tensor a token. Without a cache nothing is reused."""
+    if "attention_mask" not in inputs:
+        inputs["attention_mask"] = torch.ones_like(ids)
+    used = DynamicCache(config=model.config) if cache is None else cache
+    return model.generate(ids, past_key_values=used, max_new_tokens=new, min_new_tokens=new, **{**ONE, **inputs})
+
+
+def logits_of(model: Any, ids: torch.Tensor, cache: Any = None, new: int = 1, **inputs: Any) -> torch.Tensor:
+    """(rows, new, vocabulary)."""
+    return torch.stack(answer(model, ids, cache, new, **inputs).logits, 1)
+
+
+def forced(model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits behind each of these tokens, fed one by one, (rows, tokens, vocabulary)."""
+    found = []
+    with torch.no_grad():
+        for place in range(ids.shape[1]):
+            before = cache.get_seq_length()
+            extra: dict[str, Any] = {}
+            if mask is not None:
+                seen = mask[:, : before + 1]
+                extra = {"attention_mask": seen, "position_ids": (seen.cumsum(-1) - 1).clamp_min(0)[:, -1:]}
+            found.append(model(input_ids=ids[:, place : place + 1], past_key_values=cache, logits_to_keep=1, **extra).logits)
+    return torch.cat(found, 1)
+
+
+def taken(cache: WarmStartCache, row: int = 0) -> dict[int, int]:
+    """For each place of a row that is reused, where it stood in the neighbour."""
+    return {b.target + n: b.source + n for b in cache._plans[row].blocks for n in range(b.length)}
+
+
+@contextlib.contextmanager
+def tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
+    """How many tokens a row enter the model's lowest layer, pass by pass."""
+    seen: list[int] = []
+    first = compat.decoder_layers(model)[2][0]
+    handle = first.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def said() -> Iterator[list[str]]:
+    """What was warned of meanwhile, in any thread, once the context is left."""
+    sentences: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield sentences
+    sentences += [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+
+
+def left_padded(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of several lengths as one batch, and its mask."""
+    width = max(row.shape[1] for row in rows)
+    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (width - row.shape[1], 0)) for row in rows])
+    return ids, mask
+
+
+@torch.no_grad()
+def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first: int, window: int | None = None) -> torch.Tensor:
+    """The logits of tokens behind a summary, (tokens, vocabulary), head by head and key by key.
+
+    Args:
+        model: Of Llama's make.
+        slots: Turned to where they stand before the tokens.
+        ids: (tokens,).
+        first: The position of the first of them.
+        window: How many positions a token sees, itself included, or None.
+    """
+    decoder, config = model.model, model.config
+    kept: list[list[list[tuple[torch.Tensor, torch.Tensor, float, float]]]] = [
+        [
+            [(keys[h, s], values[h, s], float(counts[h, s]), round(float(positions[h, s]))) for s in range(keys.shape[1])]
+            for h in range(keys.shape[0])
+        ]
+        for keys, values, positions, counts in slots.layers()
+    ]
+    logits = []
+    for place, token in enumerate(ids.tolist(), first):
+        hidden = decoder.embed_tokens(torch.tensor([[token]]))
+        cos, sin = decoder.rotary_emb(hidden, torch.tensor([[place]]))
+        for layer, held in zip(decoder.layers, kept, strict=True):
+            own, normed = layer.self_attn, layer.input_layernorm(hidden)
+            query, key, value = (made(normed).view(1, 1, -1, own.head_dim).transpose(1, 2) for made in (own.q_proj, own.k_proj, own.v_proj))
+            query, key = apply_rotary_pos_emb(query, key, cos, sin)
+            for head, row in enumerate(held):
+                row.append((key[0, head, 0], value[0, head, 0], 1.0, place))
+            group, outputs = config.num_attention_heads // len(held), []
+            for head in range(config.num_attention_heads):
+                seen = [each for each in held[head // group] if window is None or each[3] > place - window]
+                scores = torch.stack([torch.exp((query[0, head, 0] @ k).double() * own.scaling) * count for k, _, count, _ in seen])
+                outputs.append((scores[:, None] * torch.stack([v for _, v, _, _ in seen]).double()).sum(0) / scores.sum())
+            hidden = hidden + own.o_proj(torch.cat(outputs).float()[None, None])
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        logits.append(model.lm_head(decoder.norm(hidden))[0, 0])
+    return torch.stack(logits)
