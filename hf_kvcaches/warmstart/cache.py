@@ -109,11 +109,10 @@ class WarmStartCache(SplicingCache):
         super().__init__(model, offloading=offloading)
         if self.model is not library.model and not library.fits_model(self.model):
             raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
-        if strategy == "align" and not self.approximates:
+        moves = self.approximates or (strategy == "slots" and library.correction is not None and self.attention_enabled)
+        if strategy in ("slots", "align") and not moves:
             why = self.rotation.why or "this model computes attention its own way"
             raise UnsupportedError(f"strategy={strategy!r}: {why}. Use strategy='exact', or 'auto'.")
-        if strategy == "slots":
-            self.require_attention("strategy='slots'")
         if projector is not None and library.correction is not None:
             raise UnsupportedError("projector: keys of learned positions can't be brought to one place first. Leave it out.")
         if strategy == "slots" and not library.slots:

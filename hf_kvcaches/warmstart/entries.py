@@ -126,6 +126,7 @@ class EntryStore:
         self._blobs: BlobStore = open_blobs(location)
         self._lock = threading.RLock()
         self._heads: dict[str, EntryHead] = {}
+        self._news: tuple[list[str], list[str]] = [], []
         self._index: VectorIndex | None = None
         self._worth = Worth()
         self._said: set[str] = set()
@@ -227,6 +228,12 @@ class EntryStore:
         """Of all entries."""
         with self._lock:
             return list(self._heads)
+
+    def news(self) -> tuple[list[str], list[str]]:
+        """The ids of entries that came and of those that went since the last call; one that went and came again is in both."""
+        with self._lock:
+            news, self._news = self._news, ([], [])
+        return news
 
     def used(self, key: str, tokens: int | None = None) -> None:
         """Counts the work that an entry saved.
@@ -332,7 +339,8 @@ class EntryStore:
                 changes = self._blobs.changes()
                 for key in changes.removed:
                     self._worth.remove(key)
-                    self._heads.pop(key, None)
+                    if self._heads.pop(key, None) is not None:
+                        self._news[1].append(key)
                 if self._index is not None:
                     self._index.remove(changes.removed)
                 self._learn(changes.added)
@@ -363,6 +371,7 @@ class EntryStore:
             if self._index is None:
                 self._index = VectorIndex(len(vector))
             vectors[key] = vector
+            self._news[0].append(key)
             self._heads[key] = EntryHead(data["text"], data["length"], data["provenance"], data["created"], data["sizes"], size)
         # At once: many one by one would take longer.
         if vectors and self._index is not None:

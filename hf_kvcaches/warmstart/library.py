@@ -8,7 +8,6 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -29,15 +28,18 @@ from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
+from hf_kvcaches.warmstart.prompts import Prompt, listed, token_ids
 from hf_kvcaches.warmstart.reading import correction_for, read_prompt
 from hf_kvcaches.warmstart.slots import Slots
+from hf_kvcaches.warmstart.trained import TrainedAdapters
 
 Full = Literal["int8", "int4", "exact"] | None
-Prompt = str | Sequence[int] | torch.Tensor
 
 _SLOTS, _FULL = "slots.", "full."
 # Tokens that prompts are put in order by: those that begin with so many alike are compared further.
 _ORDERED_BY = 1024
+# So many new entries are put in order one by one; more are sorted together with the others.
+_FEW = 64
 
 
 class Neighbour(NamedTuple):
@@ -96,7 +98,7 @@ class WarmStartLibrary:
         full: Full = "int8",
         location: str = "memory",
         max_bytes: int | None = None,
-        adapters: Adapters | None = None,
+        adapters: TrainedAdapters | Adapters | None = None,
         correct_positions: bool = False,
     ) -> None:
         if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
@@ -115,6 +117,8 @@ class WarmStartLibrary:
         if slots and not self.rotation.turns and self.correction is None:
             raise UnsupportedError(f"slots: {self.rotation.why}. Use slots=0, which reuses common starts of prompts.")
         self.slots, self.layout, self.tail, self.full = slots, layout, tail, full
+        if isinstance(adapters, TrainedAdapters):
+            adapters = adapters.checked(self.model, slots, layout, tail)
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
         self.encoder = encoder_of(encoder, self.model, tokenizer)
         self.location = location
@@ -143,28 +147,10 @@ class WarmStartLibrary:
             Their ids; None for one that did not stay because of `max_bytes` or a store that failed. One that is there already is kept.
         """
         self._require_same_model()
-        return [self._add(prompt, dict(provenance or {})) for prompt in self._listed(prompts)]
-
-    def _listed(self, prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-        single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
-        if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
-            raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
-        return [prompts] if single or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item,arg-type]
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self.tokenizer(prompt, verbose=False)["input_ids"])
-        try:
-            ids = [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
-        except TypeError as error:
-            raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
-        known = getattr(self.model.get_input_embeddings(), "num_embeddings", 1 << 31)
-        if not all(0 <= token < known for token in ids):
-            raise ConfigError.of("prompts", f"token ids from 0 to {known - 1}", f"{min(ids)} to {max(ids)}")
-        return ids
+        return [self._add(prompt, dict(provenance or {})) for prompt in listed(prompts)]
 
     def _add(self, prompt: Prompt, provenance: dict[str, Any]) -> str | None:
-        ids = self._ids(prompt)
+        ids = token_ids(prompt, self.model, self.tokenizer)
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
         text = prompt if isinstance(prompt, str) else self.text(ids)
@@ -212,21 +198,24 @@ class WarmStartLibrary:
     def _sync(self) -> None:
         """Brings the order of prompts in step with the entries."""
         with self._lock:
-            present = self.entries.ids()
-            if len(present) == len(self._known) and all(key in self._known for key in present):
-                return
-            gone = self._known.keys() - set(present)
-            for key in gone:
-                known = self._known.pop(key)
-                del self._order[bisect_left(self._order, (_sortable(known.ids), key))]
-            for key in present:
+            added, removed = self.entries.news()
+            for key in removed:
+                known = self._known.pop(key, None)
+                if known is not None:
+                    del self._order[bisect_left(self._order, (_sortable(known.ids), key))]
+            for key in added:
                 head = None if key in self._known else self.entries.head(key)
                 if head is None:
                     continue
                 facts = head.provenance
                 ids = np.frombuffer(base64.b64decode(facts["ids"]), "<u4").astype(np.uint32)
                 self._known[key] = _Known(ids, facts["stored"])
-                insort(self._order, (_sortable(ids), key))
+                if len(added) < _FEW:
+                    insort(self._order, (_sortable(ids), key))
+                else:
+                    self._order.append((_sortable(ids), key))
+            if len(added) >= _FEW:
+                self._order.sort()
 
     def exact(self, ids: Ids) -> Neighbour | None:
         """The entry with exactly these tokens.

@@ -149,10 +149,10 @@ class Serving:
         closest = near[0]
         if len(ids) <= library.tail:
             return None, "It is too short for a summary to stand before it."
-        end = max(1, cache.tail)
-        if cache.gate.lexical and not np.array_equal(closest.ids[-end:], ids[-end:]):
-            return None, "The two don't end alike."
         verdict = cache.gate.decide(similarity=closest.similarity, lengths=(len(closest.ids), len(ids)))
+        end = max(1, cache.tail)
+        if verdict.admitted and cache.gate.lexical and not np.array_equal(closest.ids[-end:], ids[-end:]):
+            return None, "The two don't end alike."
         reads = cache.gate.lexical or cache.gate.content is not None
         if verdict.admitted and reads and (closest.ids.shape != ids.shape or (closest.ids != ids).any()):
             before = library.prompt(closest.key) or ""

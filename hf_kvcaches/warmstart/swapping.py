@@ -15,7 +15,7 @@ from hf_kvcaches.core.splicing.cache import SplicingCache
 
 Swap = Literal["off", "sync", "background"]
 
-# Tokens that are run at a time: between two chunks somebody else may have the model, and a thread that nobody waits for ends.
+# Tokens that a thread runs at a time: between two chunks somebody else may have the model, and a thread that nobody waits for ends.
 CHUNK = 128
 
 
@@ -76,7 +76,8 @@ class ExactPrefill:
             self._thread.join()
         if self._cache is None:
             self._stop.clear()
-            self._run()
+            # At once, because somebody waits.
+            self._run(self.ids.shape[1])
         assert self._cache is not None
         return self._cache
 
@@ -96,20 +97,20 @@ class ExactPrefill:
 
     def _try(self) -> None:
         try:
-            self._run()
+            self._run(CHUNK)
         except BaseException as error:  # nobody would hear of it in a thread; the cache says it
             self.failure = error
 
-    def _run(self) -> None:
+    def _run(self, chunk: int) -> None:
         model = self._model()
         if model is None:
             raise RuntimeError("the model is gone")
         cache = ExactCache(model)
         tokens = self.ids.shape[1]
-        for start in range(0, tokens, CHUNK):
+        for start in range(0, tokens, chunk):
             if self._stop.is_set():
                 return
-            stop = min(start + CHUNK, tokens)
+            stop = min(start + chunk, tokens)
             mask = None if self.mask is None else self.mask[:, :stop]
             # Another thread may be running parts of the model meanwhile, for which its layers are exchanged.
             with torch.no_grad(), alone(model):

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.adapters import Adapters
 
 
@@ -47,3 +50,19 @@ class TrainedAdapters(Artifact):
         lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)] if names else []
         lines += ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in self.measured]
         return f"For {self.slots} slots, layout {self.layout!r}, the last {self.tail} tokens run.\n\n" + "\n".join(lines)
+
+    def checked(self, model: PreTrainedModel, slots: int, layout: str, tail: int) -> Adapters:
+        """The adapters, if they are for such summaries of a model.
+
+        Args:
+            model: Without a PEFT wrapper.
+            slots: Of the summaries.
+            layout: Likewise.
+            tail: Likewise.
+        """
+        made, wanted = (self.slots, self.layout, self.tail), (slots, layout, tail)
+        if made != wanted:
+            raise ConfigError.of("adapters", f"those for slots, layout and tail {wanted}", made, "Train others with train_compressor.py.")
+        if self.fingerprint is not None:
+            ModelFingerprint.of(model).require_same(self.fingerprint, "The adapters")
+        return self.adapters

@@ -13,6 +13,7 @@ from transformers import MistralConfig, PreTrainedModel, Qwen2Config
 from hf_kvcaches import ModelFingerprint, SlotProjector, WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.warmstart import serving
 from hf_kvcaches.warmstart.slots import Slots
 from tests import testbed, tiny
 from tests.segments.reference import Source, step_by_step
@@ -24,6 +25,22 @@ EARLIER = joined(A, B, C)
 # 29 tokens of the beginning, 47 that stand later and 31 that stand there too, with other tokens between.
 CHANGED = joined(A, D[:, :5], B, D[:, 5:8], C)
 MOVED = joined(D, B, A, D[:, ::2])
+
+
+@pytest.fixture(autouse=True)
+def short_beginnings_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts here are short."""
+    monkeypatch.setattr(serving, "WORTH", 2)
+
+
+def test_a_short_common_beginning_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.llama()
+    library = library_of(model, joined(A, B), slots=0)
+    for worth, served in ((A.shape[1] + 1, "cold"), (A.shape[1], "prefix")):
+        monkeypatch.setattr(serving, "WORTH", worth)
+        cache = WarmStartCache(model, library, strategy="exact")
+        close(logits_of(model, joined(A, C), cache), logits_of(model, joined(A, C)))
+        assert cache.report().strategy == (served,)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-4) -> None:
@@ -624,16 +641,16 @@ def test_padding_between_turns_behind_a_summary_is_not_looked_at() -> None:
 
 def test_prompts_that_do_not_end_alike_and_those_the_gate_refuses_are_not_summed_up() -> None:
     model = tiny.llama()
-    cache = summary(model)
+    library = library_of(model, SUMMED, slots=16, full=None)
+    cache = WarmStartCache(model, library, strategy="slots", gate=WarmStartGate(tau=-1.0, content=None), tail=1)
     close(logits_of(model, joined(LIKE, D), cache), logits_of(model, joined(LIKE, D)))
     assert cache.report().refused == ("The two don't end alike.",)
-    library = library_of(model, SUMMED, slots=16, full=None)
     for gate, reason in (
         (WarmStartGate(tau=0.99), "The similarity is"),
         (WarmStartGate(tau=-1.0, lengths=(2.0, 3.0)), "times as long"),
         (WarmStartGate(tau=-1.0), "Words of content differ"),
     ):
-        cold = WarmStartCache(model, library, strategy="slots", gate=gate)
+        cold = WarmStartCache(model, library, strategy="slots", gate=gate, tail=1)
         close(logits_of(model, LIKE, cold), logits_of(model, LIKE))
         assert cold.report().strategy == ("cold",)
         assert reason in cold.report().refused[0]
