@@ -15,7 +15,7 @@ from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.errors import UnsupportedError
 from tests.conformance import model_rows, models, rows, state_rows
 from tests.conformance.driving import TOLERANCES, feed, generate, tokens
-from tests.conformance.entries import BEAMS, CROPPING, ROW_CHANGES, Entry
+from tests.conformance.entries import BEAMS, CROPPING, ROW_CHANGES, Entry, no_prompts, same_prompt
 from tests.conformance.test_matrix import FOR_ALL_FAMILIES, FOR_BFLOAT16, ROWS, Row, run_row
 
 
@@ -285,3 +285,12 @@ def test_sliding_windows_slide() -> None:
         cache = DynamicCache(config=models.tiny(family).config)
         feed(models.tiny(family), cache, tokens(12), [12])
         assert any(layer.is_sliding and layer.keys.shape[-2] < 12 for layer in cache.layers)
+
+
+def test_warm_starts_start_where_they_should() -> None:
+    """From the same prompt, and from none."""
+    model = models.tiny("llama")
+    for make, strategy, computed in ((same_prompt, "exact", 1), (no_prompts, "cold", 13)):
+        cache = make(model)
+        generate(model, rows.PROMPTS[0], cache, new=1)
+        assert (cache.report().strategy, cache.report().computed_tokens) == ((strategy,), computed)
