@@ -142,7 +142,7 @@ class Side:
         report = cache.report()
         # An exact prefill that goes on in the background would slow whatever is timed next.
         cache.wait()
-        return Answer(seconds, seen[0] - begin, pause, ids.shape[1], report.reused_tokens, report.strategy[0], report.swapped, new)
+        return Answer(seconds, seen[0] - begin, pause, ids.shape[1], report.reused_tokens, report.strategies[0], report.swapped, new)
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> tuple[torch.Tensor, str]:
@@ -153,7 +153,7 @@ class Side:
         """
         cache = self.cache()
         out = self.model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].double()
-        return out, "" if self.name == COLD else cache.report().strategy[0]
+        return out, "" if self.name == COLD else cache.report().strategies[0]
 
 
 Answers = dict[str, list[Answer]]

@@ -257,7 +257,7 @@ def show_warm_start(model: Any, tokenizer: Any, texts: list[str], new_tokens: in
         report = None if options is None else cache.report()
         run = inputs["input_ids"].shape[1] if report is None else report.computed_tokens
         swapped = "" if report is None else "yes" if report.swapped else "no"
-        served = "" if report is None else report.strategy[0]
+        served = "" if report is None else report.strategies[0]
         rows.append([name, served, str(run), f"{clock.times[1] - clock.times[0]:.3f}", swapped, "yes" if written == full else "no"])
     header = ["the second prompt", "served by", "tokens run", "first token s", "swapped", "same text"]
     return f"\nWarmStartCache, a prompt that resembles an earlier one\n{table(header, rows)}"

@@ -170,7 +170,7 @@ class Bench:
 
 def _told(cache: WarmStartCache) -> dict[str, Any]:
     report = cache.report()
-    return {"served": report.strategy[0], "refused": report.refused[0], "forwarded": report.computed_tokens}
+    return {"served": report.strategies[0], "refused": report.refusals[0], "forwarded": report.computed_tokens}
 
 
 def spread(tokenizer: Any, kind: Kind, count: int, seed: int, lengths: Sequence[int]) -> list[Pair]:

@@ -122,8 +122,8 @@ class Bench:
             library.add([ids])
             cache = WarmStartCache(self.model, library, strategy="slots")
             ours = self._logits(ids, cache)
-            if cache.report().strategy != ("slots",):
-                raise SystemExit(f"a text was not served from its summary: {cache.report().refused[0]}")
+            if cache.report().strategies != ("slots",):
+                raise SystemExit(f"a text was not served from its summary: {cache.report().refusals[0]}")
             found.append(float((cold.exp() * (cold - ours)).sum()))
         library.close()
         return found

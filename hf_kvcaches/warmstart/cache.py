@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
@@ -31,23 +31,31 @@ class WarmStartReport(CacheReport):
     """What a `WarmStartCache` holds, and what became of its prompt.
 
     Args:
-        strategy: What served each row: "exact" (the same prompt), "align" (stretches of a similar one), "slots" (its summary), "prefix"
-            (what both begin with) or "cold".
-        neighbours: The entry that served it, or None.
-        similarities: Of that entry, as a cosine; None where it was found by its tokens.
+        strategy: What served the prompt: "exact" (the very prompt), "align" (stretches of a similar one), "slots" (its summary), "prefix"
+            (what both begin with) or "cold"; "mixed" where rows of a batch were served differently, "" before a prompt.
+        neighbour: The id of the entry that served it; None where there is none, or rows have several.
+        similarity: Of that entry, as a cosine; None where it was found by its tokens.
         reused_tokens: Tokens of the prompt that were not run, in all rows.
         computed_tokens: Those that were.
-        refused: Why nothing better was done for each row, or "".
+        refused: Why nothing better was done, or "".
         swapped: Whether the exact prefill has taken the place of what was reused.
+        strategies: `strategy` of each row.
+        neighbours: `neighbour` of each row.
+        similarities: `similarity` of each row.
+        refusals: `refused` of each row.
     """
 
-    strategy: tuple[Served, ...] = ()
-    neighbours: tuple[str | None, ...] = ()
-    similarities: tuple[float | None, ...] = ()
+    strategy: str = ""
+    neighbour: str | None = None
+    similarity: float | None = None
     reused_tokens: int = 0
     computed_tokens: int = 0
-    refused: tuple[str, ...] = ()
+    refused: str = ""
     swapped: bool = False
+    strategies: tuple[Served, ...] = ()
+    neighbours: tuple[str | None, ...] = ()
+    similarities: tuple[float | None, ...] = ()
+    refusals: tuple[str, ...] = ()
 
 
 class WarmStartCache(SplicingCache):
@@ -129,9 +137,7 @@ class WarmStartCache(SplicingCache):
         return WarmLayer()
 
     def settings(self) -> dict[str, Any]:
-        raise UnsupportedError(
-            "save: a WarmStartCache hangs on its library. Load its file as a GrowingCache would be saved: use swap='sync'."
-        )
+        raise UnsupportedError("save: a WarmStartCache hangs on its library, which would not be in the file. Save the library instead.")
 
     def take_prefill(self, call: PrefillCall) -> int | Remaining:
         padding = None
@@ -220,15 +226,23 @@ class WarmStartCache(SplicingCache):
             self._exact.result()
 
     def report(self) -> WarmStartReport:
+        strategies = tuple(plan.served for plan in self._plans)
+        neighbours = tuple(None if plan.neighbour is None else plan.neighbour.key for plan in self._plans)
+        similarities = tuple(None if plan.neighbour is None else plan.neighbour.similarity for plan in self._plans)
+        refusals = tuple(plan.refused for plan in self._plans)
         return WarmStartReport(
             **self._report_fields(),
-            strategy=tuple(plan.served for plan in self._plans),
-            neighbours=tuple(None if plan.neighbour is None else plan.neighbour.key for plan in self._plans),
-            similarities=tuple(None if plan.neighbour is None else plan.neighbour.similarity for plan in self._plans),
+            strategy=_common(strategies, "mixed") if strategies else "",
+            neighbour=_common(neighbours, None),
+            similarity=_common(similarities, None),
             reused_tokens=self._tokens[0],
             computed_tokens=self._tokens[1],
-            refused=tuple(plan.refused for plan in self._plans),
+            refused=_common(refusals, "") or "",
             swapped=self._swapped,
+            strategies=strategies,
+            neighbours=neighbours,
+            similarities=similarities,
+            refusals=refusals,
         )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -263,3 +277,8 @@ class WarmStartCache(SplicingCache):
     def __getstate__(self) -> dict[str, Any]:
         # A library stays in its process. Elsewhere the cache goes on with what it has.
         return {**super().__getstate__(), "library": None, "tokenizer": None, "_exact": None, "projector": None}
+
+
+def _common(values: Sequence[Any], otherwise: Any) -> Any:
+    """The value that all rows have, or another."""
+    return values[0] if len(set(values)) == 1 else otherwise

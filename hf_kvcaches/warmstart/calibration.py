@@ -22,8 +22,9 @@ from hf_kvcaches.core.splicing.tokens import as_ids
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.cache import Strategy, WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate, changes
-from hf_kvcaches.warmstart.library import Prompt, WarmStartLibrary
+from hf_kvcaches.warmstart.library import WarmStartLibrary
 from hf_kvcaches.warmstart.planning import reusable_blocks
+from hf_kvcaches.warmstart.prompts import Prompt, token_ids
 
 # The paper's limit, in nats.
 FALSE = 0.05
@@ -174,7 +175,7 @@ def measure_pair(
         guard: Of the `WarmStartCache`.
         tail: Likewise.
     """
-    before, after = (_ids(library, prompt) for prompt in (source, target))
+    before, after = (token_ids(prompt, library.model, library.tokenizer) for prompt in (source, target))
     (key,) = library.add([before])
     assert key is not None
     try:
@@ -204,13 +205,9 @@ def measure_pair(
         library.delete(key)
 
 
-def _ids(library: WarmStartLibrary, prompt: Prompt) -> list[int]:
-    return list(library.tokenizer(prompt, verbose=False)["input_ids"]) if isinstance(prompt, str) else [int(token) for token in prompt]
-
-
 def _served(cache: WarmStartCache, strategy: Strategy, ids: list[int], expected: torch.Tensor) -> float | None:
     """The divergence, or None where it was served in another way."""
     model: Callable[..., Any] = cache.model
     prompt = torch.tensor([ids], device=cache.model.device)
     logits = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    return float(divergence(expected[0, -1], logits[0, -1])) if cache.report().strategy == (strategy,) else None
+    return float(divergence(expected[0, -1], logits[0, -1])) if cache.report().strategy == strategy else None

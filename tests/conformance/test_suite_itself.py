@@ -293,4 +293,4 @@ def test_warm_starts_start_where_they_should() -> None:
     for make, strategy, computed in ((same_prompt, "exact", 1), (no_prompts, "cold", 13)):
         cache = make(model)
         generate(model, rows.PROMPTS[0], cache, new=1)
-        assert (cache.report().strategy, cache.report().computed_tokens) == ((strategy,), computed)
+        assert (cache.report().strategies, cache.report().computed_tokens) == ((strategy,), computed)

@@ -85,7 +85,7 @@ def test_what_is_written_is_the_best_and_a_library_takes_it(trained, script):
     library.add([texts[0]])
     cache = WarmStartCache(model, library, strategy="slots")
     model.generate(torch.tensor([texts[0]]), past_key_values=cache, max_new_tokens=2)
-    assert cache.report().strategy == ("slots",)
+    assert cache.report().strategies == ("slots",)
     with pytest.raises(FingerprintMismatch):
         script.TrainedAdapters.from_pretrained(trained[0], model=testbed.load("tuned")[0])
 

@@ -40,7 +40,7 @@ def test_a_short_common_beginning_is_not_worth_it(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(serving, "WORTH", worth)
         cache = WarmStartCache(model, library, strategy="exact")
         close(logits_of(model, joined(A, C), cache), logits_of(model, joined(A, C)))
-        assert cache.report().strategy == (served,)
+        assert cache.report().strategies == (served,)
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-4) -> None:
@@ -59,7 +59,7 @@ def test_the_same_prompt_runs_one_token_and_goes_on_as_without_a_library(name: s
     assert seen == [1] * 6
     close(got, logits_of(model, EARLIER, new=6))
     report = cache.report()
-    assert (report.strategy, report.reused_tokens, report.computed_tokens, report.refused) == (("exact",), 106, 1, ("",))
+    assert (report.strategies, report.reused_tokens, report.computed_tokens, report.refusals) == (("exact",), 106, 1, ("",))
 
 
 @pytest.mark.parametrize("strategy", ["auto", "align", "exact"])
@@ -68,8 +68,8 @@ def test_without_a_neighbour_nothing_is_lost(strategy: Any) -> None:
     cache = WarmStartCache(model, library_of(model), strategy=strategy)
     close(logits_of(model, EARLIER, cache, 6), logits_of(model, EARLIER, new=6))
     report = cache.report()
-    assert (report.strategy, report.neighbours, report.reused_tokens, report.computed_tokens) == (("cold",), (None,), 0, 107)
-    assert report.refused == ("No entry is like it.",)
+    assert (report.strategies, report.neighbours, report.reused_tokens, report.computed_tokens) == (("cold",), (None,), 0, 107)
+    assert report.refusals == ("No entry is like it.",)
 
 
 @pytest.mark.parametrize("full", ["int8", "int4"])
@@ -77,7 +77,7 @@ def test_rounded_keys_and_values_are_near(full: Any) -> None:
     model = tiny.llama(initializer_range=0.1)
     cache = WarmStartCache(model, library_of(model, EARLIER, full=full))
     got, expected = logits_of(model, EARLIER, cache), logits_of(model, EARLIER)
-    assert cache.report().strategy == ("exact",)
+    assert cache.report().strategies == ("exact",)
     assert 1e-5 < float((got - expected).abs().max()) < 0.1 * float(expected.abs().max())
 
 
@@ -104,7 +104,7 @@ def test_stretches_give_what_one_token_after_the_other_gives(name: str, prompt: 
     with tokens_run(model) as seen:
         got = logits_of(model, prompt, cache)
     report, positions = cache.report(), taken(cache)
-    assert report.strategy == ("align",)
+    assert report.strategies == ("align",)
     assert seen == [report.computed_tokens]
     assert report.reused_tokens == len(positions) == prompt.shape[1] - report.computed_tokens
     assert len(positions) >= 50
@@ -121,8 +121,8 @@ def test_all_tokens_between_stretches_make_it_cold() -> None:
     model = tiny.llama()
     cache = WarmStartCache(model, library_of(model, EARLIER), strategy="align", gate=OPEN, guard=200, tail=0)
     close(logits_of(model, joined(D, B), cache), logits_of(model, joined(D, B)))
-    assert cache.report().strategy == ("cold",)
-    assert cache.report().refused == ("No entry shares a stretch with it.",)
+    assert cache.report().strategies == ("cold",)
+    assert cache.report().refusals == ("No entry shares a stretch with it.",)
 
 
 def test_stretches_in_half_precision() -> None:
@@ -130,7 +130,7 @@ def test_stretches_in_half_precision() -> None:
     cache = WarmStartCache(model, library_of(model, EARLIER), strategy="align")
     got = logits_of(model, CHANGED, cache)[:, 0]
     expected, _ = step_by_step(model, CHANGED, taken(cache), Source(model, EARLIER))
-    assert cache.report().strategy == ("align",)
+    assert cache.report().strategies == ("align",)
     close(got, expected, atol=0.05)
 
 
@@ -140,8 +140,8 @@ def test_too_little_in_common_is_refused_with_the_share() -> None:
     prompt = joined(D, E, B[:, :20], D[:, :10])
     close(logits_of(model, prompt, cache), logits_of(model, prompt))
     report = cache.report()
-    assert report.strategy == ("cold",)
-    assert "7% of the tokens" in report.refused[0]
+    assert report.strategies == ("cold",)
+    assert "7% of the tokens" in report.refusals[0]
 
 
 def test_a_common_beginning_is_bit_equal_and_more_than_stretches_where_it_is_longer() -> None:
@@ -154,7 +154,7 @@ def test_a_common_beginning_is_bit_equal_and_more_than_stretches_where_it_is_lon
             got = logits_of(model, prompt, cache, 3)
         assert seen == [17, 1, 1]
         close(got, logits_of(model, prompt, new=3))
-        assert cache.report().strategy == ("prefix",)
+        assert cache.report().strategies == ("prefix",)
         assert cache.report().neighbours == (library.ids()[0],)
         for layer, (keys, values) in zip(cache.layers, Source(model, EARLIER).layers, strict=True):
             assert torch.equal(layer.keys[:, :, :76], keys[:, :, :76])
@@ -172,7 +172,7 @@ def test_a_prompt_that_an_entry_begins_with_and_one_that_begins_with_an_entry() 
     ):
         cache = WarmStartCache(model, library, strategy="exact")
         close(logits_of(model, prompt, cache, 3), logits_of(model, prompt, new=3))
-        assert (cache.report().strategy, cache.report().computed_tokens) == ((strategy,), computed)
+        assert (cache.report().strategies, cache.report().computed_tokens) == ((strategy,), computed)
 
 
 # Batches, beams, chats
@@ -186,12 +186,13 @@ def test_rows_with_padding_are_served_each_by_itself() -> None:
     cache = WarmStartCache(model, library)
     got = logits_of(model, ids, cache, 5, attention_mask=mask)
     report = cache.report()
-    assert report.strategy == ("exact", "align", "prefix", "cold", "cold")
+    assert report.strategies == ("exact", "align", "prefix", "cold", "cold")
+    assert (report.strategy, report.neighbour, report.similarity, report.refused) == ("mixed", None, None, "")
     assert report.reused_tokens + report.computed_tokens == int(mask.sum())
     for number, row in enumerate(rows):
         alone = WarmStartCache(model, library)
         close(got[number : number + 1], logits_of(model, row, alone, 5))
-        assert alone.report().strategy == report.strategy[number : number + 1]
+        assert alone.report().strategies == report.strategies[number : number + 1]
         assert alone.report().neighbours == report.neighbours[number : number + 1]
         assert taken(alone) == taken(cache, number)
     exact = WarmStartCache(model, library, strategy="exact")
@@ -207,7 +208,7 @@ def test_beams_behind_stretches_are_those_of_one_token_after_the_other() -> None
     reference.crop(-1)
     reference.batch_repeat_interleave(3)
     expected = answer(model, CHANGED, reference, 6, **options)
-    assert cache.report().strategy == ("align",) * 3
+    assert cache.report().strategies == ("align",) * 3
     assert torch.equal(got.sequences, expected.sequences)
     close(got.sequences_scores, expected.sequences_scores)
     assert not torch.allclose(got.sequences_scores, answer(model, CHANGED, None, 6, **options).sequences_scores, atol=1e-4)
@@ -226,7 +227,7 @@ def test_a_chat_goes_on_behind_what_was_reused() -> None:
     # The last turn gives the new tokens alone.
     mask = torch.ones(1, cache.seen + 17, dtype=torch.long)
     close(logits_of(model, D, cache, 4, attention_mask=mask), logits_of(model, D, reference, 4, attention_mask=mask))
-    assert cache.report().strategy == ("align",)
+    assert cache.report().strategies == ("align",)
 
 
 def test_a_talk_in_another_cache_begins_with_what_the_library_has_of_it() -> None:
@@ -264,7 +265,7 @@ def test_a_cache_that_was_emptied_is_served_again() -> None:
         fresh = WarmStartCache(model, cache.library, gate=OPEN)
         prompt = joined(prompt[:, :-1], EARLIER[:, -1:])
         close(logits_of(model, prompt, cache, 3), logits_of(model, prompt, fresh, 3))
-        assert cache.report().strategy == (strategy,)
+        assert cache.report().strategies == (strategy,)
         # Of what a summary stands for nothing can be taken back by itself.
         if strategy == "slots" or number < 3:
             cache.reset()
@@ -278,12 +279,12 @@ def test_training_and_embeddings_do_not_take_from_the_library() -> None:
     library = library_of(model, EARLIER)
     cache = WarmStartCache(model, library)
     assert model(input_ids=EARLIER, past_key_values=cache, logits_to_keep=1).logits.requires_grad
-    assert cache.report().strategy == ()
+    assert cache.report().strategies == ()
     other = WarmStartCache(model, library)
     with torch.no_grad():
         model(inputs_embeds=model.get_input_embeddings()(A), past_key_values=other)
     close(logits_of(model, joined(A, B), other), logits_of(model, joined(A, B)))
-    assert other.report().strategy == ()
+    assert other.report().strategies == ()
 
 
 def test_copies_go_on_alike_and_share_the_library() -> None:
@@ -296,10 +297,10 @@ def test_copies_go_on_alike_and_share_the_library() -> None:
     expected = forced(model, joined(text[:, -1:], D), cache)
     for each in (other, sent):
         close(forced(model, joined(text[:, -1:], D), each), expected, atol=1e-5)
-        assert each.report().strategy == ("align",)
+        assert each.report().strategies == ("align",)
     other.reset()
     assert logits_of(model, EARLIER, other).shape[1] == 1
-    assert other.report().strategy == ("exact",)
+    assert other.report().strategies == ("exact",)
 
 
 # Reports
@@ -312,7 +313,8 @@ def test_a_report_says_what_was_done_by_which_entry_and_why_not_more() -> None:
     cache = WarmStartCache(model, library)
     logits_of(model, CHANGED, cache)
     report = cache.report()
-    assert (report.strategy, report.neighbours, report.swapped) == (("align",), (key,), False)
+    assert (report.strategies, report.neighbours, report.swapped) == (("align",), (key,), False)
+    assert (report.strategy, report.neighbour, report.similarity) == ("align", key, report.similarities[0])
     assert report.similarities[0] == pytest.approx(library.near(CHANGED[0].numpy())[0].similarity)
     assert 0 < report.similarities[0] < 1
     # 29 of the beginning, 39 and 7 behind guards, of 115; the last 16 are run.
@@ -321,12 +323,12 @@ def test_a_report_says_what_was_done_by_which_entry_and_why_not_more() -> None:
     assert report.as_dict()["neighbours"] == (key,)
     assert "align" in str(report)
     cache.reset()
-    assert (cache.report().strategy, cache.report().reused_tokens, cache.report().computed_tokens) == ((), 0, 0)
+    assert (cache.report().strategies, cache.report().reused_tokens, cache.report().computed_tokens) == ((), 0, 0)
     shut = WarmStartCache(model, library, gate=SHUT)
     close(logits_of(model, MOVED, shut), logits_of(model, MOVED))
-    assert shut.report().strategy == ("cold",)
+    assert shut.report().strategies == ("cold",)
     assert shut.report().similarities == (None,)
-    assert "below 101%" in shut.report().refused[0]
+    assert "below 101%" in shut.report().refusals[0]
 
 
 def test_the_tokens_of_the_default_gate_are_those_reused() -> None:
@@ -334,7 +336,7 @@ def test_the_tokens_of_the_default_gate_are_those_reused() -> None:
     library = library_of(model, EARLIER)
     logits_of(model, CHANGED, served := WarmStartCache(model, library, gate=WarmStartGate(reusable=75 / 115)))
     logits_of(model, CHANGED, refused := WarmStartCache(model, library, gate=WarmStartGate(reusable=76 / 115)))
-    assert (served.report().strategy, refused.report().strategy) == (("align",), ("prefix",))
+    assert (served.report().strategies, refused.report().strategies) == (("align",), ("prefix",))
 
 
 # Models and arguments
@@ -346,7 +348,7 @@ def test_without_rotary_positions_only_common_beginnings_are_reused() -> None:
     for prompt, strategy, computed in ((EARLIER, "exact", 1), (joined(A, B, D), "prefix", 17), (MOVED, "cold", MOVED.shape[1])):
         cache = WarmStartCache(model, library, gate=OPEN)
         close(logits_of(model, prompt, cache, 4), logits_of(model, prompt, new=4))
-        assert (cache.report().strategy, cache.report().computed_tokens) == ((strategy,), computed)
+        assert (cache.report().strategies, cache.report().computed_tokens) == ((strategy,), computed)
     for strategy in ("slots", "align"):
         with pytest.raises(UnsupportedError, match=f"strategy='{strategy}': its keys can't be moved"):
             WarmStartCache(model, library, strategy=strategy)  # type: ignore[arg-type]
@@ -375,8 +377,8 @@ def test_a_model_that_changed_is_served_cold_and_the_report_says_so() -> None:
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight.mul_(0.5)
     close(logits_of(model, EARLIER, cache), logits_of(model, EARLIER))
-    assert cache.report().strategy == ("cold",)
-    assert "The model has changed" in cache.report().refused[0]
+    assert cache.report().strategies == ("cold",)
+    assert "The model has changed" in cache.report().refusals[0]
     with pytest.raises(ConfigError, match="The model has changed"):
         cache.library.add(A[0])
 
@@ -395,12 +397,12 @@ def test_another_adapter_is_another_model() -> None:
         change()
         cache.reset()
         close(logits_of(model, ids, cache, 3), logits_of(model, ids, new=3))
-        assert cache.report().strategy == (strategy,)
-    assert "other adapters are active" in cache.report().refused[0]
+        assert cache.report().strategies == (strategy,)
+    assert "other adapters are active" in cache.report().refusals[0]
     with model.disable_adapter():
         cache.reset()
         close(logits_of(model, ids, cache), logits_of(model, ids))
-        assert cache.report().strategy == ("cold",)
+        assert cache.report().strategies == ("cold",)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +436,7 @@ def test_a_library_of_another_model_is_refused() -> None:
     library.add(EARLIER[0])
     cache = WarmStartCache(other, library)
     logits_of(other, EARLIER, cache)
-    assert cache.report().strategy == ("exact",)
+    assert cache.report().strategies == ("exact",)
 
 
 # Summaries
@@ -477,7 +479,7 @@ def test_behind_a_summary_attention_is_what_it_is_by_hand(name: str, layout: str
     cache = summary(model, layout, tail)
     length = LIKE.shape[1]
     found = answer(model, LIKE, cache, 9)
-    assert cache.report().strategy == ("slots",)
+    assert cache.report().strategies == ("slots",)
     assert (cache.report().reused_tokens, cache.report().computed_tokens) == (length - tail, tail)
     assert cache.seen == length + 8
     assert cache.report().kept == (16 + tail + 8,) * len(cache.layers)
@@ -543,7 +545,7 @@ def test_a_summary_serves_the_same_prompt_where_nothing_else_is_stored() -> None
     cache = WarmStartCache(model, library_of(model, SUMMED, slots=200, full=None))
     # With as many slots as tokens the summary is all of them.
     close(logits_of(model, SUMMED, cache, 4), logits_of(model, SUMMED, new=4))
-    assert cache.report().strategy == ("slots",)
+    assert cache.report().strategies == ("slots",)
 
 
 def test_summaries_of_half_precision() -> None:
@@ -586,14 +588,14 @@ def test_summaries_are_reset_copied_sent_and_reordered_with_all_they_have() -> N
     close(forced(model, more, sent)[0], expected)
     close(forced(model, more, cache)[0], expected)
     cache.reset()
-    assert cache.report().strategy == ()
+    assert cache.report().strategies == ()
     assert all(layer.counts is None and layer.left_out == 0 for layer in cache.layers)
     again = answer(model, LIKE, cache, 3)
     assert torch.equal(again.sequences, first.sequences)
     cache.reset()
     exact = WarmStartCache(model, cache.library, strategy="slots")
     close(logits_of(model, D, exact, 3), logits_of(model, D, new=3))
-    assert exact.report().strategy == ("cold",)
+    assert exact.report().strategies == ("cold",)
 
 
 def test_beams_behind_a_summary_have_the_scores_of_their_texts_alone() -> None:
@@ -624,7 +626,7 @@ def test_one_padded_row_behind_a_summary_is_the_row_without_padding() -> None:
         ids, mask = left_padded(LIKE, torch.zeros(1, LIKE.shape[1] + 11, dtype=torch.long))
         cache = summary(model)
         got = logits_of(model, ids[:1], cache, 4, attention_mask=mask[:1])
-        assert cache.report().strategy == ("slots",)
+        assert cache.report().strategies == ("slots",)
         assert cache.report().computed_tokens == 1
         close(got, logits_of(model, LIKE, summary(model), 4))
 
@@ -644,7 +646,7 @@ def test_prompts_that_do_not_end_alike_and_those_the_gate_refuses_are_not_summed
     library = library_of(model, SUMMED, slots=16, full=None)
     cache = WarmStartCache(model, library, strategy="slots", gate=WarmStartGate(tau=-1.0, content=None), tail=1)
     close(logits_of(model, joined(LIKE, D), cache), logits_of(model, joined(LIKE, D)))
-    assert cache.report().refused == ("The two don't end alike.",)
+    assert cache.report().refusals == ("The two don't end alike.",)
     for gate, reason in (
         (WarmStartGate(tau=0.99), "The similarity is"),
         (WarmStartGate(tau=-1.0, lengths=(2.0, 3.0)), "times as long"),
@@ -652,8 +654,8 @@ def test_prompts_that_do_not_end_alike_and_those_the_gate_refuses_are_not_summed
     ):
         cold = WarmStartCache(model, library, strategy="slots", gate=gate, tail=1)
         close(logits_of(model, LIKE, cold), logits_of(model, LIKE))
-        assert cold.report().strategy == ("cold",)
-        assert reason in cold.report().refused[0]
+        assert cold.report().strategies == ("cold",)
+        assert reason in cold.report().refusals[0]
 
 
 def test_a_projector_changes_slots_where_it_fits_and_does_no_harm_where_it_does_not() -> None:
@@ -664,7 +666,7 @@ def test_a_projector_changes_slots_where_it_fits_and_does_no_harm_where_it_does_
     projector = SlotProjector(mixing, "shared")
     cache = WarmStartCache(model, library, strategy="slots", gate=OPEN, projector=projector)
     found, length = answer(model, LIKE, cache, 3), LIKE.shape[1]
-    assert cache.report().strategy == ("slots",)
+    assert cache.report().strategies == ("slots",)
     slots = projector.apply(library.slots_of(library.ids()[0]), length, geometries)
     expected = behind_slots(model, slots, found.sequences[0, length - 1 : -1], length - 1)
     close(torch.stack(found.logits, 1)[0], expected)
@@ -681,8 +683,8 @@ def test_batches_are_not_summed_up() -> None:
     cache = summary(model)
     ids, mask = left_padded(LIKE, SUMMED)
     close(logits_of(model, ids, cache, 3, attention_mask=mask), logits_of(model, ids, new=3, attention_mask=mask))
-    assert cache.report().strategy == ("cold", "cold")
-    assert cache.report().refused == ("A summary serves one row, and this is a batch.",) * 2
+    assert cache.report().strategies == ("cold", "cold")
+    assert cache.report().refusals == ("A summary serves one row, and this is a batch.",) * 2
 
 
 @pytest.mark.parametrize(
@@ -700,7 +702,7 @@ def test_auto_takes_the_best_there_is(prompt: torch.Tensor, served: str) -> None
     library = library_of(model, SUMMED, slots=16)
     cache = WarmStartCache(model, library, gate=WarmStartGate(tau=-1.0, content=None, lexical=False))
     logits_of(model, prompt, cache)
-    assert cache.report().strategy == (served,)
+    assert cache.report().strategies == (served,)
 
 
 def test_a_ready_mask_is_refused_behind_a_summary() -> None:

@@ -35,7 +35,7 @@ def test_the_examples_run_one_after_the_other(quickstart, tmp_path, monkeypatch)
         exec(example, names)
         if "page =" in example:
             report = names["report"]
-            assert report.strategy == ("align",)
+            assert report.strategy == "align"
             assert report.swapped
             assert report.reused_tokens > report.computed_tokens
     assert len(EXAMPLES) == 5

@@ -51,7 +51,7 @@ def served(model: Any, library: WarmStartLibrary, ids: torch.Tensor) -> str:
     """How a prompt is served, and that the answer is the cold one where it is not by stretches or a summary."""
     cache = WarmStartCache(model, library, strategy="exact")
     close(logits_of(model, ids, cache, 2), logits_of(model, ids, new=2))
-    return cache.report().strategy[0]
+    return cache.report().strategies[0]
 
 
 @pytest.fixture(params=["disk", "redis"])
@@ -220,7 +220,7 @@ def test_a_library_comes_back_from_its_folder_with_the_same_answers(tmp_path: Pa
         found = [answer(model, ids, cache, 4) for cache in caches]
         assert torch.equal(torch.stack(found[0].logits), torch.stack(found[1].logits))
         assert caches[0].report().as_dict() == caches[1].report().as_dict()
-        assert caches[0].report().strategy != ("cold",)
+        assert caches[0].report().strategies != ("cold",)
 
 
 def test_an_empty_library_comes_back(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_flipped_bits_anywhere_in_a_file_are_a_miss_that_is_said_once(tmp_path: 
                 for seed in (0, 1, 0):
                     cache = WarmStartCache(model, library, strategy=strategy, gate=OPEN)  # type: ignore[arg-type]
                     close(logits_of(model, prompt(seed), cache), logits_of(model, prompt(seed)))
-                    assert cache.report().strategy == ("cold",), place
+                    assert cache.report().strategies == ("cold",), place
         assert ["damaged" in sentence for sentence in sentences] == [True], place
         assert len(library) == len(library._known) == 0
         # It can be added again.
@@ -306,8 +306,8 @@ def test_a_damaged_summary_is_a_miss(tmp_path: Path) -> None:
     with said() as sentences:
         cache = WarmStartCache(model, library, strategy="slots")
         close(logits_of(model, EARLIER, cache), logits_of(model, EARLIER))
-    assert cache.report().strategy == ("cold",)
-    assert cache.report().refused == ("The summary is gone or damaged.",)
+    assert cache.report().strategies == ("cold",)
+    assert cache.report().refusals == ("The summary is gone or damaged.",)
     assert len(sentences) == 1
 
 

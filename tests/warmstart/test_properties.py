@@ -47,7 +47,7 @@ def test_a_summary_moved_to_any_place_gives_the_same_logits(name: str, padding: 
     cache = WarmStartCache(tested, library, strategy="slots")
     ids, mask = left_padded(EARLIER, torch.zeros(1, 107 + padding, dtype=torch.long))
     got = logits_of(tested, ids[:1], cache, 4, attention_mask=mask[:1])
-    assert cache.report().strategy == ("slots",)
+    assert cache.report().strategies == ("slots",)
     torch.testing.assert_close(got, logits_of(tested, EARLIER, new=4), atol=1e-4, rtol=0)
 
 
@@ -109,7 +109,7 @@ def _mean_divergence(layout: Any, slots: int) -> float:
         library.add([source])
         cache = WarmStartCache(tested, library, strategy="slots", gate=OPEN)
         found.append(divergence(expected, logits_of(tested, torch.tensor([target]), cache)[:, 0]))
-        assert cache.report().strategy == ("slots",)
+        assert cache.report().strategies == ("slots",)
         assert cache.report().kept[0] == slots + 1
     return sum(found) / len(found)
 
@@ -164,7 +164,7 @@ def test_what_comes_later_changes_nothing_before_it(strategy: Any) -> None:
         cache.crop(-4)
         changed[:, -1] = last + 3
         logits.append(forced(tested, changed[:, -5:], cache))
-        assert cache.report().strategy == (strategy,)
+        assert cache.report().strategies == (strategy,)
     assert torch.equal(logits[0][:, :-1], logits[1][:, :-1])
     assert not torch.equal(logits[0][:, -1], logits[1][:, -1])
 
@@ -196,7 +196,7 @@ def test_the_same_prompt_is_exact(strategy: Any) -> None:
     cache = WarmStartCache(tested, library, strategy=strategy)
     ids = torch.tensor([source])
     torch.testing.assert_close(logits_of(tested, ids, cache, 8), logits_of(tested, ids, new=8), atol=1e-4, rtol=0)
-    assert cache.report().strategy == ("exact",)
+    assert cache.report().strategies == ("exact",)
     assert cache.report().computed_tokens == 1
 
 
@@ -217,8 +217,8 @@ def _with(kind: Any, gate: WarmStartGate | None, strategy: Any, count: int = 3) 
             expected = tested(torch.cat([ids, said_next], 1)).logits[:, ids.shape[1] - 1 :]
         # A value may begin like the other.
         divergences.append(max(divergence(expected[:, place], got[:, place]) for place in range(got.shape[1])))
-        served += cache.report().strategy
-        reasons += cache.report().refused
+        served += cache.report().strategies
+        reasons += cache.report().refusals
     return divergences, served, reasons
 
 
@@ -251,7 +251,7 @@ def test_an_unrelated_source_behind_an_open_gate_says_something_else_and_the_gat
         for gate, found, strategy in ((OPEN, wrong, "slots"), (None, cold, "cold")):
             cache = WarmStartCache(tested, library, strategy="slots", gate=gate)
             found.append(divergence(expected, logits_of(tested, ids, cache)[:, 0]))
-            assert cache.report().strategy == (strategy,)
+            assert cache.report().strategies == (strategy,)
     assert sum(wrong) / 4 > 0.5, wrong
     assert max(cold) < 1e-6
 

@@ -84,7 +84,7 @@ def test_before_the_second_token_the_exact_prefill_takes_over(make: Callable[[],
     model, prompt = make(), CHANGED if served == "align" else LIKE
     cache = warm(model, "sync", served)
     found = answer(model, prompt, cache, 6)
-    assert cache.report().strategy == (served,)
+    assert cache.report().strategies == (served,)
     assert cache.report().swapped
     logits, expected = torch.stack(found.logits, 1), cold(model, found.sequences, 6)
     close(logits[:, 1:], expected[:, 1:])
@@ -106,7 +106,7 @@ def test_rows_with_padding_are_swapped_too() -> None:
     ids, mask = left_padded(CHANGED, EARLIER, joined(D, B, D[:, :4]), D)
     cache = warm(model, "sync")
     found = answer(model, ids, cache, 5, attention_mask=mask)
-    assert cache.report().strategy == ("align", "exact", "align", "cold")
+    assert cache.report().strategies == ("align", "exact", "align", "cold")
     whole = torch.nn.functional.pad(mask, (0, 5), value=1)[:, :-1]
     positions = (whole.cumsum(-1) - 1).clamp_min(0)
     expected = cold(model, found.sequences, 5, attention_mask=whole, position_ids=positions)
@@ -158,7 +158,7 @@ def test_what_was_exact_is_not_run_again() -> None:
     for prompt, served in ((EARLIER, "exact"), (joined(A, B, D), "prefix"), (D, "cold")):
         cache = WarmStartCache(model, library_of(model, EARLIER), swap="sync")
         close(logits_of(model, prompt, cache, 4), logits_of(model, prompt, new=4))
-        assert (cache.report().strategy, cache.report().swapped) == ((served,), False)
+        assert (cache.report().strategies, cache.report().swapped) == ((served,), False)
         assert cache._exact is None
     # What was rounded was not.
     cache = WarmStartCache(model, library_of(model, EARLIER, full="int8"), swap="sync")
