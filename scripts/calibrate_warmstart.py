@@ -24,7 +24,7 @@ from transformers.utils import logging
 from hf_kvcaches import WarmStartGate
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
-from hf_kvcaches.warmstart.library import Prompt
+from hf_kvcaches.warmstart.prompts import Prompt
 
 # Seeds of generated pairs begin here; those that `eval_warmstart.py` measures on begin at 0.
 CALIBRATION_SEED = 2 * 10**6
