@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
+from hf_kvcaches.warmstart import serving
 from tests.stores.conftest import location, redis_location, server, shared_server
 
 __all__ = ["location", "redis_location", "server", "shared_server"]
+
+
+@pytest.fixture(autouse=True)
+def few_tokens_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most prompts here are short."""
+    monkeypatch.setattr(serving, "WORTH", 2)
+    monkeypatch.setattr(serving, "SHARE", 10**6)

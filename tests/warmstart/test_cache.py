@@ -27,12 +27,6 @@ CHANGED = joined(A, D[:, :5], B, D[:, 5:8], C)
 MOVED = joined(D, B, A, D[:, ::2])
 
 
-@pytest.fixture(autouse=True)
-def short_beginnings_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts here are short."""
-    monkeypatch.setattr(serving, "WORTH", 2)
-
-
 def test_a_short_common_beginning_is_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama()
     library = library_of(model, joined(A, B), slots=0)
