@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
 
 
+# On a CPU, attention between what is reused is slower than that of a whole prompt: less than this part costs more than it saves.
+SHARE = 5
+
+
 @dataclass
 class Row:
     """A row of the prompt.
@@ -162,8 +166,10 @@ class Taking:
         """Computes prompts of which next to nothing is stored: what little is saved costs more. Only starts are taken to the last token."""
         if self.cache.mode == "exact" or not self.cache.approximates:
             return
+        on_cpu = self.call.input_ids.device.type == "cpu"
         for row in rows:
-            if sum(part.reused for part in row.plan.parts) < self.cache.policy.shortest:
+            share = (len(row.ids) - row.begin) // SHARE if on_cpu else 0
+            if sum(part.reused for part in row.plan.parts) < max(self.cache.policy.shortest, share):
                 row.plan = _cut(replace(row.plan, parts=()), row.begin, len(row.ids) - 1)
 
     def _common_prefix(self, rows: Sequence[Row]) -> int | None:

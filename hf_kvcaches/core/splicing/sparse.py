@@ -102,27 +102,31 @@ class SparseKeys(LayerView):
         implementation = implementation if implementation in ("sdpa", "eager") else "sdpa"
         made = self.running.mask(mask, implementation, query)
         attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = compat.attention_function(implementation, module)
+        plain = implementation == "sdpa" and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
         # To ask for blocks would make a GPU wait.
-        if implementation == "sdpa" and query.device.type == "cpu" and len(self.running.blocks) > 1:
-            return self._in_blocks(attention, module, query, made, **kwargs), None
+        if plain and query.device.type == "cpu" and len(self.running.blocks) > 1:
+            return self._in_blocks(query, made, kwargs.get("scaling"), kwargs.get("dropout", 0.0)), None
         return attention(module, query, self.keys, self.values, made, **kwargs)
 
-    def _in_blocks(
-        self, attention: Callable[..., Any], module: nn.Module, query: torch.Tensor, mask: torch.Tensor, **kwargs: Any
-    ) -> torch.Tensor:
-        """Attention that leaves out what stands behind a block of tokens, which is computed with a mask all the same."""
+    def _in_blocks(self, query: torch.Tensor, mask: torch.Tensor, scaling: float | None, dropout: float) -> torch.Tensor:
+        """Attention that leaves out what stands behind a block of tokens, which is computed with a mask all the same.
+
+        Straight from PyTorch: transformers' function would repeat all heads of keys and values for every block.
+        """
+        grouped = query.shape[1] > self.keys.shape[1]
         outputs = [
-            attention(
-                module,
+            nn.functional.scaled_dot_product_attention(
                 query[:, :, start:stop],
                 self.keys.narrow(2, 0, end),
                 self.values.narrow(2, 0, end),
                 mask[:, :, start:stop, :end],
-                **kwargs,
-            )[0]
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
             for start, stop, end in self.running.blocks
         ]
-        return torch.cat(outputs, dim=1)
+        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
