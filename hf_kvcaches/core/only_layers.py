@@ -80,12 +80,25 @@ def _exchanged(
 
 
 class _StandIn(nn.Module):
-    """Stands where a decoder layer stood, and answers for its attributes."""
+    """Stands where a decoder layer stood, and answers for its attributes. Other threads get the layer itself."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         # In a tuple, so that the layer is not registered as a child.
         self._layer = (layer,)
+        self._owner = threading.get_ident()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != self._owner:
+            return self._layer[0](*args, **kwargs)
+        return self.stand_in(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self._layer[0].parameters(recurse)
+
+    def stand_in(self, *args: Any, **kwargs: Any) -> Any:
+        """What happens in the layer's place."""
+        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -101,7 +114,7 @@ class _Skipped(_StandIn):
         super().__init__(layer)
         self._hidden = hidden
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def stand_in(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden_states if self._hidden is None else self._hidden
 
 
@@ -112,7 +125,7 @@ class _Watched(_StandIn):
         super().__init__(layer)
         self._left = left
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def stand_in(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._layer[0](*args, **kwargs)
         self._left.append(outputs[0] if isinstance(outputs, tuple) else outputs)
         return outputs
@@ -125,7 +138,7 @@ class _LastToken(_StandIn):
         super().__init__(layer)
         self._storing = storing
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def stand_in(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         layer, (batch, tokens, _) = self._layer[0], hidden_states.shape
         cut = {name: _of_last(value, batch, tokens) for name, value in kwargs.items()}
         if tokens == 1 or args or any(value is _UNCLEAR for value in cut.values()):

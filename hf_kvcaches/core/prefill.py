@@ -7,6 +7,7 @@ layers in the middle (`run_layers`).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -165,8 +166,11 @@ def _feed(model: PreTrainedModel, remaining: Remaining) -> dict[str, Any]:
         return fed
     without = only_layers(model, remaining.start, hidden=remaining.hidden, storing=remaining.storing)
     without.__enter__()
+    owner = threading.get_ident()
 
     def put_back(*_: Any) -> None:
+        if threading.get_ident() != owner:  # another thread's pass is over
+            return
         handle.remove()
         without.__exit__(None, None, None)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_kvcaches.core._model_state import adapters_in_force
 from hf_kvcaches.core._tensor_digest import sample_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.only_layers import alone
 
 # How many tensors' contents are compared each time, in turn.
 _LOOKED_AT = 4
@@ -40,6 +41,12 @@ def digest_of_model(model: PreTrainedModel) -> str:
     Args:
         model: Without a PEFT wrapper.
     """
+    # Another thread may have exchanged layers, whose weights would be missing.
+    with alone(model):
+        return _digest(model)
+
+
+def _digest(model: PreTrainedModel) -> str:
     tensors = list(chain(model.parameters(), model.buffers()))
     marks = [_mark(tensor) for tensor in tensors]
     rest = (_settings(model.config), adapters_in_force(model))

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from transformers import (
     ZambaConfig,
 )
 
-from hf_kvcaches import GrowingCache
-from hf_kvcaches.core import prefill
+from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
+from hf_kvcaches.core import only_layers, prefill
+from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 
@@ -312,3 +314,50 @@ def test_a_model_that_feeds_its_embeddings_to_later_layers_is_refused():
     model = tiny.build(config)
     with torch.no_grad(), pytest.raises(UnsupportedError, match="embeddings"):
         prefill.run_from_layer(model, 2, torch.randn(1, 6, 32), GrowingCache(model), torch.arange(6))
+
+
+def test_threads_that_run_the_model_meanwhile_get_all_of_its_layers():
+    model = tiny.llama()
+    prompts = [tiny.ids(1, 40 + number, seed=number) for number in range(4)]
+    expected = [model.generate(ids, max_new_tokens=4, do_sample=False) for ids in prompts]
+    halfway = threading.Event()
+    found = []
+
+    def exchange():
+        hidden = torch.zeros(1, 3, model.config.hidden_size)
+        with only_layers.only_layers(model, 2, hidden=hidden):
+            halfway.set()
+            done.wait(60)
+
+    done = threading.Event()
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    halfway.wait(60)
+    found = [model.generate(ids, max_new_tokens=4, do_sample=False) for ids in prompts]
+    done.set()
+    thread.join()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_two_threads_take_over_prompts_of_one_model_at_a_time():
+    model = tiny.llama()
+    store = SegmentStore("memory", quantization=None)
+    prompts = [torch.cat([tiny.ids(1, 40, seed=number % 3), tiny.ids(1, 30, seed=9)], 1) for number in range(12)]
+    expected = [model.generate(ids, max_new_tokens=4, do_sample=False) for ids in prompts]
+    digest = digest_of_model(model)
+    faults = []
+
+    def ask(offset):
+        for number in range(24):
+            index = (number + offset) % len(prompts)
+            cache = SegmentReuseCache(model, store, mode="exact")
+            written = model.generate(prompts[index], past_key_values=cache, max_new_tokens=4, do_sample=False)
+            if not torch.equal(written, expected[index]) or digest_of_model(model) != digest:
+                faults.append(index)
+
+    threads = [threading.Thread(target=ask, args=(offset,)) for offset in (0, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
