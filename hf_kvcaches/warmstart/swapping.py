@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from typing import Literal
@@ -54,6 +55,7 @@ class ExactPrefill:
         # Of the event alone: what was computed must go when it has been taken.
         weakref.finalize(owner, self._stop.set)
         self._thread = threading.Thread(target=self._try, name="hf_kvcaches-prefill", daemon=True)
+        _started.add(self)
         self._thread.start()
 
     def stop(self) -> None:
@@ -95,6 +97,12 @@ class ExactPrefill:
         made.rows = self.rows
         return made
 
+    def end(self) -> None:
+        """Stops the thread, and waits until it has ended."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join(30)
+
     def _try(self) -> None:
         try:
             self._run(CHUNK)
@@ -116,3 +124,13 @@ class ExactPrefill:
             with torch.no_grad(), alone(model):
                 run_span(model, cache, self.ids[:, start:stop], self.positions[:, start:stop], mask)
         self._cache = cache
+
+
+_started: weakref.WeakSet[ExactPrefill] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    # A thread that is computing when the interpreter goes takes the process down with it.
+    for each in list(_started):
+        each.end()

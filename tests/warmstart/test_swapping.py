@@ -313,9 +313,11 @@ def test_two_copies_take_over_each_for_itself(monkeypatch: pytest.MonkeyPatch) -
             each.wait()
             if swap == "sync":
                 close(got, expected)
-            again = forced(model, B, each)
-            close(again, _forced_cold(model, joined(text[:, :-1], following), B))
+            again = forced(model, B[:, :9], each)
+            close(again, _forced_cold(model, joined(text[:, :-1], following), B[:, :9]))
             assert each.report().swapped
+        # What the one wrote is nothing to the other.
+        close(forced(model, A, cache), _forced_cold(model, joined(text[:, :-1], more, B[:, :9]), A))
         # Elsewhere it goes on with what was reused.
         off = warm(model, "off")
         answer(model, CHANGED, off, 1 if swap == "sync" else 2)
@@ -380,8 +382,10 @@ from tests.warmstart.test_swapping import CHANGED, EARLIER, OPEN, answer, librar
 torch.set_num_threads(1)
 swapping.CHUNK = 1
 model = tiny.llama()
-cache = WarmStartCache(model, library_of(model, EARLIER), strategy="align", swap="background", gate=OPEN)
-answer(model, CHANGED, cache, 2)
+library = library_of(model, EARLIER)
+caches = [WarmStartCache(model, library, strategy="align", swap="background", gate=OPEN) for _ in range(6)]
+for cache in caches:
+    answer(model, CHANGED, cache, 2)
 assert cache._exact.running
 print("over")
 """
