@@ -108,8 +108,9 @@ def main() -> None:
     args = parse()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    given = None if args.pairs is None else read_pairs(args.pairs)
     model, tokenizer = load(args.model, pick_device(args.device))
-    pairs = generated_pairs(tokenizer, args.each, args.lengths) if args.pairs is None else read_pairs(args.pairs)
+    pairs = generated_pairs(tokenizer, args.each, args.lengths) if given is None else given
     full = None if args.full == "none" else args.full
     options = {"slots": args.slots, "layout": args.layout, "encoder": args.encoder, "full": full}
     began = time.perf_counter()

@@ -30,7 +30,9 @@ from hf_kvcaches.warmstart.prompts import Prompt, token_ids
 FALSE = 0.05
 # Refuses everything.
 CLOSED = 1.01
+# Lets everything through. A common beginning is taken before a summary where it has the share that stretches must have.
 _OPEN = WarmStartGate(tau=-1.0, lengths=(0.0, math.inf), reusable=0.0, content=None, lexical=False)
+_OPEN_FOR: dict[Strategy, WarmStartGate] = {"slots": replace(_OPEN, reusable=CLOSED), "align": _OPEN}
 _FORBIDDEN = ("location", "max_bytes")
 
 
@@ -83,7 +85,8 @@ def calibrate_gate(
 
     `tau` is the lowest similarity, among pairs that pass the gate's other checks, at which the share of false hits (a divergence above
     0.05) in what is served from summaries keeps the budget; `reusable` is the lowest share at which what is served from stretches does.
-    Where nothing keeps it, the limit refuses everything. Neither limit is below what was seen.
+    Where nothing keeps it, the limit refuses everything. Where all that was seen keeps it, the given gate's limit stands if it is lower
+    still; else no limit is below what was seen.
 
     It is the next token that is compared, so pairs should end with what makes a difference, and should hold such as must be refused. A
     budget of 1% shows nothing in fewer than a hundred pairs that are let through: with none false among n, 3 / n may be.
@@ -119,8 +122,8 @@ def calibrate_gate(
 def _chosen(model: Any, tokenizer: Any, base: WarmStartGate, found: Sequence[MeasuredPair], budget: float) -> WarmStartGate:
     summaries = [(each.similarity, each.slots) for each in found if each.slots is not None and not each.refused]
     stretches = [(each.reusable, each.align) for each in found if each.align is not None]
-    tau, for_slots = limit(summaries, budget)
-    reusable, for_align = limit(stretches, budget)
+    tau, for_slots = limit(summaries, budget, base.tau)
+    reusable, for_align = limit(stretches, budget, base.reusable)
     if not any(each.slots is not None for each in found):
         tau = base.tau
     if not stretches:
@@ -131,15 +134,16 @@ def _chosen(model: Any, tokenizer: Any, base: WarmStartGate, found: Sequence[Mea
     return gate
 
 
-def limit(seen: Sequence[tuple[float, float]], budget: float) -> tuple[float, list[dict[str, Any]]]:
+def limit(seen: Sequence[tuple[float, float]], budget: float, given: float) -> tuple[float, list[dict[str, Any]]]:
     """The lowest limit at which the share of false hits keeps a budget, and a row for each that was tried.
 
     Args:
         seen: (what the limit is for, divergence) of each pair.
         budget: The largest share.
+        given: The limit that stands if it is lower than all that was seen, and all that was seen keeps the budget.
     """
     rows: list[dict[str, Any]] = []
-    best = CLOSED
+    chosen = -1
     ordered = sorted(seen, reverse=True)
     for number, (value, _) in enumerate(ordered):
         if number + 1 < len(ordered) and ordered[number + 1][0] == value:
@@ -147,18 +151,21 @@ def limit(seen: Sequence[tuple[float, float]], budget: float) -> tuple[float, li
         kls = [kl for _, kl in ordered[: number + 1]]
         false = sum(kl > FALSE for kl in kls)
         if false <= budget * len(kls):
-            best = value
-        # Most of thousands of values are of no interest.
-        row = {"value": value, "admitted": len(kls), "pairs": len(ordered), "false": false, "kl": sum(kls) / len(kls), "kl_max": max(kls)}
-        rows.append(row)
-    # Cosines of the same prompt come out a little above 1, but never as far as what refuses everything.
-    best = min(best, 1.0) if best != CLOSED else CLOSED
-    return best, [{**row, "chosen": best == min(row["value"], 1.0)} for row in _thinned(rows, best)]
+            chosen = len(rows)
+        counts = {"admitted": len(kls), "pairs": len(ordered), "false": false}
+        rows.append({"value": value, **counts, "kl": sum(kls) / len(kls), "kl_max": max(kls), "chosen": False})
+    if chosen < 0:
+        return CLOSED, _thinned(rows)
+    rows[chosen]["chosen"] = True
+    # Rounding may bring the cosine of a prompt with itself above 1.
+    value = min(1.0, rows[chosen]["value"])
+    return min(value, given) if chosen == len(rows) - 1 else value, _thinned(rows)
 
 
-def _thinned(rows: list[dict[str, Any]], best: float, most: int = 40) -> list[dict[str, Any]]:
+def _thinned(rows: list[dict[str, Any]], most: int = 40) -> list[dict[str, Any]]:
+    """Of thousands of values most are of no interest."""
     step = max(1, math.ceil(len(rows) / most))
-    return [row for number, row in enumerate(rows) if not number % step or number == len(rows) - 1 or min(row["value"], 1.0) == best]
+    return [row for number, row in enumerate(rows) if number % step == 0 or number == len(rows) - 1 or row["chosen"]]
 
 
 @torch.no_grad()
@@ -189,7 +196,7 @@ def measure_pair(
         expected = library.model(input_ids=torch.tensor([after], device=library.model.device), use_cache=False, logits_to_keep=1).logits
 
         def served(strategy: Strategy) -> float | None:
-            cache = WarmStartCache(library.model, library, strategy=strategy, gate=_OPEN, guard=guard, tail=tail)
+            cache = WarmStartCache(library.model, library, strategy=strategy, gate=_OPEN_FOR[strategy], guard=guard, tail=tail)
             return _served(cache, strategy, after, expected)
 
         verdict = gate.decide(lengths=(len(before), len(after)), changes=changes(library.text(before), library.text(after)))

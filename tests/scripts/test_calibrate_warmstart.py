@@ -1,0 +1,85 @@
+"""The calibration of gates runs as a user runs it, on a file of pairs and on generated ones."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_kvcaches import WarmStartGate
+from hf_kvcaches.errors import ConfigError
+from tests import testbed
+from tests.testbed.pairs import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("calibrate_warmstart")
+
+
+def run(*options):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "calibrate_warmstart.py"), "--device", "cpu", *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def test_a_gate_for_this_model_is_written_without_a_file(tmp_path):
+    done = run("--quick", "--out", tmp_path / "gate")
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = testbed.load()
+    gate = WarmStartGate.from_pretrained(tmp_path / "gate", model=model, tokenizer=tokenizer)
+    assert {row["limit"] for row in gate.measured} == {"tau", "reusable"}
+    assert f"tau: {gate.tau:.4f}" in done.stdout
+    assert f"reusable: {gate.reusable:.4f}" in done.stdout
+    assert f"encoder: {gate.encoder}" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith("*")]
+    assert len(rows) == 2
+
+
+def test_a_file_of_pairs_is_taken_instead(tmp_path):
+    start = "The road was long and the day was cold. " * 6
+    lines = [{"source": f"{start}Ann went {word} and the", "target": f"{start}Ann went, {word} and the"} for word in ("home", "away")]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = run("--pairs", tmp_path / "some.jsonl", "--out", tmp_path / "gate", "--slots", "8")
+    assert done.returncode == 0, done.stderr
+    assert "2 pairs" in done.stdout
+
+
+def test_a_line_that_is_no_pair_is_named(tmp_path):
+    (tmp_path / "some.jsonl").write_text('{"source": "a", "target": "b"}\n{"source": "a"}\n')
+    done = run("--pairs", tmp_path / "some.jsonl", "--out", tmp_path / "gate")
+    assert done.returncode == 1
+    assert "some.jsonl, line 2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_pairs_are_read_as_text_and_as_ids(script, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"source": "The day", "target": [5, 6]}\n\n{"target": "x", "source": [7], "note": 1}\n')
+    assert script.read_pairs(file) == [("The day", [5, 6]), ([7], "x")]
+    for line in ('{"source": "a", "target": 3}', '["a", "b"]', "{", '{"source": ["a"], "target": "b"}'):
+        file.write_text(f'{{"source": "a", "target": "b"}}\n{line}\n')
+        with pytest.raises(ConfigError, match="line 2"):
+            script.read_pairs(file)
+
+
+def test_generated_pairs_are_of_every_kind_and_of_other_seeds_than_those_that_are_measured(script):
+    _, tokenizer = testbed.load()
+    pairs = script.generated_pairs(tokenizer, 1, [128])
+    assert len(pairs) == 2 * len(KINDS)
+    sources = {tuple(source) for source, _ in pairs}
+    assert not sources & {tuple(source) for source, _ in script.generated_pairs(tokenizer, 1, [128], seed=0)}

@@ -1,0 +1,352 @@
+"""The evaluation of WarmStartCache runs as a user runs it, and its numbers are those of plain computations."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_kvcaches import WarmStartCache, WarmStartLibrary
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.segments.calibration import next_tokens
+from hf_kvcaches.warmstart.calibration import divergence
+from tests import testbed
+from tests.testbed.pairs import KINDS, make_pairs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return testbed.load()
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    command = [sys.executable, str(ROOT / "scripts" / "eval_warmstart.py"), "--quick", "--device", "cpu", "--csv", folder, "--plot", folder]
+    done = subprocess.run(
+        [*command, "--prefix-tuning"],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    files = {}
+    for name in ("quality", "pairs"):
+        with (folder / f"warmstart-{name}.csv").open(encoding="utf-8") as file:
+            files[name] = list(csv.DictReader(file))
+    return folder, done.stdout, files
+
+
+def test_each_side_has_a_row_for_each_kind_in_the_table_and_in_the_file(evaluated, script):
+    _, printed, files = evaluated
+    sides = [side.name for side in (*script("_warmstart_sides").SIDES, script("_warmstart_sides").PREFIX_TUNED)]
+    assert len(set(sides)) == len(sides)
+    for kind in KINDS:
+        assert [row["side"] for row in files["quality"] if row["kind"] == kind] == sides
+        assert f"{kind}: 2 pairs" in printed
+    assert all(row["torch"] and row["model"] == "base" and row["encoder"] for row in files["quality"])
+    assert len(files["pairs"]) == 2 * len(KINDS) * len(sides)
+
+
+def test_rows_agree_with_each_other(evaluated):
+    _, _, files = evaluated
+    for row in files["quality"]:
+        own = [each for each in files["pairs"] if (each["kind"], each["side"]) == (row["kind"], row["side"])]
+        shares = [int(each["forwarded"]) / int(each["tokens"]) for each in own]
+        assert float(row["forwarded"]) == pytest.approx(sum(shares) / len(shares))
+        assert float(row["kl_first_all"]) == pytest.approx(sum(float(each["kl_first"]) for each in own) / len(own))
+        if row["side"] == "cold":
+            assert (float(row["kl_first_all"]), float(row["forwarded"]), float(row["admitted"])) == (0, 1, 0)
+            assert row["right"] == row["right_cold"]
+        if row["side"] in ("tail only", "mismatched source", "prefix-tuning"):
+            assert (row["served"], row["admitted"]) == ("control 2", "0.0")
+    by_name = {(row["kind"], row["side"]): row for row in files["quality"]}
+    assert float(by_name["changed_fact", "auto"]["forwarded"]) < 0.3
+    assert (
+        float(by_name["changed_fact", "auto"]["kl_first_all"])
+        < 0.05
+        < float(by_name["changed_fact", "slots salient, m=64"]["kl_first_same"])
+    )
+
+
+def test_controls_every_bar_and_the_papers_criteria_are_printed_and_a_picture_is_drawn(evaluated):
+    folder, printed, _ = evaluated
+    controls = printed.partition("Controls\n")[2].partition("\n\n")[0].splitlines()
+    bars = printed.partition("Bars\n")[2].partition("\n\n")[0].splitlines()
+    assert (len(controls), len(bars)) == (2, 9)
+    assert all((": met (" in bar) != (": NOT met (" in bar) for bar in (*controls, *bars))
+    table = printed.partition("KL of the first token, m")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in table[2:]] == ["8", "16", "32", "64"]
+    criteria = printed.partition("The paper's criteria")[2].splitlines()
+    assert len([line for line in criteria if line.partition(",")[0] in KINDS]) == 2 * len(KINDS)
+    assert (folder / "warmstart-quality.png").stat().st_size > 10_000
+
+
+def test_a_number_below_one_is_refused(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["eval_warmstart.py", "--swaps", "0"])
+    with pytest.raises(ConfigError, match="--swaps: expected at least 1"):
+        script("eval_warmstart").parse()
+
+
+# Summaries.
+
+
+@pytest.fixture
+def summaries(script, loaded):
+    model, tokenizer = loaded
+    sides = script("_warmstart_sides")
+    (pair,) = make_pairs(tokenizer, "identical", 1, length=128)
+    return sides.Summaries(model, sides.eager_twin(str(ROOT / "tests" / "testbed" / "base"), model), pair.source.prompt)
+
+
+def attention_by_hand(loaded, ids):
+    """For each layer (kv_heads, queries, keys) of all tokens, summed over the queries' heads, by the definition."""
+    model, _ = loaded
+    config, found = model.config, []
+    with torch.no_grad():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        for layer, hidden in zip(model.model.layers, states[:-1], strict=True):
+            own = layer.self_attn
+            normed = layer.input_layernorm(hidden)
+            cos, sin = model.model.rotary_emb(normed, torch.arange(len(ids))[None])
+            split = [proj(normed)[0].unflatten(-1, (-1, own.head_dim)).transpose(0, 1) for proj in (own.q_proj, own.k_proj)]
+            half = own.head_dim // 2
+            query, key = (each * cos + torch.cat([-each[..., half:], each[..., :half]], -1) * sin for each in split)
+            heads = []
+            for head in range(config.num_attention_heads):
+                scores = query[head] @ key[head * config.num_key_value_heads // config.num_attention_heads].T * own.scaling
+                heads.append(scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1))
+            found.append(torch.stack(heads).unflatten(0, (config.num_key_value_heads, -1)).sum(1))
+    return found
+
+
+@pytest.mark.parametrize("rule", ["last", "StreamingLLM", "H2O", "SnapKV"])
+def test_baselines_keep_the_tokens_that_their_rules_name(rule, loaded, summaries):
+    slots, ids = 12, summaries.ids[0].tolist()
+    last = len(ids) - 1
+    made = summaries.by(rule, slots)
+    keys_of = summaries.states.layers
+    for layer, attention in enumerate(attention_by_hand(loaded, ids)):
+        for head, paid in enumerate(attention):
+            if rule == "last":
+                expected = set(range(last - 12, last))
+            elif rule == "StreamingLLM":
+                expected = {0, 1, 2, 3, *range(last - 8, last)}
+            else:
+                recent = set(range(last - 6, last))
+                scores = paid.sum(0) if rule == "H2O" else paid[-6:].sum(0)
+                if rule == "SnapKV":
+                    scores = torch.stack([scores[max(0, i - 2) : min(i + 3, last)].mean() for i in range(last)])
+                others = sorted(set(range(last)) - recent, key=lambda i: -float(scores[i]))
+                expected = recent | set(others[:6])
+            places = made.positions[layer][head].long().tolist()
+            assert (sorted(places), set(places)) == (places, expected)
+            assert torch.equal(made.keys[layer][head], keys_of[layer].keys[head][places])
+            assert torch.equal(made.values[layer][head], keys_of[layer].values[head][places])
+            assert made.counts[layer][head].tolist() == [1] * slots
+
+
+def test_a_summary_of_all_tokens_answers_as_the_model_alone(script, loaded, summaries):
+    model, tokenizer = loaded
+    library = WarmStartLibrary(model, tokenizer, slots=64)
+    ids = summaries.ids[0].tolist()
+    for rule in ("salient", "paper", "last", "H2O", "SnapKV", "StreamingLLM"):
+        cache = script("_warmstart_sides").SummaryCache(model, library, summaries.by(rule, len(ids)))
+        with torch.no_grad():
+            warm, cold = (next_tokens(model, ids, [5, 6, 7], each) for each in (cache, None))
+        assert (warm - cold).abs().max() < 1e-3
+        assert cache.seen == len(ids) + 2
+
+
+def test_a_summary_is_shifted_to_the_end_of_a_longer_prompt(script, loaded, summaries):
+    model, tokenizer = loaded
+    library = WarmStartLibrary(model, tokenizer, slots=64)
+    ids = summaries.ids[0].tolist()
+    kept = summaries.by("last", len(ids))
+    cache = script("_warmstart_sides").SummaryCache(model, library, kept)
+    with torch.no_grad():
+        longer = next_tokens(model, [*[3] * 40, *ids], [5], cache)
+        assert (longer - next_tokens(model, ids, [5])).abs().max() < 1e-3
+
+
+def test_projectors_are_fitted_on_other_pairs_than_those_that_are_measured(script, loaded):
+    _, tokenizer = loaded
+    fitted = script("_warmstart_sides").fitting_pairs(tokenizer, 8, 300)
+    measured = {pair.source_text for kind in KINDS for pair in script("eval_warmstart").spread(tokenizer, kind, 2, 0, [300])}
+    assert not measured & {pair.source_text for pair in fitted}
+    assert {pair.kind for pair in fitted} == set(KINDS) - {"identical", "unrelated"}
+
+
+# Pairs and answers.
+
+
+def test_pairs_are_spread_over_lengths_and_ways_to_ask(script, loaded):
+    _, tokenizer = loaded
+    pairs = script("eval_warmstart").spread(tokenizer, "few_words", 7, 0, [128, 300])
+    assert [pair.asks for pair in pairs] == ["same"] * 2 + ["other"] * 2 + ["same"] * 2 + ["other"]
+    assert [len(pair.source.prompt) <= 128 for pair in pairs] == [True] * 4 + [False] * 3
+
+
+def test_risky_pairs_are_as_many_as_asked_for_and_all_have_another_answer(script, loaded):
+    _, tokenizer = loaded
+    pairs = script("eval_warmstart").risky_pairs(tokenizer, 20, 0, [128, 300])
+    assert [sum(pair.kind == kind for pair in pairs) for kind in ("changed_fact", "changed_digit", "negated")] == [7, 7, 6]
+    assert all(pair.changes_answer for pair in pairs)
+
+
+def bench_of(script, loaded, args=()):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["eval_warmstart.py", "--quick", "--device", "cpu", *args])
+        return script("eval_warmstart").Bench(script("eval_warmstart").parse())
+
+
+def test_answers_are_those_of_the_same_prompts_served_by_hand(script, loaded):
+    model, tokenizer = loaded
+    sides = script("_warmstart_sides")
+    pairs = make_pairs(tokenizer, "reordered_notes", 2, 5, 128)
+    with torch.no_grad():
+        bench = bench_of(script, loaded)
+        before = len(bench.library)
+        from tqdm import tqdm
+
+        with tqdm(disable=True) as bar:
+            found = bench.ask(pairs, (sides.AUTO, sides.TAIL_ONLY, sides.MISMATCH), bar)
+        assert len(bench.library) == before
+        bench.library.add([pair.source.prompt for pair in pairs])
+        for number, pair in enumerate(pairs):
+            prompt, then = pair.target.prompt, pair.target.continuation
+            cache = WarmStartCache(model, bench.library)
+            cold, other = next_tokens(model, prompt, then), pairs[number - 1].source.prompt
+            texts = {
+                sides.AUTO: next_tokens(model, prompt, then, cache),
+                sides.TAIL_ONLY: next_tokens(model, prompt[-16:], then),
+                sides.MISMATCH: next_tokens(model, [*other[:-16], *prompt[-16:]], then),
+            }
+            for side, logits in texts.items():
+                answer = found[side][number]
+                assert answer.kls == pytest.approx(divergence(cold, logits).tolist(), rel=1e-3, abs=1e-6)
+                assert list(answer.right) == pair.target.right(logits.argmax(-1).tolist())
+                assert list(answer.right_cold) == pair.target.right(cold.argmax(-1).tolist())
+            report = cache.report()
+            assert (found[sides.AUTO][number].served, found[sides.AUTO][number].forwarded) == (report.strategy[0], report.computed_tokens)
+
+
+def test_an_answer_is_stale_where_the_first_differing_token_is_the_sources(script, loaded):
+    _, tokenizer = loaded
+    quality = script("_warmstart_quality")
+    (pair,) = make_pairs(tokenizer, "changed_digit", 1, length=128)
+    start, stop = pair.target.answers[0]
+    answer, stale = pair.target.continuation[start:stop], pair.stale[0]
+    differ = next(i for i, (a, b) in enumerate(zip(answer, stale, strict=True)) if a != b)
+    for guess, expected in ((answer, False), (stale, True), ([*stale[:differ], 0, *stale[differ + 1 :]], False)):
+        logits = torch.nn.functional.one_hot(torch.tensor([*guess, *pair.target.continuation[stop:]]), len(tokenizer)).float()
+        flags = quality.judged(pair, logits, logits)["stale"]
+        assert flags[0] is expected
+        assert set(flags[1:]) <= {None}
+
+
+# Bars.
+
+
+def answer(script, **changes: Any):
+    plain = {
+        "kind": "identical",
+        "asks": "same",
+        "served": "align",
+        "refused": "",
+        "cosine": 0.99,
+        "tokens": 100,
+        "forwarded": 10,
+        "kls": (0.001, 0.0),
+        "right": (True, True),
+        "right_cold": (True, True),
+        "stale": (False, None),
+    }
+    return script("_warmstart_quality").Answer(**{**plain, **changes})
+
+
+def judged(script, side: str = "", extra: str = "", number: float = 0.0, **changes: Any) -> list[str]:
+    """The claims that are not met, where all answers are good but one of a side or among those of more pairs."""
+    sides, quality = script("_warmstart_sides"), script("_warmstart_quality")
+    found = {each: [answer(script) for _ in range(20)] for each in sides.SIDES}
+    unrelated = {each: [answer(script, served="prefix")] for each in (sides.AUTO, sides.ALIGN)}
+    more = {"risky": [answer(script) for _ in range(4)], "unrelated": unrelated}
+    if side:
+        own = next(each for each in sides.SIDES if each.name == side)
+        found[own] = [*found[own][:-1], answer(script, **changes)]
+    if extra == "risky":
+        more["risky"][-1] = answer(script, **changes)
+    if extra == "unrelated":
+        more["unrelated"][sides.ALIGN].append(answer(script, **changes))
+    lines = quality.bars(found, quality.Extra(**more, swapped=[1e-5, number]))
+    return [line.strip() for line in lines if ": NOT met (" in line]
+
+
+def test_all_bars_are_met_by_good_answers(script):
+    assert judged(script) == []
+
+
+@pytest.mark.parametrize(
+    ("side", "extra", "number", "changes", "claim"),
+    [
+        ("auto", "", 0, {"kls": (0.3, 0.0)}, "auto, admitted: mean KL"),
+        ("auto", "", 0, {"forwarded": 520}, "auto, admitted: at most 0.35"),
+        ("slots salient, m=64", "", 0, {"kls": (1.1, 0.0)}, "slots salient, m=64, same tail"),
+        ("", "risky", 0, {"stale": (True, None)}, "auto: no stale answers"),
+        ("", "unrelated", 0, {"served": "align"}, "align: no false hits"),
+        ("", "", 2e-3, {}, "after the swap"),
+    ],
+)
+def test_one_bad_answer_misses_its_bar_and_no_other(script, side, extra, number, changes, claim):
+    (found,) = judged(script, side, extra, number, **changes)
+    assert found.startswith(claim)
+
+
+def test_what_was_not_admitted_counts_for_no_divergence(script):
+    assert judged(script, "auto", kls=(9.0, 0.0), served="prefix", forwarded=100) == []
+    assert judged(script, "slots salient, m=64", kls=(9.0, 0.0), kind="few_words") == []
+    assert judged(script, "slots salient, m=64", kls=(9.0, 0.0), asks="other") == []
+
+
+def test_pairs_that_can_be_answered_without_their_source_prove_nothing(script):
+    sides, quality = script("_warmstart_sides"), script("_warmstart_quality")
+    high, low = [answer(script, kls=(0.6,))], [answer(script, kls=(0.4,))]
+    assert len(quality.controls({sides.TAIL_ONLY: high, sides.MISMATCH: high})) == 3
+    lines = quality.controls({sides.TAIL_ONLY: high, sides.MISMATCH: low})
+    assert "prove nothing" in lines[-1]
+    assert [": met (" in line for line in lines[1:3]] == [True, False]
+
+
+def test_the_papers_criteria_look_at_admitted_pairs_of_high_cosine(script):
+    sides, quality = script("_warmstart_sides"), script("_warmstart_quality")
+    good = [answer(script) for _ in range(5)]
+    found = dict.fromkeys(sides.SIDES, good)
+
+    def verdict(bad):
+        line = quality.paper_criteria({**found, sides.AUTO: [*good, bad]}).splitlines()[3]
+        return line.split(": ")[1].split()[0]
+
+    bad = answer(script, kls=(3.0,))
+    assert verdict(bad) == "failed"
+    assert verdict(answer(script, right=(False, True))) == "failed"
+    assert verdict(replace(bad, cosine=0.85)) == "met"
+    assert verdict(replace(bad, served="prefix")) == "met"
