@@ -199,13 +199,15 @@ def measure_pair(
             cache = WarmStartCache(library.model, library, strategy=strategy, gate=_OPEN_FOR[strategy], guard=guard, tail=tail)
             return _served(cache, strategy, after, expected)
 
+        end = max(1, tail)
+        summed_up = library.slots and (before[-end:] == after[-end:] or not gate.lexical)
         verdict = gate.decide(lengths=(len(before), len(after)), changes=changes(library.text(before), library.text(after)))
         return MeasuredPair(
             similarity=similarity,
             ratio=len(before) / len(after),
             reusable=sum(block.length for block in blocks) / len(after),
             refused=verdict.check,
-            slots=served("slots") if library.slots else None,
+            slots=served("slots") if summed_up else None,
             align=served("align") if library.full is not None and blocks else None,
         )
     finally:

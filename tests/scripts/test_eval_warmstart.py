@@ -247,7 +247,7 @@ def test_answers_are_those_of_the_same_prompts_served_by_hand(script, loaded):
                 assert list(answer.right) == pair.target.right(logits.argmax(-1).tolist())
                 assert list(answer.right_cold) == pair.target.right(cold.argmax(-1).tolist())
             report = cache.report()
-            assert (found[sides.AUTO][number].served, found[sides.AUTO][number].forwarded) == (report.strategy[0], report.computed_tokens)
+            assert (found[sides.AUTO][number].served, found[sides.AUTO][number].forwarded) == (report.strategy, report.computed_tokens)
 
 
 def test_an_answer_is_stale_where_the_first_differing_token_is_the_sources(script, loaded):

@@ -112,9 +112,9 @@ def test_a_pair_is_measured_as_if_it_were_served_by_hand(loaded, library, kind, 
             cache = WarmStartCache(model, library, strategy=strategy, gate=gate)
             warm = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
             if own is None:
-                assert cache.report().strategy != (strategy,)
+                assert source[-16:] != target[-16:] if strategy == "slots" else cache.report().strategy != strategy
                 continue
-            assert cache.report().strategy == (strategy,)
+            assert cache.report().strategy == strategy
             assert own == pytest.approx(kl(cold, warm), rel=1e-2, abs=1e-5)
             if strategy == "align":
                 assert found.reusable == cache.report().reused_tokens / len(target)

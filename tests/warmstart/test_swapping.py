@@ -271,19 +271,19 @@ def test_an_exception_in_the_thread_is_a_warning_and_the_prompt_is_run(monkeypat
 def test_a_cache_that_nobody_has_any_more_ends_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.llama()
     for drop in (lambda cache: None, lambda cache: cache.reset(), lambda cache: cache.crop(-60)):
-        steps, cache = Stepwise(monkeypatch, chunk=8), warm(model, "background")
-        answer(model, CHANGED, cache, 3)
-        assert len(threads()) == 1
-        gone = weakref.ref(cache)
-        drop(cache)
-        kept = cache if cache.seen != CHANGED.shape[1] + 2 else None
-        del cache
-        gc.collect()
-        assert (gone() is None) == (kept is None)
-        steps.gate.set()
-        assert no_threads_soon()
-        assert steps.chunks <= 1
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            steps, cache = Stepwise(patched, chunk=8), warm(model, "background")
+            answer(model, CHANGED, cache, 3)
+            assert len(threads()) == 1
+            gone = weakref.ref(cache)
+            drop(cache)
+            kept = cache if cache.seen != CHANGED.shape[1] + 2 else None
+            del cache
+            gc.collect()
+            assert (gone() is None) == (kept is None)
+            steps.gate.set()
+            assert no_threads_soon()
+            assert steps.chunks <= 1
 
 
 def test_what_was_computed_for_the_swap_goes_with_the_cache_that_took_it() -> None:
@@ -376,11 +376,11 @@ def test_a_process_that_ends_while_the_thread_runs_ends_well() -> None:
     program = """
 import torch
 from hf_kvcaches import WarmStartCache
-from hf_kvcaches.warmstart import swapping
+from hf_kvcaches.warmstart import serving, swapping
 from tests import tiny
 from tests.warmstart.test_swapping import CHANGED, EARLIER, OPEN, answer, library_of
 torch.set_num_threads(1)
-swapping.CHUNK = 1
+serving.WORTH, swapping.CHUNK = 2, 1
 model = tiny.llama()
 library = library_of(model, EARLIER)
 caches = [WarmStartCache(model, library, strategy="align", swap="background", gate=OPEN) for _ in range(6)]
