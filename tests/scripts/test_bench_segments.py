@@ -119,7 +119,9 @@ def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
 
 def test_every_phase_of_a_request_has_its_time_and_together_they_are_all_of_it(rows, sides, small):
     own = [row for row in rows if row["section"] == "phases" and (row["workload"], row["side"]) == ("agents", "auto")]
-    assert {row["measure"] for row in own} == {place[0] for place in sides.places_of(small.plain)} | {sides.REST}
+    everywhere = {place[0] for place in sides.places_of(small.plain)} | {sides.REST}
+    # So few prompts need no look at what is similar.
+    assert everywhere - {"look up what is similar"} <= {row["measure"] for row in own} <= everywhere
     assert sum(float(row["value"]) for row in own) == pytest.approx(1, abs=0.01)
     bare = [row["measure"] for row in rows if row["section"] == "phases" and row["side"] == "no reuse"]
     assert set(bare) == {"layers", sides.REST}
