@@ -111,7 +111,7 @@ $(VENV_FLOOR)/.installed: pyproject.toml constraints.txt
 	@echo 'transformers==$(FLOOR_TRANSFORMERS)' >>$(VENV_FLOOR)/constraints.txt
 	$(call install_torch,$(VENV_FLOOR),$(VENV_FLOOR)/constraints.txt)
 	@echo 'Installing hf-kvcaches with transformers $(FLOOR_TRANSFORMERS) into $(VENV_FLOOR) ...'
-	@$(VENV_FLOOR)/bin/python $(PIP_INSTALL) -c $(VENV_FLOOR)/constraints.txt -e . pytest pytest-timeout pytest-xdist hypothesis peft accelerate datasketch
+	@$(VENV_FLOOR)/bin/python $(PIP_INSTALL) -c $(VENV_FLOOR)/constraints.txt -e . pytest pytest-timeout pytest-xdist hypothesis peft accelerate datasketch faiss-cpu
 	@touch $@
 
 # $(call make_venv,FOLDER)

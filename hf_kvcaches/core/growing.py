@@ -15,7 +15,7 @@ from hf_kvcaches.kernels.slots import slot_attention
 
 
 class GrowingLayer(TensorLayer):
-    """Keys and values in preallocated buffers, (batch, kv_heads, capacity, head_dim), of which the first `seen` slots count.
+    """Keys and values in preallocated buffers, (batch, kv_heads, capacity, head_dim), of which the first `kept` slots count.
 
     `keys` and `values` show just these slots, as in transformers' own layers.
     """
@@ -28,7 +28,7 @@ class GrowingLayer(TensorLayer):
     @property
     def keys(self) -> torch.Tensor | None:
         """(batch, kv_heads, seen, head_dim), or None before the first token."""
-        return None if self.key_buffer is None else self.key_buffer[:, :, : self.seen]
+        return None if self.key_buffer is None else self.key_buffer[:, :, : self.kept]
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
@@ -38,7 +38,7 @@ class GrowingLayer(TensorLayer):
     @property
     def values(self) -> torch.Tensor | None:
         """Like `keys`."""
-        return None if self.value_buffer is None else self.value_buffer[:, :, : self.seen]
+        return None if self.value_buffer is None else self.value_buffer[:, :, : self.kept]
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
@@ -89,7 +89,8 @@ class GrowingLayer(TensorLayer):
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
-        return {name: tensor[:, :, : self.seen] for name, tensor in tensors.items()}, values
+        buffers = {name: tensor[:, :, : self.kept] for name, tensor in tensors.items() if name in GrowingLayer.row_tensors}
+        return tensors | buffers, values
 
 
 def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: int = 8) -> torch.Tensor:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.core.artifact import Artifact
-from hf_kvcaches.core.splicing.alignment import Ids, align, common_start
+from hf_kvcaches.core.splicing.alignment import Ids, align
+from hf_kvcaches.core.splicing.tokens import common_prefix
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart import _words as lists
 
@@ -239,8 +240,8 @@ class _Middle(NamedTuple):
 
 def _middle(source: str, target: str) -> _Middle:
     a, b = (_characters(text) for text in (source, target))
-    head = common_start(a, b)
-    tail = common_start(a[head:][::-1], b[head:][::-1])
+    head = common_prefix(a, b)
+    tail = common_prefix(a[head:][::-1], b[head:][::-1])
     while head and not source[head - 1].isspace():
         head -= 1
     while tail and not source[len(source) - tail].isspace():

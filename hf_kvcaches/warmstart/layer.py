@@ -33,24 +33,6 @@ class WarmLayer(SplicedLayer):
     def kept(self) -> int:
         return self.seen - self.left_out
 
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """(batch, kv_heads, kept, head_dim), or None before the first token."""
-        return None if self.key_buffer is None else self.key_buffer[:, :, : self.kept]
-
-    @keys.setter
-    def keys(self, value: torch.Tensor | None) -> None:
-        assert value is None
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """Like `keys`."""
-        return None if self.value_buffer is None else self.value_buffer[:, :, : self.kept]
-
-    @values.setter
-    def values(self, value: torch.Tensor | None) -> None:
-        assert value is None
-
     def take_slots(self, slots: LayerSlots, seen: int) -> None:
         """Begins with slots.
 
@@ -98,17 +80,6 @@ class WarmLayer(SplicedLayer):
                 "or reset() the cache."
             )
         super().crop(tokens_to_remove)
-
-    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        tensors, values = super().export_state()
-        for name in ("key_buffer", "value_buffer"):
-            if name in tensors:
-                tensors[name] = getattr(self, name)[:, :, : self.kept]
-        for name in ("counts", "places"):
-            own = getattr(self, name)
-            if own is not None:
-                tensors[name] = own
-        return tensors, values
 
 
 class SlotKeys(LayerView):

@@ -123,7 +123,8 @@ class WarmStartLibrary:
         self.encoder = encoder_of(encoder, self.model, tokenizer)
         self.location = location
         with alone(self.model):
-            self.digest, scope = digest_of_model(self.model), self._scope()
+            self.digest = digest_of_model(self.model)
+            scope = self._scope()
         self.entries = EntryStore(location, scope, max_bytes)
         self._known: dict[str, _Known] = {}
         self._order: list[tuple[bytes, str]] = []
@@ -132,7 +133,7 @@ class WarmStartLibrary:
 
     def _scope(self) -> str:
         tokenizer = ModelFingerprint.of(self.model, self.tokenizer).tokenizer
-        parts = ("warm start 1", digest_of_model(self.model), tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
+        parts = ("warm start 1", self.digest, tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
         adapters = "" if self.compressor is None or self.compressor.adapters is None else _digest_of(self.compressor.adapters.tensors())
         return hashlib.blake2b("|".join(map(str, (*parts, adapters))).encode(), digest_size=16).hexdigest()
 

@@ -87,14 +87,14 @@ def reusable_blocks(source: Ids, target: Ids, *, guard: int, tail: int, moved: b
     return tuple(kept)
 
 
-def whole(neighbour: Neighbour, tokens: int) -> tuple[Block, ...]:
-    """All of a row but the last token, from an entry with the same tokens.
+def beginning(shared: int, tokens: int) -> tuple[Block, ...]:
+    """What a row begins with like an entry, without the row's last token.
 
     Args:
-        neighbour: The entry.
+        shared: Tokens that both begin with.
         tokens: Of the row.
     """
-    return (Block(0, 0, min(len(neighbour.ids), tokens - 1)),)
+    return (Block(0, 0, min(shared, tokens - 1)),)
 
 
 def best_aligned(neighbours: Sequence[Neighbour], ids: Ids, *, guard: int, tail: int) -> tuple[Neighbour | None, tuple[Block, ...]]:

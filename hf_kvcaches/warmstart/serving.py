@@ -14,7 +14,7 @@ from hf_kvcaches.core.splicing.placing import Loaded
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.gate import changes
 from hf_kvcaches.warmstart.library import Neighbour
-from hf_kvcaches.warmstart.planning import RowPlan, best_aligned, whole
+from hf_kvcaches.warmstart.planning import RowPlan, beginning, best_aligned
 from hf_kvcaches.warmstart.slots import Slots
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ class Serving:
         refused = ""
         exact = library.exact(ids)
         if exact is not None and library.full is not None and cache.strategy != "slots":
-            plan = self._with_tensors(RowPlan("exact", exact, whole(exact, len(ids))))
+            plan = self._with_tensors(RowPlan("exact", exact, beginning(len(ids), len(ids))))
             if plan.blocks:
                 return plan
         begins, shared = library.beginning(ids) if library.full is not None and cache.strategy != "slots" else (None, 0)
         worth = max(WORTH, len(ids) // SHARE if self.call.input_ids.device.type == "cpu" else 0)
-        prefix = RowPlan("prefix", begins, () if begins is None or shared < worth else whole_start(begins, shared, len(ids)))
+        prefix = RowPlan("prefix", begins, () if begins is None or shared < worth else beginning(shared, len(ids)))
         if cache.strategy != "exact" and cache.attention_enabled:
             near = [exact._replace(similarity=1.0)] if exact is not None else library.near(ids, k=COMPARED)
             aligned, refused = self._aligned(near, ids, refused)
@@ -198,14 +198,3 @@ class Serving:
         cache.start_from(replace(slots, positions=tuple(own + padding for own in slots.positions)), padding + covered)
         library.entries.used(plan.neighbour.key, covered)
         return Outcome(padding + covered, (plan,), covered, library.tail, True)
-
-
-def whole_start(neighbour: Neighbour, shared: int, tokens: int) -> tuple[Any, ...]:
-    """What a prompt and an entry begin with, without the prompt's last token.
-
-    Args:
-        neighbour: The entry.
-        shared: Tokens that both begin with.
-        tokens: Of the prompt.
-    """
-    return whole(neighbour._replace(ids=neighbour.ids[:shared]), tokens)

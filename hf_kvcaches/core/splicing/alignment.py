@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hf_kvcaches.core.splicing.tokens import common_prefix
+
 Ids = npt.NDArray[np.int64]
 # How many pairs of equal places a token may have on average before only the best diagonals are looked at; so many pairs are always fine.
 _BUDGET = 16
@@ -41,14 +43,6 @@ class Change(NamedTuple):
     target_stop: int
 
 
-def common_start(a: Ids, b: Ids) -> int:
-    """How many tokens the two begin with alike."""
-    room = min(len(a), len(b))
-    unequal = a[:room] != b[:room]
-    first = int(unequal.argmax()) if room else 0
-    return first if room and unequal[first] else room
-
-
 def align(
     source: Sequence[int] | npt.NDArray[np.integer[Any]],
     target: Sequence[int] | npt.NDArray[np.integer[Any]],
@@ -66,12 +60,12 @@ def align(
     """
     assert shortest >= 1, shortest
     a, b = np.asarray(source, np.int64), np.asarray(target, np.int64)
-    head = common_start(a, b)
+    head = common_prefix(a, b)
     if head == len(a) == len(b):
         return [Block(0, 0, head)] if head >= shortest else []
     head = head if head >= shortest else 0
     # What comes from anywhere may come from the beginning, too.
-    tail = common_start(a[0 if moved else head :][::-1], b[head:][::-1])
+    tail = common_prefix(a[0 if moved else head :][::-1], b[head:][::-1])
     tail = tail if tail >= shortest else 0
     first = Block(0, 0, head)
     last = Block(len(a) - tail, len(b) - tail, tail)

@@ -20,7 +20,7 @@ def as_ids(values: Any) -> Ids:
     return np.ascontiguousarray(np.asarray(values), dtype=np.uint32)
 
 
-def common_prefix(a: Ids, b: Ids) -> int:
+def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
     """How many tokens two rows share at their starts."""
     length = min(len(a), len(b))
     different = (a[:length] != b[:length]).nonzero()[0]
