@@ -20,6 +20,7 @@ __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
     "attention_function",
+    "attention_module",
     "base_model",
     "can_switch_attention",
     "decoder_config",
@@ -126,6 +127,18 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLis
             if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count:
                 return module, name, child
     raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}.")
+
+
+def attention_module(layer: nn.Module) -> nn.Module:
+    """The part of a decoder layer that makes keys and values.
+
+    Args:
+        layer: A decoder layer.
+    """
+    for module in layer.modules():
+        if module is not layer and hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+            return module
+    raise UnsupportedError(f"Found no attention in a layer of the kind {type(layer).__name__}.")
 
 
 def layer_device(layer: nn.Module) -> torch.device:

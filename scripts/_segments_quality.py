@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
+from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.splicing.codec import Quantization
 from hf_kvcaches.segments.admission import Mode
-from hf_kvcaches.segments.calibration import divergence, next_tokens
+from hf_kvcaches.segments.calibration import next_tokens
 from tests.testbed.agents import Request, adversarial_workload, agent_workload, no_repeat_workload
 
 APPROXIMATE = ("guarded", "repaired", "probed")

@@ -14,8 +14,9 @@ import torch
 from _common import table
 from _warmstart_sides import ALIGN, AUTO, COLD, GATED, MISMATCH, MOST, PROJECTED, SIZES, SLOTS, TAIL_ONLY, Side
 
+from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.errors import require
-from hf_kvcaches.warmstart.calibration import FALSE, divergence
+from hf_kvcaches.warmstart.calibration import FALSE
 from tests.testbed.pairs import Pair
 
 # What is answered from something that is no beginning of the prompt, or from the same prompt.
@@ -44,6 +45,7 @@ class Answer:
         right: Which answers are right.
         right_cold: Which are without a warm start.
         stale: For each question, whether the answer is the source's and wrong; None where the source tells nothing else.
+        stale_cold: The same of the answers without a warm start: there it is the model's own mistake.
     """
 
     kind: str
@@ -57,6 +59,7 @@ class Answer:
     right: tuple[bool, ...] = ()
     right_cold: tuple[bool, ...] = ()
     stale: tuple[bool | None, ...] = ()
+    stale_cold: tuple[bool | None, ...] = ()
 
     @property
     def hit(self) -> bool:
@@ -89,12 +92,13 @@ def judged(pair: Pair, cold: torch.Tensor, found: torch.Tensor) -> dict[str, Any
         cold: Logits at each place of the continuation, (places, vocabulary), of the model alone.
         found: Those of the side.
     """
-    guesses = found.argmax(-1).tolist()
+    guesses, alone = (logits.argmax(-1).tolist() for logits in (found, cold))
     return {
         "kls": tuple(divergence(cold, found).tolist()),
         "right": tuple(pair.target.right(guesses)),
-        "right_cold": tuple(pair.target.right(cold.argmax(-1).tolist())),
+        "right_cold": tuple(pair.target.right(alone)),
         "stale": tuple(_stale(pair, number, guesses) for number in range(len(pair.stale))),
+        "stale_cold": tuple(_stale(pair, number, alone) for number in range(len(pair.stale))),
     }
 
 
@@ -193,11 +197,11 @@ def bars(found: Found, extra: Extra) -> list[str]:
     share = mean([each.forwarded / each.tokens for each in hits])
     lines.append(_bar(f"auto, admitted: at most {FORWARDED} of the tokens are run", share <= FORWARDED, f"{share:.3f}"))
     risky = [each for each in extra.risky if each.stale[0] is not None]
-    stale, served = sum(bool(each.stale[0]) for each in risky), sum(each.hit for each in risky)
-    cold = sum(each.right_cold[0] for each in risky)
-    right = sum(each.right[0] for each in risky)
-    numbers = f"{stale} of {len(risky)}, {served} of them admitted; right {right}, cold {cold}"
-    lines.append(_bar("auto: no stale answers where a fact, a digit or a negation changed", stale == 0 and len(risky) > 0, numbers))
+    stale, served = [each for each in risky if each.stale[0]], sum(each.hit for each in risky)
+    own = sum(bool(each.stale_cold[0]) for each in stale)
+    right, cold = sum(each.right[0] for each in risky), sum(each.right_cold[0] for each in risky)
+    numbers = f"{len(stale)} of {len(risky)}, {own} of which the model gives cold, too; {served} admitted; right {right}, cold {cold}"
+    lines.append(_bar("auto: no stale answers where a fact, a digit or a negation changed", not stale and len(risky) > 0, numbers))
     for side, answers in extra.unrelated.items():
         false = sum(each.served in APPROXIMATE for each in answers)
         lines.append(_bar(f"{side}: no false hits on unrelated pairs", false == 0 and len(answers) > 0, f"{false} of {len(answers)}"))

@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.core.splicing.codec import Quantization
@@ -84,17 +85,6 @@ def next_tokens(model: PreTrainedModel, prompt: Tokens, asked: Tokens, cache: Se
     # Without `logits_to_keep` this is no prompt to the cache: it is neither looked up nor stored.
     tail = model(input_ids=then[:, :-1], past_key_values=cache, use_cache=True).logits
     return torch.cat([head, tail], dim=1)[0]
-
-
-def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The Kullback-Leibler divergence at each place, in nats, (places,).
-
-    Args:
-        expected: Logits without reuse, (places, vocabulary).
-        found: With reuse.
-    """
-    p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.calibrating import Tokenized, as_found, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -170,12 +169,12 @@ def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[i
         raise UnsupportedError(f"calibrate: {type(base).__name__} has cross-attention, whose keys and values are of another kind.")
     limit = getattr(config, "max_position_embeddings", None)
     block = min(reading.block, limit) if isinstance(limit, int) and limit >= 2 else reading.block
-    used_tokenizer = _Once(tokenizer)
+    used_tokenizer = Tokenized(tokenizer)
     if choices.metric == "loss" and (why := _no_gradients(base, choices)) is not None:
         warnings.warn(f"metric='loss' needs gradients, and {type(base).__name__} has none: {why}. Using 'attention'.", stacklevel=3)
         choices = replace(choices, metric="attention")
-    blocks: Iterable[_Block] = enumerate(_blocks(_sequences(texts, used_tokenizer, base), block, reading.max_tokens))
-    with _as_found(base), torch.no_grad():
+    blocks: Iterable[_Block] = enumerate(_blocks(sequences(texts, used_tokenizer, base), block, reading.max_tokens))
+    with as_found(base), torch.no_grad():
         cache = MeterCache(base, choices, block)
         sampler = Sampler()
         count, tokens = _read(base, cache, sampler, blocks, reading, isinstance(texts, Sequence))
@@ -204,19 +203,19 @@ def _read(
     base: PreTrainedModel, cache: MeterCache, sampler: Sampler, blocks: Iterable[_Block], reading: Reading, listed: bool
 ) -> tuple[int, int]:
     """Feeds this process' share of the blocks in; returns how many blocks and tokens all processes read."""
-    process, processes = _process()
+    own, processes = process()
     total = reading.max_tokens
     if listed:
         # Token ids are small, and a bar should know its end.
         blocks = list(blocks)
         total = sum(len(ids) for _, ids in blocks)
     totals = [0, 0]
-    with tqdm(total=total, unit=" tokens", desc="Calibrating", disable=not reading.progress or process > 0) as bar:
+    with tqdm(total=total, unit=" tokens", desc="Calibrating", disable=not reading.progress or own > 0) as bar:
 
         def counted() -> Iterator[_Block]:
             for number, ids in blocks:
                 totals[0], totals[1] = totals[0] + 1, totals[1] + len(ids)
-                if number % processes == process:
+                if number % processes == own:
                     yield number, ids
                 bar.update(len(ids))
 
@@ -225,7 +224,7 @@ def _read(
             _pass(base, cache, numbers, ids)
             for meter in cache.meters.values():
                 meter.forget(sampler)
-            if numbers[0] == process:
+            if numbers[0] == own:
                 # The first one: what can't work should not take an hour to say so.
                 cache.choices.check_sizes(_measured(cache))
     if totals[0] == 0:
@@ -265,7 +264,7 @@ def _loss_of_drawn(logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor
 
 def _no_gradients(base: PreTrainedModel, choices: Choices) -> str | None:
     """Why a loss can't be followed back to the keys of all layers, tried on two tokens; None if it can."""
-    with _as_found(base):
+    with as_found(base):
         cache = MeterCache(base, choices, 2)
         try:
             _pass(base, cache, [0], torch.zeros(1, 2, dtype=torch.long))
@@ -283,43 +282,6 @@ def _measured(cache: MeterCache) -> list[Sizes]:
     if missing:
         raise UnsupportedError(f"calibrate: the layers {missing} did not ask the cache's attention, so they can't be measured.")
     return [meter.sizes for meter in cache.meters.values() if meter.sizes is not None]
-
-
-class _Once:
-    """A tokenizer, and whether it was needed."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        # A processor's first argument is an image.
-        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer) if not hasattr(tokenizer, "get_vocab") else tokenizer
-        self.used = False
-
-    def encode(self, text: str) -> list[int]:
-        self.used = True
-        # A long text would draw a warning about a length that the blocks keep to.
-        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        return ids
-
-
-def _sequences(texts: Iterable[str | Sequence[int]], tokenizer: _Once, model: PreTrainedModel) -> Iterator[torch.Tensor]:
-    """Token ids of each text, 1-D."""
-    if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise ConfigError.of("texts", "a list of strings or of lists of token ids", type(texts).__name__, "Pass [text].")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    for index, text in enumerate(texts):
-        if isinstance(text, str) and tokenizer.tokenizer is None:
-            raise ConfigError.of("tokenizer", "the model's tokenizer, since texts holds strings", None, "Or pass lists of token ids.")
-        try:
-            ids = torch.as_tensor(tokenizer.encode(text) if isinstance(text, str) else text)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ConfigError.of(f"texts[{index}]", "a string or a list of token ids", type(text).__name__) from error
-        if not ids.numel():
-            continue
-        if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
-            shape = f"{ids.dtype} of shape {tuple(ids.shape)}"
-            raise ConfigError.of(f"texts[{index}]", "a string or a list of token ids", shape, "Pass [ids] for a single text.")
-        if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            raise ConfigError.of(f"texts[{index}]", f"token ids of 0 to {vocabulary - 1}", (int(ids.min()), int(ids.max())))
-        yield ids.to("cpu", torch.long)
 
 
 def _blocks(sequences: Iterable[torch.Tensor], block: int, max_tokens: int | None) -> Iterator[torch.Tensor]:
@@ -350,37 +312,9 @@ def _batches(blocks: Iterable[_Block], block: int, batch_size: int) -> Iterator[
         yield [each for each, _ in waiting], torch.stack([each for _, each in waiting])
 
 
-@contextmanager
-def _as_found(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode; in the end every module's mode and attention implementation are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    implementations = [(part.config, part.config._attn_implementation_internal) for part in compat.models_inside(model)]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for config, implementation in implementations:
-            config._attn_implementation_internal = implementation
-
-
-def _process() -> tuple[int, int]:
-    """The number of this process and of all, if the program runs under `accelerate`; else (0, 1)."""
-    if "accelerate" not in sys.modules:
-        return 0, 1
-    from accelerate import PartialState
-
-    # Made by the user's Accelerator; asking for one would start it.
-    if not PartialState._shared_state:
-        return 0, 1
-    state = PartialState()
-    return int(state.process_index), int(state.num_processes)
-
-
 def _join_processes(cache: MeterCache, sampler: Sampler) -> None:
     """Adds up what all processes measured, so that each has everything."""
-    process, processes = _process()
+    own, processes = process()
     if processes > 1:
         from accelerate import PartialState
         from accelerate.utils import broadcast_object_list, gather_object, reduce
@@ -388,7 +322,7 @@ def _join_processes(cache: MeterCache, sampler: Sampler) -> None:
         device = PartialState().device
         # The first process always has a block; one without any learns from it what a layer looks like.
         if not all(gather_object([all(meter.sizes is not None for meter in cache.meters.values())])):
-            known = [[(meter.sizes, meter.output.cpu()) for meter in cache.meters.values()]] if process == 0 else [None]
+            known = [[(meter.sizes, meter.output.cpu()) for meter in cache.meters.values()]] if own == 0 else [None]
             for meter, (sizes, output) in zip(cache.meters.values(), broadcast_object_list(known)[0] or (), strict=True):
                 if meter.sizes is None:
                     meter.open(sizes, device)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.tokens import as_ids
 from hf_kvcaches.errors import ConfigError
@@ -56,17 +57,6 @@ class MeasuredPair:
     refused: str
     slots: float | None
     align: float | None
-
-
-def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """The Kullback-Leibler divergence in nats, (...).
-
-    Args:
-        expected: Logits of the model alone, (..., vocabulary).
-        found: Those that are judged.
-    """
-    p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).clamp_min(0)
 
 
 def calibrate_gate(

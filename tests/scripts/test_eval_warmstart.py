@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from hf_kvcaches import WarmStartCache, WarmStartLibrary
+from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments.calibration import next_tokens
-from hf_kvcaches.warmstart.calibration import divergence
 from tests import testbed
 from tests.testbed.pairs import KINDS, make_pairs
 

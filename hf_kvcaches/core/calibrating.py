@@ -1,0 +1,90 @@
+"""What everything that is calibrated on texts does: token ids, a model left as it was found, several processes, divergences."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.errors import ConfigError
+
+
+class Tokenized:
+    """A tokenizer, and whether it was needed."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        # A processor's first argument is an image.
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer) if not hasattr(tokenizer, "get_vocab") else tokenizer
+        self.used = False
+
+    def encode(self, text: str) -> list[int]:
+        self.used = True
+        # A long text would draw a warning about a length that the blocks keep to.
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        return ids
+
+
+def sequences(texts: Iterable[str | Sequence[int]], tokenizer: Tokenized, model: PreTrainedModel) -> Iterator[torch.Tensor]:
+    """Token ids of each text, 1-D."""
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise ConfigError.of("texts", "a list of strings or of lists of token ids", type(texts).__name__, "Pass [text].")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    for index, text in enumerate(texts):
+        if isinstance(text, str) and tokenizer.tokenizer is None:
+            raise ConfigError.of("tokenizer", "the model's tokenizer, since texts holds strings", None, "Or pass lists of token ids.")
+        try:
+            ids = torch.as_tensor(tokenizer.encode(text) if isinstance(text, str) else text)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError.of(f"texts[{index}]", "a string or a list of token ids", type(text).__name__) from error
+        if not ids.numel():
+            continue
+        if ids.ndim != 1 or ids.is_floating_point() or ids.dtype == torch.bool:
+            shape = f"{ids.dtype} of shape {tuple(ids.shape)}"
+            raise ConfigError.of(f"texts[{index}]", "a string or a list of token ids", shape, "Pass [ids] for a single text.")
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ConfigError.of(f"texts[{index}]", f"token ids of 0 to {vocabulary - 1}", (int(ids.min()), int(ids.max())))
+        yield ids.to("cpu", torch.long)
+
+
+@contextmanager
+def as_found(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode; in the end every module's mode and attention implementation are what they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    implementations = [(part.config, part.config._attn_implementation_internal) for part in compat.models_inside(model)]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for config, implementation in implementations:
+            config._attn_implementation_internal = implementation
+
+
+def process() -> tuple[int, int]:
+    """The number of this process and of all, if the program runs under `accelerate`; else (0, 1)."""
+    if "accelerate" not in sys.modules:
+        return 0, 1
+    from accelerate import PartialState
+
+    # Made by the user's Accelerator; asking for one would start it.
+    if not PartialState._shared_state:
+        return 0, 1
+    state = PartialState()
+    return int(state.process_index), int(state.num_processes)
+
+
+def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """The Kullback-Leibler divergence in nats, (...).
+
+    Args:
+        expected: Logits of the model alone, (..., vocabulary).
+        found: Those that are judged.
+    """
+    p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp_min(0)

@@ -1,0 +1,1 @@
+"""`TranslatedCache`: what one model has read, for another model with other weights."""

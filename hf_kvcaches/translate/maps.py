@@ -1,0 +1,155 @@
+"""What a translator is made of: linear maps from a producer's states to codes, and from codes to a consumer's states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+
+from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.translate.aligners import MLPAligner
+from hf_kvcaches.translate.states import State
+
+Kind = Literal["reuse", "patch", "cross_layer"]
+# What a code is made of, by its name.
+_KEYS, _VALUES, _PAIR, _HIDDEN, _ALL = "k", "v", "kv", "h", "all"
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """The producer's side of one part of the codes.
+
+    Args:
+        part: The part's name.
+        kind: What becomes of it.
+        layers: The layers whose states it is made of.
+        weights: For each code (width, rank), float32. The code's name says what it is made of: "k", "v", "kv", "h" for the normalised input
+            of the attention, "all" for keys and values of all layers.
+    """
+
+    part: str
+    kind: Kind
+    layers: tuple[int, ...]
+    weights: dict[str, torch.Tensor]
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The width of each code."""
+        return {name: weights.shape[1] for name, weights in self.weights.items()}
+
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether the normalised inputs of its layers are asked for."""
+        return _HIDDEN in self.weights
+
+    def encode(self, states: Sequence[State]) -> dict[str, torch.Tensor]:
+        """The codes, (tokens, rank) each, float32.
+
+        Args:
+            states: Of its layers, in order.
+        """
+        made = {}
+        for name, weights in self.weights.items():
+            given = torch.cat([_of(state, name) for state in states], dim=1)
+            made[name] = given.float() @ weights.to(given.device)
+        return made
+
+
+def _of(state: State, name: str) -> torch.Tensor:
+    if name == _HIDDEN:
+        assert state.hidden is not None
+        return state.hidden
+    return {_KEYS: state.keys, _VALUES: state.values}.get(name, state.pair if name in (_PAIR, _ALL) else state.keys)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerDecoder:
+    """The consumer's side of one layer.
+
+    Args:
+        layer: Which.
+        part: The part that it is rebuilt from; None: from what the consumer knows alone.
+        kind: "patch" gives the normalised input of the attention, the others keys and values side by side.
+        weights: From what the consumer knows and from codes, float32.
+        aligner: In place of the weights, with what the consumer knows and the codes side by side.
+    """
+
+    layer: int
+    part: str | None
+    kind: Kind
+    weights: Decoder
+    aligner: MLPAligner | None = None
+
+    def apply(self, side: torch.Tensor, codes: torch.Tensor | None) -> torch.Tensor:
+        """The normalised input of a patched layer, (tokens, hidden), float32.
+
+        Args:
+            side: What the consumer knows of each token, (tokens, hidden).
+            codes: (tokens, rank).
+        """
+        if self.aligner is not None:
+            assert codes is not None
+            given = torch.cat([side.float(), codes.float()], dim=1)
+            made: torch.Tensor = self.aligner.to(given.device)(given)
+            return made
+        out: torch.Tensor | float = 0.0 if self.weights.bias is None else self.weights.bias.to(side.device)
+        for given_part, weights in ((side, self.weights.side), (codes, self.weights.codes)):
+            if given_part is not None and weights is not None:
+                out = out + given_part.float() @ weights.to(side.device)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+def to_tensors(encoders: Sequence[Encoder], decoders: Sequence[LayerDecoder]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Maps as tensors by name, and the rest as JSON values.
+
+    Args:
+        encoders: All.
+        decoders: All.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for number, encoder in enumerate(encoders):
+        tensors |= {f"encoders.{number}.{name}": weights for name, weights in encoder.weights.items()}
+    for number, decoder in enumerate(decoders):
+        tensors |= {f"decoders.{number}.{name}": part for name, part in decoder.weights._asdict().items() if part is not None}
+        if decoder.aligner is not None:
+            tensors |= {f"decoders.{number}.aligner.{name}": part for name, part in decoder.aligner.state_dict().items()}
+    rest = {
+        "encoders": [[each.part, each.kind, list(each.layers), list(each.weights)] for each in encoders],
+        "decoders": [[each.layer, each.part, each.kind, each.aligner is not None] for each in decoders],
+    }
+    return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, rest
+
+
+class Maps:
+    """All maps of a translator.
+
+    Args:
+        encoders: In the order in which their parts are sent.
+        decoders: By layer, ascending.
+    """
+
+    def __init__(self, encoders: Sequence[Encoder], decoders: Sequence[LayerDecoder]) -> None:
+        self.encoders, self.decoders = tuple(encoders), tuple(decoders)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> Self:
+        """The inverse of `to_tensors`.
+
+        Args:
+            tensors: By name.
+            rest: As JSON gave it back.
+        """
+        encoders = [
+            Encoder(part, kind, tuple(layers), {name: tensors[f"encoders.{number}.{name}"] for name in names})
+            for number, (part, kind, layers, names) in enumerate(rest["encoders"])
+        ]
+        decoders = []
+        for number, (layer, part, kind, aligned) in enumerate(rest["decoders"]):
+            own = {name: tensors.get(f"decoders.{number}.{name}") for name in Decoder._fields}
+            prefix = f"decoders.{number}.aligner."
+            state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            decoders.append(LayerDecoder(layer, part, kind, Decoder(**own), MLPAligner.from_state(state) if aligned else None))
+        return cls(encoders, decoders)

@@ -1,0 +1,269 @@
+"""Keys, values and normalised inputs of a model's layers, read on the way: the cache that reads, and its pass.
+
+Everything is read without positions and without padding. Keys are as they were before their rotation; the real tokens of all rows stand
+behind each other in matrices (tokens, width), the heads side by side.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.only_layers import LookedEnough
+from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+
+class State(NamedTuple):
+    """What a layer made of the tokens at hand.
+
+    Args:
+        keys: Without rotation, (tokens, kv_heads * key_dim).
+        values: (tokens, kv_heads * value_dim).
+        hidden: What its attention was given, normalised, (tokens, hidden), where that was asked for.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    hidden: torch.Tensor | None
+
+    @property
+    def pair(self) -> torch.Tensor:
+        """Keys and values side by side."""
+        return torch.cat([self.keys, self.values], dim=1)
+
+
+class Tokens(NamedTuple):
+    """Prompts, as a model is fed with them.
+
+    Args:
+        ids: (batch, tokens).
+        mask: 1 where a token is real, (batch, tokens), or None where all are.
+        real: The same as booleans, never None.
+        positions: (batch, tokens), counted without padding.
+    """
+
+    ids: torch.Tensor
+    mask: torch.Tensor | None
+    real: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def of(cls, input_ids: Any, attention_mask: Any = None) -> Tokens:
+        """Checked: padding may stand on the left alone.
+
+        Args:
+            input_ids: (batch, tokens) or (tokens,), a tensor or lists.
+            attention_mask: 1 where a token is real, or None.
+        """
+        ids = torch.as_tensor(input_ids)
+        ids = ids[None] if ids.ndim == 1 else ids
+        if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or ids.shape[1] == 0:
+            raise ConfigError.of("input_ids", "token ids, (batch, tokens)", (tuple(ids.shape), ids.dtype))
+        if attention_mask is None:
+            real = torch.ones_like(ids, dtype=torch.bool)
+        else:
+            real = torch.as_tensor(attention_mask).to(ids.device).bool()
+            real = real[None] if real.ndim == 1 else real
+        if real.shape != ids.shape or bool((real[:, :-1] & ~real[:, 1:]).any()) or not bool(real[:, -1].all()):
+            raise ConfigError.of("attention_mask", f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left alone", tuple(real.shape))
+        positions = (real.cumsum(-1) - 1).clamp_min(0)
+        return cls(ids.long(), None if bool(real.all()) else real.long(), real, positions)
+
+    def to(self, device: torch.device) -> Tokens:
+        """On another device."""
+        ids, mask, real, positions = self
+        return Tokens(ids.to(device), None if mask is None else mask.to(device), real.to(device), positions.to(device))
+
+    def rows(self) -> list[torch.Tensor]:
+        """The real ids of each row, on the CPU."""
+        return [ids[real] for ids, real in zip(self.ids.cpu(), self.real.cpu(), strict=True)]
+
+
+class ReadingCache(KVCache):
+    """Holds nothing: it reads keys and values as they come, and can look at queries.
+
+    Args:
+        model: The model.
+        queries: Called with a layer's index, its attention module, rotated queries (batch, heads, tokens, head_dim), keys and values as
+            they are and the attention's arguments; None where nobody asks.
+    """
+
+    own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
+
+    def __init__(self, model: PreTrainedModel, queries: Callable[..., None] | None = None) -> None:
+        self.on_queries = queries
+        self.on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda index, keys, values: None
+        super().__init__(model if queries is not None else compat.decoder_config(model.config))
+        require_plain_layers(self.config)
+        if queries is not None:
+            self.require_attention("The metric 'attention'")
+
+    def make_layer(self, layer_idx: int) -> KVLayer:
+        return _ReadingLayer(self, layer_idx)
+
+
+def require_plain_layers(config: Any) -> Rotation:
+    """How a model's keys are turned, if each of its layers has keys and values that can be translated.
+
+    Args:
+        config: Of the decoder.
+    """
+    foreign = sorted({kind for kind, _ in compat.layer_plan(config) if kind not in ReadingCache.own_layer_types})
+    if foreign:
+        raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be translated.")
+    rotation = rotation_of(config)
+    still = {geometry.kind for geometry in rotation.layers} - {"rope", "none", "learned"}
+    if rotation.refused or still:
+        raise UnsupportedError(f"model: {rotation.why}, so what it keeps can't be translated.")
+    return rotation
+
+
+class _ReadingLayer(KVLayer):
+    """Tells its cache, and hands on what came."""
+
+    kept = 0
+
+    def __init__(self, cache: ReadingCache, layer_idx: int) -> None:
+        super().__init__()
+        self.cache, self.layer_idx = cache, layer_idx
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def reset(self) -> None:
+        self.seen = 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.seen += key_states.shape[-2]
+        self.cache.on_layer(self.layer_idx, key_states, value_states)
+        if self.cache.on_queries is None:
+            return key_states, value_states
+        view = _QueryView(self.cache, self.layer_idx, key_states, value_states)
+        return view, view
+
+
+class _QueryView(LayerView):
+    """Attends as ever, and shows the queries."""
+
+    def __init__(self, cache: ReadingCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self.cache.on_queries is not None
+        self.cache.on_queries(self.layer_idx, module, query, self.keys, self.values, kwargs)
+        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its queries can't be looked at.")
+
+
+@torch.no_grad()
+def read_states(
+    model: PreTrainedModel,
+    tokens: Tokens,
+    on_state: Callable[[int, State], None],
+    *,
+    hidden: Sequence[int] = (),
+    upto: int | None = None,
+    queries: Callable[..., None] | None = None,
+) -> None:
+    """Runs a model over prompts, and hands each layer's state on as soon as it is there.
+
+    Args:
+        model: Without a PEFT wrapper.
+        tokens: On the model's device.
+        on_state: Called with each layer's index and state, in order.
+        hidden: Layers whose normalised inputs are wanted, too.
+        upto: The last layer that is wanted; the pass ends there, before its attention. None: all, and the pass is run to its end.
+        queries: See `ReadingCache`.
+    """
+    cache = ReadingCache(model, queries)
+    rotation = require_plain_layers(cache.config)
+    inputs: dict[int, torch.Tensor] = {}
+
+    def take(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        content = without_rotation(rotation, index, keys, tokens.positions)
+        on_state(index, State(flat(content, tokens.real), flat(values, tokens.real), inputs.pop(index, None)))
+        if index == upto:
+            raise LookedEnough
+
+    cache.on_layer = take
+    with watch_inputs(model, hidden, lambda index, given: inputs.__setitem__(index, given[tokens.real])), suppress(LookedEnough):
+        run_base(model, cache, tokens)
+
+
+def run_base(model: PreTrainedModel, cache: KVCache, tokens: Tokens) -> None:
+    """A pass without the model's head.
+
+    Args:
+        model: Without a PEFT wrapper.
+        cache: Where keys and values go.
+        tokens: On the model's device.
+    """
+    arguments: dict[str, Any] = {"input_ids": tokens.ids, "attention_mask": tokens.mask, "past_key_values": cache, "use_cache": True}
+    if "position_ids" in inspect.signature(model.base_model.forward).parameters:
+        arguments["position_ids"] = tokens.positions
+    model.base_model(**arguments)
+
+
+def without_rotation(rotation: Rotation, layer: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Keys as they were before they had positions; learned positions stay in them.
+
+    Args:
+        rotation: Of the model.
+        layer: Of the keys.
+        keys: (batch, kv_heads, tokens, head_dim).
+        positions: (batch, tokens).
+    """
+    geometry = rotation.layers[layer]
+    return geometry.unrotate(keys, positions) if geometry.kind == "rope" else keys
+
+
+def flat(states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """The real tokens' states, (tokens, heads * head_dim).
+
+    Args:
+        states: (batch, heads, tokens, head_dim).
+        real: (batch, tokens).
+    """
+    return states.transpose(1, 2)[real.to(states.device)].flatten(1)
+
+
+@contextmanager
+def watch_inputs(model: PreTrainedModel, layers: Sequence[int], on_input: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+    """While open, tells what the attention of some layers is given, (batch, tokens, hidden).
+
+    Args:
+        model: Without a PEFT wrapper.
+        layers: Which.
+        on_input: Called with a layer's index and its attention's input.
+    """
+    decoder = compat.decoder_layers(model)[2]
+
+    def hook(index: int) -> Callable[..., None]:
+        return lambda module, args, kwargs: on_input(index, args[0] if args else kwargs["hidden_states"])
+
+    handles = [
+        compat.attention_module(decoder[index]).register_forward_pre_hook(hook(index), with_kwargs=True) for index in dict.fromkeys(layers)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
