@@ -186,7 +186,7 @@ def test_a_head_with_a_value_of_another_kind_is_refused(name, value):
 
 def forged_bodies(dtype: str):
     """Bodies of a part with one code that its head does not speak of."""
-    codes = codes_of(head_of(dtype, (5,), LAYERS[:1]))
+    codes = codes_of(head_of(dtype, (7,), LAYERS[:1]))
     code = codes.parts[0].codes["kv"]
     if dtype == "float16":
         nan = code.clone()
@@ -205,7 +205,7 @@ def forged_bodies(dtype: str):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_body_that_does_not_fit_its_head_is_refused_though_its_digest_is_right(dtype):
-    codes = codes_of(head_of(dtype, (5,), LAYERS[:1]))
+    codes = codes_of(head_of(dtype, (7,), LAYERS[:1]))
     head, body = json_of(codes.head), bodies_of(codes)[0]
     assert same(SemanticCodes.from_bytes(message(head, [body])), codes)
     for other in (b"", body + b"\0", body[:-1]):
