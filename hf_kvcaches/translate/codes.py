@@ -203,7 +203,7 @@ class CodesHead:
             raw["parts"] = tuple(PartHead(name, kind, tuple(layers), ranks) for name, kind, layers, ranks in raw["parts"])
             head = cls(**raw)
             same = head.to_json() == text
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             # What a head says may be as long as the head.
             raise ArtifactError(f"Semantic codes have a head that makes no sense: {str(error)[:300]} {AGAIN}") from error
         if not same:
