@@ -1,1 +1,1 @@
-"""`TranslatedCache`: what one model has read, for another model with other weights."""
+"""TranslatedCache: the cache of one model, rebuilt from compact codes for another model of the same tokenizer."""

@@ -1,0 +1,323 @@
+"""No byte of semantic codes can change, go or come without being noticed, whoever wrote the digests."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.translate.arriving import ArrivingCodes
+from hf_kvcaches.translate.codes import CodesWriter, Row, SemanticCodes
+from tests.translate.code_helpers import DTYPES, LAYERS, blob, bodies_of, codes_of, head_of, json_of, message, refused, same
+
+
+def test_every_truncation_is_refused_and_says_what_is_missing():
+    codes = codes_of(head_of("int8"))
+    data, start = codes.to_bytes(), len(next(codes.chunks()))
+    for length in range(len(data)):
+        said = refused(data[:length])
+        assert f"after {length} bytes" in said or length == 0
+        if length >= start:
+            assert f"{len(data) - length} too early" in said
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_flipped_bit_is_refused(dtype):
+    data = bytearray(codes_of(head_of(dtype, (3,), LAYERS)).to_bytes())
+    for place in range(len(data)):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            refused(bytes(data))
+            data[place] ^= 1 << bit
+    SemanticCodes.from_bytes(data)
+
+
+def test_parts_that_are_swapped_dropped_doubled_or_of_another_message_are_refused():
+    start, *parts = codes_of().chunks()
+    other_start, *others = codes_of(seed=1).chunks()
+    # The same head: only the numbers of the codes differ.
+    assert start == other_start
+    for order in ((1, 0, 2), (0, 2, 1), (2, 1, 0), (0, 2), (1, 2), (0, 0, 1, 2), (0, 1, 1, 2), (0, 1, 2, 2), (0, 1), ()):
+        refused(b"".join([start, *(parts[place] for place in order)]))
+    for mixed in ([others[0], *parts[1:]], [parts[0], others[1], parts[2]], [*parts[:2], others[2]]):
+        refused(b"".join([start, *mixed]), "damaged, or of other codes")
+    foreign, *_ = codes_of(head_of(producer="q")).chunks()
+    refused(b"".join([foreign, *parts]), "damaged, or of other codes")
+
+
+@pytest.mark.parametrize("extra", [b"\0", b"HFKVCODE", None])
+def test_bytes_behind_the_end_are_refused(extra):
+    data = codes_of().to_bytes()
+    refused(data + (data if extra is None else extra), "Bytes follow semantic codes")
+    arriving = ArrivingCodes([data, b"", data if extra is None else extra])
+    with pytest.raises(ArtifactError, match="Bytes follow"):
+        list(arriving)
+
+
+def test_what_is_refused_says_why():
+    codes = codes_of()
+    data, head, bodies = codes.to_bytes(), json_of(codes.head), bodies_of(codes)
+    refused(b"", "end after 0 bytes")
+    refused(b"PK\3\4" + data, r"Expected semantic codes, got bytes that begin with b'PK")
+    refused(b"no", "Expected semantic codes")
+    refused(message(head, bodies, version=2), "format version 2, this reads version 1. Upgrade hf-kvcaches")
+    refused(message(head, bodies, version=0), "version 0")
+    refused(data[:12] + (17 << 20).to_bytes(4, "little") + data[16:], "more than the 16777216 allowed")
+    refused(data[:30] + b"X" + data[31:], "damaged head")
+    refused(data[:-1] + bytes([data[-1] ^ 1]), r"Part 'all' \(3 of 3\) of semantic codes is damaged")
+    refused(message(head, bodies, numbers=[0, 2, 1]), "Part 2 of semantic codes came where part 1 was next")
+    refused(message(head, bodies, lengths={1: 1 << 60}), "has 1152921504606846976 bytes, their head says")
+    with pytest.raises(ConfigError, match="data: expected bytes"):
+        SemanticCodes.from_bytes("HFKVCODE")
+
+
+def reader_of(data: bytes, asked: list[int]):
+    place = 0
+
+    def read(count: int) -> bytes:
+        nonlocal place
+        asked.append(count)
+        taken = data[place : place + count]
+        place += len(taken)
+        return taken
+
+    return read
+
+
+def test_a_length_that_promises_much_takes_no_memory_before_it_came():
+    """A head may announce petabytes that never come."""
+    codes = codes_of(head_of(lengths=(1,), parts=LAYERS[:1]))
+    huge = replace(codes.head, rows=(Row(1 << 40, "0" * 32),))
+    size = huge.nbytes - 28 - len(CodesWriter(huge).begin())
+    assert size > 1 << 40
+    asked: list[int] = []
+    arriving = ArrivingCodes(reader_of(message(json_of(huge), bodies_of(codes), lengths={0: size}), asked))
+    with pytest.raises(ArtifactError, match="too early"):
+        list(arriving)
+    assert max(asked) <= 1 << 20
+
+
+# Heads and bodies with digests that are right, and which are wrong all the same
+
+HEAD = json.loads(json_of(head_of()))
+
+
+def with_head(**changes) -> bytes:
+    return message(json.dumps(HEAD | changes, separators=(",", ":")).encode(), bodies_of(codes_of()))
+
+
+def changed_parts(place: int, value) -> list:
+    parts = copy.deepcopy(HEAD["parts"])
+    parts[0][place] = value
+    return parts
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16"},
+        {"dtype": "int4"},
+        {"group": 2},
+        {"rows": HEAD["rows"][:1]},
+        {"rows": HEAD["rows"] * 2},
+        {"rows": [[8, HEAD["rows"][0][1]]]},
+        {"parts": HEAD["parts"][:2]},
+        {"parts": [*HEAD["parts"], ["more", "reuse", [9], {"kv": 3}]]},
+        {"parts": HEAD["parts"][::-1]},
+        {"parts": changed_parts(3, {"kv": 4})},
+        {"parts": changed_parts(3, {"vk": 3})},
+        {"parts": changed_parts(3, {"kv": 1, "v": 2})},
+    ],
+)
+def test_a_head_that_fits_no_body_is_refused_though_its_digest_is_right(changes):
+    refused(with_head(**changes))
+
+
+def test_a_forged_head_that_fits_its_bodies_is_what_it_says():
+    """The control of the tests around it: the forger's digests are right."""
+    assert SemanticCodes.from_bytes(with_head()).head == head_of()
+    assert SemanticCodes.from_bytes(with_head(method="other")).head == head_of(method="other")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"1" * 5000,
+        json.dumps(HEAD).encode(),
+        json.dumps(HEAD | {"more": 1}, separators=(",", ":")).encode(),
+        json.dumps({name: value for name, value in HEAD.items() if name != "group"}, separators=(",", ":")).encode(),
+        json.dumps(dict(reversed(HEAD.items())), separators=(",", ":")).encode(),
+        json.dumps(HEAD, separators=(",", ":")).encode().replace(b'{"translator"', b'{"dtype":"int8","translator"'),
+        json.dumps(HEAD, separators=(",", ":")).encode().replace(b'"group":null', b'"group":NaN'),
+        json.dumps(HEAD, separators=(",", ":")).encode().replace(b"[4,", b"[4.0,"),
+        json.dumps(HEAD, separators=(",", ":")).encode().replace(b"[4,", b"[" + b"9" * 5000 + b","),
+    ],
+    ids=range(15),
+)
+def test_a_head_that_is_no_head_is_refused_though_its_digest_is_right(head):
+    assert len(refused(message(head, bodies_of(codes_of())))) < 1000
+
+
+@pytest.mark.parametrize("name", ["translator", "producer", "consumer", "method", "dtype", "rows", "parts", "group"])
+@pytest.mark.parametrize(
+    "value", [None, True, 3, -1.5, "", "x" * 5000, [], [[]], [None], [[1]], [["a", "b", "c", "d"]], {}, {"a": 1}, "\ud800"], ids=range(14)
+)
+def test_a_head_with_a_value_of_another_kind_is_refused(name, value):
+    data = with_head(**{name: value})
+    if (name, value) == ("group", None) or (name in ("translator", "producer", "consumer", "method") and value == "\ud800"):
+        # These are fine, and are kept.
+        assert SemanticCodes.from_bytes(data).to_bytes() == data
+    else:
+        assert len(refused(data)) < 1000
+
+
+def forged_bodies(dtype: str):
+    """Bodies of a part with one code that its head does not speak of."""
+    codes = codes_of(head_of(dtype, (7,), LAYERS[:1]))
+    code = codes.parts[0].codes["kv"]
+    if dtype == "float16":
+        nan = code.clone()
+        nan[1, 1] = float("nan")
+        yield from ([("kv", nan)], [("k", code)], [("kv", code.T)], [("kv", code.bfloat16())], [("kv", code.flatten())], [])
+        return
+    scale, zero, data = ("kv.scale", code.scale), ("kv.zero", code.zero), ("kv.data", code.data)
+    yield from ([zero, scale, data], [scale, zero], [scale, zero, data, ("x", data[1])], [scale, zero, ("kv.data", code.data.T)])
+    for value in (float("nan"), float("inf")):
+        yield [("kv.scale", torch.full_like(code.scale, value)), zero, data]
+        yield [scale, ("kv.zero", torch.full_like(code.zero, -value)), data]
+    yield [("kv.scale", code.scale.half()), zero, data]
+    yield [scale, ("kv.zero", code.zero.bfloat16()), data]
+    yield [scale, zero, ("kv.data", code.data.view(torch.uint8 if dtype == "int8" else torch.int8))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_body_that_does_not_fit_its_head_is_refused_though_its_digest_is_right(dtype):
+    codes = codes_of(head_of(dtype, (7,), LAYERS[:1]))
+    head, body = json_of(codes.head), bodies_of(codes)[0]
+    assert same(SemanticCodes.from_bytes(message(head, [body])), codes)
+    for other in (b"", body + b"\0", body[:-1]):
+        refused(message(head, [other]), "their head says")
+    forged = [blob(tensors) for tensors in forged_bodies(dtype)] + [b"\0" * len(body), b"\xff" * len(body)]
+    for other in forged:
+        assert other != body
+        refused(message(head, [other]))
+        # A body of the expected length gets further.
+        refused(message(head, [(other + b"\0" * len(body))[: len(body)]]))
+
+
+# Fuzzing
+
+
+def check(data: bytes, original: bytes) -> None:
+    """Only the original bytes are codes, and all else is an `ArtifactError`."""
+    try:
+        SemanticCodes.from_bytes(data)
+    except ArtifactError:
+        assert data != original
+    else:
+        assert data == original
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=300), start=st.sampled_from([b"", b"HFKVCODE", b"HFKVCODE\1\0\0\0", b"HFKVCODE\1\0\0\0\2\0\0\0{}"]))
+def test_random_bytes_are_refused(data, start):
+    refused(start + data)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES))
+def test_random_edits_are_refused(data, dtype):
+    original = codes_of(head_of(dtype)).to_bytes()
+    edited = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 3))):
+        place, length = data.draw(st.integers(0, len(edited))), data.draw(st.integers(1, 64))
+        edit = data.draw(st.sampled_from(["overwrite", "insert", "delete", "swap", "repeat"]))
+        if edit == "overwrite":
+            new = data.draw(st.binary(min_size=1, max_size=64))
+            edited[place : place + len(new)] = new
+        elif edit == "insert":
+            edited[place:place] = data.draw(st.binary(min_size=1, max_size=64))
+        elif edit == "delete":
+            del edited[place : place + length]
+        elif edit == "repeat":
+            edited[place:place] = edited[place : place + length]
+        else:
+            other = data.draw(st.integers(0, len(edited)))
+            low, high = sorted((place, other))
+            edited[low : low + length], edited[high : high + length] = edited[high : high + length], edited[low : low + length]
+    check(bytes(edited), original)
+
+
+@settings(max_examples=150, deadline=None)
+@given(edits=st.lists(st.tuples(st.integers(0, 2000), st.binary(min_size=1, max_size=8)), max_size=3), dtype=st.sampled_from(DTYPES))
+def test_random_edits_of_head_and_bodies_under_right_digests_give_codes_of_the_right_form_or_are_refused(edits, dtype):
+    codes = codes_of(head_of(dtype))
+    texts = [bytearray(json_of(codes.head)), *map(bytearray, bodies_of(codes))]
+    for place, new in edits:
+        target = texts[place % len(texts)]
+        start = place % len(target)
+        target[start : start + len(new)] = new
+    data = message(bytes(texts[0]), [bytes(text) for text in texts[1:]])
+    try:
+        back = SemanticCodes.from_bytes(data)
+    except ArtifactError:
+        return
+    assert back.to_bytes() == data
+    for part, expected in zip(back, back.head.parts, strict=True):
+        for name, rank in expected.ranks.items():
+            for kind in (torch.float32, torch.float16):
+                decoded = part.decoded(name, kind)
+                assert decoded.shape == (back.head.tokens, rank)
+                assert decoded.isfinite().all()
+
+
+def corrupted(original: bytes, chance: random.Random) -> bytes:
+    data = bytearray(original)
+    place, length = chance.randrange(len(data)), chance.randrange(1, 40)
+    match chance.randrange(7):
+        case 0:
+            data[place] ^= chance.randrange(1, 256)
+        case 1:
+            data[place : place + length] = chance.randbytes(len(data[place : place + length]))
+        case 2:
+            del data[place : place + length]
+        case 3:
+            data[place:place] = chance.randbytes(length)
+        case 4:
+            del data[place:]
+        case 5:
+            other = chance.randrange(len(data))
+            data[place : place + length], data[other : other + length] = data[other : other + length], data[place : place + length]
+        case 6:
+            data[place : place + length] = bytes(len(data[place : place + length]))
+    return bytes(data)
+
+
+def test_ten_thousand_corrupted_payloads_are_all_refused():
+    originals = [codes_of(head_of(dtype)).to_bytes() for dtype in DTYPES]
+    chance, tried, taken = random.Random(7), 0, 0
+    while tried < 10_000:
+        original = originals[tried % len(originals)]
+        data = corrupted(original, chance)
+        if data == original:
+            continue
+        tried += 1
+        try:
+            SemanticCodes.from_bytes(data)
+            taken += 1
+        except ArtifactError:
+            pass
+    assert taken == 0
