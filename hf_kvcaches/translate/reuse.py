@@ -1,0 +1,147 @@
+"""Which few numbers of a producer's keys and values a consumer's follow from best: closed forms on second moments.
+
+`reduced_rank` is reduced-rank regression: of all maps of a rank, the one with the least error in a metric, once what the consumer knows of
+each token for nothing has been taken out. `joint_svd` is the paper's factorisation, to measure against. `allocate` shares a budget out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.translate.aligners import fit_ridge
+from hf_kvcaches.translate.moments import Moments
+
+# Directions of a metric below this share of the strongest count as this strong: they must not become free.
+_FLOOR = 1e-6
+
+
+class ReducedRank(NamedTuple):
+    """Regression at full rank, from which any rank is cut.
+
+    Args:
+        strengths: What each direction takes off the error in the metric, descending.
+        encode: (producer, directions).
+        decode: (directions, consumer).
+        producer: What of the producer's states follows from what is known, (1 + known, producer).
+        consumer: Likewise of the consumer's, (1 + known, consumer).
+    """
+
+    strengths: torch.Tensor
+    encode: torch.Tensor
+    decode: torch.Tensor
+    producer: torch.Tensor
+    consumer: torch.Tensor
+
+    def encoder(self, rank: int) -> torch.Tensor:
+        """(producer, rank), float32.
+
+        Args:
+            rank: How many directions.
+        """
+        return self.encode[:, :rank].float()
+
+    def decoder(self, rank: int, columns: slice = slice(None)) -> Decoder:
+        """From what is known and that many codes.
+
+        Args:
+            rank: How many directions.
+            columns: Of the consumer's.
+        """
+        known = self.consumer - self.producer @ self.encode[:, :rank] @ self.decode[:rank]
+        known = known[:, columns].float()
+        codes = self.decode[:rank, columns].float() if rank else None
+        return Decoder(side=known[1:] if len(known) > 1 else None, codes=codes, bias=known[0])
+
+
+def reduced_rank(moments: Moments, metric: torch.Tensor, ridge: float, known: tuple[str, ...] = ("one", "side")) -> ReducedRank:
+    """Fits all ranks at once.
+
+    Args:
+        moments: Of the blocks in `known`, "producer" and "consumer".
+        metric: What errors cost, (consumer, consumer), symmetric and not negative.
+        ridge: As a share of the mean square of what is regressed on.
+        known: The blocks that the consumer has for nothing; the first is a column of ones.
+    """
+    among = torch.cat([torch.cat([moments.of(a, b) for b in known], dim=1) for a in known])
+    producer, consumer = (torch.cat([moments.of(a, name) for a in known]) for name in ("producer", "consumer"))
+    of_producer, of_consumer = fit_ridge(among, producer, ridge), fit_ridge(among, consumer, ridge)
+    # What regression leaves: (X - K P)'(X - K P), written out because a ridge leaves a little of K in it.
+    xx = moments.of("producer", "producer") - producer.T @ of_producer - of_producer.T @ producer + of_producer.T @ among @ of_producer
+    xy = moments.of("producer", "consumer") - producer.T @ of_consumer - of_producer.T @ consumer + of_producer.T @ among @ of_consumer
+    strength = ridge * float(moments.of("producer", "producer").diagonal().mean())
+    xx = (xx + xx.T) / 2 + strength * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
+    # Never to be compared with 0: states may follow from what is known altogether.
+    values, vectors = torch.linalg.eigh(xx)
+    root = values.clamp_min(torch.finfo(values.dtype).tiny).sqrt()
+    straight, back = _roots(metric.to(xx))
+    whitened = (vectors / root) @ (vectors.T @ xy) @ straight
+    _, strengths, directions = torch.linalg.svd(whitened, full_matrices=False)
+    encode = (vectors / values.clamp_min(torch.finfo(values.dtype).tiny)) @ (vectors.T @ xy) @ straight @ directions.T
+    # Codes of about the size 1, whatever the metric's unit: half precision has to hold them.
+    size = (encode * (xx @ encode)).sum(0).clamp_min(1e-300).sqrt()
+    return ReducedRank(strengths, encode / size, size[:, None] * (directions @ back), of_producer, of_consumer)
+
+
+def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The square root of a metric, and its inverse."""
+    values, vectors = torch.linalg.eigh((metric + metric.T) / 2)
+    values = values.clamp_min(_FLOOR * float(values[-1].clamp_min(1e-300)))
+    return (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
+
+
+class JointSVD(NamedTuple):
+    """The paper's translator of keys, or of values.
+
+    Args:
+        encode: (producer, rank), float32.
+        decode: (rank, consumer), float32.
+    """
+
+    encode: torch.Tensor
+    decode: torch.Tensor
+
+
+def joint_svd(moments: Moments, columns: tuple[slice, slice], rank: int, ridge: float, heads: int = 1) -> JointSVD:
+    """Latents that both models share, by a truncated SVD of their states side by side, and a ridge encoder (equations 6 and 7).
+
+    Args:
+        moments: Of "producer" and "consumer".
+        columns: The keys' or the values' place in each.
+        rank: Of all heads together.
+        ridge: As a share of the mean square of the producer's states.
+        heads: How many groups of columns are factorised for themselves; 1 for all jointly.
+    """
+    widths = [(columns[side].stop - columns[side].start) // heads for side in (0, 1)]
+    encoders, decoders = [], []
+    for head in range(heads):
+        own, share = rank // heads + (head < rank % heads), []
+        for side, width in enumerate(widths):
+            start = columns[side].start + head * width
+            share.append(slice(start, start + width))
+        aa, ab, bb = (
+            moments.of(first, second)[share[0 if first == "producer" else 1], share[0 if second == "producer" else 1]]
+            for first, second in (("producer", "producer"), ("producer", "consumer"), ("consumer", "consumer"))
+        )
+        both = torch.cat([torch.cat([aa, ab], dim=1), torch.cat([ab.T, bb], dim=1)])
+        latents = torch.linalg.eigh(both)[1].flip(1)[:, :own]
+        encoders.append(fit_ridge(aa, torch.cat([aa, ab], dim=1) @ latents, ridge))
+        decoders.append(latents[widths[0] :].T)
+    return JointSVD(torch.block_diag(*encoders).float(), torch.block_diag(*decoders).float())
+
+
+def allocate(strengths: Mapping[int, torch.Tensor], total: int) -> dict[int, int]:
+    """How many directions each layer gets, so that together they take most off the error.
+
+    Args:
+        strengths: Of each layer's directions, descending, in one unit for all layers.
+        total: Directions in all. Each layer gets one at least.
+    """
+    ranked = sorted(((-float(strength), layer) for layer, own in strengths.items() for strength in own[1:]))
+    ranks = dict.fromkeys(strengths, 1)
+    for _, layer in ranked[: max(0, total - len(ranks))]:
+        ranks[layer] += 1
+    return ranks
