@@ -1,0 +1,150 @@
+"""Cases for all back-ends of `rebuild.py`, and what they must write: decoded, multiplied, rotated and written by slow parts of `core`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_kvcaches.core.quantize import quantize
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from tests.kernels.cases import NAN, Draws
+
+PLACES = ["one", "rows", "cut"]
+
+
+class Case(Draws):
+    """Codes of some tokens, weights, and buffers that hold nothing but NaN.
+
+    Args:
+        heads: Of the layer.
+        tokens: Of all rows together.
+        key_dim: Of each head's keys.
+        value_dim: Of each head's values.
+        width: Numbers of a token beside its codes; None: there are none.
+        rank: Of the codes; None: there are none.
+        bits: 8, 4, or 0 for plain codes.
+        group: Tokens that share a scale.
+        bias: Whether there is one.
+        given: The dtype of what is multiplied.
+        weights: The dtype of the weights; None: `given`.
+        dtype: Of the buffers.
+        places: One of `PLACES`: a run of slots in one row; a run in each row; runs of one row in another order, and empty ones.
+        turn: "", "half" or "interleaved".
+        rest: How many dimensions of keys don't turn, at least.
+        fine: Whether the tables are float64.
+        views: Whether every tensor is part of a larger one, in another order.
+        seed: Of everything random.
+    """
+
+    def __init__(
+        self, heads=2, tokens=5, key_dim=8, value_dim=8, width: int | None = 6, rank: int | None = 3, bits=8, group=None, bias=True,
+        given=torch.float32, weights=None, dtype=torch.float32, places="rows", turn="", rest=0, fine=False, views=False, seed=0,
+    ) -> None:  # fmt: skip
+        super().__init__(1, heads, tokens, given, seed)
+        self.dtype = given
+        self.out_dtype, self.exact = dtype, torch.promote_types(dtype, torch.float32)
+        columns = heads * (key_dim + value_dim)
+        weighing = weights or given
+        self.side = None if width is None else self.randn(tokens, width)
+        self.codes, self.decoded = None, None
+        if rank is not None:
+            plain = self.randn(tokens, rank) + self.randn(rank) * 3  # many codes sit off 0
+            self.codes, self.decoded = Codes(plain), plain
+            if bits:
+                quantized = quantize(plain, bits, group, axis=0)
+                self.codes = Codes(quantized.data, quantized.scale, quantized.zero, group)
+                self.decoded = quantized.dequantize(torch.float64)
+        self.decoder = Decoder(
+            None if width is None else (self.randn(width, columns) / max(1, width) ** 0.5).to(weighing),
+            None if rank is None else (self.randn(rank, columns) / max(1, rank) ** 0.5).to(weighing),
+            self.randn(columns).to(weighing) if bias else None,
+        )
+        self.spans, batch, capacity = self.placed(places, tokens)
+        self.turning: dict[str, Any] = {}
+        self.geometry = None
+        if turn and key_dim - rest > 1:
+            frequencies = torch.rand((key_dim - rest) // 2, generator=self.generator, dtype=torch.float64)
+            self.geometry = RotaryGeometry(frequencies, key_dim, 1.3, layout=turn)
+            self.positions = torch.randint(0, 900, (tokens,), generator=self.generator)
+            tables = self.geometry.cos_sin(self.positions, torch.float64 if fine else torch.float32)
+            self.turning = {"cos": tables[0] * 1.3, "sin": tables[1] * 1.3, "layout": turn}
+        if views:
+            self.within_larger_ones()
+        # `dequantize` computes in float32 itself, and the scales of half types are as rough in all back-ends.
+        self.noise = 1e-11 if dtype == torch.float64 and not (bits and given != torch.float64) and (fine or not turn) else 1e-4
+        shape = (batch, capacity, heads) if views else (batch, heads, capacity)
+        self.outs = [torch.full((*shape, dim), NAN, dtype=dtype) for dim in (key_dim, value_dim)]
+        if views:
+            self.outs = [torch.cat([out, out], 3)[..., out.shape[3] :].transpose(1, 2) for out in self.outs]
+
+    def placed(self, places: str, tokens: int) -> tuple[list[Span], int, int]:
+        """Spans, rows and slots."""
+        first = int(torch.randint(0, 5, (), generator=self.generator))
+        some = tokens // 3
+        if places == "one":
+            return [Span(0, first, tokens)], 1, tokens + 5
+        if places == "rows":
+            return [Span(2, first, some), Span(1, 0, 0), Span(0, 1, tokens - some)], 3, tokens + 5
+        return [Span(1, first + tokens - some, some), Span(0, 3, 0), Span(1, first, tokens - some)], 2, tokens + 5
+
+    def within_larger_ones(self) -> None:
+        """Puts the same numbers into parts of larger tensors of large ones."""
+        self.side = None if self.side is None else within(self.side)
+        self.decoder = Decoder(*(None if part is None else within(part) for part in self.decoder))
+        if self.codes is not None:
+            self.codes = Codes(*(None if part is None else within(part) for part in self.codes[:3]), self.codes.group)
+        if self.turning:
+            self.turning |= {name: self.turning[name].t().contiguous().t() for name in ("cos", "sin")}
+
+    def arguments(self) -> tuple[Any, ...]:
+        """All but the buffers and what comes after them."""
+        return self.side, self.codes, self.decoder
+
+    def expected(self) -> list[torch.Tensor]:
+        """What the buffers must hold, not yet cast to their dtype."""
+        outs = [torch.full(out.shape, NAN, dtype=torch.float64) for out in self.outs]
+        _, heads, tokens = self.shape
+        numbers = torch.zeros(tokens, heads * sum(out.shape[3] for out in outs), dtype=torch.float64)
+        for x, weights in ((self.side, self.decoder.side), (self.decoded, self.decoder.codes)):
+            if x is not None and weights is not None:
+                numbers += torch.einsum("ni,ic->nc", x.double(), weights.double())
+        if self.decoder.bias is not None:
+            numbers += self.decoder.bias.double()
+        parts = numbers.split([heads * out.shape[3] for out in outs], 1)
+        keys, values = (part.unflatten(1, (heads, part.shape[1] // heads)).transpose(0, 1).unsqueeze(0) for part in parts)
+        if self.geometry is not None:
+            keys = self.geometry.rotate(keys, self.positions)
+        for made, out in ((keys, outs[0]), (values, outs[1])):
+            token = 0
+            for row, first, count in self.spans:
+                for slot in range(first, first + count):
+                    out[row, :, slot] = made[0, :, token]
+                    token += 1
+        return outs
+
+
+def within(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers as part of a larger tensor of large ones."""
+    larger = torch.full((*(size + 3 for size in x.shape),), 99, dtype=x.dtype)
+    part = larger[tuple(slice(1, size + 1) for size in x.shape)]
+    part.copy_(x)
+    return part
+
+
+def assert_written(case: Case, outs: list[torch.Tensor], truncated: bool = False) -> None:
+    """The buffers hold what they must: rounded once, or truncated once, and NaN wherever nothing was to be written."""
+    step = torch.finfo(case.out_dtype).eps / (1 if truncated else 2) * 1.01
+    for got, expected in zip(outs, case.expected(), strict=True):
+        torch.testing.assert_close(got.cpu().double(), expected, equal_nan=True, rtol=step + case.noise / 10, atol=case.noise)
+
+
+def largest_of_float16(device: str, backend: Any) -> list[list[float]]:
+    """Keys and values that are too large for float16, one of them infinite beside others that are not."""
+    weights = torch.tensor([[1e6, -1e6, 3.0, 0.0, 1e6, 2.0]], device=device)
+    decoder = Decoder(side=weights, bias=torch.tensor([0, 0, 0, float("inf"), 0, 0], device=device))
+    outs = [torch.zeros(1, 1, 1, 3, dtype=torch.float16, device=device) for _ in "kv"]
+    tables = {"cos": torch.ones(1, 1, device=device), "sin": torch.zeros(1, 1, device=device)}
+    rebuild(torch.ones(1, 1, device=device), None, decoder, *outs, [Span(0, 0, 1)], **tables, backend=backend)
+    return [out.flatten().tolist() for out in outs]

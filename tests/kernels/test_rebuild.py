@@ -1,0 +1,206 @@
+"""Rebuilding a layer's keys and values from codes: both back-ends equal decoding, rotating and writing one token at a time."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels import rebuild as kernels
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from tests.kernels.rebuild_cases import PLACES, Case, assert_written, largest_of_float16
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+CASES = {
+    "heads": st.sampled_from([1, 2, 3]),
+    "tokens": st.sampled_from([0, 1, 2, 7, 17]),
+    "key_dim": st.sampled_from([1, 2, 7, 8, 20]),
+    "value_dim": st.sampled_from([1, 5, 8]),
+    "width": st.sampled_from([None, 0, 1, 9]),
+    "rank": st.sampled_from([None, 0, 1, 5]),
+    "bits": st.sampled_from([8, 4, 0]),
+    "group": st.sampled_from([None, 1, 3, 4, 30]),
+    "bias": st.just(True),
+    "given": st.sampled_from(DTYPES),
+    "weights": st.sampled_from([None, *DTYPES]),
+    "dtype": st.sampled_from(DTYPES),
+    "places": st.sampled_from(PLACES),
+    "turn": st.sampled_from(["", "half", "interleaved"]),
+    "rest": st.sampled_from([0, 1, 5]),
+    "fine": st.booleans(),
+    "views": st.booleans(),
+    "seed": st.integers(0, 1000),
+}
+
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
+
+
+def tensors(case: Case) -> list[torch.Tensor]:
+    """Copies of all that is only read."""
+    given = [case.side, *(case.codes or ())[:3], *case.decoder, case.turning.get("cos"), case.turning.get("sin")]
+    return [part.clone() for part in given if part is not None]
+
+
+@pytest.mark.parametrize(("backend", "block"), [("torch", 2**23), ("torch", 100), ("reference", 0)])
+def test_rebuilding_equals_the_slow_way_and_touches_nothing_else(backend: Any, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK", block)
+
+    @settings(max_examples=150 if backend == "torch" else 60, deadline=None)
+    @given(chosen=st.fixed_dictionaries(CASES))
+    def check(chosen: dict[str, Any]) -> None:
+        case = Case(**chosen)
+        before = tensors(case)
+        rebuild(*case.arguments(), *case.outs, case.spans, **case.turning, backend=backend)
+        assert_written(case, case.outs)
+        assert all(map(torch.equal, tensors(case), before))
+
+    check()
+
+
+@pytest.mark.parametrize("turn", ["half", "interleaved"])
+@pytest.mark.parametrize(("key_dim", "rest"), [(60, 0), (80, 0), (80, 48), (33, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_any_size_turn_wholly_or_in_part(turn: str, key_dim: int, rest: int, dtype: torch.dtype) -> None:
+    case = Case(heads=3, tokens=63, key_dim=key_dim, value_dim=24, rank=33, turn=turn, rest=rest, given=dtype, dtype=dtype)
+    rebuild(*case.arguments(), *case.outs, case.spans, **case.turning)
+    assert_written(case, case.outs)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 0])
+@pytest.mark.parametrize("group", [None, 64])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 900])
+def test_rebuilding_equals_the_slow_way_at_lengths_about_a_block(
+    tokens: int, group: int | None, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(heads=3, tokens=tokens, rank=33, bits=bits, group=group, places="cut", turn="half")
+    monkeypatch.setattr(kernels, "BLOCK", 64 * 3 * 16)
+    rebuild(*case.arguments(), *case.outs, case.spans, **case.turning)
+    assert_written(case, case.outs)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("width", "rank", "bias"), [(None, 3, False), (8, None, False), (None, None, True), (0, 0, False), (8, 3, False)])
+def test_any_term_may_be_missing(width: int | None, rank: int | None, bias: bool, backend: Any) -> None:
+    case = Case(width=width, rank=rank, bias=bias, turn="half")
+    rebuild(*case.arguments(), *case.outs, case.spans, **case.turning, backend=backend)
+    assert_written(case, case.outs)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_numbers_beyond_float16_become_its_largest(backend: Any) -> None:
+    assert largest_of_float16("cpu", backend) == [[65504, -65504, 3], [65504, 65504, 2]]
+
+
+def test_half_precision_is_rounded_once() -> None:
+    """2^-8 from the side, and as much from the codes, make a step of bfloat16 above 1, which either alone does not."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    decoder = Decoder(torch.full((1, 2), 2**-8, dtype=torch.bfloat16), torch.full((1, 2), 2**-8, dtype=torch.bfloat16), one[0].expand(2))
+    outs = [torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16) for _ in "kv"]
+    rebuild(one, Codes(one), decoder, *outs, [Span(0, 0, 1)])
+    assert [out.item() for out in outs] == [1 + 2**-7] * 2
+
+
+def test_weights_that_learn_leave_no_gradient() -> None:
+    case = Case()
+    decoder = Decoder(*(part.requires_grad_() for part in case.decoder if part is not None))
+    rebuild(case.side, case.codes, decoder, *case.outs, case.spans)
+    assert not any(out.requires_grad for out in case.outs)
+    case.decoder = Decoder(*(part.detach() for part in decoder if part is not None))
+    assert_written(case, case.outs)
+
+
+def test_no_tokens_write_nothing() -> None:
+    case = Case(tokens=0)
+    rebuild(*case.arguments(), *case.outs, [])
+    assert all(out.isnan().all() for out in case.outs)
+
+
+def tables(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {"cos": torch.ones(shape, dtype=dtype), "sin": torch.zeros(shape, dtype=dtype)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"side": None}, "decoder.side"),
+        ({"side": torch.zeros(4, 6)}, "side"),
+        ({"side": torch.zeros(5, 6).int()}, "side"),
+        ({"side": torch.zeros(5)}, "side"),
+        ({"side": torch.zeros(5, 7)}, "decoder.side"),
+        ({"side": torch.zeros(5, 6, device="meta")}, "side"),
+        ({"codes": None}, "decoder.codes"),
+        ({"codes": Codes(torch.zeros(5, 2))}, "decoder.codes"),
+        ({"codes": Codes(torch.zeros(4, 3))}, "codes.data"),
+        ({"codes": Codes(torch.zeros(5, 3), torch.zeros(3, 1))}, "codes.scale"),
+        ({"data": torch.zeros(3, 4, dtype=torch.int8)}, "codes.data"),
+        ({"data": torch.zeros(3, 5, dtype=torch.uint8)}, "codes.data"),
+        ({"data": torch.zeros(3, 5, dtype=torch.int16)}, "codes.data"),
+        ({"data": torch.zeros(2, 5, dtype=torch.int8)}, "codes.scale"),
+        ({"scale": None}, "codes.scale"),
+        ({"zero": None}, "codes.zero"),
+        ({"zero": torch.zeros(3, 2)}, "codes.zero"),
+        ({"zero": torch.zeros(3, 1, device="meta")}, "codes.zero"),
+        ({"group": 2}, "codes.scale"),
+        ({"group": 0}, "codes.group"),
+        ({"decoder": Decoder(None, torch.zeros(3, 32))}, "decoder.side"),
+        ({"decoder": Decoder(torch.zeros(6, 32))}, "decoder.codes"),
+        ({"decoder": Decoder(torch.zeros(6, 32), torch.zeros(4, 32))}, "decoder.codes"),
+        ({"decoder": Decoder(torch.zeros(6, 31), torch.zeros(3, 32))}, "decoder.side"),
+        ({"decoder": Decoder(torch.zeros(6, 32), torch.zeros(3, 32), torch.zeros(31))}, "decoder.bias"),
+        ({"decoder": Decoder(), "side": None, "codes": None}, "side, codes and decoder.bias"),
+        ({"key_out": torch.zeros(3, 2, 8)}, "key_out"),
+        ({"key_out": torch.zeros(3, 2, 10, 8).int()}, "key_out"),
+        ({"key_out": torch.zeros(3, 2, 8, 10).mT}, "key_out"),
+        ({"value_out": torch.zeros(3, 2, 9, 8)}, "value_out"),
+        ({"value_out": torch.zeros(3, 2, 10, 8).bfloat16()}, "value_out"),
+        ({"value_out": torch.zeros(3, 2, 8, 10).mT}, "value_out"),
+        ({"value_out": torch.zeros(3, 2, 10, 7)}, "decoder.side"),
+        ({"value_out": torch.zeros(3, 2, 10, 8, device="meta")}, "value_out"),
+        ({"spans": [Span(0, 0, 4)]}, "side"),
+        ({"spans": [Span(3, 0, 5)]}, "spans"),
+        ({"spans": [Span(-1, 0, 5)]}, "spans"),
+        ({"spans": [Span(0, 6, 5)]}, "spans"),
+        ({"spans": [Span(0, -1, 5)]}, "spans"),
+        ({"spans": [Span(0, 3, -1), Span(1, 0, 6)]}, "spans"),
+        ({"spans": [Span(0, 0, 3), Span(1, 0, 1), Span(0, 2, 1)]}, "spans"),
+        ({"spans": [(0, 0, 5)]}, "spans"),
+        ({"spans": [Span(0, 0, 5.0)]}, "spans"),
+        ({"cos": torch.ones(5, 4)}, "cos and sin"),
+        (tables(4, 4), "cos"),
+        (tables(5, 5), "cos"),
+        (tables(5, 0), "cos"),
+        (tables(5, 4, dtype=torch.bfloat16), "cos"),
+        (tables(5, 4) | {"sin": torch.zeros(5, 3)}, "sin"),
+        (tables(5, 4) | {"sin": torch.zeros(5, 4).double()}, "sin"),
+        ({"layout": "thirds"}, "layout"),
+        ({"backend": "cuda"}, "backend"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_written(changes: dict[str, Any], named: str) -> None:
+    case = Case()
+    assert case.codes is not None
+    chosen: dict[str, Any] = {"side": case.side, "decoder": case.decoder, "spans": case.spans}
+    chosen |= {"key_out": case.outs[0], "value_out": case.outs[1]} | changes
+    parts = {name: chosen.pop(name, part) for name, part in case.codes._asdict().items()}
+    chosen.setdefault("codes", Codes(**parts))
+    with pytest.raises(ConfigError, match=f"^{named}: expected"):
+        rebuild(**chosen)
+    assert all(out.isnan().all() for out in case.outs)
+
+
+def test_triton_is_refused_where_it_cannot_run() -> None:
+    pytest.importorskip("triton")
+    case, fine = Case(), Case(dtype=torch.float64)
+    with pytest.raises(ConfigError, match="'torch' for tensors that are not on a CUDA device"):
+        rebuild(*case.arguments(), *case.outs, case.spans, backend="triton")
+    with pytest.raises(UnsupportedError, match="no gradients and no float64"):
+        rebuild(*fine.arguments(), *fine.outs, fine.spans, backend="triton")
+
+
+def test_the_wrapper_alone_imports_no_triton() -> None:
+    code = f"import sys, {kernels.__name__}; print('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
