@@ -1,0 +1,1 @@
+"""One model's cache for another model's weights."""
