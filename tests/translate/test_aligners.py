@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.stores.files import read_safetensors
 from hf_kvcaches.translate.aligners import MLPAligner, Trained, fit_ridge, train_aligner
 
 RUN = {"steps": 40, "lr": 5e-3, "seed": 3, "every": 8, "rows": 16}
@@ -80,6 +81,14 @@ def test_collinear_inputs_give_small_weights_and_the_same_fit(lam: float) -> Non
     assert weight.abs().max() < 1
     assert weight.dtype == torch.float64
     torch.testing.assert_close(x @ weight, best, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_factorisation_that_only_rounding_let_through_is_not_believed(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    base, y = (torch.randn(200, size, generator=generator, dtype=torch.float64) for size in (3, 4))
+    x = torch.cat([base, base @ torch.randn(3, 4, generator=generator, dtype=torch.float64)], 1)
+    assert fit_ridge(x.T @ x, x.T @ y, 0.0).abs().max() < 1
 
 
 def test_moments_of_nothing_give_a_map_to_nothing_and_scale_does_not_matter() -> None:
@@ -190,6 +199,32 @@ def test_a_training_that_is_interrupted_goes_on_and_ends_with_the_same_bits(tmp_
     assert same(bits(again), bits(whole))
     if (tmp_path / "state").exists():
         assert train_aligner(ridge(data()), data(), state=tmp_path / "state", **RUN) == expected
+
+
+def test_the_best_of_the_time_before_the_interruption_is_remembered(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    x, y = rows(40)
+    batches = [(x, y + torch.randn(40, 5) * 10)]
+    arguments = {"steps": 300, "lr": 3e-3, "every": 20, "held_out": 0.3}
+    whole, again = (MLPAligner(torch.zeros(6, 5), hidden=128) for _ in range(2))
+    expected = train_aligner(whole, batches, **arguments)
+    assert 0 < expected.best_step < 200
+    with pytest.raises(KeyboardInterrupt):
+        train_aligner(again, Stopping(batches, 270), state=tmp_path / "state", **arguments)
+    assert train_aligner(again, batches, state=tmp_path / "state", **arguments) == expected
+    assert same(bits(again), bits(whole))
+
+
+def test_rows_that_are_kept_apart_are_not_trained_on(tmp_path: Path) -> None:
+    states = []
+    for factor in (1.0, 50.0):
+        x, y = rows(60)
+        start = MLPAligner(torch.zeros(6, 5), hidden=8)
+        train_aligner(start, [(x, torch.cat([y[:54], factor * y[54:]]))], state=tmp_path / f"{factor}", **RUN)
+        states.append(read_safetensors(tmp_path / f"{factor}")[0])
+    now = [name for name in states[0] if name.startswith(("now.", "fixed."))]
+    assert len(now) == 9
+    assert all(torch.equal(states[0][name], states[1][name]) for name in now)
 
 
 KILLED = """
