@@ -1,0 +1,228 @@
+"""Choosing layers against plain searches that score every set, and over functions with ties, rivals and partners."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.translate.routing import Route, Step, greedy, restore_one, select
+
+Table = dict[frozenset[int], float]
+
+
+def subsets(layers: int) -> list[frozenset[int]]:
+    return [frozenset(chosen) for size in range(layers + 1) for chosen in combinations(range(layers), size)]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[int, Table]:
+    """Any function of sets; small whole numbers make ties likely."""
+    layers = draw(st.integers(1, 5))
+    values = st.integers(-3, 3).map(float) if draw(st.booleans()) else st.floats(-2, 2)
+    return layers, {chosen: draw(values) for chosen in subsets(layers)}
+
+
+class Counting:
+    """A table as a score that remembers how often each set was asked for."""
+
+    def __init__(self, table: Callable[[frozenset[int]], float]) -> None:
+        self.table, self.asked = table, Counter[frozenset[int]]()
+
+    def __call__(self, layers: frozenset[int]) -> float:
+        assert isinstance(layers, frozenset)
+        self.asked[layers] += 1
+        return self.table(layers)
+
+
+def slow_greedy(table: Table, pool: list[int], most: int, least: int) -> list[int]:
+    """The order alone, looking at every candidate at every step."""
+    order: list[int] = []
+    while len(order) < most:
+        now = table[frozenset(order)]
+        best, best_value = None, -math.inf
+        for layer in sorted(pool):
+            if layer not in order and table[frozenset([*order, layer])] > best_value:
+                best, best_value = layer, table[frozenset([*order, layer])]
+        if best is None or (best_value - now <= 0 and len(order) >= least):
+            break
+        order.append(best)
+    return order
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=tables())
+def test_restore_one_is_each_layers_gain_alone_and_asks_for_every_set_once(case: tuple[int, Table]) -> None:
+    layers, table = case
+    score = Counting(table.__getitem__)
+    gains = restore_one(score, range(layers))
+    assert gains == {layer: table[frozenset({layer})] - table[frozenset()] for layer in range(layers)}
+    assert score.asked == Counter({frozenset(): 1} | {frozenset({layer}): 1 for layer in range(layers)})
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=tables(), data=st.data())
+def test_greedy_takes_what_a_plain_search_takes_and_scores_no_set_twice(case: tuple[int, Table], data: st.DataObject) -> None:
+    layers, table = case
+    most, least = data.draw(st.integers(0, layers + 1)), data.draw(st.integers(0, layers))
+    score = Counting(table.__getitem__)
+    steps = greedy(score, range(layers), most, least=least)
+    order = slow_greedy(table, list(range(layers)), most, least)
+    assert [step.layer for step in steps] == order
+    for k, step in enumerate(steps):
+        before, after = frozenset(order[:k]), frozenset(order[: k + 1])
+        assert step == Step(order[k], table[after] - table[before], table[after] - table[frozenset()])
+        assert step.gain > 0 or k < least
+    assert max(score.asked.values(), default=0) <= 1
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=tables(), data=st.data())
+def test_select_is_the_most_efficient_set_on_the_greedy_way(case: tuple[int, Table], data: st.DataObject) -> None:
+    layers, table = case
+    pool, most = data.draw(st.one_of(st.none(), st.integers(1, layers))), data.draw(st.one_of(st.none(), st.integers(0, layers)))
+    least = data.draw(st.integers(0, min(layers, pool or layers, layers if most is None else most)))
+    price = [data.draw(st.floats(0.1, 3)) for _ in range(layers)]
+    score = Counting(table.__getitem__)
+    route = select(score, range(layers), pool=pool, least=least, most=most, cost=lambda chosen: sum(price[i] for i in sorted(chosen)))
+
+    alone = {layer: table[frozenset({layer})] - table[frozenset()] for layer in range(layers)}
+    ranked = sorted(range(layers), key=lambda layer: (-alone[layer], layer))[: pool or layers]
+    order = slow_greedy(table, ranked, layers if most is None else most, least)
+    best: tuple[float, list[int]] = (-math.inf, [])
+    for k in range(max(least, 1), len(order) + 1):
+        gain = table[frozenset(order[:k])] - table[frozenset()]
+        if gain > 0 and gain / sum(price[i] for i in sorted(order[:k])) > best[0]:
+            best = gain / sum(price[i] for i in sorted(order[:k])), order[:k]
+    assert route.patched == tuple(sorted(best[1]))
+    assert route.sensitivity == alone
+    assert [step.layer for step in route.steps] == order
+    assert len(route.efficiencies) == len(order)
+    assert max(score.asked.values()) == 1
+    assert Route.from_json(json.loads(json.dumps(route.to_json()))) == route
+
+
+def test_where_layers_only_add_up_the_best_is_the_most_efficient_and_least_sets_how_many() -> None:
+    worth = [0.0, 5.0, -1.0, 3.0, 1.0]
+    route = select(lambda chosen: sum(worth[i] for i in chosen), range(5), pool=None, most=None)
+    assert route.patched == (1,)
+    assert [step.layer for step in route.steps] == [1, 3, 4]
+    assert [step.total for step in route.steps] == [5.0, 8.0, 9.0]
+    assert route.efficiencies == (5.0, 4.0, 3.0)
+    assert select(lambda chosen: sum(worth[i] for i in chosen), range(5), pool=None, most=None, least=2).patched == (1, 3)
+
+
+def test_a_fixed_part_of_the_cost_makes_more_layers_worth_it() -> None:
+    worth = [4.0, 3.0, 2.0, 0.1]
+    plain = select(lambda chosen: sum(worth[i] for i in chosen), range(4), pool=None, most=None, cost=2.0)
+    assert (plain.patched, plain.efficiencies[0]) == ((0,), 2.0)
+    fixed = select(lambda chosen: sum(worth[i] for i in chosen), range(4), pool=None, most=None, cost=lambda chosen: 10.0 + len(chosen))
+    assert fixed.patched == (0, 1, 2)
+
+
+def test_of_two_layers_that_replace_each_other_one_is_taken() -> None:
+    def score(chosen: frozenset[int]) -> float:
+        return 5.0 * bool(chosen & {1, 2}) + 1.0 * (3 in chosen)
+
+    route = select(score, range(4), pool=None, most=None)
+    assert route.sensitivity == {0: 0.0, 1: 5.0, 2: 5.0, 3: 1.0}
+    assert [step.layer for step in route.steps] == [1, 3]
+
+
+def test_a_pair_that_only_helps_together_is_found_where_least_asks_for_two() -> None:
+    def score(chosen: frozenset[int]) -> float:
+        return 6.0 * (chosen >= {0, 1}) - 0.1 * len(chosen)
+
+    assert select(score, range(3), pool=None, most=None).patched == ()
+    assert select(score, range(3), pool=None, most=None, least=2).patched == (0, 1)
+
+
+def test_partners_of_a_sensitive_layer_are_taken_with_it() -> None:
+    def score(chosen: frozenset[int]) -> float:
+        return 1.0 * (2 in chosen) + 4.0 * (chosen >= {0, 2})
+
+    route = select(score, range(3), pool=None, most=None)
+    assert [step.layer for step in route.steps] == [2, 0]
+    assert route.patched == (0, 2)
+
+
+@pytest.mark.parametrize("worth", [0.0, -1.0])
+def test_nothing_is_patched_where_nothing_helps(worth: float) -> None:
+    for least in (0, 2):
+        route = select(lambda chosen: worth * len(chosen), range(3), pool=None, most=3, least=least)
+        assert route.patched == ()
+
+
+def test_ties_go_to_the_lower_layer_and_to_fewer_layers() -> None:
+    route = select(lambda chosen: float(len(chosen)), [3, 1, 2], pool=2, most=None)
+    assert [step.layer for step in route.steps] == [1, 2]
+    assert route.efficiencies == (1.0, 1.0)
+    assert route.patched == (1,)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None, "much"])
+def test_a_score_that_is_no_number_is_refused_and_the_set_is_named(bad: object) -> None:
+    with pytest.raises(ConfigError, match=r"score: .*\[0, 2\]"):
+        select(lambda chosen: bad if chosen == {0, 2} else float(len(chosen)), range(3), pool=None, most=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"layers": [1, 1]}, "layers"),
+        ({"layers": [-1]}, "layers"),
+        ({"layers": [True]}, "layers"),
+        ({"pool": 0}, "pool"),
+        ({"most": -1}, "most"),
+        ({"most": 1.5}, "most"),
+        ({"least": -1}, "least"),
+        ({"least": 2, "most": 1}, "least"),
+        ({"least": 2, "pool": 1}, "least"),
+        ({"cost": 0.0}, "cost"),
+        ({"cost": lambda chosen: math.nan}, "cost"),
+    ],
+)
+def test_nonsense_is_refused_by_name(changes: dict[str, object], argument: str) -> None:
+    arguments = {"layers": range(3), "pool": None, "most": None} | changes
+    with pytest.raises(ConfigError, match=f"^{argument}: "):
+        select(lambda chosen: float(len(chosen)), **arguments)
+
+
+def stored() -> dict[str, object]:
+    return select(lambda chosen: float(len(chosen)), range(3), pool=None, most=None).to_json()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"patched": [2, 1]},
+        {"patched": [1, 1]},
+        {"patched": "12"},
+        {"patched": [1.0]},
+        {"sensitivity": {"x": 1.0}},
+        {"sensitivity": {"-1": 1.0}},
+        {"sensitivity": []},
+        {"steps": [{"layer": 1, "gain": 1.0}]},
+        {"steps": [3]},
+        {"efficiencies": [math.nan, 1.0, 1.0]},
+        {"efficiencies": [1.0]},
+    ],
+)
+def test_a_damaged_table_is_refused(damage: dict[str, object]) -> None:
+    assert Route.from_json(stored()).to_json() == stored()
+    with pytest.raises(ArtifactError):
+        Route.from_json(stored() | damage)
+    with pytest.raises(ArtifactError):
+        Route.from_json({name: value for name, value in stored().items() if name not in damage})
+
+
+def test_layers_that_the_caller_chose_are_a_route_without_tables() -> None:
+    route = Route((0, 4))
+    assert Route.from_json(json.loads(json.dumps(route.to_json()))) == route
