@@ -35,6 +35,8 @@ from hf_kvcaches.stores.blobs_format import DTYPES
 VERSION = 1
 MAGIC = b"HFKVCODE"
 # Magic, version, length of the head.
+# Codes that are sent as they are, by the name of their type in a body.
+PLAIN = {"float32": "F32", "float16": "F16"}
 START = struct.Struct("<8sII")
 # Number, length of the body, digest.
 PART = struct.Struct("<IQ16s")
@@ -62,11 +64,11 @@ def body_tensors(ranks: Mapping[str, int], tokens: int, dtype: str, group: int |
     Args:
         ranks: Widths of its codes by name.
         tokens: Their length.
-        dtype: `float16`, `int8` or `int4`.
+        dtype: `float32`, `float16`, `int8` or `int4`.
         group: How many tokens share a scale; None: all.
     """
-    if dtype == "float16":
-        return [BodyTensor(name, "F16", (tokens, rank)) for name, rank in ranks.items()]
+    if dtype in PLAIN:
+        return [BodyTensor(name, PLAIN[dtype], (tokens, rank)) for name, rank in ranks.items()]
     groups = -(-tokens // (group or max(tokens, 1)))
     data, length = ("I8", tokens) if dtype == "int8" else ("U8", -(-tokens // 2))
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -99,6 +99,17 @@ class MLPAligner(nn.Module):
             self.outer.weight.zero_()
         self.inner.to(linear.device)
         self.outer.to(linear.device)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> MLPAligner:
+        """An aligner as `state_dict` gave it.
+
+        Args:
+            state: By name.
+        """
+        made = cls(state["weight"], state["bias"], hidden=len(state["inner.weight"]))
+        made.load_state_dict(dict(state))
+        return made
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) to (..., outputs)."""

@@ -16,6 +16,7 @@ from hf_kvcaches.translate._codes_format import (
     LONGEST_HEAD,
     MAGIC,
     PART,
+    PLAIN,
     START,
     VERSION,
     body_header,
@@ -164,7 +165,7 @@ class _Pieces:
 
 
 def _code(found: dict[str, Tensor], name: str, head: CodesHead, rank: int) -> Tensor | Quantized:
-    if head.dtype == "float16":
+    if head.dtype in PLAIN:
         return found[name]
     return Quantized.from_tensors({piece: found[f"{name}.{piece}"] for piece in ("data", "scale", "zero")}, head.meta_of(rank))
 

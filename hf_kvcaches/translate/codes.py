@@ -41,14 +41,17 @@ from hf_kvcaches.translate._codes_format import (
     digest_of_part,
 )
 
-CODE_DTYPES = ("float16", "int8", "int4")
+CODE_DTYPES = ("float32", "float16", "int8", "int4")
 PART_KINDS = ("reuse", "patch", "cross_layer")
 AGAIN = "Have them sent again."
 # What a head says is also said in errors.
 _LONGEST_TEXT = 1000
 _MOST_TOKENS, _MOST_LAYERS, _MOST_RANK = 1 << 40, 1 << 20, 1 << 31
+_DIGITS = set("0123456789abcdef")
 _CODE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _ROW_DIGEST = re.compile(r"[0-9a-f]{32}")
+# A mark, of 2 bytes, for so many tokens: enough of them tell whether a shorter text is the beginning of a row.
+_MARKED = 8
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,20 @@ class Row:
     Args:
         tokens: How many, padding not counted.
         digest: Of their ids, as `Row.of` makes it.
+        marks: Of its beginnings, likewise.
     """
 
     tokens: int
     digest: str
+    marks: str
 
     def __post_init__(self) -> None:
         _check_count("tokens", self.tokens, 0, _MOST_TOKENS)
         if not isinstance(self.digest, str) or not _ROW_DIGEST.fullmatch(self.digest):
             raise ConfigError.of("digest", "32 hexadecimal digits in small letters", self.digest, "Take Row.of(ids).")
+        digits = 4 * (self.tokens // _MARKED)
+        if not isinstance(self.marks, str) or len(self.marks) != digits or not set(self.marks) <= _DIGITS:
+            raise ConfigError.of("marks", f"{digits} hexadecimal digits in small letters", self.marks, "Take Row.of(ids).")
 
     @classmethod
     def of(cls, ids: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> Self:
@@ -81,7 +89,31 @@ class Row:
             raise ConfigError.of("ids", "a row of token ids", str(error)) from error
         if row.ndim != 1 or (row.size and (row.dtype.kind not in "iu" or row.min() < 0 or row.max() >= 1 << 32)):
             raise ConfigError.of("ids", "a row of token ids from 0 to 2**32 - 1", f"{row.dtype} {row.shape}", "Give one row, not a batch.")
-        return cls(len(row), hashlib.blake2b(row.astype("<u4").tobytes(), digest_size=DIGEST).hexdigest())
+        return cls(len(row), *_digests(row.astype("<u4")))
+
+    def begins(self, ids: np.ndarray[Any, Any]) -> int | None:
+        """How many of the first tokens are this row's; None where the text is another.
+
+        A text that is shorter than the row is known by its marks, up to the last of these.
+
+        Args:
+            ids: A row of token ids without padding.
+        """
+        digest, marks = _digests(ids[: self.tokens].astype("<u4"))
+        if len(ids) >= self.tokens:
+            return self.tokens if digest == self.digest else None
+        return len(marks) // 4 * _MARKED if self.marks.startswith(marks) else None
+
+
+def _digests(ids: np.ndarray[Any, Any]) -> tuple[str, str]:
+    """Of all ids, and of beginnings of 8, 16, ... of them."""
+    state, marks, data = hashlib.blake2b(digest_size=DIGEST), [], memoryview(ids.tobytes())
+    step = _MARKED * 4
+    for start in range(0, len(data) - step + 1, step):
+        state.update(data[start : start + step])
+        marks.append(state.digest()[:2])
+    state.update(data[len(marks) * step :])
+    return state.hexdigest(), b"".join(marks).hex()
 
 
 @dataclass(frozen=True)
@@ -127,10 +159,10 @@ class CodesHead:
         producer: Digest of the fingerprint of the model that was run.
         consumer: Digest of the fingerprint of the model that they are for.
         method: By which they were made.
-        dtype: `float16`, `int8` or `int4`.
+        dtype: `float32`, `float16`, `int8` or `int4`.
         rows: The prompts, in the order of their tokens in each code.
         parts: In the order in which they are sent. None: the consumer rebuilds all from the tokens.
-        group: How many tokens of a channel share a scale; None: all. float16 codes have no scales.
+        group: How many tokens of a channel share a scale; None: all. Codes of the first two types have no scales.
     """
 
     translator: str
@@ -187,7 +219,7 @@ class CodesHead:
         """As it is sent: for each head there are exactly these bytes."""
         parts = [[part.name, part.kind, part.layers, part.ranks] for part in self.parts]
         content = {field.name: getattr(self, field.name) for field in fields(self)}
-        content |= {"rows": [[row.tokens, row.digest] for row in self.rows], "parts": parts}
+        content |= {"rows": [[row.tokens, row.digest, row.marks] for row in self.rows], "parts": parts}
         return json.dumps(content, separators=(",", ":")).encode()
 
     @classmethod
@@ -217,7 +249,7 @@ class Part:
 
     Args:
         name: That of its `PartHead`.
-        codes: `(tokens, rank)` each, by name: float16, or quantised over the tokens. `pack` makes them.
+        codes: `(tokens, rank)` each, by name: floating point, or quantised over the tokens. `pack` makes them.
     """
 
     name: str
@@ -235,11 +267,11 @@ class Part:
 
 
 def pack(z: Tensor, dtype: str, group: int | None) -> Tensor | Quantized:
-    """A code as it is sent. What lies beyond the range of float16 becomes its end.
+    """A code as it is sent. What lies beyond the range of float16 becomes its end, but for float32.
 
     Args:
         z: `(tokens, rank)`, of any floating-point type.
-        dtype: `float16`, `int8` or `int4`.
+        dtype: `float32`, `float16`, `int8` or `int4`.
         group: How many tokens of a channel share a scale; None: all.
     """
     _check_dtype(dtype)
@@ -247,6 +279,8 @@ def pack(z: Tensor, dtype: str, group: int | None) -> Tensor | Quantized:
         raise ConfigError.of("z", "floats (tokens, rank)", f"{z.dtype} {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__)
     if not bool(z.isfinite().all()):
         raise ConfigError.of("z", "finite values", "infinities or NaN", "Look for them in what the producer computed.")
+    if dtype == "float32":
+        return z.detach().float().contiguous()
     # By way of float32: bfloat16 would round the end of float16's range to a number beyond it.
     limit = torch.finfo(torch.float16).max
     half = z.detach().float().clamp(-limit, limit).half()
