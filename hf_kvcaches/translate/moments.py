@@ -6,7 +6,6 @@ on its blocks. The sums are in float64, each prompt's share in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,5 +93,3 @@ class QueryMoments:
         assert self.sums is not None
         return self.sums / self.count * self.scaling**2
 
-
-Reduce = Callable[[torch.Tensor], torch.Tensor]

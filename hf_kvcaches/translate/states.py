@@ -97,6 +97,9 @@ class ReadingCache(KVCache):
         model: The model.
         queries: Called with a layer's index, its attention module, rotated queries (batch, heads, tokens, head_dim), keys and values as
             they are and the attention's arguments; None where nobody asks.
+
+    Attributes:
+        leaves: A list to put each layer's keys and values into, for gradients; None for none.
     """
 
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
@@ -104,6 +107,7 @@ class ReadingCache(KVCache):
     def __init__(self, model: PreTrainedModel, queries: Callable[..., None] | None = None) -> None:
         self.on_queries = queries
         self.on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda index, keys, values: None
+        self.leaves: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         super().__init__(model if queries is not None else compat.decoder_config(model.config))
         require_plain_layers(self.config)
         if queries is not None:
@@ -149,6 +153,11 @@ class _ReadingLayer(KVLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.seen += key_states.shape[-2]
+        if self.cache.leaves is not None:
+            # Cut off from what they are made of: gradients are those of what comes behind.
+            pair = key_states.detach().requires_grad_(), value_states.detach().requires_grad_()
+            self.cache.leaves.append(pair)
+            return pair
         self.cache.on_layer(self.layer_idx, key_states, value_states)
         if self.cache.on_queries is None:
             return key_states, value_states

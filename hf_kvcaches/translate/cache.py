@@ -1,0 +1,222 @@
+"""`TranslatedCache`: a prompt that another model has read need not be read again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from hf_kvcaches.core.cache import CacheReport
+from hf_kvcaches.core.growing import GrowingCache, GrowingLayer
+from hf_kvcaches.core.only_layers import LookedEnough
+from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.translate.arriving import ArrivingCodes
+from hf_kvcaches.translate.codes import Part, SemanticCodes
+from hf_kvcaches.translate.filling import Filling, on_device, place
+from hf_kvcaches.translate.maps import LayerDecoder
+from hf_kvcaches.translate.states import Tokens, require_plain_layers
+from hf_kvcaches.translate.translator import CacheTranslator
+
+
+@dataclass(frozen=True)
+class TranslatedReport(CacheReport):
+    """What a `TranslatedCache` holds, and where it comes from.
+
+    Args:
+        translated: Tokens of the prompt whose keys and values were rebuilt, in all rows; 0 where the model ran the prompt.
+        payload_bytes: Of the codes as they are sent.
+        payload_share: Of what the rebuilt tokens' keys and values of all layers would take in bfloat16.
+        run_layers: How many layers the model ran on these tokens; keys and values of one more are exact.
+        patched: Layers that made their keys and values of a translated input.
+    """
+
+    translated: int = 0
+    payload_bytes: int = 0
+    payload_share: float = 0.0
+    run_layers: int = 0
+    patched: tuple[int, ...] = ()
+
+
+class TranslatedLayer(GrowingLayer):
+    """Grows as any; can end a pass once it has its keys and values."""
+
+    stops = False
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        held = super().update(key_states, value_states, *args, **kwargs)
+        if self.stops:
+            raise LookedEnough
+        return held
+
+
+class TranslatedCache(GrowingCache):
+    """Starts from what another model has read: codes of its keys and values become the consumer's own, and `generate` runs the last token.
+
+    Paper: Semantic Cache Distillation: Efficient State Transfer via Reuse and Selective Patching (SCD).
+
+    **Departs from the paper**: see docs/translation.md. One code for keys and values, measured where errors cost, with what the consumer
+    knows of each token for nothing.
+
+    **Refuses**: codes of other prompts, other models or other adapters; models whose keys change with the length of the text.
+
+    **Memory per token**: as `GrowingCache`. Codes are let go once they are used.
+
+    The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the one that was coded. A
+    prompt that goes on behind the coded one is run from there. With gradients, under `torch.compile`, and where more than the last token's
+    logits are asked for, the model runs the prompt itself.
+
+    Args:
+        consumer: The model that the translator was fitted for.
+        translator: That made the codes.
+        codes: In memory, or still arriving.
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA. The model runs the prompt itself.
+    """
+
+    takes_over_prefill = True
+    own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
+
+    def __init__(
+        self,
+        consumer: Any,
+        translator: CacheTranslator | None,
+        codes: SemanticCodes | ArrivingCodes | None,
+        *,
+        offloading: bool = False,
+    ) -> None:
+        if translator is not None and not isinstance(translator, CacheTranslator):
+            raise ConfigError.of("translator", "a CacheTranslator", type(translator).__name__, "Pass CacheTranslator.from_pretrained(...).")
+        if codes is not None and not isinstance(codes, SemanticCodes | ArrivingCodes):
+            hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
+            raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
+        if (translator is None) != (codes is None):
+            raise ConfigError("translator, codes: expected both, got one of them. Codes are of no use without the translator that made them.")
+        if translator is not None and codes is not None:
+            translator.check_consumer(consumer)
+            translator.check_codes(codes.head)
+        self.translator, self.codes = translator, codes
+        self._translated = 0
+        super().__init__(consumer, offloading=offloading)
+        self.rotation = require_plain_layers(self.config)
+
+    def make_layer(self, layer_idx: int) -> TranslatedLayer:
+        return TranslatedLayer()
+
+    @classmethod
+    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
+        return cls(model, None, None)
+
+    def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Does by hand what `generate` does with a prompt: fills the cache with all tokens but the last, or as many as were coded.
+
+        Args:
+            input_ids: The whole prompt, (batch, tokens).
+            attention_mask: 1 where a token is real, or None.
+
+        Returns:
+            How many tokens the cache has now. Go on with the others, or with `generate(input_ids, ...)`.
+        """
+        with torch.no_grad():
+            return self._take(Tokens.of(input_ids, attention_mask))
+
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        if self.codes is not None and self.seen == 0 and _is_padding(attention_mask, input_ids):
+            self._require_coded(Tokens.of(input_ids, attention_mask))
+
+    def take_prefill(self, call: PrefillCall) -> int:
+        unable = torch.is_grad_enabled() or torch.compiler.is_compiling() or self.offloading
+        if self.codes is None or self.seen or unable:
+            return 0
+        return self._take(Tokens.of(call.input_ids, call.attention_mask))
+
+    def _require_coded(self, tokens: Tokens) -> Any:
+        assert self.codes is not None
+        placed = place(self.codes.head, tokens)
+        if placed is None:
+            coded = ", ".join(str(row.tokens) for row in self.codes.head.rows)
+            raise ConfigError(
+                f"codes: they are of another prompt (rows of {coded} tokens) than the one that came. Encode this prompt, with the same tokens "
+                "and chat template, or use another cache for it."
+            )
+        return placed
+
+    def _take(self, tokens: Tokens) -> int:
+        if self.codes is None or self.seen:
+            raise UnsupportedError("prefill: the cache has tokens already, or no codes. reset() it, or make one with codes.")
+        assert self.translator is not None
+        self.translator.check_consumer(self.model)
+        places, slots = self._require_coded(tokens)
+        if slots < 1:
+            return 0
+        filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]) if all(pad < slots for pad in places.padding) else None
+        if filled is None:
+            return 0
+        try:
+            Filling(self, filled.to(self.model.get_input_embeddings().weight.device), places).fill(self.codes.head, self._parts())
+        except BaseException:
+            # What came so far is of no use, and half a prompt must not be taken for one.
+            self.reset()
+            raise
+        self._translated = sum(places.tokens) + sum(slots - places.padding[row] for row in places.copies)
+        return slots
+
+    def _parts(self) -> Iterator[Part]:
+        """All parts; those that are still on their way are kept, so that the cache can be filled again."""
+        codes = self.codes
+        assert codes is not None
+        if isinstance(codes, SemanticCodes):
+            yield from codes
+            return
+        kept = []
+        for part in codes:
+            kept.append(part)
+            yield part
+        self.codes = SemanticCodes(codes.head, kept)
+
+    def weights_of(self, decoder: LayerDecoder, device: torch.device) -> Decoder:
+        """A decoder's weights on a layer's device.
+
+        Args:
+            decoder: Of the translator.
+            device: Of the layer.
+        """
+        assert self.translator is not None
+        kept: dict[Any, Decoder] = self.translator.__dict__.setdefault("_placed", {})
+        key = (decoder.layer, device, self.model.dtype)
+        if key not in kept:
+            kept[key] = on_device(decoder.weights, device, self.model.dtype)
+        return kept[key]
+
+    def report(self) -> TranslatedReport:
+        fields = self._report_fields()
+        if self.codes is None or self.translator is None or not self._translated:
+            return TranslatedReport(**fields)
+        numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
+        head = self.codes.head
+        return TranslatedReport(
+            **fields,
+            translated=self._translated,
+            payload_bytes=head.nbytes,
+            payload_share=head.nbytes / (2 * numbers * head.tokens),
+            run_layers=self.translator.settings.recompute_layers,
+            patched=self.translator.patched_layers,
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        self._translated = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo |= {id(each): each for each in (self.translator, self.codes, self.rotation)}
+        return super().__deepcopy__(memo)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Elsewhere the cache goes on with what it has.
+        return {**super().__getstate__(), "translator": None, "codes": None}
+
+
+def _is_padding(mask: Any, input_ids: torch.Tensor) -> bool:
+    return mask is None or (isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape)

@@ -1,0 +1,246 @@
+"""Filling a consumer's cache from codes: the lowest layers are run, the others rebuilt as their parts come in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.growing import capacity_for
+from hf_kvcaches.core.only_layers import LookedEnough, only_layers
+from hf_kvcaches.core.quantize import Quantized
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from hf_kvcaches.translate.codes import Part
+from hf_kvcaches.translate.head import CodesHead
+from hf_kvcaches.translate.maps import LayerDecoder
+from hf_kvcaches.translate.states import Tokens, run_base, watch_inputs
+
+if TYPE_CHECKING:
+    from hf_kvcaches.translate.cache import TranslatedCache
+
+
+class Places(NamedTuple):
+    """Where the tokens of codes stand in a batch.
+
+    Args:
+        rows: Rows of the batch that are rebuilt, each with another row of the codes, in the codes' order.
+        copies: For each other row, the one of `rows` that has the same tokens.
+        padding: Slots at the start of each row of the batch that hold no token.
+        tokens: How many of each row of the codes are wanted; of some perhaps none.
+    """
+
+    rows: tuple[int, ...]
+    copies: dict[int, int]
+    padding: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def place(head: CodesHead, tokens: Tokens) -> tuple[Places, int] | None:
+    """Finds each row of a batch among those that were coded, and how many slots can be filled; None where a row is not among them.
+
+    Args:
+        head: Of the codes.
+        tokens: The whole prompts.
+    """
+    padding = (~tokens.real).sum(-1).tolist()
+    found: list[tuple[int, int]] = []
+    for ids in tokens.rows():
+        text = ids.numpy()
+        begun = [(coded.begins(text), number) for number, coded in enumerate(head.rows)]
+        best = max(((min(count, len(text) - 1), -number) for count, number in begun if count is not None), default=None)
+        if best is None:
+            return None
+        found.append((-best[1], best[0]))
+    slots = min(pad + count for pad, (_, count) in zip(padding, found, strict=True))
+    wanted = [0] * len(head.rows)
+    first: dict[tuple[int, int], int] = {}
+    copies = {}
+    for row, (pad, (number, _)) in enumerate(zip(padding, found, strict=True)):
+        twin = first.setdefault((number, pad), row)
+        if twin != row:
+            copies[row] = twin
+        elif wanted[number]:
+            return None  # the same text with two paddings in one batch: no way to fill in both at once
+        else:
+            wanted[number] = max(0, slots - pad)
+    rows = tuple(row for _, row in sorted((number, row) for (number, _), row in first.items()))
+    return Places(rows, copies, tuple(padding), tuple(wanted)), slots
+
+
+class Filling:
+    """One filling of a cache.
+
+    Args:
+        cache: What is filled; empty.
+        tokens: The prompts' tokens that are to be in the cache.
+        places: Of the codes' tokens.
+    """
+
+    def __init__(self, cache: TranslatedCache, tokens: Tokens, places: Places) -> None:
+        assert cache.translator is not None
+        self.cache, self.tokens, self.places = cache, tokens, places
+        self.model, self.translator = cache.model, cache.translator
+        self.decoder = compat.decoder_layers(self.model)[2]
+        self.side = torch.empty(0)
+        self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._index: torch.Tensor | None = None
+
+    def fill(self, head: CodesHead, parts: Iterable[Part]) -> None:
+        """Runs the lowest layers, and rebuilds the others.
+
+        Args:
+            head: Of the codes.
+            parts: In the head's order; each may have to be waited for.
+        """
+        self._index = self._codes_of(head)
+        self._run_lowest()
+        by_part: dict[str | None, list[LayerDecoder]] = {}
+        for decoder in self.translator.maps.decoders:
+            by_part.setdefault(decoder.part, []).append(decoder)
+        for decoder in by_part.pop(None, []):
+            self._rebuild(decoder, None)
+        for part in parts:
+            for decoder in by_part.pop(part.name, []):
+                self._rebuild(decoder, part)
+        for layer in self.cache.layers:
+            layer.seen = self.tokens.ids.shape[1]
+
+    def _codes_of(self, head: CodesHead) -> torch.Tensor | None:
+        """Which tokens of the codes are wanted; None for all, in their order."""
+        coded = [row.tokens for row in head.rows]
+        if list(self.places.tokens) == coded:
+            return None
+        starts = [sum(coded[:number]) for number in range(len(coded))]
+        return torch.cat([torch.arange(start, start + count) for start, count in zip(starts, self.places.tokens, strict=True)])
+
+    def _run_lowest(self) -> None:
+        """Runs the layers that the consumer has for itself, up to the next one's keys and values."""
+        lowest = self.translator.settings.recompute_layers
+        given: list[torch.Tensor] = []
+        with self._stopping(lowest), watch_inputs(self.model, [lowest], lambda _, hidden: given.append(hidden)), suppress(LookedEnough):
+            run_base(self.model, self.cache, self.tokens)
+        self.side = self._wanted(given[0])
+
+    def _wanted(self, states: torch.Tensor) -> torch.Tensor:
+        """(batch, tokens, width) of the wanted rows without padding, (tokens, width)."""
+        if len(states) == 1 and not self.places.padding[0]:
+            return states[0]
+        return torch.cat([states[row, self.places.padding[row] :] for row in self.places.rows])
+
+    @contextmanager
+    def _stopping(self, layer: int) -> Iterator[None]:
+        """While open, a pass ends when this layer has its keys and values."""
+        self.cache.layers[layer].stops = True
+        try:
+            yield
+        finally:
+            self.cache.layers[layer].stops = False
+
+    def _rebuild(self, decoder: LayerDecoder, part: Part | None) -> None:
+        layer, module = self.cache.layers[decoder.layer], self.decoder[decoder.layer]
+        if decoder.kind == "patch":
+            self._regenerate(decoder, part)
+        else:
+            self._open(layer, module)
+            device = layer.key_buffer.device
+            weights = self.cache.weights_of(decoder, device)
+            spans = [Span(row, self.places.padding[row], self.tokens.ids.shape[1] - self.places.padding[row]) for row in self.places.rows]
+            tables = self._turns(decoder.layer, device)
+            rebuild(
+                None if weights.side is None else self.side.to(device),
+                self._codes(part, device),
+                weights,
+                layer.key_buffer,
+                layer.value_buffer,
+                spans,
+                cos=None if tables is None else tables[0],
+                sin=None if tables is None else tables[1],
+                layout=self.cache.rotation.layers[decoder.layer].layout,
+                check=False,
+            )
+        for row, twin in self.places.copies.items():
+            for buffer in (layer.key_buffer, layer.value_buffer):
+                buffer[row] = buffer[twin]
+
+    def _codes(self, part: Part | None, device: torch.device) -> Codes | None:
+        """A part's codes as the kernel wants them."""
+        if part is None or not part.codes:
+            return None
+        only = next(iter(part.codes.values()))
+        if len(part.codes) == 1 and self._index is None:
+            if isinstance(only, Quantized):
+                only = only.to(device)
+                return Codes(only.data, only.scale, only.zero, only.group)
+            return Codes(only.to(device))
+        return Codes(self._plain(part, device))
+
+    def _plain(self, part: Part, device: torch.device) -> torch.Tensor:
+        """A part's codes side by side, (tokens, rank)."""
+        codes = torch.cat([part.decoded(name, torch.float32) for name in part.codes], dim=1)
+        return (codes if self._index is None else codes[self._index]).to(device)
+
+    def _open(self, layer: Any, module: nn.Module) -> None:
+        """Makes room in a layer."""
+        keys, values = self.cache.layers[0].key_buffer, self.cache.layers[0].value_buffer
+        device, slots = compat.layer_device(module), capacity_for(self.tokens.ids.shape[1] + 1)
+        layer.lazy_initialization(keys.new_empty(0, device=device), values.new_empty(0, device=device))
+        # All layers are of one shape: the translator was not fitted otherwise.
+        layer.key_buffer, layer.value_buffer = (like.new_zeros(*like.shape[:2], slots, like.shape[3], device=device) for like in (keys, values))
+
+    def _turns(self, layer_idx: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosines and sines for the wanted tokens; layers that turn alike share them."""
+        geometry = self.cache.rotation.layers[layer_idx]
+        if geometry.kind != "rope":
+            return None
+        if (id(geometry), device) not in self._tables:
+            length = self.tokens.ids.shape[1]
+            longest = length - min(self.places.padding[row] for row in self.places.rows)
+            made = geometry.cos_sin(torch.arange(longest), device=device)
+            cos, sin = (
+                torch.cat([table[: length - self.places.padding[row]] for row in self.places.rows]) * geometry.attention_scaling
+                for table in made
+            )
+            self._tables[id(geometry), device] = cos, sin
+        return self._tables[id(geometry), device]
+
+    def _regenerate(self, decoder: LayerDecoder, part: Part | None) -> None:
+        """Gives a layer's attention the input that codes stand for, and lets it make keys and values as ever."""
+        codes = None if part is None else self._plain(part, self.side.device)
+        made = decoder.apply(self.side, codes)
+        batch, length = self.tokens.ids.shape
+        hidden = made.new_zeros(batch, length, made.shape[1]).to(self.model.dtype)
+        start = 0
+        for row in self.places.rows:
+            count = length - self.places.padding[row]
+            hidden[row, self.places.padding[row] :] = made[start : start + count].to(hidden.dtype)
+            start += count
+
+        def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            given = hidden.to(args[0].device if args else kwargs["hidden_states"].device)
+            return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
+
+        index = decoder.layer
+        handle = compat.attention_module(self.decoder[index]).register_forward_pre_hook(exchange, with_kwargs=True)
+        try:
+            with self._stopping(index), only_layers(self.model, index, hidden=hidden), self.cache.seen_from(index), suppress(LookedEnough):
+                run_base(self.model, self.cache, self.tokens)
+        finally:
+            handle.remove()
+
+
+def on_device(weights: Decoder, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """A decoder's weights where and as they are used.
+
+    Args:
+        weights: As they are stored, float32.
+        device: Of the layer.
+        dtype: Of the cache. A CPU multiplies in float32 anyway, and would convert at each call.
+    """
+    kind = torch.float32 if device.type == "cpu" else dtype
+    return Decoder(*(None if part is None else part.to(device, kind) for part in weights))
+
+

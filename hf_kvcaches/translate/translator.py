@@ -1,0 +1,353 @@
+"""`CacheTranslator`: fitted once for a producer and a consumer, saved, shared; it encodes what the one reads and fills the other's cache."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from torch import nn
+
+from hf_kvcaches import compat
+from hf_kvcaches.core._tensor_digest import digest_of
+from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.watching import digest_of_model
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes, pack
+from hf_kvcaches.translate.head import CodesHead, PartHead, Row
+from hf_kvcaches.translate.maps import Maps, to_tensors
+from hf_kvcaches.translate.routing import Route
+from hf_kvcaches.translate.states import State, Tokens, read_states
+
+Method = Literal["joint", "cross_layer", "paper"]
+Metric = Literal["loss", "attention", "plain"]
+
+
+@dataclass(frozen=True)
+class TranslatorSettings:
+    """How a translator was fitted; described in `CacheTranslator.fit`.
+
+    Args:
+        method: Likewise.
+        payload: Likewise.
+        dtype: Likewise.
+        group: Likewise.
+        recompute_layers: Likewise.
+        metric: Likewise; what was used, also where another was asked for.
+        ridge: Likewise.
+        layers: Of both models.
+        prefixes: That were read.
+        tokens: In them.
+        seconds: Of each stage.
+        measured: Divergences on prefixes that were kept apart, by what was tried.
+    """
+
+    method: Method
+    payload: float
+    dtype: str
+    group: int | None
+    recompute_layers: int
+    metric: Metric
+    ridge: float
+    layers: int
+    prefixes: int = 0
+    tokens: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    measured: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class CacheTranslator(Artifact):
+    """Makes codes of what a producer reads, and a consumer's keys and values of codes. Made by `CacheTranslator.fit`.
+
+    Args:
+        maps: From states to codes to states.
+        settings: How it was fitted.
+        route: Which layers are patched.
+        producer: The model that encodes.
+        consumer: The model whose cache is filled.
+    """
+
+    artifact_type: ClassVar[str] = "cache-translator"
+    format_version: ClassVar[int] = 1
+
+    maps: Maps
+    settings: TranslatorSettings
+    route: Route
+    producer: ModelFingerprint
+    consumer: ModelFingerprint
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fingerprint", self.consumer)
+
+    @classmethod
+    def fit(
+        cls,
+        producer: Any,
+        consumer: Any,
+        tokenizer: Any,
+        texts: Iterable[str | Sequence[int]],
+        *,
+        method: Method = "joint",
+        payload: float = 0.125,
+        dtype: str | None = None,
+        group: int | None = 256,
+        patch_layers: Literal["auto"] | Sequence[int] | None = "auto",
+        recompute_layers: int = 0,
+        metric: Metric = "loss",
+        heads: Literal["joint", "each"] = "joint",
+        ranks: tuple[int, int] | None = None,
+        aligner: Literal["ridge", "mlp"] = "ridge",
+        aligner_state: str | os.PathLike[str] | None = None,
+        score: Any = None,
+        ridge: float = 1e-4,
+        max_length: int = 1024,
+        progress: bool = True,
+    ) -> Self:
+        """Fits a translator to what both models make of the same texts. Both are left as they were found.
+
+        Under `accelerate` each process reads its share of the texts, and all end with the same translator.
+
+        Args:
+            producer: The model that will read prompts.
+            consumer: The model that will answer. Other weights, adapters or widths, but the same tokens and as many layers.
+            tokenizer: Of both models, or a pair (producer's, consumer's) that is compared; None where `texts` are token ids.
+            texts: Strings or lists of token ids, like the prompts to come: all that they don't show is lost in translation.
+            method: `"joint"`: one code of keys and values a layer, by reduced-rank regression, with the tokens as side information, sent
+                layer by layer. `"cross_layer"`: one code for all layers, which has to wait for the whole prompt. `"paper"`: keys and
+                values each for themselves, by an SVD of both models' states, with no side information.
+            payload: How wide codes are, as a share of the keys and values of the layers that are sent. int4 codes are twice as wide for
+                the same bytes as int8: 0.125 are 1/16 of bfloat16 keys and values in both.
+            dtype: Of codes: "int4", "int8", "float16" or "float32"; None for "int4", or "float16" with `method="paper"`.
+            group: How many tokens of a channel share a scale; None for all.
+            patch_layers: Layers that get their attention's input and make keys and values themselves: `"auto"` tries on texts kept apart
+                and takes those that help, if any; None for none.
+            recompute_layers: How many of its lowest layers the consumer runs on the tokens: they and the next layer's keys and values
+                are exact, and what enters that layer is side information. With 0 it is what enters layer 0, the token itself.
+            metric: What errors cost: by gradients of what the model says (`"loss"`, where they can be had), by queries and output
+                projections (`"attention"`), or all the same (`"plain"`).
+            heads: Whether `method="paper"` factorises heads jointly or each for itself.
+            ranks: `method="paper"`: (of keys, of values) in each layer, in place of `payload`.
+            aligner: Of patched layers: a linear map, or with a hidden layer, which is trained.
+            aligner_state: A folder in which that training is kept, to go on when it is killed.
+            score: In place of minus the mean KL divergence, for `patch_layers="auto"`: called with logits of the consumer alone and with a
+                translated cache, (places, vocabulary) each; greater is better.
+            ridge: Regularisation, as a share of the mean square.
+            max_length: Tokens of a text that are read.
+            progress: Whether to show bars.
+        """
+        from hf_kvcaches.translate.calibration import Wanted, fit
+
+        wanted = Wanted(
+            method, payload, dtype, group, patch_layers, recompute_layers, metric, heads, ranks, aligner, aligner_state, score, ridge
+        )
+        maps, settings, route, fingerprints = fit(producer, consumer, tokenizer, texts, wanted, max_length, progress)
+        return cls(maps, settings, route, *fingerprints)
+
+    @property
+    def sent_layers(self) -> tuple[int, ...]:
+        """Those whose states follow from codes."""
+        return tuple(decoder.layer for decoder in self.maps.decoders)
+
+    @property
+    def patched_layers(self) -> tuple[int, ...]:
+        """Those that get their attention's input."""
+        return tuple(decoder.layer for decoder in self.maps.decoders if decoder.kind == "patch")
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all that codes depend on."""
+        tensors, rest = to_tensors(self.maps.encoders, self.maps.decoders)
+        return digest_of([sorted(tensors.items()), repr(rest), self.settings.dtype, self.settings.group, self.settings.recompute_layers])
+
+    def encode(self, producer: Any, input_ids: Any, attention_mask: Any = None) -> SemanticCodes:
+        """Runs a producer over prompts, and makes codes of all their tokens but the last, which the consumer runs itself.
+
+        Args:
+            producer: The model that this was fitted for.
+            input_ids: (batch, tokens) or (tokens,), two tokens at least.
+            attention_mask: 1 where a token is real, or None. Padding stands on the left, and is not sent.
+        """
+        made = _Encoding(self, producer, input_ids, attention_mask)
+        parts: list[Part] = []
+        made.run(parts.append)
+        return SemanticCodes(made.head, parts)
+
+    def stream(self, producer: Any, input_ids: Any, attention_mask: Any = None) -> Iterator[bytes]:
+        """The bytes of `encode`, each part as soon as the producer has its layer. The producer runs in a thread of its own.
+
+        Args:
+            producer: As in `encode`.
+            input_ids: Likewise.
+            attention_mask: Likewise.
+        """
+        made = _Encoding(self, producer, input_ids, attention_mask)
+        writer = CodesWriter(made.head)
+        yield writer.begin()
+        parts: queue.Queue[Part | BaseException | None] = queue.Queue()
+
+        def work() -> None:
+            try:
+                made.run(parts.put)
+                parts.put(None)
+            except BaseException as error:
+                parts.put(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        while (part := parts.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            yield writer.add(part)
+        thread.join()
+
+    def check_producer(self, model: Any) -> Any:
+        """The model without a PEFT wrapper, if this was fitted for it.
+
+        Args:
+            model: To encode with.
+        """
+        return _checked(model, self.producer, "producer", "consumer", self.consumer)
+
+    def check_consumer(self, model: Any) -> Any:
+        """The model without a PEFT wrapper, if this was fitted for it.
+
+        Args:
+            model: To decode for.
+        """
+        return _checked(model, self.consumer, "consumer", "producer", self.producer)
+
+    def check_codes(self, head: CodesHead) -> None:
+        """Refuses codes that this translator did not make.
+
+        Args:
+            head: Of the codes.
+        """
+        if head.translator != self.digest:
+            raise FingerprintMismatch(
+                f"codes: made by another translator ({head.translator[:12]} there, {self.digest[:12]} here). Load the one that made them."
+            )
+        expected = tuple(PartHead(each.part, each.kind, self._layers_of(each.part), each.ranks) for each in self.maps.encoders)
+        models = (self.producer.digest, self.consumer.digest)
+        if (head.producer, head.consumer) != models or head.parts != expected or head.dtype != self.settings.dtype:
+            raise ArtifactError("codes: their head says otherwise than the translator that they name. Have them sent again.")
+
+    def _layers_of(self, part: str) -> tuple[int, ...]:
+        return tuple(decoder.layer for decoder in self.maps.decoders if decoder.part == part)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return to_tensors(self.maps.encoders, self.maps.decoders)[0]
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            "maps": to_tensors(self.maps.encoders, self.maps.decoders)[1],
+            "settings": asdict(self.settings),
+            "route": self.route.to_json(),
+            "producer": self.producer.to_dict(),
+            "consumer": self.consumer.to_dict(),
+        }
+
+    @classmethod
+    def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
+        return cls(
+            Maps.from_tensors(tensors, metadata["maps"]),
+            TranslatorSettings(**metadata["settings"]),
+            Route.from_json(metadata["route"]),
+            ModelFingerprint.from_dict(metadata["producer"]),
+            ModelFingerprint.from_dict(metadata["consumer"]),
+        )
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, folder_or_hub_id: str | os.PathLike[str], *, producer: nn.Module | None = None, consumer: nn.Module | None = None, **options: Any
+    ) -> Self:
+        """Loads a translator; see `Artifact.from_pretrained` for the options.
+
+        Args:
+            folder_or_hub_id: A folder, or `"owner/name"`.
+            producer: The model to encode with, to be compared with the one that it was fitted for.
+            consumer: The model to decode for, likewise.
+            **options: `revision`, `token`, `cache_dir`, `local_files_only`.
+        """
+        loaded = super().from_pretrained(folder_or_hub_id, **options)
+        if producer is not None:
+            loaded.check_producer(producer)
+        if consumer is not None:
+            loaded.check_consumer(consumer)
+        return loaded
+
+    def describe_calibration(self) -> str:
+        own = self.settings
+        ranks = ", ".join(f"{each.part}: " + " + ".join(f"{name} {rank}" for name, rank in each.ranks.items()) for each in self.maps.encoders)
+        seconds = ", ".join(f"{stage} {value:.1f} s" for stage, value in own.seconds.items())
+        measured = "".join(f"\n- {what}: {value:.3g}" for what, value in own.measured.items())
+        return (
+            f"From {self.producer.describe()}\nto {self.consumer.describe()}.\n\nMethod {own.method}, {own.prefixes} texts of {own.tokens:,} tokens, "
+            f"metric {own.metric}, codes in {own.dtype} ({ranks}); patched layers: {list(self.patched_layers) or 'none'}; the consumer runs "
+            f"{own.recompute_layers} layers. {seconds}.\n\nKL divergence in nats on texts kept apart:{measured}"
+        )
+
+
+class _Encoding:
+    """One run of a producer."""
+
+    def __init__(self, translator: CacheTranslator, producer: Any, input_ids: Any, attention_mask: Any) -> None:
+        self.translator, self.model = translator, translator.check_producer(producer)
+        tokens = Tokens.of(input_ids, attention_mask)
+        if int(tokens.real.sum(-1).min()) < 2:
+            raise ConfigError.of("input_ids", "at least two tokens a row", tuple(tokens.ids.shape), "The consumer runs the last one itself.")
+        self.tokens = Tokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]).to(self.model.get_input_embeddings().weight.device)
+        own = translator.settings
+        self.head = CodesHead(
+            translator=translator.digest,
+            producer=translator.producer.digest,
+            consumer=translator.consumer.digest,
+            method=own.method,
+            dtype=own.dtype,
+            rows=tuple(Row.of(row) for row in self.tokens.rows()),
+            parts=tuple(PartHead(each.part, each.kind, translator._layers_of(each.part), each.ranks) for each in translator.maps.encoders),
+            group=own.group if own.dtype in ("int8", "int4") else None,
+        )
+
+    def run(self, on_part: Any) -> None:
+        """Hands each part on, in the order of the head."""
+        waiting = list(self.translator.maps.encoders)
+        wanted = {layer for encoder in waiting for layer in encoder.layers}
+        states: dict[int, State] = {}
+
+        def take(index: int, state: State) -> None:
+            if index in wanted:
+                states[index] = state
+            while waiting and waiting[0].layers[-1] <= index:
+                encoder = waiting.pop(0)
+                made = encoder.encode([states[layer] for layer in encoder.layers])
+                on_part(Part(encoder.part, {name: pack(code.cpu(), self.head.dtype, self.head.group) for name, code in made.items()}))
+                for layer in encoder.layers:
+                    del states[layer]
+
+        if waiting:
+            hidden = [layer for encoder in waiting if encoder.needs_hidden for layer in encoder.layers]
+            read_states(self.model, self.tokens, take, hidden=hidden, upto=waiting[-1].layers[-1])
+
+
+def _checked(model: Any, expected: ModelFingerprint, role: str, other_role: str, other: ModelFingerprint) -> Any:
+    base = compat.base_model(model)
+    if compat.has_learned_prompt(model):
+        raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
+    digest = digest_of_model(base)
+    if digest != expected.digest:
+        hint = f" It is the {other_role} that the translator was fitted for." if digest == other.digest else ""
+        try:
+            ModelFingerprint.of(base).require_same(expected, f"The translator's {role}")
+        except FingerprintMismatch as error:
+            raise FingerprintMismatch(f"{error}{hint}") from None
+        raise FingerprintMismatch(f"The translator's {role} is another model than this one.{hint}")
+    return base
+
+
