@@ -91,6 +91,14 @@ def test_any_term_may_be_missing(width: int | None, rank: int | None, bias: bool
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_each_group_of_tokens_has_a_scale_of_its_own(bits: int, backend: Any) -> None:
+    case = Case(tokens=8, rank=2, bits=bits, group=3)
+    rebuild(*case.arguments(), *case.outs, case.spans, backend=backend)
+    assert_written(case, case.outs)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_numbers_beyond_float16_become_its_largest(backend: Any) -> None:
     assert largest_of_float16("cpu", backend) == [[65504, -65504, 3], [65504, 65504, 2]]
 
