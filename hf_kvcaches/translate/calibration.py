@@ -1,0 +1,385 @@
+"""Fitting a translator: both models read the same texts, their states are summed up, maps are solved for, layers are routed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core._model_parts import tokenizer_part
+from hf_kvcaches.core.calibrating import Tokenized, as_found, process, sequences
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
+from hf_kvcaches.translate.head import CODE_DTYPES
+from hf_kvcaches.translate.maps import Maps
+from hf_kvcaches.translate.metric import LossMoments, attention_metric, blend, loss_gradients, output_projection
+from hf_kvcaches.translate.moments import Moments, QueryMoments
+from hf_kvcaches.translate.routing import Route
+from hf_kvcaches.translate.solving import Solver
+from hf_kvcaches.translate.states import ReadingCache, State, Tokens, read_states, require_plain_layers
+from hf_kvcaches.translate.translator import Method, Metric, TranslatorSettings
+
+_BITS = {"int4": 4, "int8": 8, "float16": 16, "float32": 32}
+# One text in so many is kept apart to try layers on, and no more than so many texts.
+_APART, _MOST_APART = 8, 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the caller asks for; described in `CacheTranslator.fit`. Checked when made."""
+
+    method: Method
+    payload: float
+    dtype: str | None
+    group: int | None
+    patch_layers: Literal["auto"] | Sequence[int] | None
+    recompute_layers: int
+    metric: Metric
+    heads: Literal["joint", "each"]
+    ranks: tuple[int, int] | None
+    aligner: Literal["ridge", "mlp"]
+    aligner_state: Any
+    score: Any
+    ridge: float
+
+    def __post_init__(self) -> None:
+        choices = {"method": Method, "metric": Metric, "heads": Literal["joint", "each"], "aligner": Literal["ridge", "mlp"]}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in get_args(allowed):
+                raise ConfigError.of(name, f"one of {', '.join(map(repr, get_args(allowed)))}", getattr(self, name))
+        if self.dtype is not None and self.dtype not in CODE_DTYPES:
+            raise ConfigError.of("dtype", f"one of {', '.join(map(repr, CODE_DTYPES))}, or None", self.dtype)
+        if isinstance(self.payload, bool) or not isinstance(self.payload, int | float) or not 0 <= self.payload <= 1:
+            raise ConfigError.of("payload", "a share of 0 to 1", self.payload)
+        if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, int) or self.recompute_layers < 0:
+            raise ConfigError.of("recompute_layers", "a number of layers", self.recompute_layers)
+        if not isinstance(self.ridge, float) or not 0 < self.ridge < 1:
+            raise ConfigError.of("ridge", "a small share above 0, as 1e-4", self.ridge)
+        paper = self.method == "paper"
+        if not paper and (self.heads != "joint" or self.ranks is not None):
+            raise ConfigError("heads, ranks: only method='paper' has them. Leave them out.")
+        if self.method == "cross_layer" and self.patch_layers not in ("auto", None, ()):
+            raise ConfigError("patch_layers: with method='cross_layer' all layers come of one code. Leave it out.")
+
+    @property
+    def code_dtype(self) -> str:
+        """Of codes."""
+        return self.dtype or ("float16" if self.method == "paper" else "int4")
+
+    def directions(self, width: int) -> int:
+        """How many codes stand for so many keys and values.
+
+        Args:
+            width: Of them.
+        """
+        return int(self.payload * width * 8 / min(8, _BITS[self.code_dtype]))
+
+
+class Sums:
+    """What is kept of all texts: moments of each layer that is sent, or of all together.
+
+    Args:
+        pair: The models.
+        wanted: What the caller asks for.
+        sent: The layers.
+    """
+
+    def __init__(self, pair: Pair, wanted: Wanted, sent: Sequence[int]) -> None:
+        self.wanted, self.sent, self.pair = wanted, tuple(sent), pair
+        self.moments: dict[int, Moments] = {}
+        self.queries = {layer: QueryMoments(pair.rotation.layers[layer]) for layer in sent}
+        self.losses = {layer: LossMoments(pair.rotation.layers[layer]) for layer in sent}
+        self.projections: dict[int, torch.Tensor] = {}
+        self.heads: dict[int, tuple[int, int]] = {}
+
+    def add(self, producer: dict[int, State], consumer: dict[int, State]) -> None:
+        """Counts a text in.
+
+        Args:
+            producer: Its states by layer.
+            consumer: Likewise, with what enters the lowest layer that is not run.
+        """
+        known = consumer[self.wanted.recompute_layers].hidden
+        assert known is not None
+        if self.wanted.method == "cross_layer":
+            self._add(-1, known, [producer[layer] for layer in self.sent], [consumer[layer] for layer in self.sent])
+            return
+        for layer in self.sent:
+            self._add(layer, known, [producer[layer]], [consumer[layer]])
+
+    def _add(self, key: int, known: torch.Tensor, producer: Sequence[State], consumer: Sequence[State]) -> None:
+        x, y = (torch.cat([state.pair.to(known.device) for state in states], dim=1) for states in (producer, consumer))
+        if key not in self.moments:
+            widths = {"one": 1, "side": known.shape[1], "producer": x.shape[1], "consumer": y.shape[1]}
+            self.moments[key] = Moments(widths, known.device)
+        self.moments[key].add(one=known.new_ones(len(known), 1), side=known, producer=x, consumer=y)
+
+    def look(self, layer: int, module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, arguments: dict[str, Any]) -> None:
+        """Counts a layer's queries in; see `ReadingCache`."""
+        if layer not in self.queries:
+            return
+        self.queries[layer].add(module, query, arguments)
+        self.heads[layer] = query.shape[1], keys.shape[1]
+        if layer not in self.projections:
+            self.projections[layer] = output_projection(module, query.shape[1] * values.shape[3])
+
+    def metric(self, layer: int, spread: torch.Tensor) -> torch.Tensor:
+        """What errors of a layer cost.
+
+        Args:
+            layer: Which.
+            spread: Covariance of its keys and values.
+        """
+        if self.wanted.metric == "plain":
+            return torch.eye(len(spread), dtype=torch.float64) / max(float(spread.trace()), 1e-300)
+        heads, kv_heads = self.heads[layer]
+        of_values = len(self.projections[layer]) // heads * kv_heads
+        made = attention_metric(self.projections[layer], self.queries[layer].mean(), spread[-of_values:, -of_values:].cpu(), kv_heads)
+        if self.wanted.metric == "attention":
+            return made / max(float((made * spread.cpu()).sum()), 1e-300)
+        loss = self.losses[layer]
+        assert loss.sums is not None
+        return blend(loss.sums / loss.count, made)
+
+
+class Pair:
+    """Two models that read the same texts.
+
+    Args:
+        producer: Perhaps inside a PEFT wrapper.
+        consumer: Likewise.
+        tokenizer: As in `CacheTranslator.fit`.
+    """
+
+    def __init__(self, producer: Any, consumer: Any, tokenizer: Any) -> None:
+        self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
+        for role, model in (("producer", producer), ("consumer", consumer)):
+            if compat.has_learned_prompt(model):
+                raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
+        self.rotation = require_plain_layers(compat.decoder_config(self.consumer.config))
+        require_plain_layers(compat.decoder_config(self.producer.config))
+        counts = [len(compat.decoder_layers(model)[2]) for model in (self.producer, self.consumer)]
+        if counts[0] != counts[1]:
+            raise UnsupportedError(
+                f"producer, consumer: expected as many layers in both, got {counts[0]} and {counts[1]}. A layer is translated to the same layer."
+            )
+        self.layers = counts[0]
+        self.tokenizer = Tokenized(_one_tokenizer(tokenizer))
+        sizes = [model.get_input_embeddings().weight.shape[0] for model in (self.producer, self.consumer)]
+        if sizes[0] != sizes[1] and self.tokenizer.tokenizer is None:
+            raise ConfigError.of(
+                "tokenizer", "the models' tokenizer, because their embeddings have different sizes", sizes, "Other tokens can't be translated."
+            )
+        if self.tokenizer.tokenizer is not None and len(self.tokenizer.tokenizer) > min(sizes):
+            raise FingerprintMismatch(
+                f"tokenizer: has {len(self.tokenizer.tokenizer)} tokens, and the models' embeddings {sizes[0]} (producer) and {sizes[1]} "
+                "(consumer). Models that read other tokens can't share a prompt: take a pair with one tokenizer."
+            )
+
+    def fingerprints(self) -> tuple[ModelFingerprint, ModelFingerprint]:
+        """Of the producer and the consumer."""
+        return ModelFingerprint.of(self.producer), ModelFingerprint.of(self.consumer)
+
+    def states(
+        self, ids: torch.Tensor, lowest: int, hidden: Sequence[int] = (), queries: Callable[..., None] | None = None
+    ) -> tuple[dict[int, State], dict[int, State]]:
+        """What both models make of a text, by layer.
+
+        Args:
+            ids: (tokens,).
+            lowest: The layer whose input the consumer knows.
+            hidden: Layers whose inputs are wanted of both.
+            queries: See `read_states`.
+        """
+        found: list[dict[int, State]] = []
+        for model, extra in ((self.producer, ()), (self.consumer, (lowest,))):
+            states: dict[int, State] = {}
+            tokens = Tokens.of(ids).to(model.get_input_embeddings().weight.device)
+            asked = queries if model is self.consumer and extra else None
+            read_states(model, tokens, states.__setitem__, hidden=(*hidden, *extra), queries=asked)
+            found.append(states)
+        return found[0], found[1]
+
+
+def _one_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer of both models, where a pair agrees."""
+    if not isinstance(tokenizer, tuple | list):
+        return tokenizer
+    if len(tokenizer) != 2:
+        raise ConfigError.of("tokenizer", "one tokenizer, or the producer's and the consumer's", f"{len(tokenizer)} of them")
+    first, second = (tokenizer_part(each) for each in tokenizer)
+    # A template says how texts are made, not which tokens a text becomes.
+    different = [name for name in {**first, **second} if name != "chat template" and first.get(name) != second.get(name)]
+    if different:
+        raise FingerprintMismatch(
+            f"tokenizer: the producer's and the consumer's differ in {', '.join(different)}, so one text would be other tokens to each. "
+            "Take a pair with one tokenizer."
+        )
+    return tokenizer[1]
+
+
+class Clock:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Adds the time inside to a stage.
+
+        Args:
+            name: Of the stage.
+        """
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = round(self.seconds.get(name, 0.0) + time.perf_counter() - start, 3)
+
+
+@torch.no_grad()
+def fit(
+    producer: Any,
+    consumer: Any,
+    tokenizer: Any,
+    texts: Iterable[str | Sequence[int]],
+    wanted: Wanted,
+    max_length: int,
+    progress: bool,
+) -> tuple[Maps, TranslatorSettings, Route, tuple[ModelFingerprint, ModelFingerprint]]:
+    """See `CacheTranslator.fit`.
+
+    Args:
+        producer: Likewise.
+        consumer: Likewise.
+        tokenizer: Likewise.
+        texts: Likewise.
+        wanted: What is asked for.
+        max_length: Likewise.
+        progress: Likewise.
+    """
+    pair, clock = Pair(producer, consumer, tokenizer), Clock()
+    sent = range(wanted.recompute_layers + 1, pair.layers)
+    if wanted.recompute_layers >= pair.layers:
+        raise ConfigError.of("recompute_layers", f"fewer than the {pair.layers} layers there are", wanted.recompute_layers)
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 8:
+        raise ConfigError.of("max_length", "at least 8 tokens", max_length)
+    with as_found(pair.producer), as_found(pair.consumer):
+        prefixes = [ids[:max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
+        if not prefixes:
+            raise ConfigError.of("texts", "texts of at least 2 tokens", "none")
+        routed = wanted.patch_layers is not None and wanted.method != "cross_layer" and len(sent) > 0
+        apart = _kept_apart(prefixes) if routed else []
+        kept = [ids for number, ids in enumerate(prefixes) if number not in set(apart)]
+        sums = Sums(pair, wanted, sent)
+        if sent:
+            wanted = _read(pair, sums, kept, wanted, clock, progress)
+            join_processes(sums)
+        with clock.stage("fit"):
+            solver = Solver(sums, wanted)
+            maps = solver.solve()
+        route, measured = Route(()), {}
+        if routed:
+            from hf_kvcaches.translate.patching import patch
+
+            maps, route, measured = patch(pair, solver, maps, wanted, kept, [prefixes[number] for number in apart], clock, progress)
+    settings = TranslatorSettings(
+        method=wanted.method,
+        payload=float(wanted.payload),
+        dtype=wanted.code_dtype,
+        group=wanted.group,
+        recompute_layers=wanted.recompute_layers,
+        metric=wanted.metric,
+        ridge=wanted.ridge,
+        layers=pair.layers,
+        prefixes=len(prefixes),
+        tokens=sum(map(len, prefixes)),
+        seconds=clock.seconds,
+        measured=measured,
+    )
+    return maps, settings, route, pair.fingerprints()
+
+
+def _kept_apart(prefixes: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of the texts to try layers on: every eighth of those that are long enough to ask for something behind a beginning."""
+    long = [number for number, ids in enumerate(prefixes) if len(ids) >= 16]
+    return long[_APART - 1 :: _APART][:_MOST_APART]
+
+
+def _read(pair: Pair, sums: Sums, prefixes: Sequence[torch.Tensor], wanted: Wanted, clock: Clock, progress: bool) -> Wanted:
+    """Feeds this process' share of the texts in; returns what is asked for, with a metric that can be had."""
+    own, processes = process()
+    queries = None if wanted.metric == "plain" else sums.look
+    for number, ids in enumerate(tqdm(prefixes, unit=" texts", desc="Reading", disable=not progress or own > 0)):
+        if number % processes != own:
+            continue
+        with clock.stage("prefill"):
+            sums.add(*pair.states(ids, wanted.recompute_layers, queries=queries))
+        if wanted.metric == "loss":
+            with clock.stage("gradients"):
+                try:
+                    _add_gradients(pair.consumer, sums, ids, number)
+                except KVCacheError:
+                    raise
+                except (RuntimeError, NotImplementedError, AttributeError) as error:
+                    warnings.warn(
+                        f"metric='loss' needs gradients, which {type(pair.consumer).__name__} has not: {error}. Using 'attention'.",
+                        stacklevel=4,
+                    )
+                    wanted = replace(wanted, metric="attention")
+                    sums.wanted = wanted
+    return wanted
+
+
+def _add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: int) -> None:
+    cache = ReadingCache(model)
+    cache.leaves = []
+    tokens = Tokens.of(ids).to(model.get_input_embeddings().weight.device)
+    gradients = loss_gradients(model, tokens.ids, cache.leaves, cache, seed)
+    for layer, own in sums.losses.items():
+        own.add(*gradients[layer], tokens.positions)
+
+
+def join_processes(sums: Sums) -> None:
+    """Adds up what all processes read, so that each has everything.
+
+    Args:
+        sums: Of this process.
+    """
+    if process()[1] == 1:
+        return
+    from accelerate import PartialState
+    from accelerate.utils import reduce
+
+    device = PartialState().device
+    for moments in sums.moments.values():
+        for own in (moments.sums, moments.count):
+            own.copy_(reduce(own.to(device), reduction="sum"))
+    for layer in sums.sent:
+        for each in (sums.queries[layer], sums.losses[layer]):
+            if each.sums is not None:
+                each.sums = reduce(each.sums.to(device), reduction="sum").cpu()
+                each.count = reduce(torch.as_tensor(float(each.count), device=device), reduction="sum").cpu()
+
+
+def state_path(folder: Any, layer: int) -> Path | None:
+    """Where the training of a layer's aligner is kept.
+
+    Args:
+        folder: The caller's, or None.
+        layer: The layer.
+    """
+    if folder is None:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder) / f"layer-{layer}.safetensors"
