@@ -47,6 +47,10 @@ class Prefilled:
 
     def __init__(self, model: Any) -> None:
         self.model = model.double()
+        torch.manual_seed(5)
+        for name, parameter in model.named_parameters():
+            if "norm" in name or ".ln_" in name:
+                nn.init.uniform_(parameter, 0.3, 2.0)
         self.decoder, _, self.layers = decoder_layers(self.model)
         self.seen: dict[tuple[int, str], Tensor] = {}
         self.arguments: dict[int, dict[str, Any]] = {}
@@ -163,6 +167,31 @@ def test_more_traces_and_a_margin_widen_the_domain(prefilled: Prefilled) -> None
         assert getattr(both, name) == pytest.approx(getattr(whole, name))
 
 
+def test_a_layers_constants_are_those_of_its_parts_and_fused_projections_change_nothing() -> None:
+    plain, fused = Prefilled(tiny.llama()), phi3().double()
+    trace, layer = plain.trace(1), plain.layers[1]
+    fused.model.layers[1].load_state_dict(
+        {
+            "self_attn.qkv_proj.weight": torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]),
+            "self_attn.o_proj.weight": layer.self_attn.o_proj.weight,
+            "mlp.gate_up_proj.weight": torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
+            "mlp.down_proj.weight": layer.mlp.down_proj.weight,
+            "input_layernorm.weight": layer.input_layernorm.weight,
+            "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
+        }
+    )
+    got, same = layer_constants(plain.model, 1, [trace]), layer_constants(fused, 1, [trace])
+    for name in ("attention", "keys", "values", "mlp"):
+        # Their epsilons differ.
+        assert getattr(got, name) == pytest.approx(getattr(same, name), rel=1e-3)
+    query, key, value, out = (
+        float(torch.linalg.matrix_norm(getattr(layer.self_attn, f"{name}_proj").weight.detach(), ord=2)) for name in "qkvo"
+    )
+    first = norm_constant([trace.hidden], layer.input_layernorm.weight, centred=False, eps=layer.input_layernorm.variance_epsilon)
+    parts = attention_constants([trace], query, key, value, out, 8**-0.5)
+    assert (got.attention, got.keys, got.values) == pytest.approx((parts[0] * first, parts[1], parts[2]))
+
+
 def test_what_attention_changes_goes_through_the_mlp() -> None:
     constants = LayerConstants(attention=2.0, keys=3.0, values=4.0, mlp=5.0)
     assert (constants.alpha, constants.beta) == (18.0, 42.0)
@@ -246,6 +275,15 @@ def test_heads_that_share_keys_add_up() -> None:
         assert largest[0] <= by_query
         assert largest[1] <= by_keys
         assert largest[2] <= by_values
+
+    def norm(matrix: Tensor) -> float:
+        return float(torch.linalg.matrix_norm(matrix, ord=2))
+
+    keys[:, 0], values[:, 1] = keys[:, 0] * 3, values[:, 1] * 5
+    by_query, by_keys, _ = attention_constants([trace], 1.0, 0.0, 0.0, 1.0, 0.4)
+    assert by_query == pytest.approx(0.2 * max(norm(keys[:, head]) * norm(values[:, head]) for head in range(2)))
+    reached = [float(queries[0, head].norm()) * norm(values[:, head // 2]) for head in range(4)]
+    assert by_keys == pytest.approx(0.2 * math.hypot(*reached))
     # A value that all heads look at, in the same way, has an effect in each of them.
     assert attention_constants([trace], 0.0, 0.0, 0.0, 3.0, 0.4)[2] == 6.0
     assert attention_constants([trace], 0.0, 0.0, 1.0, 1.0, 0.4)[0] == pytest.approx(2**0.5)
@@ -351,11 +389,17 @@ def scaled_residuals() -> Any:
     return model
 
 
+def one_more_part() -> Any:
+    model = tiny.llama()
+    model.model.layers[0].memory = nn.Linear(32, 32)
+    return model
+
+
 def scaled_rotation() -> Any:
     return tiny.llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64})
 
 
-@pytest.mark.parametrize("make", [tiny.gemma2, qwen3, scaled_residuals, scaled_rotation])
+@pytest.mark.parametrize("make", [tiny.gemma2, qwen3, one_more_part, scaled_residuals, scaled_rotation])
 def test_layers_that_compute_something_else_are_refused(make: Callable[[], Any]) -> None:
     unused = torch.ones(2, 32)
     with pytest.raises(UnsupportedError):
@@ -380,7 +424,7 @@ def test_adapters_count() -> None:
         merged.model.layers[0].self_attn.v_proj.weight += added.added.weight
     got = layer_constants(adapted, 0, [trace])
     assert got.alpha == pytest.approx(layer_constants(merged, 0, [trace]).alpha)
-    assert got.alpha > layer_constants(plain.model, 0, [trace]).alpha
+    assert got.alpha > layer_constants(tiny.llama().double(), 0, [trace]).alpha
 
 
 def test_arguments_that_make_no_sense_are_refused() -> None:
