@@ -93,7 +93,7 @@ class TranslatedCache(GrowingCache):
             hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
             raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
         if (translator is None) != (codes is None):
-            raise ConfigError("translator, codes: expected both, got one of them. Codes are of no use without the translator that made them.")
+            raise ConfigError("translator, codes: expected both, got one of them. Only the translator that made codes can read them.")
         if translator is not None and codes is not None:
             translator.check_consumer(consumer)
             translator.check_codes(codes.head)
@@ -138,8 +138,8 @@ class TranslatedCache(GrowingCache):
         if placed is None:
             coded = ", ".join(str(row.tokens) for row in self.codes.head.rows)
             raise ConfigError(
-                f"codes: they are of another prompt (rows of {coded} tokens) than the one that came. Encode this prompt, with the same tokens "
-                "and chat template, or use another cache for it."
+                f"codes: they are of another prompt (rows of {coded} tokens) than the one that came. Encode this prompt, with the same "
+                "tokens and chat template, or use another cache for it."
             )
         return placed
 

@@ -99,7 +99,7 @@ class Sums:
         self.queries = {layer: QueryMoments(pair.rotation.layers[layer]) for layer in sent}
         self.losses = {layer: LossMoments(pair.rotation.layers[layer]) for layer in sent}
         self.projections: dict[int, torch.Tensor] = {}
-        self.heads: dict[int, tuple[int, int]] = {}
+        self.shapes: dict[str, tuple[int, int, int]] = {}
 
     def add(self, producer: dict[int, State], consumer: dict[int, State]) -> None:
         """Counts a text in.
@@ -110,6 +110,11 @@ class Sums:
         """
         known = consumer[self.wanted.recompute_layers].hidden
         assert known is not None
+        for role, states in (("producer", producer), ("consumer", consumer)):
+            shapes = {(state.keys.shape[1], state.values.shape[1], state.heads) for state in states.values()}
+            if len(shapes) > 1:
+                raise UnsupportedError(f"{role}: its layers keep keys and values of different shapes, {sorted(shapes)}.")
+            self.shapes[role] = shapes.pop()
         if self.wanted.method == "cross_layer":
             self._add(-1, known, [producer[layer] for layer in self.sent], [consumer[layer] for layer in self.sent])
             return
@@ -123,12 +128,13 @@ class Sums:
             self.moments[key] = Moments(widths, known.device)
         self.moments[key].add(one=known.new_ones(len(known), 1), side=known, producer=x, consumer=y)
 
-    def look(self, layer: int, module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, arguments: dict[str, Any]) -> None:
+    def look(
+        self, layer: int, module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, arguments: dict[str, Any]
+    ) -> None:
         """Counts a layer's queries in; see `ReadingCache`."""
         if layer not in self.queries:
             return
         self.queries[layer].add(module, query, arguments)
-        self.heads[layer] = query.shape[1], keys.shape[1]
         if layer not in self.projections:
             self.projections[layer] = output_projection(module, query.shape[1] * values.shape[3])
 
@@ -141,9 +147,8 @@ class Sums:
         """
         if self.wanted.metric == "plain":
             return torch.eye(len(spread), dtype=torch.float64) / max(float(spread.trace()), 1e-300)
-        heads, kv_heads = self.heads[layer]
-        of_values = len(self.projections[layer]) // heads * kv_heads
-        made = attention_metric(self.projections[layer], self.queries[layer].mean(), spread[-of_values:, -of_values:].cpu(), kv_heads)
+        keys, _, heads = self.shapes["consumer"]
+        made = attention_metric(self.projections[layer], self.queries[layer].mean(), spread[keys:, keys:].cpu(), heads)
         if self.wanted.metric == "attention":
             return made / max(float((made * spread.cpu()).sum()), 1e-300)
         loss = self.losses[layer]
@@ -170,14 +175,17 @@ class Pair:
         counts = [len(compat.decoder_layers(model)[2]) for model in (self.producer, self.consumer)]
         if counts[0] != counts[1]:
             raise UnsupportedError(
-                f"producer, consumer: expected as many layers in both, got {counts[0]} and {counts[1]}. A layer is translated to the same layer."
+                f"producer, consumer: expected as many layers in both, got {counts[0]} and {counts[1]}. Each is translated to its like."
             )
         self.layers = counts[0]
         self.tokenizer = Tokenized(_one_tokenizer(tokenizer))
         sizes = [model.get_input_embeddings().weight.shape[0] for model in (self.producer, self.consumer)]
         if sizes[0] != sizes[1] and self.tokenizer.tokenizer is None:
             raise ConfigError.of(
-                "tokenizer", "the models' tokenizer, because their embeddings have different sizes", sizes, "Other tokens can't be translated."
+                "tokenizer",
+                "the models' tokenizer, as their embeddings have different sizes",
+                sizes,
+                "Other tokens can't be translated.",
             )
         if self.tokenizer.tokenizer is not None and len(self.tokenizer.tokenizer) > min(sizes):
             raise FingerprintMismatch(
@@ -276,8 +284,8 @@ def fit(
         raise ConfigError.of("max_length", "at least 8 tokens", max_length)
     with as_found(pair.producer), as_found(pair.consumer):
         prefixes = [ids[:max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
-        if not prefixes:
-            raise ConfigError.of("texts", "texts of at least 2 tokens", "none")
+        if len(prefixes) < process()[1]:
+            raise ConfigError.of("texts", f"at least {process()[1]} of at least 2 tokens, one for each process", len(prefixes))
         routed = wanted.patch_layers is not None and wanted.method != "cross_layer" and len(sent) > 0
         apart = _kept_apart(prefixes) if routed else []
         kept = [ids for number, ids in enumerate(prefixes) if number not in set(apart)]
@@ -288,7 +296,7 @@ def fit(
         with clock.stage("fit"):
             solver = Solver(sums, wanted)
             maps = solver.solve()
-        route, measured = Route(()), {}
+        route, measured = Route(()), dict[str, float]()
         if routed:
             from hf_kvcaches.translate.patching import patch
 

@@ -11,13 +11,13 @@ from torch import nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.growing import capacity_for
-from hf_kvcaches.core.only_layers import LookedEnough, only_layers
+from hf_kvcaches.core.only_layers import LookedEnough
 from hf_kvcaches.core.quantize import Quantized
 from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
 from hf_kvcaches.translate.codes import Part
 from hf_kvcaches.translate.head import CodesHead
 from hf_kvcaches.translate.maps import LayerDecoder
-from hf_kvcaches.translate.states import Tokens, run_base, watch_inputs
+from hf_kvcaches.translate.states import Tokens, feed_attention, run_base, watch_inputs
 
 if TYPE_CHECKING:
     from hf_kvcaches.translate.cache import TranslatedCache
@@ -189,7 +189,8 @@ class Filling:
         device, slots = compat.layer_device(module), capacity_for(self.tokens.ids.shape[1] + 1)
         layer.lazy_initialization(keys.new_empty(0, device=device), values.new_empty(0, device=device))
         # All layers are of one shape: the translator was not fitted otherwise.
-        layer.key_buffer, layer.value_buffer = (like.new_zeros(*like.shape[:2], slots, like.shape[3], device=device) for like in (keys, values))
+        for name, like in (("key_buffer", keys), ("value_buffer", values)):
+            setattr(layer, name, like.new_zeros(*like.shape[:2], slots, like.shape[3], device=device))
 
     def _turns(self, layer_idx: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Cosines and sines for the wanted tokens; layers that turn alike share them."""
@@ -212,24 +213,15 @@ class Filling:
         codes = None if part is None else self._plain(part, self.side.device)
         made = decoder.apply(self.side, codes)
         batch, length = self.tokens.ids.shape
-        hidden = made.new_zeros(batch, length, made.shape[1]).to(self.model.dtype)
+        hidden = made.new_zeros(batch, length, made.shape[1])
         start = 0
         for row in self.places.rows:
             count = length - self.places.padding[row]
-            hidden[row, self.places.padding[row] :] = made[start : start + count].to(hidden.dtype)
+            hidden[row, self.places.padding[row] :] = made[start : start + count]
             start += count
 
-        def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            given = hidden.to(args[0].device if args else kwargs["hidden_states"].device)
-            return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
-
-        index = decoder.layer
-        handle = compat.attention_module(self.decoder[index]).register_forward_pre_hook(exchange, with_kwargs=True)
-        try:
-            with self._stopping(index), only_layers(self.model, index, hidden=hidden), self.cache.seen_from(index), suppress(LookedEnough):
-                run_base(self.model, self.cache, self.tokens)
-        finally:
-            handle.remove()
+        with self._stopping(decoder.layer):
+            feed_attention(self.model, decoder.layer, hidden, self.tokens, self.cache)
 
 
 def on_device(weights: Decoder, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -242,5 +234,3 @@ def on_device(weights: Decoder, device: torch.device, dtype: torch.dtype) -> Dec
     """
     kind = torch.float32 if device.type == "cpu" else dtype
     return Decoder(*(None if part is None else part.to(device, kind) for part in weights))
-
-

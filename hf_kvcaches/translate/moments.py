@@ -92,4 +92,3 @@ class QueryMoments:
         """(heads, key_dim, key_dim), the attention's scaling included."""
         assert self.sums is not None
         return self.sums / self.count * self.scaling**2
-

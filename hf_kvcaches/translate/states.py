@@ -19,7 +19,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.only_layers import LookedEnough
+from hf_kvcaches.core.only_layers import LookedEnough, only_layers
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -31,11 +31,13 @@ class State(NamedTuple):
         keys: Without rotation, (tokens, kv_heads * key_dim).
         values: (tokens, kv_heads * value_dim).
         hidden: What its attention was given, normalised, (tokens, hidden), where that was asked for.
+        heads: Of keys and of values.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     hidden: torch.Tensor | None
+    heads: int
 
     @property
     def pair(self) -> torch.Tensor:
@@ -207,8 +209,7 @@ def read_states(
     inputs: dict[int, torch.Tensor] = {}
 
     def take(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        content = without_rotation(rotation, index, keys, tokens.positions)
-        on_state(index, State(flat(content, tokens.real), flat(values, tokens.real), inputs.pop(index, None)))
+        on_state(index, state_of(rotation, index, keys, values, tokens)._replace(hidden=inputs.pop(index, None)))
         if index == upto:
             raise LookedEnough
 
@@ -231,27 +232,66 @@ def run_base(model: PreTrainedModel, cache: KVCache, tokens: Tokens) -> None:
     model.base_model(**arguments)
 
 
-def without_rotation(rotation: Rotation, layer: int, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Keys as they were before they had positions; learned positions stay in them.
+def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: Tokens) -> State:
+    """A layer's state of the real tokens. Keys lose their rotation; learned positions stay in them.
 
     Args:
         rotation: Of the model.
-        layer: Of the keys.
+        layer: Which.
         keys: (batch, kv_heads, tokens, head_dim).
-        positions: (batch, tokens).
+        values: Likewise.
+        tokens: The prompts.
     """
-    geometry = rotation.layers[layer]
-    return geometry.unrotate(keys, positions) if geometry.kind == "rope" else keys
+    geometry, real = rotation.layers[layer], tokens.real.to(keys.device)
+    content = geometry.unrotate(keys, tokens.positions.to(keys.device)) if geometry.kind == "rope" else keys
+    flat_keys, flat_values = (part.transpose(1, 2)[real].flatten(1) for part in (content, values))
+    return State(flat_keys, flat_values, None, keys.shape[1])
 
 
-def flat(states: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """The real tokens' states, (tokens, heads * head_dim).
+def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: Tokens, cache: KVCache) -> None:
+    """Gives a layer's attention another input than the model's own, up to its keys and values.
 
     Args:
-        states: (batch, heads, tokens, head_dim).
-        real: (batch, tokens).
+        model: Without a PEFT wrapper.
+        layer: Which.
+        hidden: Normalised, (batch, tokens, hidden).
+        tokens: The prompts.
+        cache: Takes keys and values, and raises `LookedEnough` behind them.
     """
-    return states.transpose(1, 2)[real.to(states.device)].flatten(1)
+
+    def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = hidden.to(args[0] if args else kwargs["hidden_states"])
+        return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
+
+    attention = compat.attention_module(compat.decoder_layers(model)[2][layer])
+    handle = attention.register_forward_pre_hook(exchange, with_kwargs=True)
+    below = hidden.to(model.dtype)
+    try:
+        with only_layers(model, layer, hidden=below), cache.seen_from(layer), suppress(LookedEnough):
+            run_base(model, cache, tokens)
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: Tokens) -> State:
+    """The keys and values that a layer makes of an input.
+
+    Args:
+        model: Without a PEFT wrapper.
+        layer: Which.
+        hidden: Normalised, (tokens, hidden), of one prompt.
+        tokens: The prompt.
+    """
+    cache, found = ReadingCache(model), list[State]()
+
+    def take(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        found.append(state_of(require_plain_layers(cache.config), index, keys, values, tokens))
+        raise LookedEnough
+
+    cache.on_layer = take
+    feed_attention(model, layer, hidden[None], tokens, cache)
+    return found[0]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`CacheTranslator`: fitted once for a producer and a consumer, saved, shared; it encodes what the one reads and fills the other's cache."""
+"""`CacheTranslator`: fitted once for a producer and a consumer; it makes codes of what the one reads, for the other's cache."""
 
 from __future__ import annotations
 
@@ -265,7 +265,12 @@ class CacheTranslator(Artifact):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls, folder_or_hub_id: str | os.PathLike[str], *, producer: nn.Module | None = None, consumer: nn.Module | None = None, **options: Any
+        cls,
+        folder_or_hub_id: str | os.PathLike[str],
+        *,
+        producer: nn.Module | None = None,
+        consumer: nn.Module | None = None,
+        **options: Any,
     ) -> Self:
         """Loads a translator; see `Artifact.from_pretrained` for the options.
 
@@ -284,14 +289,19 @@ class CacheTranslator(Artifact):
 
     def describe_calibration(self) -> str:
         own = self.settings
-        ranks = ", ".join(f"{each.part}: " + " + ".join(f"{name} {rank}" for name, rank in each.ranks.items()) for each in self.maps.encoders)
-        seconds = ", ".join(f"{stage} {value:.1f} s" for stage, value in own.seconds.items())
-        measured = "".join(f"\n- {what}: {value:.3g}" for what, value in own.measured.items())
-        return (
-            f"From {self.producer.describe()}\nto {self.consumer.describe()}.\n\nMethod {own.method}, {own.prefixes} texts of {own.tokens:,} tokens, "
-            f"metric {own.metric}, codes in {own.dtype} ({ranks}); patched layers: {list(self.patched_layers) or 'none'}; the consumer runs "
-            f"{own.recompute_layers} layers. {seconds}.\n\nKL divergence in nats on texts kept apart:{measured}"
-        )
+        ranks = [" + ".join(f"{name} {rank}" for name, rank in each.ranks.items()) for each in self.maps.encoders]
+        rows = {
+            "Producer": self.producer.describe(),
+            "Consumer": self.consumer.describe(),
+            "Method": f"{own.method}, metric {own.metric}",
+            "Texts": f"{own.prefixes}, {own.tokens:,} tokens",
+            "Codes": f"{own.dtype}; " + ", ".join(f"{each.part}: {rank}" for each, rank in zip(self.maps.encoders, ranks, strict=True)),
+            "Patched layers": ", ".join(map(str, self.patched_layers)) or "none",
+            "Layers that the consumer runs": str(own.recompute_layers),
+            "Seconds": ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in own.seconds.items()),
+            **{f"KL on texts kept apart, {what}": f"{value:.3g} nats" for what, value in own.measured.items()},
+        }
+        return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
 class _Encoding:
@@ -301,7 +311,9 @@ class _Encoding:
         self.translator, self.model = translator, translator.check_producer(producer)
         tokens = Tokens.of(input_ids, attention_mask)
         if int(tokens.real.sum(-1).min()) < 2:
-            raise ConfigError.of("input_ids", "at least two tokens a row", tuple(tokens.ids.shape), "The consumer runs the last one itself.")
+            raise ConfigError.of(
+                "input_ids", "at least two tokens a row", tuple(tokens.ids.shape), "The consumer runs the last one itself."
+            )
         self.tokens = Tokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]).to(self.model.get_input_embeddings().weight.device)
         own = translator.settings
         self.head = CodesHead(
@@ -349,5 +361,3 @@ def _checked(model: Any, expected: ModelFingerprint, role: str, other_role: str,
             raise FingerprintMismatch(f"{error}{hint}") from None
         raise FingerprintMismatch(f"The translator's {role} is another model than this one.{hint}")
     return base
-
-

@@ -1,0 +1,250 @@
+"""Patched layers: which, and the maps that give a consumer its attention's input there.
+
+Layers are chosen as the paper chooses them, by what restoring the consumer's own states would gain (`routing`). What is then really put in
+is a translated input, so each chosen layer is measured again on texts kept apart, and stays a reused one where that is better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from hf_kvcaches.core.calibrating import divergence, process
+from hf_kvcaches.core.growing import GrowingCache
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.translate.aligners import MLPAligner, fit_ridge, train_aligner
+from hf_kvcaches.translate.calibration import Clock, Pair, Wanted, state_path
+from hf_kvcaches.translate.codes import Part, pack
+from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
+from hf_kvcaches.translate.moments import Moments
+from hf_kvcaches.translate.reuse import reduced_rank
+from hf_kvcaches.translate.routing import Route, select
+from hf_kvcaches.translate.solving import Solver, part_name
+from hf_kvcaches.translate.states import Tokens, state_of_input
+
+# Of a text kept apart, so much is asked for behind the rest: a quarter, and no more than so many tokens.
+_ASKED = 32
+_HIDDEN_WIDTH, _STEPS, _MOST_ROWS = 2, 400, 65536
+
+Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Trial:
+    """One text kept apart: what the consumer says behind its beginning, with this or that in the place of its own keys and values.
+
+    Args:
+        pair: The models.
+        ids: Of the text.
+        lowest: The highest layer that the consumer has for itself.
+    """
+
+    def __init__(self, pair: Pair, ids: torch.Tensor, lowest: int) -> None:
+        self.pair = pair
+        asked = max(2, min(_ASKED, len(ids) // 4))
+        self.begun, self.asked = ids[:-asked], ids[-asked:]
+        self.producer, self.consumer = pair.states(self.begun, lowest, hidden=range(lowest + 1, pair.layers))
+        known = self.consumer[lowest].hidden
+        assert known is not None
+        self.known = known
+        self.alone = self.answer({})
+
+    def answer(self, exchanged: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """Logits, (places, vocabulary).
+
+        Args:
+            exchanged: Keys without rotation and values of some layers, (tokens, width) each; others are the consumer's own.
+        """
+        model, tokens = self.pair.consumer, len(self.begun)
+        cache = GrowingCache(model.config)
+        if any(not hasattr(layer, "key_buffer") for layer in cache.layers):
+            raise UnsupportedError("patch_layers='auto': hybrid models are not measured. Name the layers, or pass None.")
+        positions = torch.arange(tokens)
+        for index, layer in enumerate(cache.layers):
+            state = self.consumer[index]
+            keys, values = exchanged.get(index, (state.keys, state.values))
+            keys, values = (part.to(state.keys).unflatten(1, (state.heads, -1)).transpose(0, 1)[None] for part in (keys, values))
+            geometry = self.pair.rotation.layers[index]
+            layer.update(geometry.rotate(keys, positions.to(keys.device)) if geometry.kind == "rope" else keys, values)
+        ids = self.asked[None].to(model.get_input_embeddings().weight.device)
+        where = torch.arange(tokens, tokens + ids.shape[1], device=ids.device)[None]
+        logits: torch.Tensor = model(input_ids=ids, position_ids=where, past_key_values=cache, use_cache=True).logits[0]
+        return logits
+
+    def translated(self, maps: Maps, wanted: Wanted) -> Pairs:
+        """Keys and values of all layers that are sent.
+
+        Args:
+            maps: As fitted.
+            wanted: With the type of codes.
+        """
+        codes: dict[str | None, torch.Tensor] = {}
+        for encoder in maps.encoders:
+            made = encoder.encode([self.producer[layer] for layer in encoder.layers])
+            part = Part(encoder.part, {name: pack(code.cpu(), wanted.code_dtype, wanted.group) for name, code in made.items()})
+            codes[encoder.part] = torch.cat([part.decoded(name, torch.float32) for name in part.codes], dim=1).to(self.known.device)
+        found = {}
+        for decoder in maps.decoders:
+            given = decoder.apply(self.known, codes.get(decoder.part))
+            if decoder.kind == "patch":
+                state = state_of_input(self.pair.consumer, decoder.layer, given, Tokens.of(self.begun).to(given.device))
+                found[decoder.layer] = state.keys, state.values
+            else:
+                width = self.consumer[decoder.layer].keys.shape[1]
+                found[decoder.layer] = given[:, :width], given[:, width:]
+        return found
+
+
+def patch(
+    pair: Pair,
+    solver: Solver,
+    maps: Maps,
+    wanted: Wanted,
+    kept: Sequence[torch.Tensor],
+    apart: Sequence[torch.Tensor],
+    clock: Clock,
+    progress: bool,
+) -> tuple[Maps, Route, dict[str, float]]:
+    """Chooses layers, fits their maps, and keeps those that are better than reuse.
+
+    Args:
+        pair: The models.
+        solver: That made the maps.
+        maps: Without patched layers.
+        wanted: What the caller asks for.
+        kept: The texts that maps are fitted to.
+        apart: Those that layers are tried on.
+        clock: For the stages.
+        progress: Whether to show bars.
+    """
+    named = None if wanted.patch_layers in ("auto", None) else _named(wanted.patch_layers, solver.sums.sent)
+    if not named and not apart:
+        return maps, Route(()), {}
+    with clock.stage("routing"):
+        trials = [Trial(pair, ids, wanted.recompute_layers) for ids in apart]
+        judge = _Judge(trials, wanted)
+        reused = [trial.translated(maps, wanted) for trial in trials]
+
+        def score(restored: frozenset[int]) -> float:
+            return judge.of([{layer: states for layer, states in own.items() if layer not in restored} for own in reused])
+
+        measured = {"reuse alone": judge.divergence(reused)} if trials else {}
+        route = Route(tuple(named)) if named else select(score, solver.sums.sent, pool=8, most=6)
+    if not route.patched:
+        return maps, route, measured
+    with clock.stage("patch"):
+        made = _fit_patches(pair, solver, route.patched, wanted, kept, progress)
+        if named:
+            chosen = _with(maps, made, route.patched)
+        else:
+            chosen, best, taken = maps, judge.of(reused), list[int]()
+            for layer in (step.layer for step in route.steps if step.layer in route.patched):
+                tried = _with(chosen, made, (layer,))
+                found = judge.of([trial.translated(tried, wanted) for trial in trials])
+                if found > best:
+                    chosen, best, taken = tried, found, [*taken, layer]
+            route = Route(tuple(sorted(taken)), route.sensitivity, route.steps, route.efficiencies)
+        if trials:
+            measured["with patches"] = judge.divergence([trial.translated(chosen, wanted) for trial in trials])
+    return chosen, route, measured
+
+
+class _Judge:
+    """The score of what is put in the place of the consumer's own keys and values."""
+
+    def __init__(self, trials: Sequence[Trial], wanted: Wanted) -> None:
+        self.trials = trials
+        self.score: Callable[[torch.Tensor, torch.Tensor], float] = wanted.score or _closeness
+
+    def of(self, exchanged: Sequence[Mapping[int, Any]]) -> float:
+        """The mean over all texts."""
+        scores = [self.score(trial.alone, trial.answer(own)) for trial, own in zip(self.trials, exchanged, strict=True)]
+        return math.fsum(map(float, scores)) / len(scores)
+
+    def divergence(self, exchanged: Sequence[Mapping[int, Any]]) -> float:
+        """The mean KL over all texts."""
+        found = [float(divergence(t.alone, t.answer(own)).mean()) for t, own in zip(self.trials, exchanged, strict=True)]
+        return math.fsum(found) / len(found)
+
+
+def _closeness(alone: torch.Tensor, found: torch.Tensor) -> float:
+    return -float(divergence(alone, found).mean())
+
+
+def _named(layers: Any, sent: Sequence[int]) -> list[int]:
+    if isinstance(layers, str) or not isinstance(layers, Sequence) or any(layer not in sent for layer in layers):
+        raise ConfigError.of("patch_layers", f"'auto', None or some of the layers that are sent, {list(sent)}", layers)
+    return sorted(set(layers))
+
+
+def _with(maps: Maps, made: Mapping[int, tuple[Encoder, LayerDecoder]], layers: Sequence[int]) -> Maps:
+    """Maps in which some layers are patched."""
+    own = {part_name(layer): made[layer][0] for layer in layers}
+    encoders = [own.get(encoder.part, encoder) for encoder in maps.encoders]
+    return Maps(encoders, [made[each.layer][1] if each.layer in layers else each for each in maps.decoders])
+
+
+def _fit_patches(
+    pair: Pair, solver: Solver, layers: Sequence[int], wanted: Wanted, kept: Sequence[torch.Tensor], progress: bool
+) -> dict[int, tuple[Encoder, LayerDecoder]]:
+    """Maps of the patched layers, from one more pass over the texts."""
+    moments: dict[int, Moments] = {}
+    rows: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
+    count = 0
+    for ids in tqdm(kept, unit=" texts", desc="Reading inputs", disable=not progress or process()[0] > 0):
+        producer, consumer = pair.states(ids, wanted.recompute_layers, hidden=layers)
+        known = consumer[wanted.recompute_layers].hidden
+        assert known is not None
+        for layer in layers:
+            given, target = producer[layer].hidden, consumer[layer].hidden
+            assert given is not None
+            assert target is not None
+            if layer not in moments:
+                widths = {"one": 1, "side": known.shape[1], "producer": given.shape[1], "consumer": target.shape[1]}
+                moments[layer] = Moments(widths | {"pair": consumer[layer].pair.shape[1]}, known.device)
+            given, target = given.to(known.device), target.to(known.device)
+            moments[layer].add(
+                one=known.new_ones(len(known), 1), side=known, producer=given, consumer=target, pair=consumer[layer].pair.to(known.device)
+            )
+            if wanted.aligner == "mlp" and count < _MOST_ROWS:
+                rows[layer].append((known, given, target))
+        count += len(ids)
+    return {layer: _fit_patch(layer, moments[layer], solver, wanted, rows[layer]) for layer in layers}
+
+
+def _fit_patch(
+    layer: int, moments: Moments, solver: Solver, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+) -> tuple[Encoder, LayerDecoder]:
+    # What errors of the input cost: those of the keys and values that follow from it.
+    follows = fit_ridge(moments.of("consumer", "consumer"), moments.of("consumer", "pair"), wanted.ridge)
+    inner = solver.metrics.get(layer)
+    metric = follows @ follows.T if inner is None else follows @ inner.to(follows.device) @ follows.T
+    fit = reduced_rank(moments, metric, wanted.ridge)
+    rank = max(1, min(solver.ranks.get(layer, 1), fit.encode.shape[1]))
+    encoder = Encoder(part_name(layer), "patch", (layer,), {"h": fit.encoder(rank)})
+    weights = fit.decoder(rank)
+    if wanted.aligner == "ridge":
+        return encoder, LayerDecoder(layer, encoder.part, "patch", weights)
+    return encoder, LayerDecoder(layer, encoder.part, "patch", Decoder(), _trained(layer, encoder, weights, wanted, rows))
+
+
+def _trained(
+    layer: int, encoder: Encoder, weights: Decoder, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+) -> MLPAligner:
+    """An aligner that starts from the linear map."""
+    assert weights.side is not None
+    assert weights.codes is not None
+    batches = []
+    for known, given, target in rows:
+        coded = pack((given.float() @ encoder.weights["h"].to(given.device)).cpu(), wanted.code_dtype, wanted.group)
+        codes = Part(encoder.part, {"h": coded}).decoded("h", torch.float32).to(known.device)
+        batches.append((torch.cat([known.float(), codes], dim=1), target.float()))
+    linear = torch.cat([weights.side, weights.codes]).to(batches[0][0].device)
+    aligner = MLPAligner(linear, weights.bias, hidden=_HIDDEN_WIDTH * linear.shape[1])
+    with torch.inference_mode(False), torch.enable_grad():
+        train_aligner(aligner, batches, steps=_STEPS, state=state_path(wanted.aligner_state, layer))
+    return aligner.cpu().eval()
