@@ -24,7 +24,8 @@ from hf_kvcaches.translate._codes_format import (
     digest_of,
     digest_of_part,
 )
-from hf_kvcaches.translate.codes import AGAIN, CodesHead, Part, PartHead, SemanticCodes
+from hf_kvcaches.translate.codes import Part, SemanticCodes
+from hf_kvcaches.translate.head import AGAIN, CodesHead, PartHead
 
 Bytes = bytes | bytearray | memoryview
 

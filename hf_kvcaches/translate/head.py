@@ -1,0 +1,240 @@
+"""What is known of semantic codes before their numbers come: between which models, of which prompts, and what parts follow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Self
+
+import numpy as np
+from torch import Tensor
+
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.translate._codes_format import DIGEST, MOST_COMMAS, PART, START, VERSION, BodyTensor, body_size, body_tensors, code_meta
+
+CODE_DTYPES = ("float32", "float16", "int8", "int4")
+PART_KINDS = ("reuse", "patch", "cross_layer")
+AGAIN = "Have them sent again."
+# What a head says is also said in errors.
+_LONGEST_TEXT = 1000
+_MOST_TOKENS, _MOST_RANK = 1 << 40, 1 << 31
+# Far beyond any model. Each code of a part has names and shapes to be worked out, however short the head is.
+_MOST_LAYERS, _MOST_CODES = 1 << 10, 8
+_DIGITS = set("0123456789abcdef")
+_CODE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_ROW_DIGEST = re.compile(r"[0-9a-f]{32}")
+# A mark, of 2 bytes, for so many tokens: enough of them tell whether a shorter text is the beginning of a row.
+_MARKED = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A prompt that was coded, known by its tokens.
+
+    Args:
+        tokens: How many, padding not counted.
+        digest: Of their ids, as `Row.of` makes it.
+        marks: Of its beginnings, likewise.
+    """
+
+    tokens: int
+    digest: str
+    marks: str
+
+    def __post_init__(self) -> None:
+        _check_count("tokens", self.tokens, 0, _MOST_TOKENS)
+        if not isinstance(self.digest, str) or not _ROW_DIGEST.fullmatch(self.digest):
+            raise ConfigError.of("digest", "32 hexadecimal digits in small letters", self.digest, "Take Row.of(ids).")
+        digits = 4 * (self.tokens // _MARKED)
+        if not isinstance(self.marks, str) or len(self.marks) != digits or not set(self.marks) <= _DIGITS:
+            raise ConfigError.of("marks", f"{digits} hexadecimal digits in small letters", self.marks, "Take Row.of(ids).")
+
+    @classmethod
+    def of(cls, ids: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> Self:
+        """The row of these tokens.
+
+        Args:
+            ids: A row of token ids without padding.
+        """
+        try:
+            row = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ConfigError.of("ids", "a row of token ids", str(error)) from error
+        if row.ndim != 1 or (row.size and (row.dtype.kind not in "iu" or row.min() < 0 or row.max() >= 1 << 32)):
+            raise ConfigError.of("ids", "a row of token ids from 0 to 2**32 - 1", f"{row.dtype} {row.shape}", "Give one row, not a batch.")
+        return cls(len(row), *_digests(row.astype("<u4")))
+
+    def begins(self, ids: np.ndarray[Any, Any]) -> int | None:
+        """How many of the first tokens are this row's; None where the text is another.
+
+        A text that is shorter than the row is known by its marks, up to the last of these.
+
+        Args:
+            ids: A row of token ids without padding.
+        """
+        digest, marks = _digests(ids[: self.tokens].astype("<u4"))
+        if len(ids) >= self.tokens:
+            return self.tokens if digest == self.digest else None
+        return len(marks) // 4 * _MARKED if self.marks.startswith(marks) else None
+
+
+def _digests(ids: np.ndarray[Any, Any]) -> tuple[str, str]:
+    """Of all ids, and of beginnings of 8, 16, ... of them."""
+    state, marks, data = hashlib.blake2b(digest_size=DIGEST), [], memoryview(ids.tobytes())
+    step = _MARKED * 4
+    for start in range(0, len(data) - step + 1, step):
+        state.update(data[start : start + step])
+        marks.append(state.digest()[:2])
+    state.update(data[len(marks) * step :])
+    return state.hexdigest(), b"".join(marks).hex()
+
+
+@dataclass(frozen=True)
+class PartHead:
+    """What a part holds.
+
+    Args:
+        name: Such as `layer.3` or `all`.
+        kind: `reuse`, `patch` or `cross_layer`.
+        layers: The consumer's layers that are rebuilt from it, ascending.
+        ranks: The width of each of its codes by name, such as `{"kv": 32}`.
+    """
+
+    name: str
+    kind: str
+    layers: tuple[int, ...]
+    ranks: dict[str, int]
+
+    def __post_init__(self) -> None:
+        _check_text("name", self.name)
+        if self.kind not in PART_KINDS:
+            raise ConfigError.of("kind", f"one of {', '.join(PART_KINDS)}", self.kind)
+        if not isinstance(self.layers, tuple) or not self.layers:
+            raise ConfigError.of("layers", "a tuple of at least one layer", self.layers)
+        for layer in self.layers:
+            _check_count("layers", layer, 0, _MOST_LAYERS - 1)
+        if any(one >= other for one, other in pairwise(self.layers)):
+            raise ConfigError.of("layers", "different layers in ascending order", self.layers)
+        if not isinstance(self.ranks, dict) or not 0 < len(self.ranks) <= _MOST_CODES:
+            raise ConfigError.of("ranks", f"a dict from the names of 1 to {_MOST_CODES} codes to their widths", self.ranks)
+        for name, rank in self.ranks.items():
+            if not isinstance(name, str) or not _CODE_NAME.fullmatch(name):
+                raise ConfigError.of("ranks", "names of letters, digits and underscores", name)
+            _check_count(f"ranks[{name!r}]", rank, 1, _MOST_RANK)
+
+
+@dataclass(frozen=True)
+class CodesHead:
+    """All that is known of codes before their numbers come.
+
+    Args:
+        translator: Digest of the translator's artifact.
+        producer: Digest of the fingerprint of the model that was run.
+        consumer: Digest of the fingerprint of the model that they are for.
+        method: By which they were made.
+        dtype: `float32`, `float16`, `int8` or `int4`.
+        rows: The prompts, in the order of their tokens in each code.
+        parts: In the order in which they are sent. None: the consumer rebuilds all from the tokens.
+        group: How many tokens of a channel share a scale; None: all. Codes of the first two types have no scales.
+    """
+
+    translator: str
+    producer: str
+    consumer: str
+    method: str
+    dtype: str
+    rows: tuple[Row, ...]
+    parts: tuple[PartHead, ...]
+    group: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("translator", "producer", "consumer", "method"):
+            _check_text(name, getattr(self, name))
+        check_dtype(self.dtype)
+        if self.group is not None:
+            _check_count("group", self.group, 1, _MOST_TOKENS)
+        if not isinstance(self.rows, tuple) or not self.rows or not all(isinstance(row, Row) for row in self.rows):
+            raise ConfigError.of("rows", "a tuple of at least one Row", self.rows)
+        if not isinstance(self.parts, tuple) or not all(isinstance(part, PartHead) for part in self.parts):
+            raise ConfigError.of("parts", "a tuple of PartHeads", self.parts)
+        if len(self.parts) > _MOST_LAYERS:
+            raise ConfigError.of("parts", f"at most {_MOST_LAYERS} parts, one for each layer", len(self.parts))
+        names = [part.name for part in self.parts]
+        if len(set(names)) < len(names):
+            raise ConfigError.of("parts", "parts of different names", names)
+
+    @cached_property
+    def tokens(self) -> int:
+        """Of all rows: the length of each code."""
+        return sum(row.tokens for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole message. The head and the form of the parts suffice to know it."""
+        bodies = (body_size(self.tensors_of(part)) for part in self.parts)
+        return START.size + len(self.to_json()) + DIGEST + sum(PART.size + size for size in bodies)
+
+    def tensors_of(self, part: PartHead) -> list[BodyTensor]:
+        """What the body of a part holds.
+
+        Args:
+            part: One of the parts.
+        """
+        return body_tensors(part.ranks, self.tokens, self.dtype, self.group)
+
+    def meta_of(self, rank: int) -> dict[str, Any]:
+        """What a quantised code has beside its tensors.
+
+        Args:
+            rank: Its width.
+        """
+        return code_meta(rank, self.tokens, self.dtype, self.group)
+
+    def to_json(self) -> bytes:
+        """As it is sent: for each head there are exactly these bytes."""
+        parts = [[part.name, part.kind, part.layers, part.ranks] for part in self.parts]
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        content |= {"rows": [[row.tokens, row.digest, row.marks] for row in self.rows], "parts": parts}
+        return json.dumps(content, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | bytearray) -> Self:
+        """The inverse of `to_json`; an `ArtifactError` for any other bytes.
+
+        Args:
+            text: What came.
+        """
+        if text.count(b",") > MOST_COMMAS:
+            raise ArtifactError(f"Semantic codes have a head with more than the {MOST_COMMAS} commas allowed. {AGAIN}")
+        try:
+            raw = json.loads(text.decode())
+            raw["rows"] = tuple(Row(*row) for row in raw["rows"])
+            raw["parts"] = tuple(PartHead(name, kind, tuple(layers), ranks) for name, kind, layers, ranks in raw["parts"])
+            head = cls(**raw)
+            same = head.to_json() == text
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            # What a head says may be as long as the head.
+            raise ArtifactError(f"Semantic codes have a head that makes no sense: {str(error)[:300]} {AGAIN}") from error
+        if not same:
+            raise ArtifactError(f"Semantic codes have a head that version {VERSION} of the format would write otherwise. {AGAIN}")
+        return head
+
+
+def _check_text(argument: str, value: object) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_TEXT:
+        raise ConfigError.of(argument, f"a string of 1 to {_LONGEST_TEXT} characters", value)
+
+
+def _check_count(argument: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError.of(argument, f"a whole number from {least} to {most}", value)
+
+
+def check_dtype(value: object) -> None:
+    if value not in CODE_DTYPES:
+        raise ConfigError.of("dtype", f"one of {', '.join(CODE_DTYPES)}", value)
