@@ -45,14 +45,17 @@ class Part:
     codes: dict[str, Tensor | Quantized]
 
     def decoded(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A code as `(tokens, rank)`.
+        """A code as `(tokens, rank)`. What lies beyond the range of the type becomes the range's end.
 
         Args:
             name: Of the code.
             dtype: Floating-point type of the result.
         """
         code = self.codes[name]
-        return code.dequantize(dtype) if isinstance(code, Quantized) else code.to(dtype)
+        if isinstance(code, Quantized):
+            return code.dequantize(dtype)
+        limit = torch.finfo(dtype).max
+        return (code.clamp(-limit, limit) if limit < torch.finfo(code.dtype).max else code).to(dtype)
 
 
 def pack(z: Tensor, dtype: str, group: int | None) -> Tensor | Quantized:

@@ -12,9 +12,10 @@ from safetensors.torch import load
 
 from hf_kvcaches.core.quantize import Quantized
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, Row, SemanticCodes, pack
+from hf_kvcaches.translate.codes import Part, SemanticCodes, pack
+from hf_kvcaches.translate.head import CodesHead, PartHead, Row
 
-DTYPES = ["float16", "int8", "int4"]
+DTYPES = ["float32", "float16", "int8", "int4"]
 LAYERS = (PartHead("layer.1", "reuse", (1,), {"kv": 3}), PartHead("layer.2", "patch", (2,), {"h": 5}))
 TWO_CODES = PartHead("all", "cross_layer", (1, 2, 5), {"k": 2, "v": 4})
 
@@ -72,7 +73,7 @@ def message(head: bytes, bodies: list[bytes], version: int = 1, numbers=None, le
 
 def json_of(head: CodesHead) -> bytes:
     content = {name: getattr(head, name) for name in ("translator", "producer", "consumer", "method", "dtype")}
-    content["rows"] = [[row.tokens, row.digest] for row in head.rows]
+    content["rows"] = [[row.tokens, row.digest, row.marks] for row in head.rows]
     content["parts"] = [[part.name, part.kind, list(part.layers), part.ranks] for part in head.parts]
     content["group"] = head.group
     return json.dumps(content, separators=(",", ":")).encode()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.translate.arriving import ArrivingCodes
-from hf_kvcaches.translate.codes import CodesWriter, Row, SemanticCodes
+from hf_kvcaches.translate.codes import CodesWriter, SemanticCodes
 from tests.translate.code_helpers import DTYPES, LAYERS, blob, bodies_of, codes_of, head_of, json_of, message, refused, same
 
 
@@ -93,8 +93,8 @@ def reader_of(data: bytes, asked: list[int]):
 
 def test_a_length_that_promises_much_takes_no_memory_before_it_came():
     """A head may announce petabytes that never come."""
-    codes = codes_of(head_of(lengths=(1,), parts=LAYERS[:1]))
-    huge = replace(codes.head, rows=(Row(1 << 40, "0" * 32),))
+    codes = codes_of(head_of(lengths=(1024,), parts=LAYERS[:1]))
+    huge = replace(codes.head, parts=(replace(LAYERS[0], ranks={"kv": 1 << 31}),))
     size = huge.nbytes - 28 - len(CodesWriter(huge).begin())
     assert size > 1 << 40
     asked: list[int] = []
@@ -127,7 +127,7 @@ def changed_parts(place: int, value) -> list:
         {"group": 2},
         {"rows": HEAD["rows"][:1]},
         {"rows": HEAD["rows"] * 2},
-        {"rows": [[8, HEAD["rows"][0][1]]]},
+        {"rows": [[7, *HEAD["rows"][0][1:]], HEAD["rows"][1]]},
         {"parts": HEAD["parts"][:2]},
         {"parts": [*HEAD["parts"], ["more", "reuse", [9], {"kv": 3}]]},
         {"parts": HEAD["parts"][::-1]},
@@ -188,10 +188,12 @@ def forged_bodies(dtype: str):
     """Bodies of a part with one code that its head does not speak of."""
     codes = codes_of(head_of(dtype, (7,), LAYERS[:1]))
     code = codes.parts[0].codes["kv"]
-    if dtype == "float16":
-        nan = code.clone()
-        nan[1, 1] = float("nan")
-        yield from ([("kv", nan)], [("k", code)], [("kv", code.T)], [("kv", code.bfloat16())], [("kv", code.flatten())], [])
+    if dtype.startswith("float"):
+        for value in (float("nan"), float("inf"), -float("inf")):
+            bad = code.clone()
+            bad[1, 1] = value
+            yield [("kv", bad)]
+        yield from ([("k", code)], [("kv", code.T)], [("kv", code.bfloat16())], [("kv", code.flatten())], [])
         return
     scale, zero, data = ("kv.scale", code.scale), ("kv.zero", code.zero), ("kv.data", code.data)
     yield from ([zero, scale, data], [scale, zero], [scale, zero, data, ("x", data[1])], [scale, zero, ("kv.data", code.data.T)])
