@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
     from hf_kvcaches.subspace.bases import SubspaceBases
     from hf_kvcaches.subspace.cache import SubspaceCache
+    from hf_kvcaches.translate.arriving import ArrivingCodes
+    from hf_kvcaches.translate.cache import TranslatedCache
+    from hf_kvcaches.translate.codes import SemanticCodes
+    from hf_kvcaches.translate.translator import CacheTranslator
     from hf_kvcaches.warmstart.cache import WarmStartCache
     from hf_kvcaches.warmstart.gate import WarmStartGate
     from hf_kvcaches.warmstart.library import WarmStartLibrary
@@ -77,6 +81,10 @@ _HOMES = {
     "AdaptiveSubspace": "subspace.adaptive",
     "SubspaceBases": "subspace.bases",
     "SubspaceCache": "subspace.cache",
+    "ArrivingCodes": "translate.arriving",
+    "CacheTranslator": "translate.translator",
+    "SemanticCodes": "translate.codes",
+    "TranslatedCache": "translate.cache",
     "SlotProjector": "warmstart.projector",
     "TrainedAdapters": "warmstart.trained",
     "WarmStartCache": "warmstart.cache",
@@ -93,8 +101,10 @@ _HOMES = {
 
 __all__ = [
     "AdaptiveSubspace",
+    "ArrivingCodes",
     "ArtifactError",
     "CacheReport",
+    "CacheTranslator",
     "ConfigError",
     "EquipCache",
     "FingerprintMismatch",
@@ -115,6 +125,7 @@ __all__ = [
     "SegmentPolicy",
     "SegmentReuseCache",
     "SegmentStore",
+    "SemanticCodes",
     "SlotProjector",
     "SnapKVPolicy",
     "StreamingPolicy",
@@ -122,6 +133,7 @@ __all__ = [
     "SubspaceCache",
     "TOVAPolicy",
     "TrainedAdapters",
+    "TranslatedCache",
     "UnsupportedError",
     "VerifyReport",
     "WarmStartCache",
