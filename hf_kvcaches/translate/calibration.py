@@ -276,6 +276,8 @@ def fit(
         max_length: Likewise.
         progress: Likewise.
     """
+    if wanted.method == "paper":
+        wanted = replace(wanted, metric="plain")  # the only one that it has
     pair, clock = Pair(producer, consumer, tokenizer), Clock()
     sent = range(wanted.recompute_layers + 1, pair.layers)
     if wanted.recompute_layers >= pair.layers:

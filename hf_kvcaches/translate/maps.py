@@ -73,7 +73,7 @@ class LayerDecoder:
         part: The part that it is rebuilt from; None: from what the consumer knows alone.
         kind: "patch" gives the normalised input of the attention, the others keys and values side by side.
         weights: From what the consumer knows and from codes, float32.
-        aligner: In place of the weights, with what the consumer knows and the codes side by side.
+        aligner: In place of the weights, from what the consumer knows and the codes side by side, or from the codes alone.
     """
 
     layer: int
@@ -91,7 +91,9 @@ class LayerDecoder:
         """
         if self.aligner is not None:
             assert codes is not None
-            given = torch.cat([side.float(), codes.float()], dim=1)
+            given = codes.float()
+            if len(self.aligner.weight) > given.shape[1]:
+                given = torch.cat([side.float(), given], dim=1)
             made: torch.Tensor = self.aligner.to(given.device)(given)
             return made
         out: torch.Tensor | float = 0.0 if self.weights.bias is None else self.weights.bias.to(side.device)

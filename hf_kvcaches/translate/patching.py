@@ -223,7 +223,8 @@ def _fit_patch(
     follows = fit_ridge(moments.of("consumer", "consumer"), moments.of("consumer", "pair"), wanted.ridge)
     inner = solver.metrics.get(layer)
     metric = follows @ follows.T if inner is None else follows @ inner.to(follows.device) @ follows.T
-    fit = reduced_rank(moments, metric, wanted.ridge)
+    # The paper's consumer has nothing but the codes.
+    fit = reduced_rank(moments, metric, wanted.ridge, ("one",) if wanted.method == "paper" else ("one", "side"))
     rank = max(1, min(solver.ranks.get(layer, 1), fit.encode.shape[1]))
     encoder = Encoder(part_name(layer), "patch", (layer,), {"h": fit.encoder(rank)})
     weights = fit.decoder(rank)
@@ -236,14 +237,13 @@ def _trained(
     layer: int, encoder: Encoder, weights: Decoder, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 ) -> MLPAligner:
     """An aligner that starts from the linear map."""
-    assert weights.side is not None
     assert weights.codes is not None
     batches = []
     for known, given, target in rows:
         coded = pack((given.float() @ encoder.weights["h"].to(given.device)).cpu(), wanted.code_dtype, wanted.group)
         codes = Part(encoder.part, {"h": coded}).decoded("h", torch.float32).to(known.device)
-        batches.append((torch.cat([known.float(), codes], dim=1), target.float()))
-    linear = torch.cat([weights.side, weights.codes]).to(batches[0][0].device)
+        batches.append((codes if weights.side is None else torch.cat([known.float(), codes], dim=1), target.float()))
+    linear = torch.cat([part for part in (weights.side, weights.codes) if part is not None]).to(batches[0][0].device)
     aligner = MLPAligner(linear, weights.bias, hidden=_HIDDEN_WIDTH * linear.shape[1])
     with torch.inference_mode(False), torch.enable_grad():
         train_aligner(aligner, batches, steps=_STEPS, state=state_path(wanted.aligner_state, layer))

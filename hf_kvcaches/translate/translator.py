@@ -131,7 +131,7 @@ class CacheTranslator(Artifact):
             recompute_layers: How many of its lowest layers the consumer runs on the tokens: they and the next layer's keys and values
                 are exact, and what enters that layer is side information. With 0 it is what enters layer 0, the token itself.
             metric: What errors cost: by gradients of what the model says (`"loss"`, where they can be had), by queries and output
-                projections (`"attention"`), or all the same (`"plain"`).
+                projections (`"attention"`), or all the same (`"plain"`, and always with `method="paper"`).
             heads: Whether `method="paper"` factorises heads jointly or each for itself.
             ranks: `method="paper"`: (of keys, of values) in each layer, in place of `payload`.
             aligner: Of patched layers: a linear map, or with a hidden layer, which is trained.
