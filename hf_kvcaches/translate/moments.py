@@ -82,7 +82,8 @@ class QueryMoments:
             place = int(share * tokens)
             met = query[:, :, place:]
             if self.geometry.kind == "rope":
-                met = self.geometry.unrotate(met, place)
+                # What scales rotated keys makes them count for more, and turning back scales the other way.
+                met = self.geometry.unrotate(met, place) * self.geometry.attention_scaling**2
             met = met[0].float()
             products = (met.transpose(1, 2) @ met / met.shape[1]).double().cpu()
             self.sums = products if self.sums is None else self.sums + products
