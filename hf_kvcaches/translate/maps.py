@@ -87,11 +87,10 @@ class LayerDecoder:
 
         Args:
             side: What the consumer knows of each token, (tokens, hidden).
-            codes: (tokens, rank).
+            codes: (tokens, rank), or None where no part is sent.
         """
         if self.aligner is not None:
-            assert codes is not None
-            given = torch.cat([side.float(), codes.float()], dim=1)
+            given = torch.cat([side.float()] if codes is None else [side.float(), codes.float()], dim=1)
             made: torch.Tensor = self.aligner.to(given.device)(given)
             return made
         out: torch.Tensor | float = 0.0 if self.weights.bias is None else self.weights.bias.to(side.device)

@@ -17,6 +17,8 @@ from hf_kvcaches.translate.moments import Moments
 
 # Directions of a metric below this share of the strongest count as this strong: they must not become free.
 _FLOOR = 1e-6
+# What is left of a state's variance is rounding below this share of the mean: products are summed up in float32.
+_ROUNDING = 1e-6
 
 
 class ReducedRank(NamedTuple):
@@ -88,18 +90,17 @@ def reduced_rank(moments: Moments, metric: torch.Tensor, ridge: float, known: tu
         spread("producer", name) - left["producer"].T @ slopes - of_producer.T @ left[name] + of_producer.T @ among @ slopes
         for name, slopes in (("producer", of_producer), ("consumer", of_consumer))
     )
-    strength = ridge * float(spread("producer", "producer").diagonal().mean())
+    size = float(spread("producer", "producer").diagonal().mean())
     values, vectors = torch.linalg.eigh((xx + xx.T) / 2)
-    # Never to be compared with 0: states may follow from what is known altogether, and rounding takes that below it.
-    values = values.clamp_min(0.0) + max(strength, torch.finfo(values.dtype).tiny)
-    root = values.sqrt()
+    # Where states follow from what is known, or from each other, there is nothing left but rounding.
+    inverse = torch.where(values > _ROUNDING * size, 1 / (values + ridge * size), 0.0)
     straight, back = _roots(metric.to(xx))
-    whitened = (vectors / root) @ (vectors.T @ xy) @ straight
+    whitened = (vectors * inverse.sqrt()) @ (vectors.T @ xy) @ straight
     _, strengths, directions = torch.linalg.svd(whitened, full_matrices=False)
-    encode = (vectors / values) @ (vectors.T @ xy) @ straight @ directions.T
+    encode = (vectors * inverse) @ (vectors.T @ xy) @ straight @ directions.T
     # Codes of about the size 1, what follows from what is known included: half precision has to hold them.
-    size = (encode * (moments.of("producer", "producer") @ encode)).sum(0).clamp_min(1e-300).sqrt()
-    return ReducedRank(strengths, encode / size, size[:, None] * (directions @ back), maps["producer"], maps["consumer"])
+    norms = (encode * (moments.of("producer", "producer") @ encode)).sum(0).clamp_min(1e-300).sqrt()
+    return ReducedRank(strengths, encode / norms, norms[:, None] * (directions @ back), maps["producer"], maps["consumer"])
 
 
 def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

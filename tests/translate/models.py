@@ -9,6 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
+from hf_kvcaches.translate.cache import TranslatedCache
+from hf_kvcaches.translate.codes import Part, pack
+from hf_kvcaches.translate.states import State, Tokens, read_states, require_plain_layers, state_of
+from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
 
 PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
@@ -143,3 +147,56 @@ def traces_of(model: Any) -> dict[str, Any]:
         "gradients": [parameter.grad is None for parameter in model.parameters()],
         "decoder": sorted(vars(decoder)),
     }
+
+
+def texts_of(count: int = 24, length: int = 24, seed: int = 0) -> list[list[int]]:
+    """Random texts, some shorter."""
+    return [tiny.ids(length - number % 5, seed=1000 * seed + number).tolist() for number in range(count)]
+
+
+def fitted(producer: Any, consumer: Any, texts: list[list[int]] | None = None, **options: Any) -> CacheTranslator:
+    """A translator without patches and without texts kept apart, unless told otherwise."""
+    given = {"patch_layers": None, "metric": "attention", "progress": False, **options}
+    return CacheTranslator.fit(producer, consumer, None, texts or texts_of(), **given)
+
+
+@torch.no_grad()
+def rebuilt(translator: CacheTranslator, producer: Any, consumer: Any, prompt: Any) -> dict[int, tuple[Tensor, Tensor]]:
+    """Keys (without rotation) and values of each layer that is sent, (tokens, width), by the maps alone and through the codes' types."""
+    own = translator.settings
+    tokens, states = Tokens.of(prompt), {role: dict[int, State]() for role in ("producer", "consumer")}
+    read_states(producer, tokens, states["producer"].__setitem__, hidden=range(len(layers_of(producer))))
+    read_states(consumer, tokens, states["consumer"].__setitem__, hidden=[own.recompute_layers])
+    side = states["consumer"][own.recompute_layers].hidden
+    codes: dict[str, Tensor] = {}
+    for encoder in translator.maps.encoders:
+        made = encoder.encode([states["producer"][layer] for layer in encoder.layers])
+        part = Part(encoder.part, {name: pack(code, own.dtype, own.group) for name, code in made.items()})
+        codes[encoder.part] = torch.cat([part.decoded(name, torch.float32) for name in part.codes], dim=1)
+    found = {}
+    for decoder in translator.maps.decoders:
+        given = decoder.apply(side, codes.get(decoder.part))
+        if decoder.kind == "patch":
+            made_of_it = projected(consumer, decoder.layer, given[None])
+            found[decoder.layer] = made_of_it.keys[0], made_of_it.values[0]
+        else:
+            width = states["consumer"][decoder.layer].keys.shape[1]
+            found[decoder.layer] = given[:, :width], given[:, width:]
+    return found
+
+
+def filled(translator: CacheTranslator, producer: Any, consumer: Any, prompt: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """The same of all tokens but the last, by the whole way: codes, and a cache that is filled from them."""
+    cache = TranslatedCache(consumer, translator, translator.encode(producer, prompt))
+    count = cache.prefill(prompt)
+    tokens, rotation = Tokens.of(prompt[:, :count]), require_plain_layers(consumer.config)
+    pairs = {}
+    for index, layer in enumerate(cache.layers):
+        state = state_of(rotation, index, layer.keys, layer.values, tokens)
+        pairs[index] = state.keys, state.values
+    return pairs
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """As a share of what is expected."""
+    return float((found - expected).norm() / expected.norm())

@@ -41,6 +41,18 @@ def test_many_prompts_add_up_without_losing_digits():
     assert float(moments.of("x", "x")) * 2001 == 1e8 + 2000
 
 
+def test_states_far_from_zero_keep_their_spread():
+    generator = torch.Generator().manual_seed(0)
+    moments, rows = Moments({"one": 1, "x": 3}), []
+    for _ in range(20):
+        rows.append(torch.randn(50, 3, generator=generator) * torch.tensor([1.0, 0.1, 10.0]) + torch.tensor([1e4, -300.0, 5e3]))
+        moments.add(one=torch.ones(50, 1), x=rows[-1])
+    found = moments.of("x", "x") - moments.of("one", "x").T @ moments.of("one", "x")
+    expected = torch.cat(rows).double().T.cov(correction=0)
+    scale = expected.diagonal().sqrt()
+    torch.testing.assert_close(found / torch.outer(scale, scale), expected / torch.outer(scale, scale), rtol=0, atol=1e-5)
+
+
 def test_blocks_in_half_precision_are_multiplied_in_float32():
     rows = torch.full((3000, 1), 1.0, dtype=torch.bfloat16)
     moments = Moments({"x": 1})
