@@ -87,14 +87,13 @@ class LayerDecoder:
 
         Args:
             side: What the consumer knows of each token, (tokens, hidden).
-            codes: (tokens, rank).
+            codes: (tokens, rank), or None where no part is sent.
         """
         if self.aligner is not None:
-            assert codes is not None
-            given = codes.float()
-            if len(self.aligner.weight) > given.shape[1]:
-                given = torch.cat([side.float(), given], dim=1)
-            made: torch.Tensor = self.aligner.to(given.device)(given)
+            given = [] if codes is None else [codes.float()]
+            if len(self.aligner.weight) > sum(part.shape[1] for part in given):
+                given = [side.float(), *given]
+            made: torch.Tensor = self.aligner.to(side.device)(torch.cat(given, dim=1))
             return made
         out: torch.Tensor | float = 0.0 if self.weights.bias is None else self.weights.bias.to(side.device)
         for given_part, weights in ((side, self.weights.side), (codes, self.weights.codes)):

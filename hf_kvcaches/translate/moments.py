@@ -38,7 +38,12 @@ class Moments:
         """
         assert set(blocks) == set(self.places), (set(blocks), set(self.places))
         columns = torch.cat([blocks[name].to(self.sums.device, torch.float32) for name in self.places], dim=1)
+        # Products of differences from a row near all of them: of states far from 0, float32 would keep little but the distance.
+        near = columns.mean(0)
+        columns = columns - near
+        near, left = near.double(), columns.sum(0, dtype=torch.float64)
         self.sums += (columns.T @ columns).double()
+        self.sums.addr_(near, left + len(columns) * near).addr_(left, near)
         self.count += len(columns)
 
     def of(self, first: str, second: str) -> torch.Tensor:
@@ -82,7 +87,8 @@ class QueryMoments:
             place = int(share * tokens)
             met = query[:, :, place:]
             if self.geometry.kind == "rope":
-                met = self.geometry.unrotate(met, place)
+                # What scales rotated keys makes them count for more, and turning back scales the other way.
+                met = self.geometry.unrotate(met, place) * self.geometry.attention_scaling**2
             met = met[0].float()
             products = (met.transpose(1, 2) @ met / met.shape[1]).double().cpu()
             self.sums = products if self.sums is None else self.sums + products

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from hf_kvcaches.core.calibrating import divergence, process
 from hf_kvcaches.core.growing import GrowingCache
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.aligners import MLPAligner, fit_ridge, train_aligner
 from hf_kvcaches.translate.calibration import Clock, Pair, Wanted, state_path
@@ -25,13 +25,19 @@ from hf_kvcaches.translate.moments import Moments
 from hf_kvcaches.translate.reuse import reduced_rank
 from hf_kvcaches.translate.routing import Route, select
 from hf_kvcaches.translate.solving import Solver, part_name
-from hf_kvcaches.translate.states import Tokens, state_of_input
+from hf_kvcaches.translate.states import ReadingCache, Tokens, state_of_input
 
 # Of a text kept apart, so much is asked for behind the rest: a quarter, and no more than so many tokens.
 _ASKED = 32
 _HIDDEN_WIDTH, _STEPS, _MOST_ROWS = 2, 400, 65536
 
 Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+
+class _TrialCache(GrowingCache):
+    """Holds all keys and values of layers with a window, too: their masks look no further."""
+
+    own_layer_types = ReadingCache.own_layer_types
 
 
 class Trial:
@@ -60,9 +66,7 @@ class Trial:
             exchanged: Keys without rotation and values of some layers, (tokens, width) each; others are the consumer's own.
         """
         model, tokens = self.pair.consumer, len(self.begun)
-        cache = GrowingCache(model.config)
-        if any(not hasattr(layer, "key_buffer") for layer in cache.layers):
-            raise UnsupportedError("patch_layers='auto': hybrid models are not measured. Name the layers, or pass None.")
+        cache = _TrialCache(model.config)
         positions = torch.arange(tokens)
         for index, layer in enumerate(cache.layers):
             state = self.consumer[index]
@@ -122,7 +126,7 @@ def patch(
         progress: Whether to show bars.
     """
     named = None if wanted.patch_layers in ("auto", None) else _named(wanted.patch_layers, solver.sums.sent)
-    if not named and not apart:
+    if named == [] or (named is None and not apart):
         return maps, Route(()), {}
     with clock.stage("routing"):
         trials = [Trial(pair, ids, wanted.recompute_layers) for ids in apart]
@@ -181,16 +185,16 @@ def _named(layers: Any, sent: Sequence[int]) -> list[int]:
     return sorted(set(layers))
 
 
-def _with(maps: Maps, made: Mapping[int, tuple[Encoder, LayerDecoder]], layers: Sequence[int]) -> Maps:
+def _with(maps: Maps, made: Mapping[int, tuple[Encoder | None, LayerDecoder]], layers: Sequence[int]) -> Maps:
     """Maps in which some layers are patched."""
     own = {part_name(layer): made[layer][0] for layer in layers}
-    encoders = [own.get(encoder.part, encoder) for encoder in maps.encoders]
+    encoders = [own.get(encoder.part) or encoder for encoder in maps.encoders]
     return Maps(encoders, [made[each.layer][1] if each.layer in layers else each for each in maps.decoders])
 
 
 def _fit_patches(
     pair: Pair, solver: Solver, layers: Sequence[int], wanted: Wanted, kept: Sequence[torch.Tensor], progress: bool
-) -> dict[int, tuple[Encoder, LayerDecoder]]:
+) -> dict[int, tuple[Encoder | None, LayerDecoder]]:
     """Maps of the patched layers, from one more pass over the texts."""
     moments: dict[int, Moments] = {}
     rows: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
@@ -218,32 +222,36 @@ def _fit_patches(
 
 def _fit_patch(
     layer: int, moments: Moments, solver: Solver, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-) -> tuple[Encoder, LayerDecoder]:
+) -> tuple[Encoder | None, LayerDecoder]:
     # What errors of the input cost: those of the keys and values that follow from it.
-    follows = fit_ridge(moments.of("consumer", "consumer"), moments.of("consumer", "pair"), wanted.ridge)
+    mean = moments.of("one", "consumer")
+    spread, with_pair = (moments.of("consumer", name) - mean.T @ moments.of("one", name) for name in ("consumer", "pair"))
+    follows = fit_ridge(spread, with_pair, wanted.ridge)
     inner = solver.metrics.get(layer)
     metric = follows @ follows.T if inner is None else follows @ inner.to(follows.device) @ follows.T
     # The paper's consumer has nothing but the codes.
     fit = reduced_rank(moments, metric, wanted.ridge, ("one",) if wanted.method == "paper" else ("one", "side"))
-    rank = max(1, min(solver.ranks.get(layer, 1), fit.encode.shape[1]))
-    encoder = Encoder(part_name(layer), "patch", (layer,), {"h": fit.encoder(rank)})
-    weights = fit.decoder(rank)
+    # As many codes as the layer has without a patch; where nothing is sent, none.
+    rank = min(solver.ranks.get(layer, 0), fit.encode.shape[1])
+    encoder = Encoder(part_name(layer), "patch", (layer,), {"h": fit.encoder(rank)}) if rank else None
+    part, weights = part_name(layer) if rank else None, fit.decoder(rank)
     if wanted.aligner == "ridge":
-        return encoder, LayerDecoder(layer, encoder.part, "patch", weights)
-    return encoder, LayerDecoder(layer, encoder.part, "patch", Decoder(), _trained(layer, encoder, weights, wanted, rows))
+        return encoder, LayerDecoder(layer, part, "patch", weights)
+    return encoder, LayerDecoder(layer, part, "patch", Decoder(), _trained(layer, encoder, weights, wanted, rows))
 
 
 def _trained(
-    layer: int, encoder: Encoder, weights: Decoder, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    layer: int, encoder: Encoder | None, weights: Decoder, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 ) -> MLPAligner:
     """An aligner that starts from the linear map."""
-    assert weights.codes is not None
     batches = []
     for known, given, target in rows:
-        coded = pack((given.float() @ encoder.weights["h"].to(given.device)).cpu(), wanted.code_dtype, wanted.group)
-        codes = Part(encoder.part, {"h": coded}).decoded("h", torch.float32).to(known.device)
-        batches.append((codes if weights.side is None else torch.cat([known.float(), codes], dim=1), target.float()))
-    linear = torch.cat([part for part in (weights.side, weights.codes) if part is not None]).to(batches[0][0].device)
+        inputs = [] if weights.side is None else [known.float()]
+        if encoder is not None:
+            coded = pack((given.float() @ encoder.weights["h"].to(given.device)).cpu(), wanted.code_dtype, wanted.group)
+            inputs.append(Part(encoder.part, {"h": coded}).decoded("h", torch.float32).to(known.device))
+        batches.append((torch.cat(inputs, dim=1), target.float()))
+    linear = torch.cat([part for part in weights[:2] if part is not None]).to(batches[0][0].device)
     aligner = MLPAligner(linear, weights.bias, hidden=_HIDDEN_WIDTH * linear.shape[1])
     with torch.inference_mode(False), torch.enable_grad():
         train_aligner(aligner, batches, steps=_STEPS, state=state_path(wanted.aligner_state, layer))

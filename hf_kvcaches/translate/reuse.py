@@ -17,6 +17,8 @@ from hf_kvcaches.translate.moments import Moments
 
 # Directions of a metric below this share of the strongest count as this strong: they must not become free.
 _FLOOR = 1e-6
+# What is left of a state's variance is rounding below this share of the mean: products are summed up in float32.
+_ROUNDING = 1e-6
 
 
 class ReducedRank(NamedTuple):
@@ -63,27 +65,42 @@ def reduced_rank(moments: Moments, metric: torch.Tensor, ridge: float, known: tu
     Args:
         moments: Of the blocks in `known`, "producer" and "consumer".
         metric: What errors cost, (consumer, consumer), symmetric and not negative.
-        ridge: As a share of the mean square of what is regressed on.
+        ridge: As a share of the mean variance of what is regressed on.
         known: The blocks that the consumer has for nothing; the first is a column of ones.
     """
-    among = torch.cat([torch.cat([moments.of(a, b) for b in known], dim=1) for a in known])
-    producer, consumer = (torch.cat([moments.of(a, name) for a in known]) for name in ("producer", "consumer"))
-    of_producer, of_consumer = fit_ridge(among, producer, ridge), fit_ridge(among, consumer, ridge)
+    one, *blocks = known
+
+    def mean(name: str) -> torch.Tensor:
+        return moments.of(one, name)
+
+    def spread(first: str, second: str) -> torch.Tensor:
+        # Around the means: regularisation is not to pull those towards 0, nor to grow with them.
+        return moments.of(first, second) - mean(first).T @ mean(second)
+
+    among = torch.cat([torch.cat([spread(a, b) for b in blocks], dim=1) for a in blocks]) if blocks else mean(one)[:0, :0]
+    maps, left = {}, {}
+    for name in ("producer", "consumer"):
+        left[name] = torch.cat([mean(name)[:0], *(spread(block, name) for block in blocks)])
+        slopes = fit_ridge(among, left[name], ridge) if blocks else left[name]
+        means = torch.cat([mean(one)[:, :0], *map(mean, blocks)], dim=1)
+        maps[name] = torch.cat([mean(name) - means @ slopes, slopes])
+    of_producer, of_consumer = maps["producer"][1:], maps["consumer"][1:]
     # What regression leaves: (X - K P)'(X - K P), written out because a ridge leaves a little of K in it.
-    xx = moments.of("producer", "producer") - producer.T @ of_producer - of_producer.T @ producer + of_producer.T @ among @ of_producer
-    xy = moments.of("producer", "consumer") - producer.T @ of_consumer - of_producer.T @ consumer + of_producer.T @ among @ of_consumer
-    strength = ridge * float(moments.of("producer", "producer").diagonal().mean())
-    xx = (xx + xx.T) / 2 + strength * torch.eye(len(xx), dtype=xx.dtype, device=xx.device)
-    # Never to be compared with 0: states may follow from what is known altogether.
-    values, vectors = torch.linalg.eigh(xx)
-    root = values.clamp_min(torch.finfo(values.dtype).tiny).sqrt()
+    xx, xy = (
+        spread("producer", name) - left["producer"].T @ slopes - of_producer.T @ left[name] + of_producer.T @ among @ slopes
+        for name, slopes in (("producer", of_producer), ("consumer", of_consumer))
+    )
+    size = float(spread("producer", "producer").diagonal().mean())
+    values, vectors = torch.linalg.eigh((xx + xx.T) / 2)
+    # Where states follow from what is known, or from each other, there is nothing left but rounding.
+    inverse = torch.where(values > _ROUNDING * size, 1 / (values + ridge * size), 0.0)
     straight, back = _roots(metric.to(xx))
-    whitened = (vectors / root) @ (vectors.T @ xy) @ straight
+    whitened = (vectors * inverse.sqrt()) @ (vectors.T @ xy) @ straight
     _, strengths, directions = torch.linalg.svd(whitened, full_matrices=False)
-    encode = (vectors / values.clamp_min(torch.finfo(values.dtype).tiny)) @ (vectors.T @ xy) @ straight @ directions.T
-    # Codes of about the size 1, whatever the metric's unit: half precision has to hold them.
-    size = (encode * (xx @ encode)).sum(0).clamp_min(1e-300).sqrt()
-    return ReducedRank(strengths, encode / size, size[:, None] * (directions @ back), of_producer, of_consumer)
+    encode = (vectors * inverse) @ (vectors.T @ xy) @ straight @ directions.T
+    # Codes of about the size 1, what follows from what is known included: half precision has to hold them.
+    norms = (encode * (moments.of("producer", "producer") @ encode)).sum(0).clamp_min(1e-300).sqrt()
+    return ReducedRank(strengths, encode / norms, norms[:, None] * (directions @ back), maps["producer"], maps["consumer"])
 
 
 def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.calibrating import as_found
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.only_layers import LookedEnough, only_layers
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
@@ -68,17 +69,19 @@ class Tokens(NamedTuple):
             input_ids: (batch, tokens) or (tokens,), a tensor or lists.
             attention_mask: 1 where a token is real, or None.
         """
-        ids = torch.as_tensor(input_ids)
-        ids = ids[None] if ids.ndim == 1 else ids
-        if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or ids.shape[1] == 0:
+        ids = _matrix("input_ids", input_ids)
+        if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel():
             raise ConfigError.of("input_ids", "token ids, (batch, tokens)", (tuple(ids.shape), ids.dtype))
         if attention_mask is None:
             real = torch.ones_like(ids, dtype=torch.bool)
         else:
-            real = torch.as_tensor(attention_mask).to(ids.device).bool()
-            real = real[None] if real.ndim == 1 else real
-        if real.shape != ids.shape or bool((real[:, :-1] & ~real[:, 1:]).any()) or not bool(real[:, -1].all()):
-            raise ConfigError.of("attention_mask", f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left alone", tuple(real.shape))
+            given = _matrix("attention_mask", attention_mask).to(ids.device)
+            real = given.bool()
+            # A mask of numbers to be added has 0 where this one has 1.
+            holds = real.shape == ids.shape and bool((given == real).all() and real[:, -1].all())
+            if not holds or bool((real[:, :-1] & ~real[:, 1:]).any()):
+                expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left alone"
+                raise ConfigError.of("attention_mask", expected, (tuple(given.shape), given.dtype))
         positions = (real.cumsum(-1) - 1).clamp_min(0)
         return cls(ids.long(), None if bool(real.all()) else real.long(), real, positions)
 
@@ -90,6 +93,15 @@ class Tokens(NamedTuple):
     def rows(self) -> list[torch.Tensor]:
         """The real ids of each row, on the CPU."""
         return [ids[real] for ids, real in zip(self.ids.cpu(), self.real.cpu(), strict=True)]
+
+
+def _matrix(argument: str, given: Any) -> torch.Tensor:
+    """What was given as a tensor, a single row as a batch of one."""
+    try:
+        made = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError.of(argument, "a tensor or lists of numbers, (batch, tokens)", type(given).__name__) from error
+    return made[None] if made.ndim == 1 else made
 
 
 class ReadingCache(KVCache):
@@ -204,8 +216,7 @@ def read_states(
         upto: The last layer that is wanted; the pass ends there, before its attention. None: all, and the pass is run to its end.
         queries: See `ReadingCache`.
     """
-    cache = ReadingCache(model, queries)
-    rotation = require_plain_layers(cache.config)
+    rotation = require_plain_layers(compat.decoder_config(model.config))
     inputs: dict[int, torch.Tensor] = {}
 
     def take(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -213,8 +224,13 @@ def read_states(
         if index == upto:
             raise LookedEnough
 
-    cache.on_layer = take
-    with watch_inputs(model, hidden, lambda index, given: inputs.__setitem__(index, given[tokens.real])), suppress(LookedEnough):
+    def keep(index: int, given: torch.Tensor) -> None:
+        inputs[index] = given[tokens.real]
+
+    # A cache that looks at queries switches the model's attention.
+    with nullcontext() if queries is None else as_found(model), watch_inputs(model, hidden, keep), suppress(LookedEnough):
+        cache = ReadingCache(model, queries)
+        cache.on_layer = take
         run_base(model, cache, tokens)
 
 

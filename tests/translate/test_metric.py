@@ -1,0 +1,215 @@
+"""Metrics against loops over heads, and gradients against autograd and finite differences."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import DynamicCache
+from transformers.pytorch_utils import Conv1D
+
+from hf_kvcaches.compat import attention_module, base_model
+from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.translate.metric import LossMoments, attention_metric, blend, loss_gradients, output_projection
+from hf_kvcaches.translate.states import ReadingCache, require_plain_layers
+from tests import tiny
+from tests.translate.models import MODELS, layers_of
+
+
+def spd(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Symmetric positive matrices."""
+    roots = torch.randn(*shape, shape[-1] + 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return roots @ roots.mT
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    key_dim=st.integers(1, 4),
+    value_dim=st.integers(1, 4),
+    hidden=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
+def test_the_attention_metric_is_the_mean_error_of_the_output(kv_heads, group, key_dim, value_dim, hidden, seed):
+    """Errors of one key and one value, followed through each head that looks at them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    heads = kv_heads * group
+    projection, queries, spread = random(heads * value_dim, hidden), random(7, heads, key_dim), random(9, kv_heads, value_dim)
+    spread -= spread.mean(0)
+    key_errors, value_errors = random(kv_heads, key_dim), random(kv_heads, value_dim)
+    expected = 0.0
+    for head in range(heads):
+        own = projection[head * value_dim : (head + 1) * value_dim]
+        shared = head // group
+        expected += float((value_errors[shared] @ own).square().sum())
+        of_logit = sum(float(query @ key_errors[shared]) ** 2 for query in queries[:, head]) / 7
+        reach = sum(float((value @ own).square().sum()) for value in spread[:, shared]) / 9
+        expected += of_logit * reach
+    moments = torch.einsum("qhd,qhe->hde", queries, queries) / 7
+    flat = spread.flatten(1)
+    metric = attention_metric(projection, moments, flat.T @ flat / 9, kv_heads)
+    errors = torch.cat([key_errors.flatten(), value_errors.flatten()])
+    assert float(errors @ metric @ errors) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("family", sorted(MODELS))
+def test_the_output_projection_is_what_the_module_does_to_its_input_without_its_bias(family):
+    model = MODELS[family]()
+    attention = attention_module(layers_of(model)[1])
+    projection = next(getattr(attention, name) for name in ("o_proj", "c_proj", "dense") if hasattr(attention, name))
+    weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
+    found = output_projection(attention, len(weight))
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, weight.detach().double(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_count_in_the_output_projection(dtype):
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=["o_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(copy.deepcopy(MODELS["qwen2"]()), config).eval()
+    projection = layers_of(base_model(wrapped))[2].self_attn.o_proj
+    adapter = (16 / 4 * projection.lora_B["default"].weight @ projection.lora_A["default"].weight).detach()
+    expected = (projection.base_layer.weight + adapter).T.detach().double()
+    assert float(adapter.abs().max()) > 0.01
+    wrapped.to(dtype)
+    found = output_projection(layers_of(base_model(wrapped))[2].self_attn, 32)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def test_an_attention_without_a_known_output_projection_is_refused():
+    with pytest.raises(UnsupportedError, match="metric='plain'"):
+        output_projection(nn.Identity(), 4)
+
+
+def test_blending_gives_both_the_same_weight_in_the_unit_of_the_first():
+    loss, attention = spd(5, seed=1), spd(5, seed=2) * 1e6
+    both = blend(loss, attention)
+    torch.testing.assert_close(both - loss, attention * (loss.trace() / attention.trace()))
+    assert float(both.trace()) == pytest.approx(2 * float(loss.trace()))
+    assert torch.equal(blend(loss, torch.zeros(5, 5, dtype=torch.float64)), loss)
+
+
+@pytest.mark.parametrize("family", ["llama", "yarn", "neox", "gpt2"])
+def test_gradients_at_keys_are_those_at_keys_before_their_rotation(family):
+    geometry = require_plain_layers(MODELS[family]().config).layers[0]
+    generator = torch.Generator().manual_seed(4)
+    moments, expected, rows = LossMoments(geometry), 0.0, 0
+    for tokens in (5, 9):
+        content = torch.randn(1, 2, tokens, geometry.head_dim, generator=generator, dtype=torch.float64).requires_grad_()
+        values = torch.randn(1, 2, tokens, 3, generator=generator, dtype=torch.float64).requires_grad_()
+        positions = torch.arange(tokens)[None]
+        rotated = geometry.rotate(content, positions) if geometry.kind == "rope" else content * 1.0
+        loss = (rotated.tanh() @ torch.randn(1, 2, geometry.head_dim, 3, generator=generator, dtype=torch.float64) * values.sin()).sum()
+        at_rotated, at_content, at_values = torch.autograd.grad(loss, [rotated, content, values])
+        moments.add(at_rotated, at_values, positions)
+        for place in range(tokens):
+            row = torch.cat([at_content[0, 0, place], at_content[0, 1, place], at_values[0, 0, place], at_values[0, 1, place]])
+            expected = expected + torch.outer(row, row)
+            rows += 1
+    assert moments.count == rows
+    torch.testing.assert_close(moments.sums, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+class Nudged(DynamicCache):
+    """Changes one number of one layer's keys or values as they come; other layers keep what they had without the change."""
+
+    def __init__(self, layer, what, place, by, held=None):
+        super().__init__()
+        self.layer, self.what, self.place, self.by, self.held = layer, what, place, by, held
+        self.kept = []
+
+    def update(self, keys, values, layer_idx, *args, **kwargs):
+        if self.held is not None:
+            keys, values = (part.clone() for part in self.held[layer_idx])
+        self.kept.append((keys.clone(), values.clone()))
+        if layer_idx == self.layer:
+            (keys if self.what == "keys" else values)[self.place] += self.by
+        super().update(keys, values, layer_idx, *args, **kwargs)
+        return keys, values
+
+
+def in_float64(model):
+    """All of it: the library's own norms compute in float32."""
+    for module in model.double().modules():
+        for name, child in module.named_children():
+            if hasattr(child, "variance_epsilon"):
+                exact = nn.RMSNorm(len(child.weight), child.variance_epsilon, dtype=torch.float64)
+                exact.load_state_dict(child.state_dict())
+                setattr(module, name, exact)
+    return model
+
+
+def drawn_tokens(model, ids, seed):
+    """What the loss is about: one token a place, drawn from what the model says."""
+    with torch.no_grad():
+        shares = model(ids, use_cache=False).logits[0].float().softmax(-1)
+    uniform = torch.rand(ids.shape[1], 1, generator=torch.Generator().manual_seed(seed))
+    tokens = []
+    for own, at in zip(shares, uniform, strict=True):
+        sums = own.cumsum(0)
+        tokens.append(next(index for index, so_far in enumerate(sums) if float(so_far) >= float(at * sums[-1])))
+    return torch.tensor(tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_gradients_of_the_loss_are_those_of_one_layers_cache_with_the_others_held_fast(family):
+    model, ids, seed, step = in_float64(MODELS[family]()), tiny.ids(1, 10), 3, 1e-5
+    cache = ReadingCache(model)
+    cache.leaves = []
+    gradients = loss_gradients(model, ids, cache.leaves, cache, seed)
+    tokens = drawn_tokens(model, ids, seed)
+    plain = Nudged(None, "", None, 0)
+
+    def loss(cache):
+        with torch.no_grad():
+            shares = model(ids, past_key_values=cache).logits[0].log_softmax(-1)
+        return -float(shares[torch.arange(ids.shape[1]), tokens].sum())
+
+    loss(plain)
+    assert len(gradients) == len(layers_of(model))
+    generator = torch.Generator().manual_seed(1)
+    for layer, pair in enumerate(gradients):
+        for what, found in zip(("keys", "values"), pair, strict=True):
+            for _ in range(3):
+                place = tuple(int(torch.randint(0, size, (), generator=generator)) for size in found.shape)
+                ends = [loss(Nudged(layer, what, place, by, plain.kept)) for by in (step, -step)]
+                assert float(found[place]) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-3, abs=2e-5)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_do_not_depend_on_whether_parameters_or_the_caller_ask_for_some():
+    ids, found = tiny.ids(1, 6), []
+    for freeze in (False, True):
+        model = MODELS["llama"]().requires_grad_(not freeze)
+        cache = ReadingCache(model)
+        cache.leaves = []
+        with torch.inference_mode():
+            found.append(loss_gradients(model, ids, cache.leaves, cache, 0))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+        assert float(one[1].abs().sum()) > 0
+
+
+def test_tokens_are_drawn_as_often_as_the_model_says():
+    """With a model that says the same everywhere, the mean gradient of the loss vanishes and its square does not."""
+    model, ids = MODELS["llama"](), tiny.ids(1, 8)
+    total, squares = 0.0, 0.0
+    for seed in range(150):
+        cache = ReadingCache(model)
+        cache.leaves = []
+        values = loss_gradients(model, ids, cache.leaves, cache, seed)[1][1]
+        total, squares = total + values, squares + values.square()
+    # The expected gradient of the loss of what a model says itself is 0: the mean shrinks as the root of the number of draws.
+    assert float((total / 150).square().mean()) < 2.0 / 150 * float((squares / 150).mean())

@@ -1,0 +1,225 @@
+"""What is read of a model's layers, against hooks on their projections."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, Qwen3NextConfig
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.only_layers import LookedEnough
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.translate.states import ReadingCache, Tokens, read_states, run_base, state_of_input
+from tests import tiny
+from tests.translate.models import MODELS, layers_of, left_padded, made_by, projected, traces_of
+
+FAMILIES = sorted(MODELS)
+LENGTHS = (9, 13, 4)
+
+
+def read(model, tokens: Tokens, **options):
+    found = []
+    read_states(model, tokens, lambda index, state: found.append((index, state)), **options)
+    return found
+
+
+def close(found, expected, dtype=torch.float32) -> None:
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance * float(expected.float().abs().max()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_of_a_padded_batch_are_what_projections_and_norms_gave_row_by_row(family):
+    model = MODELS[family]()
+    ids, mask = left_padded(LENGTHS)
+    expected = made_by(model, ids, mask)
+    states = read(model, Tokens.of(ids, mask), hidden=range(len(expected)))
+    assert [index for index, _ in states] == list(range(len(expected)))
+    for (_, state), made in zip(states, expected, strict=True):
+        for name in ("keys", "values", "hidden"):
+            rows = [part[-length:] for part, length in zip(getattr(made, name), LENGTHS, strict=True)]
+            close(getattr(state, name), torch.cat(rows))
+        assert torch.equal(state.pair, torch.cat([state.keys, state.values], dim=1))
+        assert state.heads == (getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_says_the_same_alone_and_in_a_padded_batch(family):
+    model = MODELS[family]()
+    ids, mask = left_padded(LENGTHS)
+    together = read(model, Tokens.of(ids, mask))
+    start = 0
+    for row, length in enumerate(LENGTHS):
+        for (_, alone), (_, batch) in zip(read(model, Tokens.of(ids[row, -length:])), together, strict=True):
+            close(batch.pair[start : start + length], alone.pair)
+        start += length
+
+
+def test_a_model_in_bfloat16_is_read_in_bfloat16():
+    model = MODELS["qwen3"]().bfloat16()
+    ids, mask = left_padded(LENGTHS)
+    for (_, state), made in zip(read(model, Tokens.of(ids, mask)), made_by(model, ids, mask), strict=True):
+        assert state.keys.dtype == torch.bfloat16
+        close(state.keys, made.keys[mask.bool()], torch.bfloat16)
+        close(state.values, made.values[mask.bool()], torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_with_the_reading_cache_says_what_the_model_says(family):
+    model = MODELS[family]()
+    ids = tiny.ids(1, 14)
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        seen = []
+        for cache in (ReadingCache(model), ReadingCache(model, queries=lambda *seen_by_it: seen.append(seen_by_it[0]))):
+            close(model(ids, past_key_values=cache).logits, expected)
+    assert seen == list(range(len(layers_of(model))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_ends_with_the_last_layer_that_is_wanted_before_its_attention(family):
+    model = MODELS[family]()
+    attended, entered = [], []
+    for index, layer in enumerate(layers_of(model)):
+        layer.register_forward_pre_hook(lambda *_, index=index: entered.append(index))
+        compat.attention_module(layer).register_forward_hook(lambda *_, index=index: attended.append(index))
+    states = read(model, Tokens.of(tiny.ids(2, 7)), upto=1, hidden=(0, 1, 2))
+    assert [index for index, _ in states] == entered == [0, 1]
+    assert attended == [0]
+    assert all(state.hidden is not None for _, state in states)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_layer_makes_of_its_own_input_what_it_made_in_the_model(family, layer):
+    model = MODELS[family]()
+    tokens = Tokens.of(tiny.ids(1, 11))
+    own = read(model, tokens, hidden=[layer])[layer][1]
+    before = traces_of(model)
+    again = state_of_input(model, layer, own.hidden, tokens)
+    close(again.keys, own.keys)
+    close(again.values, own.values)
+    assert traces_of(model) == before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_makes_of_any_input_what_its_own_projections_make(family):
+    model = MODELS[family]()
+    hidden = torch.randn(1, 11, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    state = state_of_input(model, 1, hidden[0], Tokens.of(tiny.ids(1, 11)))
+    with torch.no_grad():
+        expected = projected(model, 1, hidden)
+    close(state.keys, expected.keys[0])
+    close(state.values, expected.values[0])
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("queries", [False, True])
+def test_nothing_is_left_behind_on_a_model(fails, queries):
+    model = MODELS["llama"]()
+    model.train()
+    before = traces_of(model)
+
+    def look(index, *_):
+        if fails and index == 2:
+            raise Broken
+
+    options = {"queries": look} if queries else {}
+    on_state = (lambda *_: None) if queries else look
+    tokens = Tokens.of(tiny.ids(1, 6))
+    for upto in (None, 3):
+        try:
+            read_states(model, tokens, on_state, hidden=(0, 2), upto=upto, **options)
+        except Broken:
+            assert fails
+        else:
+            assert not fails
+        assert traces_of(model) == before
+
+
+def test_a_layer_that_fails_on_another_input_leaves_nothing_behind():
+    model = MODELS["llama"]()
+    before = traces_of(model)
+    with pytest.raises(RuntimeError):
+        state_of_input(model, 2, torch.zeros(6, 5), Tokens.of(tiny.ids(1, 6)))
+    assert traces_of(model) == before
+    # And the model runs as ever.
+    run_base(model, ReadingCache(model), Tokens.of(tiny.ids(1, 6)))
+
+
+def test_what_ends_a_pass_ends_no_pass_that_was_to_go_on():
+    """An error of the caller's own is never taken for the end."""
+    model = MODELS["llama"]()
+    with pytest.raises(Broken):
+        read_states(model, Tokens.of(tiny.ids(1, 6)), lambda *_: (_ for _ in ()).throw(Broken), upto=3)
+    assert not issubclass(Broken, LookedEnough)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+def test_tokens_keep_the_real_ids_and_count_positions_from_each_rows_first(lengths):
+    ids, mask = left_padded(tuple(lengths))
+    tokens = Tokens.of(ids.tolist(), mask.tolist())
+    assert [row.tolist() for row in tokens.rows()] == [row[-length:].tolist() for row, length in zip(ids, lengths, strict=True)]
+    for row, length in enumerate(lengths):
+        assert tokens.positions[row, -length:].tolist() == list(range(length))
+        assert int(tokens.real[row].sum()) == length
+    assert (tokens.mask is None) == (len(set(lengths)) == 1)
+
+
+def test_one_prompt_may_come_without_its_batch():
+    tokens = Tokens.of([5, 6, 7], [0, 1, 1])
+    assert tokens.ids.tolist() == [[5, 6, 7]]
+    assert tokens.positions.tolist() == [[0, 0, 1]]
+    assert Tokens.of(torch.tensor([5, 6], dtype=torch.int32)).ids.dtype == torch.long
+
+
+@pytest.mark.parametrize(
+    "mask", [[[1, 1, 0]], [[1, 0, 1]], [[0, 0, 0]], [[1, 1]], [[[1, 1, 1]]], [[1, 1, 1], [1, 1, 1]], [[0.0, -9.0, -9.0]], [[2, 1, 1]], "no"]
+)
+def test_padding_on_the_right_holes_and_other_masks_are_refused(mask):
+    with pytest.raises(ConfigError, match="attention_mask"):
+        Tokens.of([[5, 6, 7]], mask)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        [[0.5, 1.0]],
+        [[True, False]],
+        [],
+        [[]],
+        torch.zeros(0, 4, dtype=torch.long),
+        torch.zeros(1, 2, 3, dtype=torch.long),
+        [[1, 2], [3]],
+        "no",
+    ],
+    ids=["floats", "booleans", "nothing", "no tokens", "no rows", "three dimensions", "ragged", "text"],
+)
+def test_what_is_no_batch_of_token_ids_is_refused(ids):
+    with pytest.raises(ConfigError, match="input_ids"):
+        Tokens.of(ids)
+
+
+def dynamic():
+    parameters = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
+    return tiny.build(LlamaConfig(**{**tiny._SHAPE, "rope_parameters": parameters}))
+
+
+def linear():
+    changes = {"head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    return tiny.build(Qwen3NextConfig(**{**tiny._SHAPE, **changes, **experts}))
+
+
+@pytest.mark.parametrize("make", [dynamic, linear])
+def test_models_without_keys_that_could_be_translated_are_refused(make):
+    model = make()
+    with pytest.raises(UnsupportedError, match=r"^model: "):
+        read(model, Tokens.of(tiny.ids(1, 5)))
