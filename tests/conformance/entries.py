@@ -23,9 +23,13 @@ from hf_kvcaches import (
     SubspaceCache,
     WarmStartCache,
     WarmStartLibrary,
+    compat,
 )
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.translate.cache import TranslatedCache
+from hf_kvcaches.translate.translator import CacheTranslator
 from tests.warmstart.warm import words
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
@@ -158,6 +162,49 @@ def same_prompt(model: Any) -> SeenBefore:
     return SeenBefore(model, WarmStartLibrary(model, words(), slots=0, full="exact"))
 
 
+class ReadBefore(TranslatedCache):
+    """Whatever prompt comes, another model with the same weights has just read it."""
+
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        # The codes of a prompt that was forgotten since say nothing about this one.
+        if not self.seen:
+            self.codes = None
+
+    def take_prefill(self, call: PrefillCall) -> int:
+        real = call.input_ids.shape[1] if call.attention_mask is None else int(call.attention_mask.sum(-1).min())
+        alone = self.translator is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not alone and real > 1:
+            self.codes = self.translator.encode(self.model, call.input_ids, call.attention_mask)
+        return super().take_prefill(call)
+
+
+# By the digest of the model: a fit takes a while, and every test makes caches.
+_TRANSLATORS: dict[str, CacheTranslator] = {}
+
+
+def own_translator(model: Any) -> CacheTranslator:
+    """From a model to itself, with all directions."""
+    base = compat.base_model(model)
+    digest = digest_of_model(base)
+    if digest not in _TRANSLATORS:
+        config = base.config.get_text_config(decoder=True)
+        texts = [torch.randint(1, config.vocab_size, (100,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(8)]
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = 2 * head * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        # More keys and values than their input is wide depend on each other, and less than this drowns in rounding.
+        dependent = width > config.hidden_size and not hasattr(compat.attention_module(compat.decoder_layers(base)[2][0]), "k_norm")
+        options: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None, "progress": False}
+        _TRANSLATORS[digest] = CacheTranslator.fit(base, base, None, texts, ridge=1e-6 if dependent else 1e-8, **options)
+    return _TRANSLATORS[digest]
+
+
+def translated(model: Any) -> ReadBefore:
+    """A cache whose every prompt comes as codes that lose nothing."""
+    cache = ReadBefore(model, None, None)
+    cache.translator = own_translator(model)
+    return cache
+
+
 # Models with no layer of full attention have nothing to calibrate.
 # In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
 SUBSPACE = frozenset({"mistral_sliding", "forced_tokens@bfloat16"})
@@ -168,6 +215,7 @@ ENTRIES = [
     Entry("segments_exact", exact_segments, lossless=True),
     Entry("warmstart_miss", no_prompts, lossless=True, refuses=SAVING),
     Entry("warmstart_identical", same_prompt, lossless=True, refuses=SAVING),
+    Entry("translated", translated, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
     *(
         Entry(
