@@ -284,11 +284,12 @@ def fit(
         raise ConfigError.of("max_length", "at least 8 tokens", max_length)
     with as_found(pair.producer), as_found(pair.consumer):
         prefixes = [ids[:max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
-        if len(prefixes) < process()[1]:
-            raise ConfigError.of("texts", f"at least {process()[1]} of at least 2 tokens, one for each process", len(prefixes))
         routed = wanted.patch_layers is not None and wanted.method != "cross_layer" and len(sent) > 0
         apart = _kept_apart(prefixes) if routed else []
         kept = [ids for number, ids in enumerate(prefixes) if number not in set(apart)]
+        if len(kept) < process()[1]:
+            expected = f"at least {process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
+            raise ConfigError.of("texts", expected, len(kept))
         sums = Sums(pair, wanted, sent)
         if sent:
             wanted = _read(pair, sums, kept, wanted, clock, progress)

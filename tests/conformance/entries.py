@@ -30,6 +30,7 @@ from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.translator import CacheTranslator
+from tests.translate.pairs import lossless
 from tests.warmstart.warm import words
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
@@ -183,18 +184,10 @@ _TRANSLATORS: dict[str, CacheTranslator] = {}
 
 
 def own_translator(model: Any) -> CacheTranslator:
-    """From a model to itself, with all directions."""
-    base = compat.base_model(model)
-    digest = digest_of_model(base)
+    """From a model to itself."""
+    digest = digest_of_model(compat.base_model(model))
     if digest not in _TRANSLATORS:
-        config = base.config.get_text_config(decoder=True)
-        texts = [torch.randint(1, config.vocab_size, (100,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(8)]
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        width = 2 * head * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-        # More keys and values than their input is wide depend on each other, and less than this drowns in rounding.
-        dependent = width > config.hidden_size and not hasattr(compat.attention_module(compat.decoder_layers(base)[2][0]), "k_norm")
-        options: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None, "progress": False}
-        _TRANSLATORS[digest] = CacheTranslator.fit(base, base, None, texts, ridge=1e-6 if dependent else 1e-8, **options)
+        _TRANSLATORS[digest] = lossless(model)
     return _TRANSLATORS[digest]
 
 
