@@ -60,6 +60,8 @@ class Wanted:
             raise ConfigError.of("dtype", f"one of {', '.join(map(repr, CODE_DTYPES))}, or None", self.dtype)
         if isinstance(self.payload, bool) or not isinstance(self.payload, int | float) or not 0 <= self.payload <= 1:
             raise ConfigError.of("payload", "a share of 0 to 1", self.payload)
+        if self.group is not None and (isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1):
+            raise ConfigError.of("group", "a number of tokens, or None for all", self.group)
         if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, int) or self.recompute_layers < 0:
             raise ConfigError.of("recompute_layers", "a number of layers", self.recompute_layers)
         if not isinstance(self.ridge, float) or not 0 < self.ridge < 1:

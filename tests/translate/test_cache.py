@@ -71,8 +71,17 @@ def test_generate_runs_the_last_token_and_the_report_says_what_the_others_cost()
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"payload": 0.0}, {"dtype": "float16"}, {"dtype": "int8"}, {"dtype": "int4", "group": 16}, {"metric": "plain"}]
-    + [{"method": "cross_layer", "dtype": "int4", "payload": 0.25}, {"recompute_layers": 1}, {"recompute_layers": 2, "dtype": "int8"}],
+    [
+        {},
+        {"payload": 0.0},
+        {"dtype": "float16"},
+        {"dtype": "int8"},
+        {"dtype": "int4", "group": 16},
+        {"metric": "plain"},
+        {"method": "cross_layer", "dtype": "int4", "payload": 0.25},
+        {"recompute_layers": 1},
+        {"recompute_layers": 2, "dtype": "int8"},
+    ],
     ids=str,
 )
 def test_keys_and_values_are_those_of_the_maps(options: dict[str, Any]) -> None:
