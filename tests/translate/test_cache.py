@@ -396,6 +396,17 @@ def test_another_prompt_is_refused_and_the_right_one_taken_then(wrong: torch.Ten
     close(logits_of(consumer, PROMPT, cache, 4), expected_logits(PROMPT))
 
 
+def test_a_batch_with_one_row_that_was_not_coded_is_refused() -> None:
+    cache = cache_of(PROMPT, OTHER)
+    ids, mask = left_padded(OTHER, joined(MORE, MORE), PROMPT)
+    with pytest.raises(ConfigError, match="rows of 44, 30 tokens"):
+        answer(models()[1], ids, cache, attention_mask=mask)
+    assert cache.seen == 0
+    ids, mask = left_padded(OTHER, PROMPT)
+    logits_of(models()[1], ids, cache, attention_mask=mask)
+    assert cache.report().translated == 74
+
+
 def test_the_last_token_is_the_consumers_own_to_run() -> None:
     cache, other = cache_of(PROMPT), torch.cat([PROMPT[:, :-1], (PROMPT[:, -1:] + 1) % 90 + 3], 1)
     close(logits_of(models()[1], other, cache, 4), expected_logits(other, PROMPT))
