@@ -438,7 +438,7 @@ def test_texts_that_are_none_are_refused(texts: Any) -> None:
 def test_each_process_needs_a_text_that_is_not_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of eight texts one is kept apart, and a process with nothing to read would be waited for forever.
     monkeypatch.setattr(calibration, "process", lambda: (0, 8))
-    with pytest.raises(ConfigError, match="texts: expected at least 8.*got 7"):
+    with pytest.raises(ConfigError, match=r"texts: expected at least 8.*got 7"):
         fit(*models(), TEXTS)
 
 
