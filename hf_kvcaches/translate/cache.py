@@ -28,7 +28,7 @@ class TranslatedReport(CacheReport):
 
     Args:
         translated: Tokens of the prompt whose keys and values were rebuilt, in all rows; 0 where the model ran the prompt.
-        payload_bytes: Of the codes as they are sent.
+        payload_bytes: Of the codes as they are sent. 0, as all that follows, once the cache was pickled or saved: codes stay behind.
         payload_share: Of what the rebuilt tokens' keys and values of all layers would take in bfloat16.
         run_layers: How many layers the model ran on these tokens; keys and values of one more are exact.
         patched: Layers that made their keys and values of a translated input.
@@ -99,15 +99,22 @@ class TranslatedCache(GrowingCache):
             translator.check_codes(codes.head)
         self.translator, self.codes = translator, codes
         self._translated = 0
+        # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.
+        self._arrived: list[Part] = []
         super().__init__(consumer, offloading=offloading)
         self.rotation = require_plain_layers(self.config)
 
     def make_layer(self, layer_idx: int) -> TranslatedLayer:
         return TranslatedLayer()
 
+    def settings(self) -> dict[str, Any]:
+        return {"translated": self._translated}
+
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
-        return cls(model, None, None)
+        cache = cls(model, None, None)
+        cache._translated = int(settings["translated"])
+        return cache
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Does by hand what `generate` does with a prompt: fills the cache with all tokens but the last, or as many as were coded.
@@ -160,21 +167,22 @@ class TranslatedCache(GrowingCache):
             # What came so far is of no use, and half a prompt must not be taken for one.
             self.reset()
             raise
-        self._translated = sum(places.tokens) + sum(slots - places.padding[row] for row in places.copies)
+        self._translated = sum(slots - pad for pad in places.padding)
         return slots
 
     def _parts(self) -> Iterator[Part]:
-        """All parts; those that are still on their way are kept, so that the cache can be filled again."""
+        """All parts; those that came are kept, so that the cache can be filled again, also where a filling was broken off."""
         codes = self.codes
         assert codes is not None
+        yield from tuple(self._arrived)
         if isinstance(codes, SemanticCodes):
             yield from codes
             return
-        kept = []
-        for part in codes:
-            kept.append(part)
-            yield part
-        self.codes = SemanticCodes(codes.head, kept)
+        if len(self._arrived) < len(codes.head.parts):
+            for part in codes:
+                self._arrived.append(part)
+                yield part
+        self.codes, self._arrived = SemanticCodes(codes.head, self._arrived), []
 
     def weights_of(self, decoder: LayerDecoder, device: torch.device) -> Decoder:
         """A decoder's weights on a layer's device.
@@ -193,7 +201,7 @@ class TranslatedCache(GrowingCache):
     def report(self) -> TranslatedReport:
         fields = self._report_fields()
         if self.codes is None or self.translator is None or not self._translated:
-            return TranslatedReport(**fields)
+            return TranslatedReport(**fields, translated=self._translated)
         numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         head = self.codes.head
         return TranslatedReport(
@@ -210,12 +218,12 @@ class TranslatedCache(GrowingCache):
         self._translated = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(each): each for each in (self.translator, self.codes, self.rotation)}
+        memo |= {id(each): each for each in (self.translator, self.codes, self.rotation, self._arrived)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
         # Elsewhere the cache goes on with what it has.
-        return {**super().__getstate__(), "translator": None, "codes": None}
+        return {**super().__getstate__(), "translator": None, "codes": None, "_arrived": []}
 
 
 def _is_padding(mask: Any, input_ids: torch.Tensor) -> bool:

@@ -60,6 +60,8 @@ class Wanted:
             raise ConfigError.of("dtype", f"one of {', '.join(map(repr, CODE_DTYPES))}, or None", self.dtype)
         if isinstance(self.payload, bool) or not isinstance(self.payload, int | float) or not 0 <= self.payload <= 1:
             raise ConfigError.of("payload", "a share of 0 to 1", self.payload)
+        if self.group is not None and (isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1):
+            raise ConfigError.of("group", "a number of tokens, or None for all", self.group)
         if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, int) or self.recompute_layers < 0:
             raise ConfigError.of("recompute_layers", "a number of layers", self.recompute_layers)
         if not isinstance(self.ridge, float) or not 0 < self.ridge < 1:
@@ -286,11 +288,12 @@ def fit(
         raise ConfigError.of("max_length", "at least 8 tokens", max_length)
     with as_found(pair.producer), as_found(pair.consumer):
         prefixes = [ids[:max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
-        if len(prefixes) < process()[1]:
-            raise ConfigError.of("texts", f"at least {process()[1]} of at least 2 tokens, one for each process", len(prefixes))
         routed = wanted.patch_layers is not None and wanted.method != "cross_layer" and len(sent) > 0
         apart = _kept_apart(prefixes) if routed else []
         kept = [ids for number, ids in enumerate(prefixes) if number not in set(apart)]
+        if len(kept) < process()[1]:
+            expected = f"at least {process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
+            raise ConfigError.of("texts", expected, len(kept))
         sums = Sums(pair, wanted, sent)
         if sent:
             wanted = _read(pair, sums, kept, wanted, clock, progress)

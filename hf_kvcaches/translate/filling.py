@@ -27,16 +27,16 @@ class Places(NamedTuple):
     """Where the tokens of codes stand in a batch.
 
     Args:
-        rows: Rows of the batch that are rebuilt, each with another row of the codes, in the codes' order.
-        copies: For each other row, the one of `rows` that has the same tokens.
+        rows: Rows of the batch that are rebuilt, in the order of the codes.
+        coded: For each of them, the number of its row in the codes. Texts of several lengths may begin with the same one.
+        copies: For each other row, the one of `rows` that gets the same tokens in the same slots.
         padding: Slots at the start of each row of the batch that hold no token.
-        tokens: How many of each row of the codes are wanted; of some perhaps none.
     """
 
     rows: tuple[int, ...]
+    coded: tuple[int, ...]
     copies: dict[int, int]
     padding: tuple[int, ...]
-    tokens: tuple[int, ...]
 
 
 def place(head: CodesHead, tokens: Tokens) -> tuple[Places, int] | None:
@@ -56,19 +56,14 @@ def place(head: CodesHead, tokens: Tokens) -> tuple[Places, int] | None:
             return None
         found.append((-best[1], best[0]))
     slots = min(pad + count for pad, (_, count) in zip(padding, found, strict=True))
-    wanted = [0] * len(head.rows)
     first: dict[tuple[int, int], int] = {}
     copies = {}
     for row, (pad, (number, _)) in enumerate(zip(padding, found, strict=True)):
         twin = first.setdefault((number, pad), row)
         if twin != row:
             copies[row] = twin
-        elif wanted[number]:
-            return None  # the same text with two paddings in one batch: no way to fill in both at once
-        else:
-            wanted[number] = max(0, slots - pad)
-    rows = tuple(row for _, row in sorted((number, row) for (number, _), row in first.items()))
-    return Places(rows, copies, tuple(padding), tuple(wanted)), slots
+    ordered = sorted((number, row) for (number, _), row in first.items())
+    return Places(tuple(row for _, row in ordered), tuple(number for number, _ in ordered), copies, tuple(padding)), slots
 
 
 class Filling:
@@ -106,16 +101,18 @@ class Filling:
         for part in parts:
             for decoder in by_part.pop(part.name, []):
                 self._rebuild(decoder, part)
+        assert not by_part, f"no codes came for {sorted(map(str, by_part))}"
         for layer in self.cache.layers:
             layer.seen = self.tokens.ids.shape[1]
 
     def _codes_of(self, head: CodesHead) -> torch.Tensor | None:
         """Which tokens of the codes are wanted; None for all, in their order."""
-        coded = [row.tokens for row in head.rows]
-        if list(self.places.tokens) == coded:
+        tokens = [row.tokens for row in head.rows]
+        counts = [self.tokens.ids.shape[1] - self.places.padding[row] for row in self.places.rows]
+        if list(self.places.coded) == list(range(len(tokens))) and counts == tokens:
             return None
-        starts = [sum(coded[:number]) for number in range(len(coded))]
-        return torch.cat([torch.arange(start, start + count) for start, count in zip(starts, self.places.tokens, strict=True)])
+        starts = [sum(tokens[:number]) for number in self.places.coded]
+        return torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
 
     def _run_lowest(self) -> None:
         """Runs the layers that the consumer has for itself, up to the next one's keys and values."""

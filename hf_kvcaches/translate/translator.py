@@ -18,7 +18,7 @@ from hf_kvcaches.core._tensor_digest import digest_of
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.watching import digest_of_model
-from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
 from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes, pack
 from hf_kvcaches.translate.head import CodesHead, PartHead, Row
 from hf_kvcaches.translate.maps import Maps, to_tensors
@@ -309,7 +309,14 @@ class _Encoding:
 
     def __init__(self, translator: CacheTranslator, producer: Any, input_ids: Any, attention_mask: Any) -> None:
         self.translator, self.model = translator, translator.check_producer(producer)
-        tokens = Tokens.of(input_ids, attention_mask)
+        try:
+            tokens = Tokens.of(input_ids, attention_mask)
+        except KVCacheError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError.of(
+                "input_ids", "token ids, (batch, tokens)", type(input_ids).__name__, "Tokenize texts, and pad rows on the left."
+            ) from error
         if int(tokens.real.sum(-1).min()) < 2:
             raise ConfigError.of(
                 "input_ids", "at least two tokens a row", tuple(tokens.ids.shape), "The consumer runs the last one itself."

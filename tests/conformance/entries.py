@@ -23,9 +23,14 @@ from hf_kvcaches import (
     SubspaceCache,
     WarmStartCache,
     WarmStartLibrary,
+    compat,
 )
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.translate.cache import TranslatedCache
+from hf_kvcaches.translate.translator import CacheTranslator
+from tests.translate.pairs import lossless
 from tests.warmstart.warm import words
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
@@ -158,6 +163,41 @@ def same_prompt(model: Any) -> SeenBefore:
     return SeenBefore(model, WarmStartLibrary(model, words(), slots=0, full="exact"))
 
 
+class ReadBefore(TranslatedCache):
+    """Whatever prompt comes, another model with the same weights has just read it."""
+
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        # The codes of a prompt that was forgotten since say nothing about this one.
+        if not self.seen:
+            self.codes = None
+
+    def take_prefill(self, call: PrefillCall) -> int:
+        real = call.input_ids.shape[1] if call.attention_mask is None else int(call.attention_mask.sum(-1).min())
+        alone = self.translator is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling()
+        if not alone and real > 1:
+            self.codes = self.translator.encode(self.model, call.input_ids, call.attention_mask)
+        return super().take_prefill(call)
+
+
+# By the digest of the model: a fit takes a while, and every test makes caches.
+_TRANSLATORS: dict[str, CacheTranslator] = {}
+
+
+def own_translator(model: Any) -> CacheTranslator:
+    """From a model to itself."""
+    digest = digest_of_model(compat.base_model(model))
+    if digest not in _TRANSLATORS:
+        _TRANSLATORS[digest] = lossless(model)
+    return _TRANSLATORS[digest]
+
+
+def translated(model: Any) -> ReadBefore:
+    """A cache whose every prompt comes as codes that lose nothing."""
+    cache = ReadBefore(model, None, None)
+    cache.translator = own_translator(model)
+    return cache
+
+
 # Models with no layer of full attention have nothing to calibrate.
 # In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
 SUBSPACE = frozenset({"mistral_sliding", "forced_tokens@bfloat16"})
@@ -168,6 +208,7 @@ ENTRIES = [
     Entry("segments_exact", exact_segments, lossless=True),
     Entry("warmstart_miss", no_prompts, lossless=True, refuses=SAVING),
     Entry("warmstart_identical", same_prompt, lossless=True, refuses=SAVING),
+    Entry("translated", translated, lossless=True),
     Entry("growing_kernel", KernelCache, lossless=True),
     *(
         Entry(

@@ -1,0 +1,118 @@
+"""Pairs of small models, translators between them, and what a translated cache has to hold, computed row by row."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache as remembered
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from hf_kvcaches import compat
+from hf_kvcaches.translate.codes import Part, pack
+from hf_kvcaches.translate.translator import CacheTranslator
+from tests import tiny
+from tests.segments.test_cache import MODELS
+
+TEXTS = tuple(tuple(tiny.ids(100, seed=100 + seed).tolist()) for seed in range(8))
+# Rows that are coded together share nothing, and half of the directions are missing.
+HALF: dict[str, Any] = {"payload": 0.5, "dtype": "float32", "patch_layers": None}
+
+FAMILIES = MODELS | {
+    "gpt2": tiny.gpt2,
+    "qk_norm": lambda: tiny.build(Qwen3Config(**{**tiny._SHAPE, "head_dim": 16})),
+}
+
+
+def changed(model: PreTrainedModel, share: float = 0.1, seed: int = 7) -> PreTrainedModel:
+    """The model after a training of sorts."""
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(share * parameter.std() * torch.randn(parameter.shape, generator=noise))
+    return model
+
+
+def fit(producer: Any, consumer: Any, texts: Any = TEXTS, **options: Any) -> CacheTranslator:
+    """A translator fitted to random texts."""
+    return CacheTranslator.fit(producer, consumer, None, texts, **{"progress": False, **options})
+
+
+@remembered
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A producer, and a consumer that was trained on. No test changes them."""
+    return tiny.llama(), changed(tiny.llama())
+
+
+@remembered
+def fitted(**options: Any) -> CacheTranslator:
+    """Between the two `models`."""
+    return fit(*models(), **{**HALF, **options})
+
+
+def lossless(model: Any) -> CacheTranslator:
+    """From a model to itself, with all directions, and nothing rounded but by arithmetic."""
+    base = compat.base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = 2 * head * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    # More keys and values than their input is wide depend on each other, and less than this drowns in rounding.
+    dependent = width > config.hidden_size and not hasattr(compat.attention_module(compat.decoder_layers(base)[2][0]), "k_norm")
+    options: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None}
+    return fit(base, base, ridge=1e-6 if dependent else 1e-8, **options)
+
+
+@contextlib.contextmanager
+def last_layer(model: PreTrainedModel) -> Iterator[list[int]]:
+    """How many tokens a row enter the model's last layer, pass by pass."""
+    seen: list[int] = []
+    last = compat.decoder_layers(model)[2][-1]
+    handle = last.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def reference(translator: CacheTranslator, ids: torch.Tensor, pair: tuple[PreTrainedModel, PreTrainedModel] | None = None) -> DynamicCache:
+    """What one prompt's cache must hold without its last token, for Llamas without patched layers.
+
+    Args:
+        translator: With codes in parts of one layer each, or of all.
+        ids: (1, tokens).
+        pair: The producer and the consumer; None for `models`.
+    """
+    producer, consumer = pair or models()
+    ids = ids[:, :-1]
+    read, own, made = (DynamicCache(config=model.config) for model in (producer, consumer, consumer))
+    entering: list[torch.Tensor] = []
+    lowest = translator.settings.recompute_layers
+    norm = consumer.model.layers[lowest].input_layernorm
+    handle = norm.register_forward_hook(lambda module, args, output: entering.append(output[0]))
+    producer(ids, past_key_values=read)
+    consumer(ids, past_key_values=own)
+    handle.remove()
+    where = torch.arange(ids.shape[1])[None]
+    (turned, back) = (model.model.rotary_emb(entering[0][None], where) for model in (consumer, producer))
+    content = {}
+    for index, layer in enumerate(read.layers):
+        keys, _ = apply_rotary_pos_emb(layer.keys, layer.keys, back[0], -back[1])
+        content[index] = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, layer.values)], 1)
+    codes = {}
+    for encoder in translator.maps.encoders:
+        (name, weights), given = next(iter(encoder.weights.items())), torch.cat([content[layer] for layer in encoder.layers], 1)
+        coded = pack(given @ weights, translator.settings.dtype, translator.settings.group)
+        codes[encoder.part] = Part(encoder.part, {name: coded}).decoded(name, torch.float32)
+    for index in range(lowest + 1):
+        made.update(own.layers[index].keys, own.layers[index].values, index)
+    for decoder in translator.maps.decoders:
+        states = entering[0] @ decoder.weights.side + decoder.weights.bias
+        if decoder.part is not None:
+            states = states + codes[decoder.part] @ decoder.weights.codes
+        keys, values = (part.unflatten(1, (2, -1)).transpose(0, 1)[None] for part in states.chunk(2, 1))
+        made.update(apply_rotary_pos_emb(keys, keys, *turned)[0], values, decoder.layer)
+    return made

@@ -1,0 +1,478 @@
+"""`TranslatedCache` inside `generate`: what the maps say, row by row, and nothing lost where nothing is left out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.translate.arriving import ArrivingCodes
+from hf_kvcaches.translate.cache import TranslatedCache, TranslatedReport
+from hf_kvcaches.translate.codes import SemanticCodes
+from hf_kvcaches.translate.filling import Filling
+from tests import tiny
+from tests.translate.pairs import FAMILIES, fitted, last_layer, lossless, models, reference
+from tests.warmstart.warm import answer, forced, left_padded, logits_of
+
+PROMPT = tiny.ids(1, 45, seed=1)
+OTHER = tiny.ids(1, 31, seed=2)
+MORE = tiny.ids(1, 11, seed=3)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-4) -> None:
+    torch.testing.assert_close(actual.float(), expected.float(), atol=atol, rtol=0)
+
+
+def joined(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat(parts, dim=1)
+
+
+def cache_of(*prompts: torch.Tensor, **options: Any) -> TranslatedCache:
+    """Of the consumer, with codes of these prompts."""
+    (producer, consumer), translator = models(), fitted(**options)
+    return TranslatedCache(consumer, translator, translator.encode(producer, *left_padded(*prompts)))
+
+
+def expected_logits(ids: torch.Tensor, coded: torch.Tensor | None = None, new: int = 4, **options: Any) -> torch.Tensor:
+    """What the consumer says behind what the maps make of a prompt that was coded."""
+    return logits_of(models()[1], ids, reference(fitted(**options), ids if coded is None else coded), new)
+
+
+def beginning(tokens: int) -> DynamicCache:
+    """The first tokens of what the maps make of the prompt."""
+    held = reference(fitted(), PROMPT)
+    held.crop(tokens - 44)
+    return held
+
+
+# What is filled in
+
+
+def test_generate_runs_the_last_token_and_the_report_says_what_the_others_cost() -> None:
+    cache, consumer = cache_of(PROMPT), models()[1]
+    codes = cache.codes
+    assert isinstance(codes, SemanticCodes)
+    assert cache.report().translated == 0
+    with last_layer(consumer) as seen:
+        logits_of(consumer, PROMPT, cache, 4)
+    assert seen == [1] * 4
+    report = cache.report()
+    assert (report.translated, report.payload_bytes, report.run_layers, report.patched) == (44, len(codes.to_bytes()), 0, ())
+    # 4 layers of 2 heads of 8 numbers, keys and values, 2 bytes each.
+    assert report.payload_share == pytest.approx(len(codes.to_bytes()) / (44 * 4 * 2 * 2 * 8 * 2))
+    assert (report.seen, report.kept) == (48, (48,) * 4)
+    assert "payload share" in str(report)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"payload": 0.0},
+        {"dtype": "float16"},
+        {"dtype": "int8"},
+        {"dtype": "int4", "group": 16},
+        {"metric": "plain"},
+        {"method": "cross_layer", "dtype": "int4", "payload": 0.25},
+        {"recompute_layers": 1},
+        {"recompute_layers": 2, "dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_keys_and_values_are_those_of_the_maps(options: dict[str, Any]) -> None:
+    cache, expected = cache_of(PROMPT, **options), reference(fitted(**options), PROMPT)
+    assert cache.prefill(PROMPT) == 44
+    for own, wanted in zip(cache.layers, expected.layers, strict=True):
+        close(own.keys, wanted.keys)
+        close(own.values, wanted.values)
+    got = logits_of(models()[1], PROMPT, cache, 4)
+    close(got, expected_logits(PROMPT, **options))
+    # Or nothing would be measured here.
+    assert float((got - logits_of(models()[1], PROMPT, new=4)).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_between_equal_models_nothing_is_lost(family: str) -> None:
+    model = FAMILIES[family]()
+    translator = lossless(model)
+    ids, mask = left_padded(PROMPT, OTHER)
+    cache = TranslatedCache(model, translator, translator.encode(model, ids, mask))
+    with last_layer(model) as seen:
+        got = logits_of(model, ids, cache, 4, attention_mask=mask)
+    assert seen == [1] * 4
+    close(got, logits_of(model, ids, None, 4, attention_mask=mask))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "partial"])
+def test_in_half_precision_what_is_lost_is_rounding(family: str) -> None:
+    model = FAMILIES[family]().bfloat16()
+    exact, translator = FAMILIES[family](), lossless(model)
+    cache = TranslatedCache(model, translator, translator.encode(model, PROMPT))
+    got, own, true = logits_of(model, PROMPT, cache), logits_of(model, PROMPT), logits_of(exact, PROMPT)
+    assert cache.report().translated == 44
+    assert all(layer.keys.dtype == torch.bfloat16 for layer in cache.layers)
+    # Rounding weights and all between is what the model does to itself.
+    assert float((got - own).abs().max()) < 2 * float((own - true).abs().max())
+
+
+# Batches, beams, chats
+
+
+def test_rows_with_padding_are_those_of_the_prompts_alone() -> None:
+    rows = [PROMPT, OTHER, MORE[:, :2], OTHER[:, 3:]]
+    ids, mask = left_padded(*rows)
+    got = logits_of(models()[1], ids, cache_of(*rows), 4, attention_mask=mask)
+    for number, row in enumerate(rows):
+        close(got[number : number + 1], expected_logits(row))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_rows_come_in_any_order_some_of_them_and_some_twice(dtype: str) -> None:
+    rows = [PROMPT, OTHER, joined(MORE, OTHER), OTHER[:, 3:]]
+    (producer, consumer), translator = models(), fitted(dtype=dtype, group=None)
+    codes = translator.encode(producer, *left_padded(*rows))
+    ids, mask = left_padded(*rows)
+    whole = logits_of(consumer, ids, TranslatedCache(consumer, translator, codes), 3, attention_mask=mask)
+    for order in ([3, 0, 2, 1], [2], [1, 3], [0, 0, 1, 0], [3, 1, 3, 2, 2]):
+        ids, mask = left_padded(*(rows[number] for number in order))
+        cache = TranslatedCache(consumer, translator, codes)
+        with last_layer(consumer) as seen:
+            got = logits_of(consumer, ids, cache, 3, attention_mask=mask)
+        assert seen == [1] * 3
+        close(got, whole[order])
+        assert cache.report().translated == sum(rows[number].shape[1] - 1 for number in order)
+
+
+def test_several_questions_behind_one_document() -> None:
+    rows = [joined(PROMPT, MORE), joined(PROMPT, OTHER), joined(PROMPT, MORE[:, ::3])]
+    ids, mask = left_padded(*rows)
+    cache = cache_of(PROMPT)
+    got = logits_of(models()[1], ids, cache, 4, attention_mask=mask)
+    # All rows are filled up to one slot: where the document ends in the row with the least padding.
+    assert cache.report().translated == 44 + (44 - 20) + (44 - 20 - 7)
+    # A row with more padding has fewer slots; what is run instead is exact for what stands before it.
+    for number, (row, count) in enumerate(zip(rows, (24, 44, 17), strict=True)):
+        close(got[number : number + 1], logits_of(models()[1], row, beginning(count), 4))
+
+
+def test_beams_are_those_behind_the_same_keys_and_values() -> None:
+    options = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True}
+    cache = cache_of(PROMPT)
+    with last_layer(models()[1]) as seen:
+        got = answer(models()[1], PROMPT, cache, 6, **options)
+    assert seen == [1] * 6
+    held = reference(fitted(), PROMPT)
+    held.batch_repeat_interleave(3)
+    expected = answer(models()[1], PROMPT, held, 6, **options)
+    assert torch.equal(got.sequences, expected.sequences)
+    close(got.sequences_scores, expected.sequences_scores)
+    assert cache.report().translated == 3 * 44
+
+
+def test_samples_are_those_behind_the_same_keys_and_values() -> None:
+    options = {"do_sample": True, "num_return_sequences": 4, "temperature": 1.3}
+    torch.manual_seed(3)
+    got = answer(models()[1], PROMPT, cache_of(PROMPT), 6, **options)
+    held = reference(fitted(), PROMPT)
+    held.batch_repeat_interleave(4)
+    torch.manual_seed(3)
+    assert torch.equal(got.sequences, answer(models()[1], PROMPT, held, 6, **options).sequences)
+    assert len({tuple(row) for row in got.sequences.tolist()}) > 1
+
+
+def test_a_chat_goes_on_behind_what_was_translated() -> None:
+    consumer, cache, held = models()[1], cache_of(PROMPT), reference(fitted(), PROMPT)
+    said = answer(consumer, PROMPT, cache, 5).sequences
+    assert torch.equal(said, answer(consumer, PROMPT, held, 5).sequences)
+    turn = joined(said, MORE)
+    with last_layer(consumer) as seen:
+        close(logits_of(consumer, turn, cache, 5), logits_of(consumer, turn, held, 5))
+    assert seen == [12, 1, 1, 1, 1] * 2
+    # The last turn gives the new tokens alone.
+    mask = torch.ones(1, cache.seen + 31, dtype=torch.long)
+    close(logits_of(consumer, OTHER, cache, 4, attention_mask=mask), logits_of(consumer, OTHER, held, 4, attention_mask=mask))
+    assert cache.report().translated == 44
+
+
+# Prompts that are longer or shorter than the one that was coded
+
+
+def test_a_prompt_that_goes_on_is_run_from_where_the_codes_end() -> None:
+    cache, ids = cache_of(PROMPT), joined(PROMPT, MORE)
+    with last_layer(models()[1]) as seen:
+        got = logits_of(models()[1], ids, cache, 3)
+    assert seen == [12, 1, 1]
+    close(got, expected_logits(ids, PROMPT, 3))
+
+
+@pytest.mark.parametrize(("length", "known"), [(44, 43), (40, 39), (21, 16), (9, 8), (8, 7), (5, 0), (1, 0)])
+def test_a_prompt_that_is_a_beginning_is_filled_up_to_the_last_mark(length: int, known: int) -> None:
+    consumer, cache, ids = models()[1], cache_of(PROMPT), PROMPT[:, :length]
+    got = logits_of(consumer, ids, cache, 3)
+    close(got, logits_of(consumer, ids, beginning(known) if known else None, 3))
+    assert cache.report().translated == known
+
+
+@pytest.mark.parametrize(("size", "known"), [(20, 16), (44, 43), (64, 44)])
+def test_in_chunks_the_first_comes_of_codes_and_the_others_are_run(size: int, known: int) -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
+    got = answer(consumer, PROMPT, cache, 4, prefill_chunk_size=size)
+    expected = answer(consumer, PROMPT, beginning(known), 4)
+    close(torch.stack(got.logits, 1), torch.stack(expected.logits, 1))
+    assert cache.report().translated == known
+
+
+def test_by_hand_it_is_filled_up_to_the_last_token() -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
+    assert cache.prefill(PROMPT) == cache.seen == 44
+    close(forced(consumer, PROMPT[:, -1:], cache), expected_logits(PROMPT, new=1))
+    with pytest.raises(UnsupportedError, match="reset"):
+        cache.prefill(PROMPT)
+    assert cache.seen == 45
+    with pytest.raises(UnsupportedError, match="no codes"):
+        TranslatedCache(consumer, None, None).prefill(PROMPT)
+
+
+def test_filled_by_hand_generate_goes_on_with_the_same_prompt() -> None:
+    cache = cache_of(PROMPT)
+    cache.prefill(PROMPT)
+    close(logits_of(models()[1], PROMPT, cache, 4), expected_logits(PROMPT))
+
+
+# What can be done with a cache that is filled
+
+
+def test_tokens_are_taken_back_and_rows_moved_as_ever() -> None:
+    consumer = models()[1]
+    ids, mask = left_padded(PROMPT, OTHER)
+    cache = cache_of(PROMPT, OTHER)
+    cache.prefill(ids, mask)
+    cache.crop(-4)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    held = [reference(fitted(), row) for row in (PROMPT, OTHER)]
+    for number, own in enumerate(held):
+        own.crop(-4)
+        expected = forced(consumer, MORE, own)
+        if number == 0:
+            first = expected
+    longer = torch.cat([mask[:, :-5], torch.ones(2, 11, dtype=torch.long)], 1)
+    got = forced(consumer, MORE.repeat(2, 1), cache, longer)
+    close(got[:1], first)
+    close(got[1:], expected)
+
+
+def test_what_was_saved_or_pickled_goes_on_without_a_translator(tmp_path: Any) -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
+    answer(consumer, PROMPT, cache, 3)
+    cache.save(tmp_path / "cache")
+    loaded, sent = TranslatedCache.load(tmp_path / "cache", consumer), pickle.loads(pickle.dumps(cache))
+    expected = forced(consumer, MORE, cache)
+    for other in (loaded, sent):
+        assert (other.translator, other.codes) == (None, None)
+        assert (other.report().translated, other.report().payload_bytes) == (44, 0)
+        close(forced(consumer, MORE, other), expected, 1e-5)
+    loaded.reset()
+    close(logits_of(consumer, OTHER, loaded, 3), logits_of(consumer, OTHER, new=3))
+
+
+def test_copies_go_on_each_for_itself() -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
+    empty = copy.deepcopy(cache)
+    answer(consumer, PROMPT, cache, 1)
+    other = copy.deepcopy(cache)
+    expected = forced(consumer, MORE, cache)
+    forced(consumer, OTHER, other)
+    other.crop(-31)
+    close(forced(consumer, MORE, other), expected, 1e-5)
+    assert other.report().translated == cache.report().translated == 44
+    close(logits_of(consumer, PROMPT, empty, 4), expected_logits(PROMPT))
+    assert empty.translator is cache.translator
+    assert empty.codes is cache.codes
+
+
+@pytest.mark.parametrize("arriving", [False, True])
+def test_what_was_emptied_is_filled_again(arriving: bool) -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
+    assert isinstance(cache.codes, SemanticCodes)
+    if arriving:
+        cache = TranslatedCache(consumer, fitted(), ArrivingCodes(cache.codes.chunks()))
+    for _ in range(3):
+        with last_layer(consumer) as seen:
+            close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3))
+        assert seen[:3] == [1] * 3
+        assert cache.report().translated == 44
+        cache.reset()
+        assert (cache.seen, cache.report().translated) == (0, 0)
+
+
+def test_copies_of_a_cache_whose_codes_are_arriving_all_get_them() -> None:
+    consumer, codes = models()[1], cache_of(PROMPT).codes
+    assert isinstance(codes, SemanticCodes)
+    first = TranslatedCache(consumer, fitted(), ArrivingCodes(codes.chunks()))
+    second, third = copy.deepcopy(first), copy.deepcopy(first)
+    for cache in (second, first, third):
+        close(logits_of(consumer, PROMPT, cache, 2), expected_logits(PROMPT, new=2))
+        assert cache.report().translated == 44
+
+
+def test_a_layer_is_rebuilt_while_the_next_is_on_its_way() -> None:
+    consumer, codes = models()[1], cache_of(PROMPT).codes
+    assert isinstance(codes, SemanticCodes)
+    pieces, cache = list(codes.chunks()), None
+    held: list[list[bool]] = []
+
+    def arrive() -> Any:
+        for piece in pieces:
+            held.append([] if cache is None else [layer.is_initialized for layer in cache.layers])
+            yield piece
+
+    cache = TranslatedCache(consumer, fitted(), ArrivingCodes(arrive()))
+    cache.prefill(PROMPT)
+    # The head comes first; before the part of layer 1 the consumer has layer 0, and so on.
+    assert [sum(each) for each in held] == [0, 1, 2, 3]
+
+
+# Where the model runs the prompt itself
+
+
+def test_with_gradients_or_for_all_logits_the_model_runs_the_prompt() -> None:
+    consumer = models()[1]
+    with torch.no_grad():
+        own = consumer(input_ids=PROMPT).logits
+        cache = cache_of(PROMPT)
+        close(consumer(input_ids=PROMPT, past_key_values=cache).logits, own)
+        assert (cache.seen, cache.report().translated) == (45, 0)
+    cache = cache_of(PROMPT)
+    made = consumer(input_ids=PROMPT, past_key_values=cache, logits_to_keep=1).logits
+    assert made.requires_grad
+    close(made, own[:, -1:])
+    assert cache.report().translated == 0
+    cache = cache_of(PROMPT)
+    with torch.no_grad():
+        close(consumer(inputs_embeds=consumer.get_input_embeddings()(PROMPT), past_key_values=cache, logits_to_keep=1).logits, own[:, -1:])
+        states = consumer(input_ids=PROMPT, past_key_values=cache_of(PROMPT), logits_to_keep=1, output_hidden_states=True).hidden_states
+    assert [state.shape[1] for state in states] == [45] * 5
+
+
+def test_without_codes_it_is_a_cache_as_any() -> None:
+    consumer, cache = models()[1], TranslatedCache(models()[1], None, None)
+    close(logits_of(consumer, PROMPT, cache, 3), logits_of(consumer, PROMPT, new=3))
+    assert cache.report() == TranslatedReport(**{**cache._report_fields(), "translated": 0})
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.cat([PROMPT[:, :7], (PROMPT[:, 7:8] + 1) % 90 + 3, PROMPT[:, 8:]], 1),
+        torch.cat([PROMPT[:, :43], (PROMPT[:, 43:44] + 1) % 90 + 3, PROMPT[:, 44:]], 1),
+        PROMPT[:, 1:],
+        OTHER,
+        OTHER[:, :9],
+        torch.cat([PROMPT, PROMPT.flip(1)]),
+    ],
+    ids=["one token at the start", "the last coded token", "without the first", "another", "another, short", "another row"],
+)
+def test_another_prompt_is_refused_and_the_right_one_taken_then(wrong: torch.Tensor) -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
+    for ask in (
+        lambda: answer(consumer, wrong, cache),
+        lambda: cache.prefill(wrong),
+        lambda: consumer(input_ids=wrong, past_key_values=cache),
+    ):
+        with pytest.raises(ConfigError, match=r"another prompt \(rows of 44 tokens\).*Encode this prompt"):
+            ask()
+        assert (cache.seen, cache.report().translated) == (0, 0)
+        assert not any(layer.is_initialized for layer in cache.layers)
+    close(logits_of(consumer, PROMPT, cache, 4), expected_logits(PROMPT))
+
+
+def test_a_batch_with_one_row_that_was_not_coded_is_refused() -> None:
+    cache = cache_of(PROMPT, OTHER)
+    ids, mask = left_padded(OTHER, joined(MORE, MORE), PROMPT)
+    with pytest.raises(ConfigError, match="rows of 44, 30 tokens"):
+        answer(models()[1], ids, cache, attention_mask=mask)
+    assert cache.seen == 0
+    ids, mask = left_padded(OTHER, PROMPT)
+    logits_of(models()[1], ids, cache, attention_mask=mask)
+    assert cache.report().translated == 74
+
+
+def test_the_last_token_is_the_consumers_own_to_run() -> None:
+    cache, other = cache_of(PROMPT), torch.cat([PROMPT[:, :-1], (PROMPT[:, -1:] + 1) % 90 + 3], 1)
+    close(logits_of(models()[1], other, cache, 4), expected_logits(other, PROMPT))
+
+
+@pytest.mark.parametrize("cut", [0.4, 0.99])
+def test_codes_that_break_off_leave_an_empty_cache(cut: float) -> None:
+    consumer, codes = models()[1], cache_of(PROMPT).codes
+    assert isinstance(codes, SemanticCodes)
+    content = codes.to_bytes()
+    cache = TranslatedCache(consumer, fitted(), ArrivingCodes([content[: int(cut * len(content))]]))
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="too early"):
+            answer(consumer, PROMPT, cache)
+        assert cache.seen == 0
+        assert not any(layer.is_initialized or layer.stops for layer in cache.layers)
+    cache.codes = codes
+    close(logits_of(consumer, PROMPT, cache, 4), expected_logits(PROMPT))
+
+
+def test_a_filling_that_was_broken_off_is_made_up_for_with_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    consumer, codes = models()[1], cache_of(PROMPT).codes
+    assert isinstance(codes, SemanticCodes)
+    cache = TranslatedCache(consumer, fitted(), ArrivingCodes(codes.chunks()))
+    rebuild = Filling._rebuild
+
+    def once(self: Filling, decoder: Any, part: Any) -> None:
+        if decoder.layer == 2:
+            raise MemoryError
+        rebuild(self, decoder, part)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Filling, "_rebuild", once)
+        with pytest.raises(MemoryError):
+            answer(consumer, PROMPT, cache)
+    assert cache.seen == 0
+    close(logits_of(consumer, PROMPT, cache, 4), expected_logits(PROMPT))
+    assert cache.report().translated == 44
+
+
+def test_what_is_no_translator_and_no_codes_is_refused_with_a_hint() -> None:
+    (_, consumer), translator, codes = models(), fitted(), cache_of(PROMPT).codes
+    assert isinstance(codes, SemanticCodes)
+    for given, hint in (
+        (("pair", codes), r"translator: expected a CacheTranslator, got 'str'.*from_pretrained"),
+        ((translator, codes.to_bytes()), r"codes: expected SemanticCodes.*got 'bytes'.*from_bytes"),
+        ((translator, PROMPT), r"codes: expected SemanticCodes.*got 'Tensor'.*encode"),
+        ((translator, None), "expected both"),
+        ((None, codes), "expected both"),
+    ):
+        with pytest.raises(ConfigError, match=hint):
+            TranslatedCache(consumer, *given)  # type: ignore[arg-type]
+
+
+def test_padding_that_does_not_stand_on_the_left_is_refused() -> None:
+    cache, mask = cache_of(PROMPT), torch.ones_like(PROMPT)
+    for place in (-1, 20):
+        other = mask.clone()
+        other[0, place] = 0
+        with pytest.raises(ConfigError, match="attention_mask"):
+            cache.prefill(PROMPT, other)
+        assert cache.seen == 0
+
+
+def test_a_dynamic_cache_beside_it_is_served_as_ever() -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
+    plain = DynamicCache(config=consumer.config)
+    close(logits_of(consumer, OTHER, plain, 3), logits_of(consumer, OTHER, new=3))
+    close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3))
