@@ -1,0 +1,332 @@
+"""The evaluation of translated caches runs as a user runs it, and its numbers are those of plain computations."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.translate.cache import TranslatedCache
+from hf_kvcaches.translate.translator import CacheTranslator
+from tests import testbed
+from tests.testbed.recall import answered
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKLOADS = ("prose", "verse", "documents")
+PAIR = "base -> tuned"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def workshop():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        sides, quality = (importlib.import_module(f"_translation_{name}") for name in ("sides", "quality"))
+    (producer, tokenizer), (consumer, _) = testbed.load(), testbed.load("tuned")
+    return sides.Workshop(producer, consumer, tokenizer, quality.calibration_texts(tokenizer, 8, 220))
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval") / "new"
+    options = ["--quick", "--device", "cpu", "--pairs", "base:tuned", "--csv", folder, "--plot", folder]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "eval_translation.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with (folder / "translation-quality.csv").open(encoding="utf-8") as file:
+        return folder, done.stdout, list(csv.DictReader(file))
+
+
+def test_each_side_has_a_row_for_each_workload_in_the_file_and_one_in_a_table(evaluated, script):
+    _, printed, rows = evaluated
+    sides = script("_translation_sides")
+    names = [side.name for side in (*sides.SIDES, *sides.alone_sides(4))]
+    assert len(names) == len(set(names)) == 25
+    assert [(row["side"], row["workload"]) for row in rows] == [(name, workload) for name in names for workload in WORKLOADS]
+    assert all(sum(line.startswith(f"{name}  ") for line in printed.splitlines()) >= 1 for name in names)
+    assert all(row["torch"] and row["hardware"] and row["pair"] == PAIR and row["texts"] == "1" for row in rows)
+
+
+def test_rows_agree_with_each_other(evaluated):
+    _, _, rows = evaluated
+    for row in rows:
+        assert bool(row["recall"]) == (row["workload"] == "documents")
+        own = next(each for each in rows if each["side"] == "own prefill" and each["workload"] == row["workload"])
+        assert (row["perplexity_alone"], row["recall_alone"]) == (own["perplexity"], own["recall"])
+        expected = {"own prefill": 0, "raw K/V": 1, "selective recompute": 0.5, "zero bytes": 0}.get(row["side"])
+        assert expected is None or float(row["share"]) == pytest.approx(expected)
+    by_name = {(row["side"], row["workload"]): row for row in rows}
+    assert all(float(by_name["own prefill", workload]["kl"]) == 0 for workload in WORKLOADS)
+    for workload in WORKLOADS:
+        wider = [float(by_name[f"joint 1/{parts} int4", workload]["share"]) for parts in (32, 16, 4, 2)]
+        assert wider == sorted(wider)
+        # A 32nd for scales and zeros, and a little more for the last group.
+        assert 0.281 < float(by_name["int4 K/V", workload]["share"]) < 0.3
+        layers = [float(by_name[f"default, layer {layer} alone", workload]["kl"]) for layer in (1, 2, 3)]
+        assert min(layers) > 0
+        assert max(layers) < float(by_name["zero bytes", workload]["kl"])
+
+
+def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
+    folder, printed, _ = evaluated
+    lines = printed.partition("Bars\n")[2].strip().splitlines()
+    bars = [line for line in lines if "zero bytes" not in line.split(": ")[1]]
+    assert (len(lines), len(bars)) == (6, 5)
+    assert all((": met (" in bar) != (": NOT met (" in bar) for bar in bars)
+    assert "prefill" in bars[-1]
+    assert "gradients" in bars[-1]
+    assert (folder / "translation-quality.png").stat().st_size > 10_000
+
+
+def test_translators_are_fitted_to_other_halves_than_they_are_measured_on(script):
+    quality = script("_translation_quality")
+    _, tokenizer = testbed.load()
+    made = [tokenizer.decode(ids) for ids in quality.calibration_texts(tokenizer, 8, 220)]
+    asked = quality.evaluation_texts(tokenizer, 2, 0, 220)
+    assert ["Notes:" in text for text in made] == [True, True, False, False] * 2
+    assert [text.workload for text in asked] == [workload for workload in WORKLOADS for _ in range(2)]
+    for domain, number in (("prose", 2), ("verse", 3)):
+        whole = testbed.held_out(domain)
+        assert whole.find(made[number].strip()) in range(len(whole) // 2)
+        for text in asked:
+            if text.workload == domain:
+                assert len(text.continuation) == 32
+                assert tokenizer.decode(text.prompt + text.continuation).strip() in whole[len(whole) // 2 :]
+
+
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("domain", ["prose", "verse"])
+def test_paragraphs_of_documents_are_of_their_half(script, domain, second):
+    _, tokenizer = testbed.load()
+    whole = testbed.held_out(domain)
+    middle = len(whole) // 2
+    document = script("_translation_quality").Half(tokenizer, domain, second=second).document(random.Random(1))
+    words = " ".join((whole[middle:] if second else whole[:middle]).split())
+    assert any(document.paragraphs)
+    assert all(paragraph in words for paragraph in document.paragraphs)
+
+
+def test_prefixes_have_the_lengths_that_were_asked_for(script):
+    quality = script("_translation_quality")
+    _, tokenizer = testbed.load()
+    lengths = [len(text.prompt) for text in quality.evaluation_texts(tokenizer, 4, 3, 250) if text.workload != "documents"]
+    assert all(200 <= length <= 250 for length in lengths)
+    assert len(set(lengths)) > 4
+    assert quality.evaluation_texts(tokenizer, 1, 4) != quality.evaluation_texts(tokenizer, 1, 5)
+
+
+def test_right_answers_are_those_that_the_testbed_counts(script, monkeypatch):
+    quality = script("_translation_quality")
+    model, tokenizer = testbed.load("tuned")
+    documents = []
+    encode = quality.encode
+    monkeypatch.setattr(quality, "encode", lambda tokenizer, document: (documents.append(document), encode(tokenizer, document))[1])
+    texts = [text for text in quality.evaluation_texts(tokenizer, 3, 7, 400) if text.workload == "documents"]
+    right = 0
+    for text, document in zip(texts, documents, strict=True):
+        assert tokenizer.decode(text.prompt) == document.context()
+        told = [document.facts[index].answer for index in document.asked]
+        assert [tokenizer.decode(text.continuation[start:stop]) for start, stop in text.answers] == told
+        with torch.no_grad():
+            logits = quality.next_tokens(model, text)
+        found = quality.judged(text, logits, logits)
+        assert found["asked"] == len(document.facts)
+        right += found["right"]
+    assert right == sum(hit for _, hit in answered(model, tokenizer, documents)) > 0
+
+
+def test_what_is_judged_are_the_first_places_and_all_answers(script):
+    quality = script("_translation_quality")
+    generator = torch.Generator().manual_seed(0)
+    alone, found = torch.randn(2, 40, 11, generator=generator)
+    true = torch.randint(11, (40,), generator=generator).tolist()
+    true[36:38] = found[36:38].argmax(-1).tolist()
+    text = quality.Text("documents", [1, 2], true, ((36, 38), (38, 40)))
+    made = quality.judged(text, alone, found)
+    p, q = alone.double().softmax(-1), found.double().softmax(-1)
+    for place in range(32):
+        assert made["kls"][place] == pytest.approx(float((p[place] * (p[place] / q[place]).log()).sum()), rel=1e-4)
+        assert made["variations"][place] == pytest.approx(max(0.0, float((p[place] - q[place]).clamp_min(0).sum())), rel=1e-4)
+        assert made["losses"][place] == pytest.approx(-math.log(q[place, true[place]]), rel=1e-4)
+        assert made["losses_alone"][place] == pytest.approx(-math.log(p[place, true[place]]), rel=1e-4)
+    assert {len(made[name]) for name in ("kls", "variations", "losses", "losses_alone")} == {32}
+    assert made["agreed"] == sum(int(p[place].argmax() == q[place].argmax()) for place in range(32))
+    assert made["right"] == sum(found[start:stop].argmax(-1).tolist() == true[start:stop] for start, stop in text.answers) >= 1
+    assert (made["asked"], made["right_alone"]) == (2, 0)
+
+
+@torch.no_grad()
+def test_answers_are_those_of_the_same_caches_made_by_hand(script, workshop):
+    sides, quality = script("_translation_sides"), script("_translation_quality")
+    producer, consumer = workshop.pair.producer, workshop.pair.consumer
+    text = quality.evaluation_texts(workshop.tokenizer, 1, 0, 220)[2]
+    chosen = [sides.RAW, sides.INT4, sides.SELECTIVE, sides.FULL_RANK, sides.DEFAULT]
+    last = sides.Side("one", "alone", "explanation", of=sides.FULL_RANK.name, layer=3)
+    made = {side.name: workshop.translator(sides.Side(side.name, "solved", "ours", side.options)) for side in chosen[3:]}
+    found = dict(quality.Bench(workshop, made).ask(text, [*chosen, last]))
+    prompt, rest = torch.tensor([text.prompt]), torch.tensor([text.prompt[-1:] + text.continuation[:-1]])
+    caches = {name: DynamicCache(config=consumer.config) for name in ("theirs", "own", "raw", "selective", "last")}
+    producer(input_ids=prompt[:, :-1], past_key_values=caches["theirs"])
+    consumer(input_ids=prompt[:, :-1], past_key_values=caches["own"])
+    codes = made[sides.FULL_RANK.name].encode(producer, prompt)
+    full = TranslatedCache(consumer, made[sides.FULL_RANK.name], codes)
+    full.prefill(prompt)
+    for layer in range(4):
+        theirs, own = caches["theirs"].layers[layer], caches["own"].layers[layer]
+        raw = theirs.keys.bfloat16().float(), theirs.values.bfloat16().float()
+        caches["raw"].update(*raw, layer)
+        caches["selective"].update(*((own.keys, own.values) if layer in workshop.selected else raw), layer)
+        one = full.layers[layer] if layer == 3 else own
+        caches["last"].update(one.keys.clone(), one.values.clone(), layer)
+    by_hand = {sides.RAW: caches["raw"], sides.SELECTIVE: caches["selective"], last: caches["last"], sides.FULL_RANK: full}
+    alone = consumer(input_ids=torch.cat([prompt[:, :-1], rest], 1)).logits[0, -rest.shape[1] :]
+    for side, cache in by_hand.items():
+        logits = consumer(input_ids=rest, past_key_values=cache).logits[0]
+        expected = quality.judged(text, alone, logits)
+        assert found[side].kls == pytest.approx(expected["kls"], rel=1e-2, abs=1e-5)
+        assert found[side].losses == pytest.approx(expected["losses"], rel=1e-3, abs=1e-4)
+        assert (found[side].right, found[side].asked) == (expected["right"], len(text.answers))
+    tokens = len(text.prompt) - 1
+    assert {answer.tokens for answer in found.values()} == {tokens}
+    assert {answer.plain for answer in found.values()} == {2 * 4 * 2 * 128 * tokens}
+    assert found[sides.FULL_RANK].bytes == len(codes.to_bytes())
+    assert found[sides.RAW].bytes == 2 * found[sides.SELECTIVE].bytes == found[sides.RAW].plain
+    # A channel of 64 tokens: 32 bytes, a scale and a zero of two each.
+    groups = -(-tokens // 64)
+    assert found[sides.INT4].bytes == 4 * 2 * 128 * (-(-tokens // 2) + 4 * groups)
+    assert max(found[sides.INT4].kls) > 0
+
+
+def test_a_layer_of_a_side_that_did_not_run_is_refused(script, workshop):
+    sides, quality = script("_translation_sides"), script("_translation_quality")
+    text = quality.evaluation_texts(workshop.tokenizer, 1, 0, 220)[0]
+    with pytest.raises(ConfigError, match="before 'one'"), torch.no_grad():
+        list(quality.Bench(workshop, {}).ask(text, [sides.Side("one", "alone", "explanation", of="none", layer=1)]))
+
+
+@pytest.mark.parametrize("options", [{}, {"metric": "attention"}, {"method": "paper", "payload": 0.25}, {"payload": 0.0}])
+def test_translators_from_shared_sums_are_those_that_fit_makes(script, workshop, options):
+    side = script("_translation_sides").Side("one", "solved", "ours", options)
+    with torch.no_grad():
+        shared = workshop.translator(side)
+    pair = workshop.pair
+    plain = CacheTranslator.fit(
+        pair.producer, pair.consumer, workshop.tokenizer, workshop.texts, patch_layers=None, progress=False, **options
+    )
+    assert shared.producer == plain.producer
+    assert (shared.settings.dtype, shared.settings.tokens) == (plain.settings.dtype, plain.settings.tokens)
+    assert list(shared.tensors()) == list(plain.tensors())
+    for name, tensor in plain.tensors().items():
+        torch.testing.assert_close(shared.tensors()[name], tensor)
+
+
+@torch.no_grad()
+def test_selective_recompute_takes_the_neighbours_that_help_most(script, workshop):
+    sides, quality = script("_translation_sides"), script("_translation_quality")
+    pair, texts = workshop.pair, [torch.tensor(ids) for ids in workshop.texts]
+    means = {}
+    for start in range(3):
+        kls = []
+        for ids in texts:
+            asked = max(2, min(32, len(ids) // 4))
+            text = quality.Text("verse", ids[: 1 - asked].tolist(), ids[1 - asked :].tolist())
+            own, theirs = (sides.read(model, ids[None, :-asked]) for model in (pair.consumer, pair.producer))
+            states = [own[layer] if layer in (start, start + 1) else theirs[layer] for layer in range(4)]
+            found = quality.next_tokens(pair.consumer, text, sides.filled(pair.consumer, states))
+            kls.append(float(sum(quality.judged(text, quality.next_tokens(pair.consumer, text), found)["kls"])) / len(text.continuation))
+        means[start] = sum(kls)
+    best = min(means, key=lambda start: means[start])
+    assert workshop.selected == (best, best + 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_the_front_is_of_points_that_no_other_one_beats(points):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        found = importlib.import_module("_translation_report").front(points)
+    beaten = {one for one in points for other in points if other != one and other[0] <= one[0] and other[1] <= one[1]}
+    assert found == sorted(set(points) - beaten)
+
+
+def made_up(script, side: str = "", **changes: Any) -> list[str]:
+    """The bars where all answers are good but those of one side."""
+    sides, quality, report = (script(f"_translation_{name}") for name in ("sides", "quality", "report"))
+    found = report.Found()
+    good = {"tokens": 10, "bytes": 5, "plain": 100, "kls": (0.09, 0.1), "variations": (0.1,) * 2, "agreed": 2, "losses": (1.0, 3.0)}
+    good |= {"losses_alone": (1.0, 2.0), "right": 97, "right_alone": 100, "asked": 100}
+    kls = {"RAW": (1.0, 1.0), "REUSE": (0.3, 0.3), "ORACLE": (0.0, 0.0), "ZERO": (0.2, 0.2), "FULL_RANK": (0.01, 0.01)}
+    for name in ("ORACLE", "RAW", "REUSE", "ZERO", "DEFAULT", "FULL_RANK"):
+        for workload in WORKLOADS:
+            own = good | {"kls": kls.get(name, good["kls"])} | ({"right": 100} if name == "ORACLE" else {})
+            own |= changes if name == side else {}
+            own |= {} if workload == "documents" else {"right": 0, "asked": 0, "right_alone": 0}
+            found.answers[PAIR, getattr(sides, name), workload] = [quality.Answer(**own)]
+    seconds = changes.get("seconds", 179.0) if side == "seconds" else 179.0
+    found.details[PAIR, sides.DEFAULT] = report.Details(seconds={"prefill": seconds - 1, "fit": 0.5})
+    return report.bars(found)[1:]
+
+
+def test_all_bars_are_met_by_good_answers(script):
+    lines = made_up(script)
+    assert [line for line in lines if "NOT met" in line] == []
+    assert "from zero bytes on" in lines[4]
+    assert "zero bytes 0.2000, 2.11x of the default's" in lines[3]
+    assert "0.0100, 0.01x of raw K/V" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("side", "changes", "claim"),
+    [
+        ("DEFAULT", {"bytes": 6}, "at most 0.055x"),
+        ("RAW", {"kls": (0.9, 0.9)}, "1/10 of raw K/V"),
+        ("REUSE", {"kls": (0.2, 0.3)}, "1/3 of paper's Reuse"),
+        ("DEFAULT", {"right": 96}, "recall within 3 points"),
+        ("seconds", {"seconds": 181.0}, "calibrated in under 180 s"),
+    ],
+)
+def test_one_bad_answer_misses_its_bar_and_no_other(script, side, changes, claim):
+    (missed,) = (line for line in made_up(script, side, **changes) if "NOT met" in line)
+    assert claim in missed
+
+
+def test_recall_is_named_at_the_smallest_payload_above_which_it_holds(script):
+    line = made_up(script, "ZERO", right=96)[4]
+    assert "met (from joint 1/8 int4 (default) on, 0.0500x" in line
+    assert "NOT" not in line
+
+
+def test_a_number_that_makes_no_sense_is_refused(script, monkeypatch, capsys):
+    parse = script("eval_translation").parse
+    monkeypatch.setattr(sys, "argv", ["eval_translation.py", "--texts", "0"])
+    with pytest.raises(ConfigError, match="--texts: expected at least 1"):
+        parse()
+    monkeypatch.setattr(sys, "argv", ["eval_translation.py", "--longest", "901"])
+    with pytest.raises(SystemExit):
+        parse()
+    assert "--longest: expected 200 to 900, got 901" in capsys.readouterr().err
