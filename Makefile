@@ -70,6 +70,8 @@ bench: $(VENV)/.installed
 		--csv docs/benchmarks/segments-speed-$(DEVICE).csv --plot docs/benchmarks/segments-speed-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_warmstart.py --device $(DEVICE) \
 		--csv docs/benchmarks/warmstart-speed-$(DEVICE).csv --plot docs/benchmarks/warmstart-speed-$(DEVICE).png
+	$(VENV)/bin/python scripts/bench_translation.py --device $(DEVICE) \
+		--csv docs/benchmarks/translation-speed-$(DEVICE).csv --plot docs/benchmarks/translation-speed-$(DEVICE).png
 
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK

@@ -1,0 +1,208 @@
+"""Calibrates a `CacheTranslator` for a producer and a consumer: what one model has read becomes the other's keys and values.
+
+    python scripts/calibrate_translator.py --producer base --consumer tuned --out FOLDER [--texts FILE ...]
+    accelerate launch --num_processes 2 scripts/calibrate_translator.py --producer ... --consumer ... --out FOLDER
+
+Models are folders, hub ids, or `base`, `tuned` and `lora`, the small models of this repository. A text file is cut into pieces; of a file
+that ends in .jsonl each line is one text: a string, a list of token ids, or an object with one of these under "text". Give texts as your
+prompts come: which kinds of text are among them matters more than how many there are. Without a file, held-out pages of this repository's
+small models are taken.
+
+Printed are the seconds of each stage and what the translator is. Under `accelerate` each process reads its share of the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import check_counts, load, pick_device, run_script, table
+from transformers.utils import logging
+
+from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.translate.translator import CacheTranslator
+
+SMALL = ("base", "tuned", "lora")
+Text = str | list[int]
+
+
+def load_model(name: str, device: torch.device) -> tuple[Any, Any]:
+    """A model and its tokenizer.
+
+    Args:
+        name: A folder, a hub id, or one of this repository's small models.
+        device: Where it is to be.
+    """
+    if name not in SMALL or Path(name).is_dir():
+        return load(name, device)
+    from tests import testbed
+
+    model, tokenizer = testbed.load(name)
+    return model.to(device), tokenizer
+
+
+def read_texts(path: Path, tokenizer: Any, length: int) -> list[Text]:
+    """The texts of a file.
+
+    Args:
+        path: The file.
+        tokenizer: Of both models.
+        length: Tokens of the pieces that a text file is cut into.
+    """
+    content = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        return pieces(content, tokenizer, length)
+    found: list[Text] = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from error
+        text = text.get("text") if isinstance(text, dict) else text
+        if not isinstance(text, str) and not (isinstance(text, list) and all(type(token) is int for token in text)):
+            raise ConfigError.of(f"{path}, line {number}", "a string, token ids, or an object with one of these as text", line[:80])
+        found.append(text)
+    return found
+
+
+def pieces(text: str, tokenizer: Any, length: int) -> list[Text]:
+    """Token ids of a text, cut; a last piece of less than half the length is left out, unless it is the only one.
+
+    Args:
+        text: The text.
+        tokenizer: For it.
+        length: In tokens.
+    """
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    cut: list[Text] = [ids[start : start + length] for start in range(0, len(ids), length)]
+    return cut[:-1] if len(cut) > 1 and 2 * len(cut[-1]) < length else cut
+
+
+def held_out(tokenizer: Any, length: int) -> list[Text]:
+    """Pieces of this repository's texts, both kinds in turns.
+
+    Args:
+        tokenizer: The testbed's.
+        length: In tokens.
+    """
+    from tests import testbed
+
+    kinds = [pieces(testbed.held_out(domain), tokenizer, length) for domain in ("prose", "verse")]
+    return [text for both in zip(*kinds, strict=False) for text in both]
+
+
+def spaced(texts: Sequence[Text], most: int) -> list[Text]:
+    """No more than so many, from all over.
+
+    Args:
+        texts: All.
+        most: How many.
+    """
+    return [texts[number * len(texts) // most] for number in range(most)] if len(texts) > most else list(texts)
+
+
+def layers_of(text: str) -> Any:
+    """What `patch_layers` is to be.
+
+    Args:
+        text: "auto", "none", or numbers with commas between them.
+    """
+    if text in ("auto", "none"):
+        return {"auto": "auto", "none": None}[text]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError.of("--patch-layers", "auto, none, or numbers as in 1,3", text) from None
+
+
+def launched() -> Any:
+    """The state of this process where `accelerate launch` or torchrun started several, else None."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    return require("accelerate", "distributed", "A calibration in several processes").PartialState()
+
+
+def seconds_table(seconds: dict[str, float]) -> str:
+    """What each stage took, and its share.
+
+    Args:
+        seconds: By stage.
+    """
+    whole = max(sum(seconds.values()), 1e-9)
+    rows = [[stage, f"{own:.1f}", f"{own / whole:.0%}"] for stage, own in seconds.items()]
+    return table(["stage", "seconds", "share"], [*rows, ["together", f"{sum(seconds.values()):.1f}", ""]])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--producer", required=True, help="the model that will read prompts: a folder, a hub id, base, tuned or lora")
+    parser.add_argument("--consumer", required=True, help="the model that will answer, likewise")
+    parser.add_argument("--out", type=Path, required=True, help="the folder that the translator is written to")
+    parser.add_argument("--push-to-hub", metavar="ID", help="also uploads it, as owner/name")
+    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", help="text files, or .jsonl with one text a line")
+    parser.add_argument("--prefixes", type=int, default=64, help="texts at most, taken from all over the files")
+    parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
+    parser.add_argument("--method", choices=("joint", "cross_layer", "paper"), default="joint")
+    parser.add_argument("--payload", type=float, default=0.125, help="how wide codes are, as a share of keys and values")
+    parser.add_argument("--dtype", choices=("int4", "int8", "float16", "float32"), help="of codes; default: int4, with paper float16")
+    parser.add_argument("--patch-layers", default="auto", help="auto, none, or numbers as in 1,3")
+    parser.add_argument("--aligner", choices=("ridge", "mlp"), default="ridge", help="of patched layers")
+    parser.add_argument("--recompute-layers", type=int, default=0, help="how many of its lowest layers the consumer runs itself")
+    parser.add_argument("--metric", choices=("loss", "attention", "plain"), default="loss", help="what errors cost")
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    check_counts(args, ["prefixes", "length"])
+    return args
+
+
+def main() -> None:
+    args = parse()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    patch_layers, state = layers_of(args.patch_layers), launched()
+    first = state is None or state.is_main_process
+    # Texts are read before models, which take long.
+    for path in args.texts or ():
+        if not path.is_file():
+            raise ConfigError.of("--texts", "files that exist", str(path))
+    device = state.device if state is not None and args.device == "auto" else pick_device(args.device)
+    (producer, one), (consumer, other) = (load_model(name, device) for name in (args.producer, args.consumer))
+    given = [text for path in args.texts or () for text in read_texts(path, other, args.length)]
+    texts = spaced(given if args.texts else held_out(other, args.length), args.prefixes)
+    began = time.perf_counter()
+    translator = CacheTranslator.fit(
+        producer,
+        consumer,
+        (one, other),
+        texts,
+        method=args.method,
+        payload=args.payload,
+        dtype=args.dtype,
+        patch_layers=patch_layers,
+        aligner=args.aligner,
+        recompute_layers=args.recompute_layers,
+        metric=args.metric,
+        max_length=max(args.length, 8),
+        progress=first,
+    )
+    seconds = time.perf_counter() - began
+    if not first:
+        return
+    translator.save_pretrained(args.out)
+    print(f"{seconds_table(dict(translator.settings.seconds))}\n\n{translator.describe_calibration()}\n")
+    print(f"{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
+    if args.push_to_hub:
+        translator.push_to_hub(args.push_to_hub)
+        print(f"uploaded to {args.push_to_hub}")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,257 @@
+"""The benchmark of TranslatedCache runs as a user runs it, in its smallest size, and its numbers are what they are said to be."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SECTIONS = {"first token", "phases", "socket", "larger", "kernel"}
+CODED = {"codes in hand", "codes as bytes", "codes, first layer run", "paper's Reuse", "paper's Reuse and Patch"}
+SIDES = {"consumer's prefill", "raw keys and values", *CODED}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench") / "new"
+    command = [sys.executable, ROOT / "scripts" / "bench_translation.py", "--device", "cpu", "--threads", "1", "--quick"]
+    done = subprocess.run(
+        [*map(str, command), "--csv", str(folder / "some.csv"), "--plot", str(folder / "some.png")],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    return folder, done
+
+
+@pytest.fixture(scope="module")
+def rows(quick) -> list[dict[str, str]]:
+    assert quick[1].returncode == 0, quick[1].stderr
+    with (quick[0] / "some.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("bench_translation")
+
+
+@pytest.fixture
+def timing(script):
+    return importlib.import_module("_translation_timing")
+
+
+@pytest.fixture
+def small(script, timing):
+    """A consumer of random weights, a side of each kind for it, and a prompt; the producer is the consumer."""
+    torch.manual_seed(0)
+    pair = script.larger_model(script.Shape(32, 3, 4, 48, 64), 2, torch.device("cpu"))
+    coded = timing.unchanged(pair)
+    sides = {name: timing.Side(name, pair.switched, pair, coded.codec) for name in (timing.CODES, timing.BYTES)}
+    sides |= {name: timing.Side(name, pair.plain, pair) for name in (timing.OWN, timing.RAW)}
+    return pair, sides, torch.randint(1, 64, (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+def test_it_compares_answers_first_then_prints_tables_the_break_even_and_a_line_for_the_bar(quick):
+    _, done = quick
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    assert "threads 1" in out
+    assert out.index("base to tuned: a model's own keys and values as codes change nothing") < out.index("\nfirst token ")
+    assert out.index("larger: a model's own keys and values as codes change nothing") < out.index("\nlarger ")
+    assert all(f"\n{section} " in out for section in SECTIONS)
+    for length in (40, 60):
+        (line,) = (line for line in out.splitlines() if line.startswith(f"first token, {length} tokens: the whole chain beats"))
+        assert "with codes at the producer beats the consumer's prefill" in line
+        assert "beats that of raw keys and values" in line
+    (line,) = (line for line in out.splitlines() if line.startswith("60 tokens, ms, without transfer"))
+    assert line.split()[-7:] == ["Prod.", "Enc.", "Reb.", "Patch", "Dec1", "rest", "together"]
+    assert "codes in hand at least 3x as fast as the consumer's prefill, 900 tokens: not measured" in out.splitlines()
+
+
+def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
+    assert {row["section"] for row in rows} == SECTIONS
+    assert all(
+        row[name] for row in rows for name in ("hardware", "device", "threads", "python", "torch", "transformers", "tokens", "count")
+    )
+    for row in rows:
+        if row["time_ms"]:
+            low, middle, high = (float(row[f"time{quartile}_ms"]) for quartile in ("_q1", "", "_q3"))
+            assert 0 <= low <= middle <= high
+    first = {row["side"]: row for row in rows if (row["section"], row["measure"], row["length"]) == ("first token", "first token", "60")}
+    assert set(first) == SIDES
+    assert float(first["consumer's prefill"]["ratio"]) == 1
+    raw, ours, paper = (float(first[side]["value"]) for side in ("raw keys and values", "codes in hand", "paper's Reuse"))
+    assert raw == 2 * 59 * 4 * 2 * 64 * 2, "bfloat16 keys and values of 2 heads in 4 layers, for all tokens but the last"
+    assert ours < paper < raw
+    made = {row["side"] for row in rows if (row["section"], row["measure"]) == ("first token", "producer")}
+    assert made == SIDES - {"consumer's prefill"}
+    assert {row["side"] for row in rows if row["measure"] == "KL"} == SIDES - {"consumer's prefill"}
+
+
+def test_phases_together_are_all_of_the_time(rows, timing):
+    own = [row for row in rows if row["section"] == "phases" and row["length"] == "60"]
+    assert {row["side"] for row in own} == SIDES
+    for side in SIDES:
+        for workload in {row["workload"] for row in own if row["side"] == side}:
+            shares = [float(row["value"]) for row in own if (row["side"], row["workload"]) == (side, workload)]
+            assert sum(shares) == pytest.approx(1, abs=0.01)
+    phases = {side: {row["measure"] for row in own if row["side"] == side} for side in SIDES}
+    common = {"producer's prefill", "encode", "make the cache", "see that models are the same", "find the prompt", "run the lowest layers"}
+    for side in CODED:
+        assert common | {"rebuild", "the model's pass", timing.REST} <= phases[side]
+    assert "read bytes" in phases["codes as bytes"]
+    assert "read bytes" not in phases["codes in hand"]
+    assert "patch" in phases["paper's Reuse and Patch"]
+    assert "patch" not in phases["paper's Reuse"]
+    assert phases["raw keys and values"] == {"producer's prefill", "copy keys and values", "the model's pass", timing.REST}
+    assert phases["consumer's prefill"] == {"the model's pass", timing.REST}
+
+
+def test_all_ways_through_the_socket_are_measured(rows):
+    own = {row["side"]: row for row in rows if (row["section"], row["length"]) == ("socket", "60")}
+    assert set(own) == {"consumer's prefill", "socket, streamed", "socket, all at once", "socket, raw"}
+    assert own["socket, streamed"]["value"] == own["socket, all at once"]["value"]
+    assert float(own["socket, raw"]["value"]) == 2 * 59 * 4 * 2 * 64 * 2
+
+
+def test_it_draws_a_picture(quick):
+    assert (quick[0] / "some.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["consumer's prefill", "codes in hand", "codes as bytes", "raw keys and values"])
+def test_every_side_gives_the_consumers_token_where_the_producer_is_the_consumer(small, name):
+    pair, sides, ids = small
+    side = sides[name]
+    seconds, new = side.answer(ids, side.produce(ids))
+    assert seconds > 0
+    with torch.no_grad():
+        expected = pair.plain(input_ids=ids).logits[0, -1].double()
+    assert new == int(expected.argmax())
+    # bfloat16 rounds raw keys and values.
+    tolerance = 2e-2 if name == "raw keys and values" else 1e-5
+    assert float((side.logits(ids, side.produce(ids)) - expected).abs().max()) < tolerance
+
+
+def test_what_a_side_is_given_is_what_it_goes_by(small):
+    _, sides, ids = small
+    side, other = sides["raw keys and values"], ids.flip(1).contiguous()
+    expected = side.logits(ids, side.produce(ids))
+    assert float((side.logits(ids, side.produce(other)) - expected).abs().max()) > 1e-3
+
+
+def test_sides_take_turns_and_all_produce_before_any_answers(timing):
+    log = []
+
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def produce(self, ids):
+            log.append(("produce", self.name, int(ids[0, 0])))
+            return b"xyz" if self.name == "b" else None
+
+        def answer(self, ids, payload):
+            log.append(("answer", self.name, payload))
+            return 1.0, 7
+
+    answers = timing.in_turns([Fake("a"), Fake("b")], [torch.tensor([[1, 5]]), torch.tensor([[2, 5]])])
+    assert log[:4] == [("produce", "a", 1), ("produce", "b", 1), ("answer", "a", None), ("answer", "b", b"xyz")]
+    assert [entry[1] for entry in log[4:]] == ["b", "a", "b", "a"]
+    assert [(each.nbytes, each.tokens, each.new) for each in answers["b"]] == [(3, 2, 7)] * 2
+
+
+def some_answers(timing, own=(0.1, 0.2), ours=(0.05, 0.04), producing=0.01, nbytes=1_000_000):
+    make = lambda seconds, ahead, size: timing.Answer(seconds, ahead, size, 10, 1)  # noqa: E731
+    return {
+        timing.OWN: [make(seconds, 0.0, 0) for seconds in own],
+        timing.BYTES: [make(seconds, producing, nbytes) for seconds in ours],
+        timing.RAW: [make(0.01, 0.02, 10 * nbytes) for _ in own],
+    }
+
+
+def test_ratios_are_taken_within_a_prompt_and_a_transfer_takes_bits_by_bandwidth(script, timing):
+    answers = some_answers(timing)
+    found = {(row["side"], row["measure"]): row for row in timing.rows_of(answers, section="first token", length=10)}
+    assert found[timing.BYTES, "first token"]["ratio"] == 3.5, "of 2 and 5"
+    assert (found[timing.BYTES, "first token"]["value"], found[timing.BYTES, "first token"]["unit"]) == (1_000_000, "bytes")
+    assert found[timing.BYTES, "producer"]["time_ms"] == 10
+    assert (timing.OWN, "producer") not in found
+    (slow,) = (row for row in script.chain(answers) if (row["side"], row["measure"]) == (timing.BYTES, "chain at 1 Gb/s"))
+    assert slow["time_ms"] == pytest.approx(45 + 10 + 8)
+    assert not any(row["side"] == timing.OWN for row in script.chain(answers))
+
+
+def test_breaking_even_is_where_both_take_as_long(script, timing):
+    # 150 ms for the consumer, 45 after 10 for codes of 8 Mb, 10 after 20 for 80 Mb.
+    text = script.break_even(some_answers(timing))
+    assert f"the whole chain beats the consumer's prefill (150.0 ms) from {0.008 / 0.095:.3g} Gb/s on" in text
+    assert f"with codes at the producer beats the consumer's prefill (150.0 ms) from {0.008 / 0.105:.3g} Gb/s on" in text
+    assert text.endswith(f"the whole chain beats that of raw keys and values below {0.072 / 0.025:.3g} Gb/s")
+    text = script.break_even(some_answers(timing, producing=0.2))
+    assert "the whole chain beats the consumer's prefill (150.0 ms) never, as it takes 245.0 ms without the transfer" in text
+    assert script.break_even(some_answers(timing, ours=(0.01, 0.01), producing=0.01)).endswith("at any bandwidth")
+
+
+def test_wrong_codes_are_not_timed(timing, small, monkeypatch):
+    pair, sides, ids = small
+    order = [sides[name] for name in (timing.OWN, timing.CODES, timing.BYTES, timing.RAW)]
+    text, rows = timing.prove(order, [ids], "a model", trained=True)
+    assert text.startswith("a model: a model's own keys and values as codes change nothing, to ")
+    assert [row["side"] for row in rows] == [timing.CODES, timing.BYTES, timing.RAW]
+    right = timing.SemanticCodes.from_bytes
+    other = sides[timing.CODES].produce(ids)
+    for part in other.parts:
+        part.codes["kv"].mul_(2)
+    monkeypatch.setattr(timing.SemanticCodes, "from_bytes", staticmethod(lambda data: other))
+    with pytest.raises(SystemExit, match="codes as bytes give other logits"):
+        timing.prove(order, [ids], "a model", trained=True)
+    monkeypatch.setattr(timing.SemanticCodes, "from_bytes", staticmethod(right))
+    # Of one of the two models, which share their weights.
+    pair.plain.lm_head.weight = torch.nn.Parameter(pair.plain.lm_head.weight.flip(0) * 9)
+    with pytest.raises(SystemExit, match="change a model's logits"):
+        timing.prove(order, [ids], "a model", trained=True)
+
+
+def test_codes_that_are_no_better_than_raw_states_are_not_timed(timing, small):
+    _, sides, ids = small
+    raw, order = timing.Side(timing.RAW, sides[timing.RAW].producer, sides[timing.RAW].pair), []
+    raw.produce = sides[timing.CODES].produce
+    raw.codec = sides[timing.CODES].codec
+    raw.model = sides[timing.CODES].model
+    order = [sides[timing.OWN], sides[timing.CODES], sides[timing.BYTES], raw]
+    with pytest.raises(SystemExit, match="raw keys and values by"):
+        timing.prove(order, [ids], "a model", trained=True)
+    timing.prove(order, [ids], "a model", trained=False)
+
+
+def test_the_kernels_gate_closes_on_wrong_numbers(script, monkeypatch):
+    analysis = importlib.import_module("_translation_analysis")
+    kernel = analysis.Kernel(16, 4, 32, tokens=20, head_dim=8)
+    rows = analysis.kernel_rows(kernel, 2, torch.device("cpu"))
+    assert [row["side"] for row in rows] == ["bare products", "rebuild"]
+    assert rows[0]["ratio"] == 1
+    assert rows[1]["value"] > 0
+    right = analysis.rebuild_reference
+    monkeypatch.setattr(analysis, "rebuild_reference", lambda *args, cos, sin: right(*args, cos=cos, sin=-sin))
+    with pytest.raises(SystemExit, match="differ from the reference"):
+        analysis.kernel_rows(kernel, 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("ratio", "met"), [(3.0, True), (2.99, False)])
+def test_the_bar_is_met_from_its_number_on(script, ratio, met):
+    (bar,) = script.bars()
+    row = {"section": "first token", "measure": "first token", "side": "codes in hand", "length": 900, "ratio": ratio}
+    assert (": met (" in bar.verdict([row])) is met
+    assert bar.verdict([row | {"side": "codes as bytes"}]).endswith("not measured")

@@ -1,0 +1,135 @@
+"""The calibration of translators runs as a user runs it, on files and on this repository's own texts, alone and in two processes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.translate.translator import CacheTranslator
+from tests import testbed
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "scripts" / "calibrate_translator.py")
+FAST = ["--prefixes", "4", "--length", "64", "--metric", "plain", "--device", "cpu"]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return importlib.import_module("calibrate_translator")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return testbed.load()[1]
+
+
+def run(*options, before=()):
+    return subprocess.run(
+        [sys.executable, *before, SCRIPT, *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def pair(folder, producer="base", consumer="tuned"):
+    return ["--producer", producer, "--consumer", consumer, "--out", folder]
+
+
+def test_a_translator_for_these_models_is_written_and_its_stages_are_told(tmp_path):
+    done = run(*pair(tmp_path / "pair"), *FAST, "--patch-layers", "none", "--payload", "0.25", "--dtype", "int8")
+    assert done.returncode == 0, done.stderr
+    made = CacheTranslator.from_pretrained(tmp_path / "pair", producer=testbed.load()[0], consumer=testbed.load("tuned")[0])
+    assert (made.settings.payload, made.settings.dtype, made.settings.method, made.settings.metric) == (0.25, "int8", "joint", "plain")
+    assert (made.settings.prefixes, made.settings.tokens) == (4, 4 * 64)
+    stages = {line.split()[0] for line in done.stdout.splitlines() if line and line.split()[-1].endswith("%")}
+    assert stages == set(made.settings.seconds) >= {"prefill", "fit"}
+    assert made.describe_calibration() in done.stdout
+    assert f"written to {tmp_path / 'pair'}" in done.stdout
+
+
+def test_files_adapters_patched_layers_and_layers_that_are_run(tmp_path):
+    (tmp_path / "a.txt").write_text(testbed.held_out("verse")[:600])
+    (tmp_path / "b.jsonl").write_text('"The road was long and the day was cold."\n\n{"text": [5, 6, 7, 8]}\n')
+    files = ["--texts", tmp_path / "a.txt", tmp_path / "b.jsonl"]
+    done = run(*pair(tmp_path / "pair", consumer="lora"), *FAST, *files, "--patch-layers", "3", "--recompute-layers", "1")
+    assert done.returncode == 0, done.stderr
+    made = CacheTranslator.from_pretrained(tmp_path / "pair", consumer=testbed.load("lora")[0])
+    assert (made.patched_layers, made.sent_layers, made.settings.recompute_layers) == ((3,), (2, 3), 1)
+
+
+def test_two_processes_give_what_one_gives(tmp_path):
+    pytest.importorskip("accelerate")
+    both = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    both += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
+    same = [*FAST, "--patch-layers", "none", "--dtype", "float32"]
+    together = run(*pair(tmp_path / "two"), *same, before=both)
+    assert together.returncode == 0, together.stderr
+    assert together.stdout.count("written to") == 1, "one process of the two writes and tells"
+    alone = run(*pair(tmp_path / "one"), *same)
+    assert alone.returncode == 0, alone.stderr
+    one, two = (CacheTranslator.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    assert one.settings.tokens == two.settings.tokens
+    for first, second in zip(one.maps.decoders, two.maps.decoders, strict=True):
+        made = [each.weights.side for each in (first, second)]
+        assert float((made[0] - made[1]).norm()) < 1e-2 * float(made[0].norm())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--texts", "missing.txt"], "--texts: expected files that exist"),
+        (["--patch-layers", "all"], "--patch-layers: expected auto, none, or numbers"),
+        (["--prefixes", "0"], "--prefixes: expected at least 1"),
+        (["--payload", "2"], "payload: expected a share of 0 to 1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_a_sentence(tmp_path, options, named):
+    done = run(*pair(tmp_path / "pair"), *FAST, *options)
+    assert done.returncode == 1
+    assert named in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "pair").exists()
+
+
+def test_lines_of_a_file_are_texts_or_ids_and_a_wrong_one_is_named(script, tokenizer, tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text('"a b"\n\n[1, 2]\n{"text": "c", "more": 1}\n')
+    assert script.read_texts(file, tokenizer, 8) == ["a b", [1, 2], "c"]
+    for line in ("{", "3", '{"prompt": "a"}', '["a"]', "[true]"):
+        file.write_text(f'"a"\n{line}\n')
+        with pytest.raises(ConfigError, match=r"some\.jsonl, line 2"):
+            script.read_texts(file, tokenizer, 8)
+
+
+def test_a_text_file_is_cut_into_pieces_and_a_short_rest_is_left_out(script, tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text(testbed.held_out("prose")[:2000])
+    ids = tokenizer((tmp_path / "a.txt").read_text(), verbose=False)["input_ids"]
+    found = script.read_texts(tmp_path / "a.txt", tokenizer, 50)
+    assert [len(piece) for piece in found[:-1]] == [50] * (len(found) - 1)
+    assert 25 <= len(found[-1]) <= 50
+    assert [token for piece in found for token in piece] == ids[: sum(map(len, found))]
+    assert script.pieces("short", tokenizer, 500) == [tokenizer("short")["input_ids"]]
+
+
+def test_texts_are_taken_from_all_over_and_both_kinds(script, tokenizer):
+    assert script.spaced([[number] for number in range(10)], 3) == [[0], [3], [6]]
+    assert script.spaced([[1], [2]], 3) == [[1], [2]]
+    texts = script.held_out(tokenizer, 64)
+    starts = [json.dumps(tokenizer(testbed.held_out(kind), verbose=False)["input_ids"][:64]) for kind in ("prose", "verse")]
+    assert [json.dumps(text) for text in texts[:2]] == starts
+
+
+def test_layers_to_patch(script):
+    assert [script.layers_of(text) for text in ("auto", "none", "1,3", "2")] == ["auto", None, [1, 3], [2]]
