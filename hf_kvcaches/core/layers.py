@@ -98,6 +98,30 @@ class KVLayer(CacheLayerMixin):
         return f"{type(self).__name__}(seen={self.seen}, kept={self.kept})"
 
 
+class PassingLayer(KVLayer):
+    """Holds nothing: it counts what goes by. For caches that only look on.
+
+    Args:
+        cache: The cache that looks on.
+        layer_idx: The layer's index.
+    """
+
+    kept = 0
+
+    def __init__(self, cache: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.cache, self.layer_idx = cache, layer_idx
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def reset(self) -> None:
+        self.seen = 0
+
+
 class TensorLayer(KVLayer):
     """A layer whose tensors are all declared, and therefore all moved, copied, counted and saved together.
 

@@ -18,7 +18,7 @@ from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.calibrating import Tokenized, as_found, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.subspace.bases import BasesSettings, SubspaceBases
@@ -76,23 +76,8 @@ class _MeterView(LayerView):
         raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its attention can't be measured.")
 
 
-class _MeterLayer(KVLayer):
+class _MeterLayer(PassingLayer):
     """Holds nothing, and hands out the view that measures."""
-
-    kept = 0
-
-    def __init__(self, cache: MeterCache, layer_idx: int) -> None:
-        super().__init__()
-        self.cache, self.layer_idx = cache, layer_idx
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
-
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def reset(self) -> None:
-        self.seen = 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.seen += key_states.shape[-2]

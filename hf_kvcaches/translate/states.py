@@ -19,7 +19,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.calibrating import as_found
-from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.only_layers import LookedEnough, only_layers
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -147,23 +147,8 @@ def require_plain_layers(config: Any) -> Rotation:
     return rotation
 
 
-class _ReadingLayer(KVLayer):
+class _ReadingLayer(PassingLayer):
     """Tells its cache, and hands on what came."""
-
-    kept = 0
-
-    def __init__(self, cache: ReadingCache, layer_idx: int) -> None:
-        super().__init__()
-        self.cache, self.layer_idx = cache, layer_idx
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.is_initialized = True
-
-    def owned_tensors(self) -> dict[str, torch.Tensor]:
-        return {}
-
-    def reset(self) -> None:
-        self.seen = 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.seen += key_states.shape[-2]
