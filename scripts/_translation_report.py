@@ -190,6 +190,9 @@ def explain(found: Found) -> str:
 def bars(found: Found) -> list[str]:
     """One line for each thing that the default is asked to reach, and for what it is measured beside.
 
+    Divergences are judged over all workloads together; ratios of each stand beside, because a few answers that a side gets wrong outweigh
+    all other places.
+
     Args:
         found: All answers.
     """
@@ -199,7 +202,8 @@ def bars(found: Found) -> list[str]:
         share, mine = found.share(pair, DEFAULT), kl[DEFAULT]
         lines.append(_bar(f"{pair}, default: at most {SHARE}x of the bytes", share <= SHARE, f"{share:.4f}x"))
         for side, part, name in ((RAW, OF_RAW, "1/10"), (REUSE, OF_REUSE, "1/3")):
-            numbers = f"{mine:.4f} against {kl[side]:.4f}, {_ratio(mine, kl[side])}"
+            parts = [f"{each} {_ratio(found.kl(pair, DEFAULT, each), found.kl(pair, side, each))}" for each in WORKLOADS]
+            numbers = f"{mine:.4f} against {kl[side]:.4f}, {_ratio(mine, kl[side])}; {', '.join(parts)}"
             lines.append(_bar(f"{pair}, default: KL at most {name} of {side.name}", mine <= part * kl[side], numbers))
         limit = kl[FULL_RANK]
         reach = f"{limit:.4f}, {_ratio(limit, kl[RAW])} of {RAW.name}"

@@ -295,6 +295,7 @@ def made_up(script, side: str = "", **changes: Any) -> list[str]:
 def test_all_bars_are_met_by_good_answers(script):
     lines = made_up(script)
     assert [line for line in lines if "NOT met" in line] == []
+    assert "(0.0950 against 1.0000, 0.095x; prose 0.095x, verse 0.095x, documents 0.095x)" in lines[1]
     assert "from zero bytes on" in lines[4]
     assert "zero bytes 0.2000, 2.11x of the default's" in lines[3]
     assert "0.0100, 0.01x of raw K/V" in lines[3]
