@@ -1,20 +1,26 @@
-"""What is measured of translation beside requests: how fast a layer is rebuilt."""
+"""What is measured of translation beside requests: how fast a layer is rebuilt, how far errors carry, and where states lie."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from _common import synchronize
 from _equip_sides import spread
 from _segments_sides import Row
+from torch import Tensor, nn
+from transformers import DynamicCache
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, rebuild_reference
+from hf_kvcaches.translate.stability import LayerTrace
 
 
 @dataclass(frozen=True)
@@ -102,3 +108,160 @@ def _prove_kernel(kernel: Kernel, side: torch.Tensor, packed: Any, decoder: Deco
     apart = float((found[0].float() - found[1].float()).abs().max())
     if not apart <= (1e-4 if side.dtype == torch.float32 else 0.1):
         raise SystemExit(f"{kernel}: rebuilt keys and values differ from the reference by {apart:.2g}: nothing timed")
+
+
+@dataclass
+class Seen:
+    """What a model's layers had while it read tokens, by layer.
+
+    Args:
+        inputs: Of attention, normalised, (tokens, hidden).
+        hidden: Of the layer, (tokens, hidden); the last one is what leaves the last layer.
+        middle: Of the second norm, (tokens, hidden).
+        projected: What the first projection gave: queries are in it, (tokens, width).
+        logits: (tokens, vocabulary).
+    """
+
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+    middle: dict[int, Tensor] = field(default_factory=dict)
+    projected: dict[int, Tensor] = field(default_factory=dict)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+@contextmanager
+def watching(model: nn.Module, seen: Seen) -> Iterator[None]:
+    """While open, a pass over one prompt leaves here what its layers had. Layers of other kinds than Llama's or GPT-2's lack some of it.
+
+    Args:
+        model: Without a PEFT wrapper.
+        seen: Where it goes.
+    """
+    layers = compat.decoder_layers(model)[2]
+
+    def before(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+        def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kept[index] = (args[0] if args else kwargs["hidden_states"])[0].detach().clone()
+
+        return look
+
+    def after(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+        def look(_: nn.Module, args: Any, out: Any) -> None:
+            kept[index] = (out[0] if isinstance(out, tuple) else out)[0].detach().clone()
+
+        return look
+
+    handles = []
+    for index, layer in enumerate(layers):
+        attention: Any = compat.attention_module(layer)
+        norm = getattr(layer, "post_attention_layernorm", getattr(layer, "ln_2", None))
+        inward = next((getattr(attention, name) for name in ("q_proj", "qkv_proj", "c_attn") if hasattr(attention, name)), None)
+        handles.append(layer.register_forward_pre_hook(before(seen.hidden, index), with_kwargs=True))
+        handles.append(attention.register_forward_pre_hook(before(seen.inputs, index), with_kwargs=True))
+        handles += [] if norm is None else [norm.register_forward_pre_hook(before(seen.middle, index), with_kwargs=True)]
+        handles += [] if inward is None else [inward.register_forward_hook(after(seen.projected, index))]
+    handles.append(layers[-1].register_forward_hook(after(seen.hidden, len(layers))))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def seen_by(model: Any, ids: Tensor, cache: Any) -> Seen:
+    """What layers have while a model reads tokens behind a cache.
+
+    Args:
+        model: Without a PEFT wrapper.
+        ids: (1, tokens).
+        cache: Empty, or with what comes before.
+    """
+    seen = Seen()
+    with watching(model, seen):
+        seen.logits = model(input_ids=ids, past_key_values=cache).logits[0]
+    return seen
+
+
+def traces_of(model: Any, ids: Tensor) -> list[LayerTrace]:
+    """Each layer's trace of a prompt, for `layer_constants`.
+
+    Args:
+        model: Without a PEFT wrapper.
+        ids: (1, tokens).
+    """
+    cache = DynamicCache(config=model.config)
+    seen, traces = seen_by(model, ids, cache), []
+    for index, layer in enumerate(cache.layers):
+        keys, values = (part[0].transpose(0, 1) for part in (layer.keys, layer.values))
+        queries = seen.projected[index].unflatten(-1, (-1, keys.shape[-1]))[:, : model.config.num_attention_heads]
+        traces.append(LayerTrace(seen.hidden[index], seen.middle[index], queries, keys, values))
+    return traces
+
+
+def relative(ours: Tensor, expected: Tensor) -> float:
+    """The error's size by that of what is expected."""
+    return float((ours - expected).double().norm() / expected.double().norm())
+
+
+def cache_matrix(layer: Any, tokens: int) -> Tensor:
+    """A layer's keys and values beside each other, keys as attention sees them, (tokens, width), float64.
+
+    Args:
+        layer: Of a cache with one row.
+        tokens: The first so many.
+    """
+    return torch.cat([part[0, :, :tokens].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values)], 1).double()
+
+
+# t-SNE as it is usually run: how long and how much neighbours are pulled together first, and how steps keep their direction.
+_EARLY, _EXAGGERATION, _MOMENTA = 150, 12.0, (0.5, 0.8)
+
+
+def neighbours(points: Tensor, perplexity: float) -> Tensor:
+    """For each point how likely it is to pick each other one, (n, n): a bell whose width gives that many neighbours.
+
+    Args:
+        points: (n, width).
+        perplexity: Effective number of neighbours, below n - 1.
+    """
+    squares = torch.cdist(points.double(), points.double()).square()
+    squares.fill_diagonal_(torch.inf)
+    least = squares.amin(1, keepdim=True)
+    narrow = torch.full_like(least, -60.0)
+    wide = torch.full_like(least, 60.0)
+    for _ in range(80):
+        middle = (narrow + wide) / 2
+        chances = torch.softmax(-(squares - least) * middle.exp(), dim=1)
+        entropy = -torch.xlogy(chances, chances).sum(1, keepdim=True)
+        too_many = entropy > math.log(perplexity)
+        narrow, wide = torch.where(too_many, middle, narrow), torch.where(too_many, wide, middle)
+    return chances
+
+
+def tsne(points: Tensor, perplexity: float = 30.0, steps: int = 500) -> Tensor:
+    """Places in the plane where what is near stays near, (n, 2): exact t-SNE (van der Maaten and Hinton, 2008), from principal components.
+
+    Args:
+        points: (n, width), some hundreds: memory and time grow with the square.
+        perplexity: Effective number of neighbours; at most a third of the points.
+        steps: Of gradient descent.
+    """
+    count = len(points)
+    wanted = neighbours(points, min(perplexity, (count - 1) / 3))
+    wanted = ((wanted + wanted.T) / (2 * count)).clamp_min(1e-12)
+    centred = points.double() - points.double().mean(0)
+    places = centred @ torch.linalg.svd(centred, full_matrices=False).Vh[:2].T
+    places = places / places[:, :1].std().clamp_min(1e-300) * 1e-4
+    speed, gains = torch.zeros_like(places), torch.ones_like(places)
+    rate = max(count / _EXAGGERATION / 4, 50.0)
+    for step in range(steps):
+        close = 1 / (1 + torch.cdist(places, places).square())
+        close.fill_diagonal_(0)
+        pull = (wanted * (_EXAGGERATION if step < _EARLY else 1) - close / close.sum()) * close
+        slope = 4 * (pull.sum(1, keepdim=True) * places - pull @ places)
+        gains = torch.where(slope.sign() == speed.sign(), gains * 0.8, gains + 0.2).clamp_min(0.01)
+        speed = _MOMENTA[step >= _EARLY] * speed - rate * gains * slope
+        places = places + speed
+        places = places - places.mean(0)
+    return places
