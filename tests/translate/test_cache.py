@@ -160,6 +160,14 @@ def test_several_questions_behind_one_document() -> None:
         close(got[number : number + 1], logits_of(models()[1], row, beginning(count), 4))
 
 
+def test_where_a_row_begins_behind_all_codes_the_model_runs_the_batch() -> None:
+    rows = [joined(PROMPT, OTHER, MORE), PROMPT[:, :30]]
+    ids, mask = left_padded(*rows)
+    cache = cache_of(PROMPT)
+    close(logits_of(models()[1], ids, cache, 3, attention_mask=mask), logits_of(models()[1], ids, new=3, attention_mask=mask))
+    assert (cache.report().translated, cache.report().payload_bytes) == (0, 0)
+
+
 def test_beams_are_those_behind_the_same_keys_and_values() -> None:
     options = {"num_beams": 3, "num_return_sequences": 2, "output_scores": True}
     cache = cache_of(PROMPT)
