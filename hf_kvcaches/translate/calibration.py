@@ -65,7 +65,7 @@ class Wanted:
         if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, int) or self.recompute_layers < 0:
             raise ConfigError.of("recompute_layers", "a number of layers", self.recompute_layers)
         if not isinstance(self.ridge, float) or not 0 < self.ridge < 1:
-            raise ConfigError.of("ridge", "a small share above 0, as 1e-4", self.ridge)
+            raise ConfigError.of("ridge", "a small share above 0, as 1e-8", self.ridge)
         paper = self.method == "paper"
         if not paper and (self.heads != "joint" or self.ranks is not None):
             raise ConfigError("heads, ranks: only method='paper' has them. Leave them out.")

@@ -81,6 +81,7 @@ class Filling:
         self.model, self.translator = cache.model, cache.translator
         self.decoder = compat.decoder_layers(self.model)[2]
         self.side = torch.empty(0)
+        self._given: dict[str, Any] = {}
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor] | None] = {}
         self._index: torch.Tensor | None = None
 
@@ -117,9 +118,17 @@ class Filling:
     def _run_lowest(self) -> None:
         """Runs the layers that the consumer has for itself, up to the next one's keys and values."""
         lowest = self.translator.settings.recompute_layers
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._given = {} if args else kwargs
+
         given: list[torch.Tensor] = []
-        with self._stopping(lowest), watch_inputs(self.model, [lowest], lambda _, hidden: given.append(hidden)), suppress(LookedEnough):
-            run_base(self.model, self.cache, self.tokens)
+        handle = compat.attention_module(self.decoder[lowest]).register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            with self._stopping(lowest), watch_inputs(self.model, [lowest], lambda _, hidden: given.append(hidden)), suppress(LookedEnough):
+                run_base(self.model, self.cache, self.tokens)
+        finally:
+            handle.remove()
         self.side = self._wanted(given[0])
 
     def _wanted(self, states: torch.Tensor) -> torch.Tensor:
@@ -217,8 +226,20 @@ class Filling:
             hidden[row, self.places.padding[row] :] = made[start : start + count]
             start += count
 
-        with self._stopping(decoder.layer):
+        with self._stopping(decoder.layer), suppress(LookedEnough):
+            if self._like_lowest(decoder.layer):
+                attention = compat.attention_module(self.decoder[decoder.layer])
+                attention(**self._given | {"hidden_states": hidden.to(self._given["hidden_states"])})
             feed_attention(self.model, decoder.layer, hidden, self.tokens, self.cache)
+
+    def _like_lowest(self, layer: int) -> bool:
+        """Whether a layer's attention is called with what the lowest one was called with, so that no pass has to come to it."""
+        lowest = self.translator.settings.recompute_layers
+        kinds = [type(compat.attention_module(self.decoder[each])) for each in (lowest, layer)]
+        rotation, devices = self.cache.rotation.layers, {compat.layer_device(self.decoder[each]) for each in (lowest, layer)}
+        plan = [kind for kind, _ in compat.layer_plan(self.cache.config)]
+        same = kinds[0] is kinds[1] and rotation[lowest] is rotation[layer] and plan[lowest] == plan[layer]
+        return "hidden_states" in self._given and same and len(devices) == 1
 
 
 def on_device(weights: Decoder, device: torch.device, dtype: torch.dtype) -> Decoder:

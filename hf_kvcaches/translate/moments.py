@@ -1,7 +1,7 @@
 """Second moments of what both models make of the same tokens: all that fits are made of.
 
 No trace is kept. For each layer there is one symmetric matrix over [1, side, producer, consumer], to which every prompt adds; a fit solves
-on its blocks. The sums are in float64, each prompt's share in float32.
+on its blocks. The sums are in float64, and on a CPU each prompt's share is, too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ class Moments:
     Args:
         widths: Of the blocks, in order.
         device: Where sums are kept.
+
+    Attributes:
+        kind: What products are taken in. Accelerators are slow in float64.
+        rounding: What is below this share of a variance is made of rounding.
     """
 
     def __init__(self, widths: dict[str, int], device: torch.device | str = "cpu") -> None:
+        exact = torch.device(device).type == "cpu"
+        self.kind, self.rounding = (torch.float64, 1e-12) if exact else (torch.float32, 1e-6)
         stops = torch.tensor(list(widths.values())).cumsum(0).tolist()
         self.places = {name: slice(stop - width, stop) for (name, width), stop in zip(widths.items(), stops, strict=True)}
         self.sums = torch.zeros(stops[-1], stops[-1], dtype=torch.float64, device=device)
@@ -37,7 +43,7 @@ class Moments:
             **blocks: By name, each (tokens, width).
         """
         assert set(blocks) == set(self.places), (set(blocks), set(self.places))
-        columns = torch.cat([blocks[name].to(self.sums.device, torch.float32) for name in self.places], dim=1)
+        columns = torch.cat([blocks[name].to(self.sums.device, self.kind) for name in self.places], dim=1)
         # Products of differences from a row near all of them: of states far from 0, float32 would keep little but the distance.
         near = columns.mean(0)
         columns = columns - near

@@ -29,6 +29,8 @@ from hf_kvcaches.translate.states import ReadingCache, Tokens, state_of_input
 
 # Of a text kept apart, so much is asked for behind the rest: a quarter, and no more than so many tokens.
 _ASKED = 32
+# Of what a layer's own states would gain, a patch has to bring this share: it costs time at each prompt.
+_WORTH = 0.1
 _HIDDEN_WIDTH, _STEPS, _MOST_ROWS = 2, 400, 65536
 
 Pairs = dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -149,10 +151,10 @@ def patch(
             for layer in (step.layer for step in route.steps if step.layer in route.patched):
                 tried = _with(chosen, made, (layer,))
                 found = judge.of([trial.translated(tried, wanted) for trial in trials])
-                if found > best:
+                if found - best >= _WORTH * route.sensitivity[layer]:
                     chosen, best, taken = tried, found, [*taken, layer]
             route = Route(tuple(sorted(taken)), route.sensitivity, route.steps, route.efficiencies)
-        if trials:
+        if trials and route.patched:
             measured["with patches"] = judge.divergence([trial.translated(chosen, wanted) for trial in trials])
     return chosen, route, measured
 

@@ -17,8 +17,6 @@ from hf_kvcaches.translate.moments import Moments
 
 # Directions of a metric below this share of the strongest count as this strong: they must not become free.
 _FLOOR = 1e-6
-# What is left of a state's variance is rounding below this share of the mean: products are summed up in float32.
-_ROUNDING = 1e-6
 
 
 class ReducedRank(NamedTuple):
@@ -93,7 +91,7 @@ def reduced_rank(moments: Moments, metric: torch.Tensor, ridge: float, known: tu
     size = float(spread("producer", "producer").diagonal().mean())
     values, vectors = torch.linalg.eigh((xx + xx.T) / 2)
     # Where states follow from what is known, or from each other, there is nothing left but rounding.
-    inverse = torch.where(values > _ROUNDING * size, 1 / (values + ridge * size), 0.0)
+    inverse = torch.where(values > moments.rounding * size, 1 / (values + ridge * size), 0.0)
     straight, back = _roots(metric.to(xx))
     whitened = (vectors * inverse.sqrt()) @ (vectors.T @ xy) @ straight
     _, strengths, directions = torch.linalg.svd(whitened, full_matrices=False)

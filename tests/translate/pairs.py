@@ -55,14 +55,8 @@ def fitted(**options: Any) -> CacheTranslator:
 
 def lossless(model: Any) -> CacheTranslator:
     """From a model to itself, with all directions, and nothing rounded but by arithmetic."""
-    base = compat.base_model(model)
-    config = base.config.get_text_config(decoder=True)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = 2 * head * (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    # More keys and values than their input is wide depend on each other, and less than this drowns in rounding.
-    dependent = width > config.hidden_size and not hasattr(compat.attention_module(compat.decoder_layers(base)[2][0]), "k_norm")
     options: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None}
-    return fit(base, base, ridge=1e-6 if dependent else 1e-8, **options)
+    return fit(model, model, **options)
 
 
 @contextlib.contextmanager
