@@ -49,7 +49,7 @@ class Wanted:
     aligner: Literal["ridge", "mlp"]
     aligner_state: Any
     score: Any
-    ridge: float
+    ridge: float | None
 
     def __post_init__(self) -> None:
         choices = {"method": Method, "metric": Metric, "heads": Literal["joint", "each"], "aligner": Literal["ridge", "mlp"]}
@@ -64,8 +64,8 @@ class Wanted:
             raise ConfigError.of("group", "a number of tokens, or None for all", self.group)
         if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, int) or self.recompute_layers < 0:
             raise ConfigError.of("recompute_layers", "a number of layers", self.recompute_layers)
-        if not isinstance(self.ridge, float) or not 0 < self.ridge < 1:
-            raise ConfigError.of("ridge", "a small share above 0, as 1e-8", self.ridge)
+        if self.ridge is not None and (not isinstance(self.ridge, float) or not 0 < self.ridge < 1):
+            raise ConfigError.of("ridge", "a small share above 0, as 1e-8, or None", self.ridge)
         paper = self.method == "paper"
         if not paper and (self.heads != "joint" or self.ranks is not None):
             raise ConfigError("heads, ranks: only method='paper' has them. Leave them out.")
@@ -76,6 +76,18 @@ class Wanted:
     def code_dtype(self) -> str:
         """Of codes."""
         return self.dtype or ("float16" if self.method == "paper" else "int4")
+
+    def ridge_for(self, moments: Moments) -> float:
+        """The regularisation of a fit.
+
+        Args:
+            moments: That it is made of.
+        """
+        if self.ridge is not None:
+            return self.ridge
+        # Where there are hardly more tokens than columns to regress on, the weakest directions are chance.
+        columns = moments.places["producer"].stop - moments.places["one"].start
+        return max(1e-8, 1e-4 * min(1.0, columns / max(float(moments.count), 1.0)) ** 3)
 
     def directions(self, width: int) -> int:
         """How many codes stand for so many keys and values.

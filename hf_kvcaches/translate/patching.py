@@ -228,11 +228,12 @@ def _fit_patch(
     # What errors of the input cost: those of the keys and values that follow from it.
     mean = moments.of("one", "consumer")
     spread, with_pair = (moments.of("consumer", name) - mean.T @ moments.of("one", name) for name in ("consumer", "pair"))
-    follows = fit_ridge(spread, with_pair, wanted.ridge)
+    ridge = wanted.ridge_for(moments)
+    follows = fit_ridge(spread, with_pair, ridge)
     inner = solver.metrics.get(layer)
     metric = follows @ follows.T if inner is None else follows @ inner.to(follows.device) @ follows.T
     # The paper's consumer has nothing but the codes.
-    fit = reduced_rank(moments, metric, wanted.ridge, ("one",) if wanted.method == "paper" else ("one", "side"))
+    fit = reduced_rank(moments, metric, ridge, ("one",) if wanted.method == "paper" else ("one", "side"))
     # As many codes as the layer has without a patch; where nothing is sent, none.
     rank = min(solver.ranks.get(layer, 0), fit.encode.shape[1])
     encoder = Encoder(part_name(layer), "patch", (layer,), {"h": fit.encoder(rank)}) if rank else None

@@ -60,7 +60,7 @@ class Solver:
             spread = self._spread(layer)
             width += len(spread)
             self.metrics[layer] = self.sums.metric(layer, spread).to(spread.device)
-            fits[layer] = reduced_rank(self.sums.moments[layer], self.metrics[layer], self.wanted.ridge)
+            fits[layer] = reduced_rank(self.sums.moments[layer], self.metrics[layer], self.wanted.ridge_for(self.sums.moments[layer]))
         total = self.wanted.directions(width)
         if total == 0:
             return Maps((), [LayerDecoder(layer, None, "reuse", fit.decoder(0)) for layer, fit in fits.items()])
@@ -79,7 +79,8 @@ class Solver:
         places = {layer: slice(number * width, (number + 1) * width) for number, layer in enumerate(sent)}
         for layer, own in places.items():
             self.metrics[layer] = self.sums.metric(layer, spread[own, own]).to(spread.device)
-        fit = reduced_rank(self.sums.moments[-1], torch.block_diag(*self.metrics.values()), self.wanted.ridge)
+        moments = self.sums.moments[-1]
+        fit = reduced_rank(moments, torch.block_diag(*self.metrics.values()), self.wanted.ridge_for(moments))
         rank = self.wanted.directions(len(spread))
         part = "all" if rank else None
         decoders = [LayerDecoder(layer, part, "cross_layer", fit.decoder(rank, own)) for layer, own in places.items()]
@@ -98,7 +99,8 @@ class Solver:
                 (slice(producer[0], sum(producer[:2])), slice(consumer[0], sum(consumer[:2]))),
             )
             moments = self.sums.moments[layer]
-            keys, values = (joint_svd(moments, own, rank, self.wanted.ridge, heads) for own, rank in zip(columns, ranks, strict=True))
+            ridge = self.wanted.ridge_for(moments)
+            keys, values = (joint_svd(moments, own, rank, ridge, heads) for own, rank in zip(columns, ranks, strict=True))
             encoders.append(Encoder(part_name(layer), "reuse", (layer,), {"k": keys.encode, "v": values.encode}))
             weights = Decoder(codes=torch.block_diag(keys.decode, values.decode))
             decoders.append(LayerDecoder(layer, part_name(layer), "reuse", weights))

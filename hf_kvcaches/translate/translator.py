@@ -54,7 +54,7 @@ class TranslatorSettings:
     group: int | None
     recompute_layers: int
     metric: Metric
-    ridge: float
+    ridge: float | None
     layers: int
     prefixes: int = 0
     tokens: int = 0
@@ -106,7 +106,7 @@ class CacheTranslator(Artifact):
         aligner: Literal["ridge", "mlp"] = "ridge",
         aligner_state: str | os.PathLike[str] | None = None,
         score: Any = None,
-        ridge: float = 1e-8,
+        ridge: float | None = None,
         max_length: int = 1024,
         progress: bool = True,
     ) -> Self:
@@ -138,7 +138,7 @@ class CacheTranslator(Artifact):
             aligner_state: A folder in which that training is kept, to go on when it is killed.
             score: In place of minus the mean KL divergence, for `patch_layers="auto"`: called with logits of the consumer alone and with a
                 translated cache, (places, vocabulary) each; greater is better.
-            ridge: Regularisation, as a share of the mean variance. More of it hardly changes what is translated; it must be above rounding.
+            ridge: Regularisation, as a share of the mean variance. None: as the number of tokens asks for, and with many hardly any.
             max_length: Tokens of a text that are read.
             progress: Whether to show bars.
         """

@@ -56,7 +56,7 @@ def fitted(**options: Any) -> CacheTranslator:
 def lossless(model: Any) -> CacheTranslator:
     """From a model to itself, with all directions, and nothing rounded but by arithmetic."""
     options: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None}
-    return fit(model, model, **options)
+    return fit(model, model, ridge=1e-8, **options)
 
 
 @contextlib.contextmanager

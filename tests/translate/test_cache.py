@@ -87,11 +87,13 @@ def test_generate_runs_the_last_token_and_the_report_says_what_the_others_cost()
 def test_keys_and_values_are_those_of_the_maps(options: dict[str, Any]) -> None:
     cache, expected = cache_of(PROMPT, **options), reference(fitted(**options), PROMPT)
     assert cache.prefill(PROMPT) == 44
+    # A code that lies between two steps may be rounded either way, for one token in a hundred.
+    atol = 1e-3 if "dtype" in options else 1e-4
     for own, wanted in zip(cache.layers, expected.layers, strict=True):
-        close(own.keys, wanted.keys)
-        close(own.values, wanted.values)
+        close(own.keys, wanted.keys, atol)
+        close(own.values, wanted.values, atol)
     got = logits_of(models()[1], PROMPT, cache, 4)
-    close(got, expected_logits(PROMPT, **options))
+    close(got, expected_logits(PROMPT, **options), atol)
     # Or nothing would be measured here.
     assert float((got - logits_of(models()[1], PROMPT, new=4)).abs().max()) > 1e-3
 
