@@ -1,8 +1,5 @@
 """The Triton kernel behind `rebuild.py`, with its launcher. Import it inside a function: it needs Triton as soon as it is imported."""
 
-# What Triton compiles is a language of its own; the launcher beside it is typed.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
 from __future__ import annotations
 
 from collections.abc import Sequence
