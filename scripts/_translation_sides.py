@@ -92,6 +92,16 @@ def rank_sides(keys: int, values: int) -> list[Side]:
     return [Side(f"paper's Reuse, ranks {k} + {v}", "solved", "paper", {"method": "paper", "ranks": (k, v)}) for k, v in pairs]
 
 
+def budget_sides(layers: int) -> list[Side]:
+    """The paper's method with one, two and more patched layers, from the lowest one up.
+
+    Args:
+        layers: How many there are.
+    """
+    budgets = [list(range(1, last + 1)) for last in range(1, layers)]
+    return [Side(f"paper's Reuse + Patch of {own}", "fitted", "paper", {**_PATCH, "patch_layers": own}) for own in budgets]
+
+
 def alone_sides(layers: int) -> list[Side]:
     """The default and full rank in one layer at a time, but for layer 0, which the consumer has for nothing.
 

@@ -26,7 +26,7 @@ import torch
 from _common import check_counts, environment, pick_device, prepare, run_script
 from _translation_quality import TOKENS, WORKLOADS, Bench, calibration_texts, evaluation_texts
 from _translation_report import Details, Found, bars, explain, show, write_csv, write_plot
-from _translation_sides import ORACLE, SELECTIVE, SIDES, Side, Workshop, alone_sides, rank_sides, translators
+from _translation_sides import ORACLE, SELECTIVE, SIDES, Side, Workshop, alone_sides, budget_sides, rank_sides, translators
 from tqdm import tqdm
 
 from hf_kvcaches.translate.translator import CacheTranslator
@@ -40,13 +40,13 @@ def sides_of(workshop: Workshop, sweep: bool) -> list[Side]:
 
     Args:
         workshop: Of the pair.
-        sweep: With more ranks of the paper's method.
+        sweep: With more ranks and more patched layers of the paper's method.
     """
-    ranks = []
+    swept = []
     if sweep:
         keys, values, _ = workshop.sums.shapes["consumer"]
-        ranks = rank_sides(keys, values)
-    return [*SIDES, *ranks, *alone_sides(workshop.pair.layers)]
+        swept = [*rank_sides(keys, values), *budget_sides(workshop.pair.layers)]
+    return [*SIDES, *swept, *alone_sides(workshop.pair.layers)]
 
 
 def details_of(side: Side, workshop: Workshop, made: dict[str, CacheTranslator]) -> Details:
@@ -100,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=24, help="of each workload")
     parser.add_argument("--calibration", type=int, default=64, help="prefixes that translators are fitted to")
     parser.add_argument("--longest", type=int, default=TOKENS[1], help="prefix, in tokens")
-    parser.add_argument("--sweep", action="store_true", help="with more ranks of keys and values of the paper's method")
+    parser.add_argument("--sweep", action="store_true", help="with more ranks and more patched layers of the paper's method")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--csv", type=Path, help="write a table into this folder")
