@@ -311,7 +311,7 @@ def test_all_bars_are_met_by_good_answers(script):
         ("auto", "", 0, {"kls": (0.3, 0.0)}, "auto, admitted: mean KL"),
         ("auto", "", 0, {"forwarded": 520}, "auto, admitted: at most 0.35"),
         ("slots salient, m=64", "", 0, {"kls": (1.1, 0.0)}, "slots salient, m=64, same tail"),
-        ("", "risky", 0, {"stale": (True, None)}, "auto: no stale answers"),
+        ("", "risky", 0, {"stale": (True, None), "stale_cold": (False, None)}, "auto: no stale answers"),
         ("", "unrelated", 0, {"served": "align"}, "align: no false hits"),
         ("", "", 2e-3, {}, "after the swap"),
     ],
