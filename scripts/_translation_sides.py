@@ -15,12 +15,10 @@ import torch
 from hf_kvcaches.core.calibrating import as_found, divergence
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.translate.calibration import Pair, Sums, Wanted
-from hf_kvcaches.translate.metric import loss_gradients
+from hf_kvcaches.translate.calibration import Pair, Sums, Wanted, add_gradients
 from hf_kvcaches.translate.patching import Trial
 from hf_kvcaches.translate.routing import Route, select
 from hf_kvcaches.translate.solving import Solver
-from hf_kvcaches.translate.states import ReadingCache, Tokens
 from hf_kvcaches.translate.translator import CacheTranslator, TranslatorSettings
 
 # Of the int4 baseline, along tokens.
@@ -148,12 +146,7 @@ class Workshop:
         with as_found(pair.producer), as_found(pair.consumer):
             for number, ids in enumerate(map(torch.tensor, self.texts)):
                 made.add(*pair.states(ids, 0, queries=made.look))
-                cache = ReadingCache(pair.consumer)
-                cache.leaves = []
-                tokens = Tokens.of(ids).to(pair.consumer.get_input_embeddings().weight.device)
-                gradients = loss_gradients(pair.consumer, tokens.ids, cache.leaves, cache, number)
-                for layer, own in made.losses.items():
-                    own.add(*gradients[layer], tokens.positions)
+                add_gradients(pair.consumer, made, ids, number)
         self.reading_seconds = time.perf_counter() - start
         return made
 

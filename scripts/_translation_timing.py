@@ -27,7 +27,7 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate import cache as cache_module
 from hf_kvcaches.translate import codes as codes_module
-from hf_kvcaches.translate import filling, states, translator
+from hf_kvcaches.translate import filling, maps, states, translator
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
@@ -245,7 +245,7 @@ def producing_places() -> list[tuple[str, Any, str]]:
         ("producer's prefill", sys.modules[__name__], "raw_states"),
         ("encode", states, "state_of"),
         ("encode", Encoder, "encode"),
-        ("encode", translator, "pack"),
+        ("encode", maps, "pack"),
         ("encode", SemanticCodes, "to_bytes"),
         ("encode", CacheTranslator, "encode"),
     ]

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError
 
 
@@ -54,14 +55,11 @@ def sequences(texts: Iterable[str | Sequence[int]], tokenizer: Tokenized, model:
 @contextmanager
 def as_found(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode; in the end every module's mode and attention implementation are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
     implementations = [(part.config, part.config._attn_implementation_internal) for part in compat.models_inside(model)]
-    model.eval()
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         for config, implementation in implementations:
             config._attn_implementation_internal = implementation
 

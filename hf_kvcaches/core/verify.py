@@ -127,7 +127,7 @@ def verify(
         prefill_chunk_size: Feeds the prompt to the cache under test in pieces of this many tokens.
     """
     runner = _Runner(model, *_checked(model, make_cache, inputs, max_new_tokens, prefill_chunk_size))
-    with _evaluating(runner.model), attention_kept(model):
+    with evaluating(runner.model), attention_kept(model):
         reference = DynamicCache(config=runner.model.config)
         steps, reference_seconds = runner.greedy(reference, max_new_tokens)
         reference_bytes = cache_bytes(reference)
@@ -192,7 +192,12 @@ def attention_kept(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode while open; in the end every module's mode is what it was.
+
+    Args:
+        model: Any.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

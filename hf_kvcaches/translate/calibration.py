@@ -353,7 +353,7 @@ def _read(pair: Pair, sums: Sums, prefixes: Sequence[torch.Tensor], wanted: Want
         if wanted.metric == "loss":
             with clock.stage("gradients"):
                 try:
-                    _add_gradients(pair.consumer, sums, ids, number)
+                    add_gradients(pair.consumer, sums, ids, number)
                 except KVCacheError:
                     raise
                 except (RuntimeError, NotImplementedError, AttributeError) as error:
@@ -366,7 +366,15 @@ def _read(pair: Pair, sums: Sums, prefixes: Sequence[torch.Tensor], wanted: Want
     return wanted
 
 
-def _add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: int) -> None:
+def add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: int) -> None:
+    """Counts in what the consumer's loss asks of a text's keys and values.
+
+    Args:
+        model: The consumer.
+        sums: Where to.
+        ids: Of the text, (tokens,).
+        seed: Of the tokens that are drawn.
+    """
     cache = ReadingCache(model)
     cache.leaves = []
     tokens = Tokens.of(ids).to(model.get_input_embeddings().weight.device)

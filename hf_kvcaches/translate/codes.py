@@ -57,6 +57,10 @@ class Part:
         limit = torch.finfo(dtype).max
         return (code.clamp(-limit, limit) if limit < torch.finfo(code.dtype).max else code).to(dtype)
 
+    def joined(self) -> Tensor:
+        """All its codes side by side, (tokens, rank of all), float32."""
+        return torch.cat([self.decoded(name, torch.float32) for name in self.codes], dim=1)
+
 
 def pack(z: Tensor, dtype: str, group: int | None) -> Tensor | Quantized:
     """A code as it is sent. What lies beyond the range of float16, or of float32 where it is sent as such, becomes the range's end.

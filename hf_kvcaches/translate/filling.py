@@ -17,7 +17,7 @@ from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
 from hf_kvcaches.translate.codes import Part
 from hf_kvcaches.translate.head import CodesHead
 from hf_kvcaches.translate.maps import LayerDecoder
-from hf_kvcaches.translate.states import Tokens, feed_attention, run_base, watch_inputs
+from hf_kvcaches.translate.states import Tokens, feed_attention, run_base
 
 if TYPE_CHECKING:
     from hf_kvcaches.translate.cache import TranslatedCache
@@ -120,12 +120,13 @@ class Filling:
         lowest = self.translator.settings.recompute_layers
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.append(args[0] if args else kwargs["hidden_states"])
             self._given = {} if args else kwargs
 
         given: list[torch.Tensor] = []
         handle = compat.attention_module(self.decoder[lowest]).register_forward_pre_hook(keep, with_kwargs=True)
         try:
-            with self._stopping(lowest), watch_inputs(self.model, [lowest], lambda _, hidden: given.append(hidden)), suppress(LookedEnough):
+            with self._stopping(lowest), suppress(LookedEnough):
                 run_base(self.model, self.cache, self.tokens)
         finally:
             handle.remove()
@@ -186,7 +187,7 @@ class Filling:
 
     def _plain(self, part: Part, device: torch.device) -> torch.Tensor:
         """A part's codes side by side, (tokens, rank)."""
-        codes = torch.cat([part.decoded(name, torch.float32) for name in part.codes], dim=1)
+        codes = part.joined()
         return (codes if self._index is None else codes[self._index]).to(device)
 
     def _open(self, layer: Any, module: nn.Module) -> None:
@@ -230,7 +231,8 @@ class Filling:
             if self._like_lowest(decoder.layer):
                 attention = compat.attention_module(self.decoder[decoder.layer])
                 attention(**self._given | {"hidden_states": hidden.to(self._given["hidden_states"])})
-            feed_attention(self.model, decoder.layer, hidden, self.tokens, self.cache)
+            else:
+                feed_attention(self.model, decoder.layer, hidden, self.tokens, self.cache)
 
     def _like_lowest(self, layer: int) -> bool:
         """Whether a layer's attention is called with what the lowest one was called with, so that no pass has to come to it."""

@@ -10,6 +10,7 @@ import torch
 
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.aligners import MLPAligner
+from hf_kvcaches.translate.codes import Part, pack
 from hf_kvcaches.translate.states import State
 
 Kind = Literal["reuse", "patch", "cross_layer"]
@@ -43,6 +44,16 @@ class Encoder:
     def needs_hidden(self) -> bool:
         """Whether the normalised inputs of its layers are asked for."""
         return _HIDDEN in self.weights
+
+    def part_of(self, states: Sequence[State], dtype: str, group: int | None) -> Part:
+        """The codes as they are sent.
+
+        Args:
+            states: Of its layers, in order.
+            dtype: Of codes.
+            group: How many tokens of a channel share a scale.
+        """
+        return Part(self.part, {name: pack(code.cpu(), dtype, group) for name, code in self.encode(states).items()})
 
     def encode(self, states: Sequence[State]) -> dict[str, torch.Tensor]:
         """The codes, (tokens, rank) each, float32.

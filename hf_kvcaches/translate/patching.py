@@ -90,9 +90,8 @@ class Trial:
         """
         codes: dict[str | None, torch.Tensor] = {}
         for encoder in maps.encoders:
-            made = encoder.encode([self.producer[layer] for layer in encoder.layers])
-            part = Part(encoder.part, {name: pack(code.cpu(), wanted.code_dtype, wanted.group) for name, code in made.items()})
-            codes[encoder.part] = torch.cat([part.decoded(name, torch.float32) for name in part.codes], dim=1).to(self.known.device)
+            part = encoder.part_of([self.producer[layer] for layer in encoder.layers], wanted.code_dtype, wanted.group)
+            codes[encoder.part] = part.joined().to(self.known.device)
         found = {}
         for decoder in maps.decoders:
             given = decoder.apply(self.known, codes.get(decoder.part))

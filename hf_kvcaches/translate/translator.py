@@ -19,7 +19,7 @@ from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
-from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes, pack
+from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
 from hf_kvcaches.translate.head import CodesHead, PartHead, Row
 from hf_kvcaches.translate.maps import Maps, to_tensors
 from hf_kvcaches.translate.routing import Route
@@ -345,8 +345,7 @@ class _Encoding:
                 states[index] = state
             while waiting and waiting[0].layers[-1] <= index:
                 encoder = waiting.pop(0)
-                made = encoder.encode([states[layer] for layer in encoder.layers])
-                on_part(Part(encoder.part, {name: pack(code.cpu(), self.head.dtype, self.head.group) for name, code in made.items()}))
+                on_part(encoder.part_of([states[layer] for layer in encoder.layers], self.head.dtype, self.head.group))
                 for layer in encoder.layers:
                     del states[layer]
 
