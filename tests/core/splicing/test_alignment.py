@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import random
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from transformers import AutoTokenizer
 from hf_kvcaches.core.splicing import alignment as module
 from hf_kvcaches.core.splicing.alignment import Block, align, differences
 from tests import testbed
+from tests.costs import seconds
 
 
 @pytest.fixture(scope="module")
@@ -150,23 +150,16 @@ def test_a_common_beginning_is_kept_even_where_a_longer_block_would_break_it():
 @pytest.mark.parametrize("row", [[1] * 700, [1, 2] * 350, [1, 1, 1, 2, 3] * 140], ids=["one", "two", "pattern"])
 def test_rows_that_repeat_themselves_take_little_time_and_are_covered_nearly_whole(row, moved):
     target = [*row[:300], 7, 8, *row[320:600], 9, *row[600:]]
-    start = time.perf_counter()
-    blocks = align(row, target, moved=moved)
-    assert time.perf_counter() - start < 0.5
-    assert coverage(blocks) >= 0.9 * len(target)
+    assert seconds(lambda: align(row, target, moved=moved)) < 0.5
+    assert coverage(align(row, target, moved=moved)) >= 0.9 * len(target)
 
 
 def test_it_is_fast_at_900_tokens(book):
     source = book[:900]
     target = [*source[:100], 5, *source[101:400], 6, 7, *source[404:700], *source[702:]]
-    for other, bar in ((target, 1e-3), (book[5000:5900], 3e-3)):
-        times = []
-        for _ in range(20):
-            start = time.perf_counter()
-            align(source, other)
-            times.append(time.perf_counter() - start)
-        # Twice the bar: other tests may be running.
-        assert min(times) < 2 * bar
+    # Twice the bar: other tests may be running.
+    assert seconds(lambda: align(source, target), times=20) < 2e-3
+    assert seconds(lambda: align(source, book[5000:5900]), times=20) < 6e-3
 
 
 def test_changes_are_what_no_block_covers(tokenizer, book):
