@@ -9,10 +9,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_kvcaches import compat
 from hf_kvcaches.core._tensor_digest import Deferred
 
 # What PEFT's wrappers call the module that they wrap.
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
+# Its classes around a whole model, and in the place of a module.
+_MODELS, _TUNERS = ("PeftModel", "PeftMixedModel"), ("BaseTuner",)
+_LAYERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")
 
 
 @dataclass
@@ -66,27 +70,28 @@ def adapters_in_force(model: nn.Module) -> list[Any]:
     """The adapters that the next forward pass runs with: where they sit, in order, with their settings, and which are merged.
 
     Args:
-        model: A transformers model. Where the program has not imported PEFT this costs nothing.
+        model: A transformers model. Where the program has not imported PEFT this costs nothing, and little where no module is PEFT's.
     """
     if "peft" not in sys.modules:
+        return []
+    kinds = {type(module) for module in compat.modules_of(model)}
+    if not any(_is_peft(kind, *_MODELS, *_TUNERS, *_LAYERS) for kind in kinds):
         return []
     return [(layer.path, layer.active, layer.merged, layer.settings) for layer in take_apart(model).layers if layer.active or layer.merged]
 
 
-def _is_peft(value: Any, *names: str) -> bool:
-    """Whether it is of one of PEFT's classes. Where the program has not imported PEFT, no model can have its adapters."""
-    homes = ("peft", "peft.tuners.tuners_utils", "peft.utils.other")
-    found = (getattr(sys.modules.get(home), name, None) for home in homes for name in names)
-    return isinstance(value, tuple(kind for kind in found if isinstance(kind, type)))
+def _is_peft(kind: type, *names: str) -> bool:
+    """Whether a class is, or inherits from, one of these of PEFT's. They are known by name: a program without PEFT has none of them."""
+    return any(base.__name__ in names and base.__module__.partition(".")[0] == "peft" for base in kind.__mro__)
 
 
 def _unwrap(model: Any) -> tuple[nn.Module, list[AdapterLayer]]:
     prompts: list[AdapterLayer] = []
     while True:
-        if _is_peft(model, "PeftModel", "PeftMixedModel"):
+        if _is_peft(type(model), *_MODELS):
             prompts += _prompt_layers(model)
             model = model.base_model
-        elif _is_peft(model, "BaseTuner"):
+        elif _is_peft(type(model), *_TUNERS):
             model = model.model
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -109,7 +114,7 @@ def _prompt_layers(model: Any) -> list[AdapterLayer]:
 
 
 def _walk(module: nn.Module, path: str, state: ModelState) -> None:
-    if _is_peft(module, "BaseTunerLayer", "AuxiliaryTrainingWrapper"):
+    if _is_peft(type(module), *_LAYERS):
         _walk_wrapper(module, path, state)
         return
     state.modules[path] = module

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_kvcaches import compat
 from hf_kvcaches.core._model_state import adapters_in_force
 from hf_kvcaches.core._tensor_digest import sample_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -47,7 +48,8 @@ def digest_of_model(model: PreTrainedModel) -> str:
 
 
 def _digest(model: PreTrainedModel) -> str:
-    tensors = list(chain(model.parameters(), model.buffers()))
+    own = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in compat.modules_of(model))
+    tensors = [tensor for tensor in own if tensor is not None]
     marks = [_mark(tensor) for tensor in tensors]
     rest = (_settings(model.config), adapters_in_force(model))
     kept = _watched.get(model)

@@ -10,21 +10,17 @@ that are easy to read), or `"auto"`: Triton for CUDA tensors where it can, else 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels._shared import Backend, Layout, check_layout, choose, turned
+from hf_kvcaches.kernels._shared import Backend, Layout, choose, turned
 
-__all__ = ["Codes", "Decoder", "Span", "rebuild", "rebuild_reference"]
+__all__ = ["Codes", "Decoder", "Span", "rebuild", "rebuild_reference", "write_states"]
 
 # Numbers that are made at a time before they are written: 32 MB in float32. Matrix products of fewer tokens take longer for each, as the
 # weights are read again.
 BLOCK = 2**23
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Codes(NamedTuple):
@@ -94,6 +90,7 @@ def rebuild(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     layout: Layout = "half",
+    rows: torch.Tensor | None = None,
     backend: Backend = "auto",
     check: bool = True,
 ) -> None:
@@ -106,7 +103,7 @@ def rebuild(
     them in float32. Triton multiplies bfloat16 or float16 as it is where both factors are of that type, and the rest in float32.
 
     Args:
-        side: What is known of each of the N tokens beside its codes, (N, d), floating point; or None.
+        side: What is known of each of the N tokens beside its codes, (N, d), floating point, or fewer with `rows`; or None.
         codes: What was sent of each token; or None.
         decoder: The weights, on the device of the buffers.
         key_out: The cache's buffer, (batch, kv_heads, capacity, key_dim), the last dimension contiguous.
@@ -116,22 +113,64 @@ def rebuild(
             Dimensions from rotary_dim on pass unchanged. None for keys that are not turned.
         sin: Like `cos`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
+        rows: The row of `side` that each token has, (N,), int64. None: each its own. On CPUs a row is multiplied once, however many
+            tokens have it.
         backend: See the module.
         check: Whether to look at the arguments first. Not for those that fit by construction.
     """
     if check:
-        check_rebuild(side, codes, decoder, key_out, value_out, spans, cos, sin, layout)
+        from hf_kvcaches.kernels._rebuild_checks import check_rebuild
+
+        check_rebuild(side, codes, decoder, key_out, value_out, spans, cos, sin, layout, rows)
     backend = choose(backend, key_out)
     if not any(span.tokens for span in spans):
         return None
     if backend == "reference":
-        return rebuild_reference(side, codes, decoder, key_out, value_out, spans, cos=cos, sin=sin, layout=layout)
+        return rebuild_reference(side, codes, decoder, key_out, value_out, spans, cos=cos, sin=sin, layout=layout, rows=rows)
     tables = None if cos is None or sin is None else (cos, sin)
     if backend == "torch":
-        return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, tables, layout)
+        return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, tables, layout, rows)
     from hf_kvcaches.kernels import _rebuild_triton
 
+    side = side if side is None or rows is None else side[rows]
     return _rebuild_triton.rebuild(side, codes, decoder, key_out, value_out, spans, tables, layout)
+
+
+@torch.no_grad()
+def write_states(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+    key_out: torch.Tensor,
+    value_out: torch.Tensor,
+    spans: Sequence[Span],
+    *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    layout: Layout = "half",
+) -> None:
+    """What `rebuild` does with the keys and values of each token once it has them. Nothing is checked.
+
+    Args:
+        keys: (kv_heads, distinct tokens, key_dim).
+        values: Likewise.
+        rows: Which of them each of the N tokens has, (N,), int64.
+        key_out: As for `rebuild`, and so are all others.
+        value_out: Likewise.
+        spans: Likewise.
+        cos: Likewise.
+        sin: Likewise.
+        layout: Likewise.
+    """
+    exact = torch.promote_types(key_out.dtype, torch.float32)
+    tables = None if cos is None or sin is None else (cos.to(exact), sin.to(exact))
+    at = 0
+    for row, first, count in spans:
+        slots, own = slice(first, first + count), rows[at : at + count]
+        here = None if tables is None else (tables[0][at : at + count], tables[1][at : at + count])
+        _write_keys(keys.index_select(1, own).to(exact), key_out[row, :, slots], here, layout)
+        value_out[row, :, slots] = values.index_select(1, own)
+        at += count
 
 
 def _rebuild_torch(
@@ -143,31 +182,31 @@ def _rebuild_torch(
     spans: Sequence[Span],
     tables: Tables | None,
     layout: Layout,
+    rows: torch.Tensor | None,
 ) -> None:
     exact = torch.promote_types(key_out.dtype, torch.float32)
     tokens = sum(span.tokens for span in spans)
-    heads, key_dim, value_dim = key_out.shape[1], key_out.shape[3], value_out.shape[3]
-    factors = []
+    factors, bias, known = [], decoder.bias, None
     if side is not None and decoder.side is not None:
         factors.append((side, decoder.side.to(exact)))
+    if side is not None and rows is not None:
+        known = torch.empty(len(side), value_out.shape[1] * (key_out.shape[3] + value_out.shape[3]), dtype=exact, device=key_out.device)
+        _products([(side.to(exact), factors.pop()[1])], bias, known)
     if codes is not None and decoder.codes is not None:
         factors.append((_decoded(codes, tokens, exact), decoder.codes.to(exact)))
     if tables is not None:
         tables = tables[0].to(exact), tables[1].to(exact)
-    width = heads * (key_dim + value_dim)
+    width = key_out.shape[1] * (key_out.shape[3] + value_out.shape[3])
     many = min(tokens, max(1, BLOCK // max(1, width)))
     numbers = torch.empty(many, width, dtype=exact, device=key_out.device)
     for begin, block in _blocks(spans, many):
         end = begin + sum(span.tokens for span in block)
-        _products([(x[begin:end].to(exact), weights) for x, weights in factors], decoder.bias, numbers[: end - begin])
-        at = begin
-        for row, first, count in block:
-            made, slots = numbers[at - begin : at - begin + count], slice(first, first + count)
-            keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in made.split([heads * key_dim, heads * value_dim], 1))
-            here = None if tables is None else (tables[0][at : at + count], tables[1][at : at + count])
-            _write_keys(keys, key_out[row, :, slots], here, layout)
-            _write(values, value_out[row, :, slots])
-            at += count
+        made = numbers[: end - begin]
+        if known is not None and rows is not None:
+            torch.index_select(known, 0, rows[begin:end], out=made)
+        _products([(x[begin:end].to(exact), weights) for x, weights in factors], bias, made, more=known is not None)
+        here = None if tables is None else (tables[0][begin:end], tables[1][begin:end])
+        _write_spans(made, key_out, value_out, block, here, layout)
 
 
 def _decoded(codes: Codes, tokens: int, dtype: torch.dtype) -> torch.Tensor:
@@ -175,14 +214,19 @@ def _decoded(codes: Codes, tokens: int, dtype: torch.dtype) -> torch.Tensor:
     data, scale, zero, group = codes
     if scale is None or zero is None:
         return data
+    # Whole groups and whole bytes; what is too much is never looked at.
+    of = tokens + tokens % 2 if group is None else group
+    width = -(-tokens // of) * of
+    width += width % 2 * of
+    levels = torch.empty(len(data), width, dtype=dtype, device=data.device)
     if data.dtype == torch.int8:
-        levels = data.to(dtype).add_(127)
+        levels[:, :tokens].copy_(data).add_(127)
     else:
-        levels = torch.stack([data & 15, data >> 4], 2).flatten(1)[:, :tokens].to(dtype)
-    steps, lowest = scale.to(dtype), zero.to(dtype)
-    if group is not None and group < tokens:
-        steps, lowest = (part.unsqueeze(2).expand(-1, -1, group).flatten(1)[:, :tokens] for part in (steps, lowest))
-    return levels.mul_(steps).add_(lowest).t()
+        pairs = levels.view(len(data), width // 2, 2)[:, : data.shape[1]]
+        pairs[..., 0], pairs[..., 1] = data & 15, data >> 4
+    grouped = levels.view(len(data), width // of, of)[:, : scale.shape[1]]
+    grouped.mul_(scale.to(dtype).unsqueeze(2)).add_(zero.to(dtype).unsqueeze(2))
+    return levels[:, :tokens].t()
 
 
 def _blocks(spans: Sequence[Span], many: int) -> Iterator[tuple[int, list[Span]]]:
@@ -201,12 +245,36 @@ def _blocks(spans: Sequence[Span], many: int) -> Iterator[tuple[int, list[Span]]
         yield begin, block
 
 
-def _products(factors: list[tuple[torch.Tensor, torch.Tensor]], bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """Overwrites `out` with the sum of all products and the bias."""
-    if bias is not None:
+def _products(factors: list[tuple[torch.Tensor, torch.Tensor]], bias: torch.Tensor | None, out: torch.Tensor, more: bool = False) -> None:
+    """Overwrites `out` with the sum of all products and the bias; with `more`, adds the products alone."""
+    for x, weights in factors:
+        if bias is not None and not more:
+            torch.addmm(bias.to(out.dtype), x, weights, out=out)
+        else:
+            out.addmm_(x, weights, beta=1 if more else 0)
+        more = True
+    if bias is not None and not more:
         out.copy_(bias)
-    for index, (x, weights) in enumerate(factors):
-        out.addmm_(x, weights, beta=1 if index or bias is not None else 0)
+
+
+def _write_spans(
+    numbers: torch.Tensor,
+    key_out: torch.Tensor,
+    value_out: torch.Tensor,
+    spans: Sequence[Span],
+    tables: Tables | None,
+    layout: Layout,
+) -> None:
+    """Turns the keys of some tokens, and puts all where it belongs."""
+    heads, key_dim, value_dim = key_out.shape[1], key_out.shape[3], value_out.shape[3]
+    at = 0
+    for row, first, count in spans:
+        made, slots = numbers[at : at + count], slice(first, first + count)
+        keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in made.split([heads * key_dim, heads * value_dim], 1))
+        here = None if tables is None else (tables[0][at : at + count], tables[1][at : at + count])
+        _write_keys(keys, key_out[row, :, slots], here, layout)
+        _write(values, value_out[row, :, slots])
+        at += count
 
 
 def _write_keys(keys: torch.Tensor, out: torch.Tensor, tables: Tables | None, layout: Layout) -> None:
@@ -246,6 +314,7 @@ def rebuild_reference(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     layout: Layout = "half",
+    rows: torch.Tensor | None = None,
 ) -> None:
     """What `rebuild` does, written down plainly. Arguments are the same."""
     heads, key_dim, value_dim = key_out.shape[1], key_out.shape[3], value_out.shape[3]
@@ -256,7 +325,7 @@ def rebuild_reference(
         if decoder.bias is not None:
             numbers += decoder.bias.double()
         if side is not None and decoder.side is not None:
-            numbers += side[token].double() @ decoder.side.double()
+            numbers += side[token if rows is None else int(rows[token])].double() @ decoder.side.double()
         if codes is not None and decoder.codes is not None:
             numbers += _code_of(codes, token) @ decoder.codes.double()
         for head in range(heads):
@@ -281,101 +350,3 @@ def _code_of(codes: Codes, token: int) -> torch.Tensor:
         levels = [int(byte) >> 4 if token % 2 else int(byte) & 15 for byte in data[:, token // 2]]
     of = token // group if group else 0
     return torch.tensor(levels, dtype=torch.float64, device=data.device) * scale[:, of].double() + zero[:, of].double()
-
-
-def check_rebuild(
-    side: torch.Tensor | None,
-    codes: Codes | None,
-    decoder: Decoder,
-    key_out: torch.Tensor,
-    value_out: torch.Tensor,
-    spans: Sequence[Span],
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    layout: str,
-) -> None:
-    """Refuses arguments of `rebuild` that don't fit together."""
-    check_layout("layout", layout)
-    if key_out.ndim != 4 or key_out.dtype not in _DTYPES:
-        wanted = f"shape (batch, kv_heads, capacity, key_dim) in one of {', '.join(map(str, _DTYPES))}"
-        raise ConfigError.of("key_out", wanted, (key_out.dtype, tuple(key_out.shape)))
-    if value_out.ndim != 4 or value_out.shape[:3] != key_out.shape[:3] or value_out.dtype != key_out.dtype:
-        wanted = f"{key_out.dtype} of shape {(*key_out.shape[:3], 'value_dim')}"
-        raise ConfigError.of("value_out", wanted, (value_out.dtype, tuple(value_out.shape)))
-    for name, out in (("key_out", key_out), ("value_out", value_out)):
-        if out.stride(3) != 1 and out.shape[3] > 1:
-            raise ConfigError.of(name, "a contiguous last dimension", out.stride())
-    tokens = _check_spans(spans, key_out.shape[0], key_out.shape[2])
-    width = key_out.shape[1] * (key_out.shape[3] + value_out.shape[3])
-    if side is None and codes is None and decoder.bias is None:
-        raise ConfigError.of("side, codes and decoder.bias", "at least one of them", None)
-    for name, given, weights in (("side", side, decoder.side), ("codes", codes, decoder.codes)):
-        if (given is None) != (weights is None):
-            raise ConfigError.of(f"decoder.{name}", f"{'None' if given is None else 'a tensor'} for these {name}", type(weights).__name__)
-    if side is not None and decoder.side is not None:
-        _check_tensor("side", side, (tokens, None))
-        _check_tensor("decoder.side", decoder.side, (side.shape[1], width))
-    if codes is not None and decoder.codes is not None:
-        _check_codes(codes, tokens)
-        _check_tensor("decoder.codes", decoder.codes, (codes.rank, width))
-    if decoder.bias is not None:
-        _check_tensor("decoder.bias", decoder.bias, (width,))
-    if (cos is None) != (sin is None):
-        raise ConfigError.of("cos and sin", "both or neither", (type(cos).__name__, type(sin).__name__))
-    if cos is not None and sin is not None:
-        _check_tables(cos, sin, tokens, key_out.shape[3])
-    tensors = {"side": side, "value_out": value_out, "cos": cos, "sin": sin}
-    tensors |= {f"decoder.{name}": part for name, part in decoder._asdict().items()}
-    tensors |= {} if codes is None else {"codes.data": codes.data, "codes.scale": codes.scale, "codes.zero": codes.zero}
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != key_out.device:
-            raise ConfigError.of(name, f"a tensor on {key_out.device}, where the buffers are", str(tensor.device))
-
-
-def _check_spans(spans: Sequence[Span], batch: int, capacity: int) -> int:
-    """The tokens of all spans."""
-    for span in spans:
-        if not isinstance(span, Span) or any(type(number) is not int for number in span):
-            raise ConfigError.of("spans", "each a Span of three integers", span)
-        if not (0 <= span.row < batch and 0 <= span.first <= span.first + span.tokens <= capacity):
-            raise ConfigError.of("spans", f"each within {batch} rows of {capacity} slots", span)
-    for before, after in pairwise(sorted(span for span in spans if span.tokens)):
-        if before.row == after.row and before.first + before.tokens > after.first:
-            raise ConfigError.of("spans", "no slot twice", (before, after))
-    return sum(span.tokens for span in spans)
-
-
-def _check_tensor(name: str, tensor: torch.Tensor, wanted: tuple[int | None, ...]) -> None:
-    fits = tensor.ndim == len(wanted) and all(want in (None, have) for have, want in zip(tensor.shape, wanted, strict=True))
-    if not fits or tensor.dtype not in _DTYPES:
-        shape = ", ".join("any" if want is None else str(want) for want in wanted)
-        raise ConfigError.of(name, f"shape ({shape}) in one of {', '.join(map(str, _DTYPES))}", (tensor.dtype, tuple(tensor.shape)))
-
-
-def _check_codes(codes: Codes, tokens: int) -> None:
-    data, scale, zero, group = codes
-    plain = data.is_floating_point()
-    if group is not None and (not isinstance(group, int) or isinstance(group, bool) or group <= 0):
-        raise ConfigError.of("codes.group", "a number of tokens above 0, or None", group)
-    for name, part in (("scale", scale), ("zero", zero)):
-        if (part is None) != plain:
-            raise ConfigError.of(f"codes.{name}", f"{'None' if plain else 'a tensor'} for data in {data.dtype}", type(part).__name__)
-    if scale is None or zero is None:
-        return _check_tensor("codes.data", data, (tokens, None))
-    if data.dtype not in (torch.int8, torch.uint8):
-        raise ConfigError.of("codes.data", "int8, uint8 or a floating-point type", data.dtype)
-    width = tokens if data.dtype == torch.int8 else -(-tokens // 2)
-    if data.ndim != 2 or data.shape[1] != width:
-        raise ConfigError.of("codes.data", f"shape (any, {width}) for {tokens} tokens in {data.dtype}", tuple(data.shape))
-    groups = -(-tokens // (group or max(tokens, 1)))
-    _check_tensor("codes.scale", scale, (len(data), groups))
-    return _check_tensor("codes.zero", zero, (len(data), groups))
-
-
-def _check_tables(cos: torch.Tensor, sin: torch.Tensor, tokens: int, key_dim: int) -> None:
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.ndim != 2 or len(table) != tokens or not 0 < 2 * table.shape[1] <= key_dim or table.shape != cos.shape:
-            wanted = f"shape ({tokens}, rotary_dim / 2), both alike, with a rotary_dim of at most {key_dim}"
-            raise ConfigError.of(name, wanted, tuple(table.shape))
-        if table.dtype not in (torch.float32, torch.float64) or table.dtype != cos.dtype:
-            raise ConfigError.of(name, "float32 or float64, both alike", table.dtype)

@@ -12,13 +12,14 @@ from hf_kvcaches.core.cache import CacheReport
 from hf_kvcaches.core.growing import GrowingCache, GrowingLayer
 from hf_kvcaches.core.only_layers import LookedEnough
 from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.arriving import ArrivingCodes
 from hf_kvcaches.translate.codes import Part, SemanticCodes
-from hf_kvcaches.translate.filling import Filling, on_device, place
+from hf_kvcaches.translate.filling import Filling, Places, on_device, place
 from hf_kvcaches.translate.maps import LayerDecoder
-from hf_kvcaches.translate.states import Tokens, require_plain_layers
+from hf_kvcaches.translate.states import Tokens
 from hf_kvcaches.translate.translator import CacheTranslator
 
 
@@ -101,8 +102,11 @@ class TranslatedCache(GrowingCache):
         self._translated = 0
         # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.
         self._arrived: list[Part] = []
+        # The prompt that is about to come, and where its tokens are: a pass is told of before it is asked for.
+        self._coming: tuple[Tokens, Places, int] | None = None
         super().__init__(consumer, offloading=offloading)
-        self.rotation = require_plain_layers(self.config)
+        # Of layers that can be translated, or there would be no translator for the model.
+        self.rotation = rotation_of(self.config)
 
     def make_layer(self, layer_idx: int) -> TranslatedLayer:
         return TranslatedLayer()
@@ -126,20 +130,23 @@ class TranslatedCache(GrowingCache):
         Returns:
             How many tokens the cache has now. Go on with the others, or with `generate(input_ids, ...)`.
         """
+        if self.codes is None or self.seen:
+            raise UnsupportedError("prefill: the cache has tokens already, or no codes. reset() it, or make one with codes.")
         with torch.no_grad():
-            return self._take(Tokens.of(input_ids, attention_mask))
+            return self._take(*self._find(Tokens.of(input_ids, attention_mask)))
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        self._coming = None
         if self.codes is not None and self.seen == 0 and _is_padding(attention_mask, input_ids):
-            self._require_coded(Tokens.of(input_ids, attention_mask))
+            self._coming = self._find(Tokens.of(input_ids, attention_mask))
 
     def take_prefill(self, call: PrefillCall) -> int:
+        coming, self._coming = self._coming, None
         unable = torch.is_grad_enabled() or torch.compiler.is_compiling() or self.offloading
-        if self.codes is None or self.seen or unable:
-            return 0
-        return self._take(Tokens.of(call.input_ids, call.attention_mask))
+        return 0 if coming is None or unable else self._take(*coming)
 
-    def _require_coded(self, tokens: Tokens) -> Any:
+    def _find(self, tokens: Tokens) -> tuple[Tokens, Places, int]:
+        """A prompt, and where its tokens are in the codes."""
         assert self.codes is not None
         placed = place(self.codes.head, tokens)
         if placed is None:
@@ -148,14 +155,12 @@ class TranslatedCache(GrowingCache):
                 f"codes: they are of another prompt (rows of {coded} tokens) than the one that came. Encode this prompt, with the same "
                 "tokens and chat template, or use another cache for it."
             )
-        return placed
+        return tokens, *placed
 
-    def _take(self, tokens: Tokens) -> int:
-        if self.codes is None or self.seen:
-            raise UnsupportedError("prefill: the cache has tokens already, or no codes. reset() it, or make one with codes.")
+    def _take(self, tokens: Tokens, places: Places, slots: int) -> int:
+        assert self.codes is not None
         assert self.translator is not None
         self.translator.check_consumer(self.model)
-        places, slots = self._require_coded(tokens)
         if slots < 1:
             return 0
         filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]) if all(pad < slots for pad in places.padding) else None
@@ -223,7 +228,7 @@ class TranslatedCache(GrowingCache):
 
     def __getstate__(self) -> dict[str, Any]:
         # Elsewhere the cache goes on with what it has.
-        return {**super().__getstate__(), "translator": None, "codes": None, "_arrived": []}
+        return {**super().__getstate__(), "translator": None, "codes": None, "_arrived": [], "_coming": None}
 
 
 def _is_padding(mask: Any, input_ids: torch.Tensor) -> bool:

@@ -25,7 +25,7 @@ from hf_kvcaches.translate.metric import LossMoments, attention_metric, blend, l
 from hf_kvcaches.translate.moments import Moments, QueryMoments
 from hf_kvcaches.translate.routing import Route
 from hf_kvcaches.translate.solving import Solver
-from hf_kvcaches.translate.states import ReadingCache, State, Tokens, read_states, require_plain_layers
+from hf_kvcaches.translate.states import ReadingCache, State, Tokens, is_of_tokens_alone, read_states, require_plain_layers
 from hf_kvcaches.translate.translator import Method, Metric, TranslatorSettings
 
 _BITS = {"int4": 4, "int8": 8, "float16": 16, "float32": 32}
@@ -313,6 +313,8 @@ def fit(
         with clock.stage("fit"):
             solver = Solver(sums, wanted)
             maps = solver.solve()
+        first = kept[0].to(pair.consumer.get_input_embeddings().weight.device)
+        of_tokens_alone = wanted.recompute_layers == 0 and is_of_tokens_alone(pair.consumer, first)
         route, measured = Route(()), dict[str, float]()
         if routed:
             from hf_kvcaches.translate.patching import patch
@@ -331,6 +333,7 @@ def fit(
         tokens=sum(map(len, prefixes)),
         seconds=clock.seconds,
         measured=measured,
+        of_tokens_alone=of_tokens_alone,
     )
     return maps, settings, route, pair.fingerprints()
 

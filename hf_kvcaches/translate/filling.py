@@ -13,7 +13,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.growing import capacity_for
 from hf_kvcaches.core.only_layers import LookedEnough
 from hf_kvcaches.core.quantize import Quantized
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, write_states
 from hf_kvcaches.translate.codes import Part
 from hf_kvcaches.translate.head import CodesHead
 from hf_kvcaches.translate.maps import LayerDecoder
@@ -81,7 +81,9 @@ class Filling:
         self.model, self.translator = cache.model, cache.translator
         self.decoder = compat.decoder_layers(self.model)[2]
         self.side = torch.empty(0)
+        self.rows: torch.Tensor | None = None
         self._given: dict[str, Any] = {}
+        self._shapes: list[torch.Size] = []
         self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor] | None] = {}
         self._index: torch.Tensor | None = None
 
@@ -93,7 +95,11 @@ class Filling:
             parts: In the head's order; each may have to be waited for.
         """
         self._index = self._codes_of(head)
-        self._run_lowest()
+        # Patched layers are called as the lowest was called with the whole prompt.
+        if self.translator.settings.of_tokens_alone and not self.translator.patched_layers:
+            self._run_distinct()
+        else:
+            self.side = self._wanted(self._run_lowest(self.tokens))
         by_part: dict[str | None, list[LayerDecoder]] = {}
         for decoder in self.translator.maps.decoders:
             by_part.setdefault(decoder.part, []).append(decoder)
@@ -115,8 +121,26 @@ class Filling:
         starts = [sum(tokens[:number]) for number in self.places.coded]
         return torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
 
-    def _run_lowest(self) -> None:
-        """Runs the layers that the consumer has for itself, up to the next one's keys and values."""
+    def _run_distinct(self) -> None:
+        """Runs each different token once, where that is all that layer 0 has to know, and puts its keys and values in their places."""
+        distinct, self.rows = Tokens.distinct(self._wanted(self.tokens.ids))
+        self.side = self._run_lowest(distinct)[0]
+        layer, count = self.cache.layers[0], distinct.ids.shape[1]
+        keys, values = (part[0, :, :count] for part in (layer.key_buffer, layer.value_buffer))
+        self._shapes = [torch.Size((len(self.tokens.ids), *shape[1:])) for shape in self._shapes]
+        self._open(layer, self.decoder[0], keys.dtype)
+        # At position 0 keys have been scaled already, if not turned.
+        scaled = self.cache.rotation.layers[0].attention_scaling
+        turning = {name: x / scaled if isinstance(x, torch.Tensor) else x for name, x in self._turning(0, keys.device).items()}
+        write_states(keys, values, self.rows.to(keys.device), layer.key_buffer, layer.value_buffer, self._spans(), **turning)
+        self._copy_rows(layer)
+
+    def _run_lowest(self, tokens: Tokens) -> torch.Tensor:
+        """Runs the layers that the consumer has for itself, up to the next one's keys and values; what its attention is given.
+
+        Args:
+            tokens: To run.
+        """
         lowest = self.translator.settings.recompute_layers
 
         def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -127,13 +151,14 @@ class Filling:
         handle = compat.attention_module(self.decoder[lowest]).register_forward_pre_hook(keep, with_kwargs=True)
         try:
             with self._stopping(lowest), suppress(LookedEnough):
-                run_base(self.model, self.cache, self.tokens)
+                run_base(self.model, self.cache, tokens)
         finally:
             handle.remove()
-        self.side = self._wanted(given[0])
+        self._shapes = [buffer.shape for buffer in (self.cache.layers[0].key_buffer, self.cache.layers[0].value_buffer)]
+        return given[0]
 
     def _wanted(self, states: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, width) of the wanted rows without padding, (tokens, width)."""
+        """(batch, tokens, ...) of the wanted rows without padding, (tokens, ...)."""
         if len(states) == 1 and not self.places.padding[0]:
             return states[0]
         return torch.cat([states[row, self.places.padding[row] :] for row in self.places.rows])
@@ -152,23 +177,34 @@ class Filling:
         if decoder.kind == "patch":
             self._regenerate(decoder, part)
         else:
-            self._open(layer, module)
+            self._open(layer, module, self.cache.layers[0].key_buffer.dtype)
             device = layer.key_buffer.device
             weights = self.cache.weights_of(decoder, device)
-            spans = [Span(row, self.places.padding[row], self.tokens.ids.shape[1] - self.places.padding[row]) for row in self.places.rows]
-            tables = self._turns(decoder.layer, device)
+            sided = weights.side is not None
             rebuild(
-                None if weights.side is None else self.side.to(device),
+                self.side.to(device) if sided else None,
                 self._codes(part, device),
                 weights,
                 layer.key_buffer,
                 layer.value_buffer,
-                spans,
-                cos=None if tables is None else tables[0],
-                sin=None if tables is None else tables[1],
-                layout=self.cache.rotation.layers[decoder.layer].layout,
+                self._spans(),
+                rows=self.rows.to(device) if sided and self.rows is not None else None,
                 check=False,
+                **self._turning(decoder.layer, device),
             )
+        self._copy_rows(layer)
+
+    def _spans(self) -> list[Span]:
+        """Where the wanted tokens go."""
+        return [Span(row, self.places.padding[row], self.tokens.ids.shape[1] - self.places.padding[row]) for row in self.places.rows]
+
+    def _turning(self, layer_idx: int, device: torch.device) -> dict[str, Any]:
+        """How the kernel is to turn a layer's keys."""
+        tables = self._turns(layer_idx, device)
+        return {} if tables is None else {"cos": tables[0], "sin": tables[1], "layout": self.cache.rotation.layers[layer_idx].layout}
+
+    def _copy_rows(self, layer: Any) -> None:
+        """Gives a layer the rows that are the same as others."""
         for row, twin in self.places.copies.items():
             for buffer in (layer.key_buffer, layer.value_buffer):
                 buffer[row] = buffer[twin]
@@ -190,14 +226,17 @@ class Filling:
         codes = part.joined()
         return (codes if self._index is None else codes[self._index]).to(device)
 
-    def _open(self, layer: Any, module: nn.Module) -> None:
+    def _open(self, layer: Any, module: nn.Module, dtype: torch.dtype) -> None:
         """Makes room in a layer."""
-        keys, values = self.cache.layers[0].key_buffer, self.cache.layers[0].value_buffer
-        device, slots = compat.layer_device(module), capacity_for(self.tokens.ids.shape[1] + 1)
-        layer.lazy_initialization(keys.new_empty(0, device=device), values.new_empty(0, device=device))
+        slots, empty = capacity_for(self.tokens.ids.shape[1] + 1), torch.empty(0, dtype=dtype, device=compat.layer_device(module))
+        layer.lazy_initialization(empty, empty)
         # All layers are of one shape: the translator was not fitted otherwise.
-        for name, like in (("key_buffer", keys), ("value_buffer", values)):
-            setattr(layer, name, like.new_zeros(*like.shape[:2], slots, like.shape[3], device=device))
+        for name, (batch, heads, _, dim) in zip(("key_buffer", "value_buffer"), self._shapes, strict=True):
+            buffer = empty.new_empty(batch, heads, slots, dim)
+            # What no token is written to must be numbers all the same.
+            buffer[:, :, : max(self.places.padding)] = 0
+            buffer[:, :, self.tokens.ids.shape[1] :] = 0
+            setattr(layer, name, buffer)
 
     def _turns(self, layer_idx: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Cosines and sines for the wanted tokens; layers that turn alike share them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -82,8 +83,20 @@ class Tokens(NamedTuple):
             if not holds or bool((real[:, :-1] & ~real[:, 1:]).any()):
                 expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left alone"
                 raise ConfigError.of("attention_mask", expected, (tuple(given.shape), given.dtype))
-        positions = (real.cumsum(-1) - 1).clamp_min(0)
-        return cls(ids.long(), None if bool(real.all()) else real.long(), real, positions)
+        if bool(real.all()):
+            return cls(ids.long(), None, real, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
+        return cls(ids.long(), real.long(), real, (real.cumsum(-1) - 1).clamp_min(0))
+
+    @classmethod
+    def distinct(cls, ids: torch.Tensor) -> tuple[Tokens, torch.Tensor]:
+        """Each different token once, and which of them each token is. At position 0 keys don't turn, so nothing is rounded.
+
+        Args:
+            ids: (tokens,).
+        """
+        found, rows = ids.unique(return_inverse=True)
+        batch = found[None]
+        return cls(batch, None, torch.ones_like(batch, dtype=torch.bool), torch.zeros_like(batch)), rows
 
     def to(self, device: torch.device) -> Tokens:
         """On another device."""
@@ -219,6 +232,26 @@ def read_states(
         run_base(model, cache, tokens)
 
 
+def is_of_tokens_alone(model: PreTrainedModel, ids: torch.Tensor) -> bool:
+    """Whether layer 0's state of a token is the same wherever it stands and whatever stands around it, as seen in a text.
+
+    Args:
+        model: Without a PEFT wrapper.
+        ids: Of the text, (tokens,), on the model's device.
+    """
+    found: list[State] = []
+    distinct, rows = Tokens.distinct(ids)
+    for tokens in (Tokens.of(ids), distinct):
+        read_states(model, tokens, lambda index, state: found.append(state), hidden=(0,), upto=0)
+    for whole, alone in zip(found[0][:3], found[1][:3], strict=True):
+        assert isinstance(whole, torch.Tensor)
+        assert isinstance(alone, torch.Tensor)
+        error = (whole.double() - alone[rows].double()).norm()
+        if not error <= max(4 * torch.finfo(whole.dtype).eps, 1e-4) * whole.double().norm():
+            return False
+    return True
+
+
 def run_base(model: PreTrainedModel, cache: KVCache, tokens: Tokens) -> None:
     """A pass without the model's head.
 
@@ -228,9 +261,14 @@ def run_base(model: PreTrainedModel, cache: KVCache, tokens: Tokens) -> None:
         tokens: On the model's device.
     """
     arguments: dict[str, Any] = {"input_ids": tokens.ids, "attention_mask": tokens.mask, "past_key_values": cache, "use_cache": True}
-    if "position_ids" in inspect.signature(model.base_model.forward).parameters:
+    if "position_ids" in _parameters(type(model.base_model).forward):
         arguments["position_ids"] = tokens.positions
     model.base_model(**arguments)
+
+
+@lru_cache
+def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: Tokens) -> State:

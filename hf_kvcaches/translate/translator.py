@@ -46,6 +46,7 @@ class TranslatorSettings:
         tokens: In them.
         seconds: Of each stage.
         measured: Divergences on prefixes that were kept apart, by what was tried.
+        of_tokens_alone: Whether what the consumer knows of a token for nothing is the same wherever it stands.
     """
 
     method: Method
@@ -60,6 +61,7 @@ class TranslatorSettings:
     tokens: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
+    of_tokens_alone: bool = False
 
 
 @dataclass(frozen=True, eq=False)

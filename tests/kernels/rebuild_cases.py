@@ -23,6 +23,7 @@ class Case(Draws):
         key_dim: Of each head's keys.
         value_dim: Of each head's values.
         width: Numbers of a token beside its codes; None: there are none.
+        distinct: How many tokens have such numbers, which the others share; 0: each has its own.
         rank: Of the codes; None: there are none.
         bits: 8, 4, or 0 for plain codes.
         group: Tokens that share a scale.
@@ -39,15 +40,15 @@ class Case(Draws):
     """
 
     def __init__(
-        self, heads=2, tokens=5, key_dim=8, value_dim=8, width: int | None = 6, rank: int | None = 3, bits=8, group=None, bias=True,
-        given=torch.float32, weights=None, dtype=torch.float32, places="rows", turn="", rest=0, fine=False, views=False, seed=0,
+        self, heads=2, tokens=5, key_dim=8, value_dim=8, width: int | None = 6, distinct=0, rank: int | None = 3, bits=8, group=None,
+        bias=True, given=torch.float32, weights=None, dtype=torch.float32, places="rows", turn="", rest=0, fine=False, views=False, seed=0,
     ) -> None:  # fmt: skip
         super().__init__(1, heads, tokens, given, seed)
         self.dtype = given
         self.out_dtype, self.exact = dtype, torch.promote_types(dtype, torch.float32)
         columns = heads * (key_dim + value_dim)
         weighing = weights or given
-        self.side = None if width is None else self.randn(tokens, width)
+        self.side = None if width is None else self.randn(distinct or tokens, width)
         self.codes, self.decoded = None, None
         if rank is not None:
             plain = self.randn(tokens, rank) + self.randn(rank) * 3  # many codes sit off 0
@@ -62,14 +63,16 @@ class Case(Draws):
             self.randn(columns).to(weighing) if bias else None,
         )
         self.spans, batch, capacity = self.placed(places, tokens)
-        self.turning: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+        if distinct and width is not None:
+            self.options["rows"] = self.rows = torch.randint(0, distinct, (tokens,), generator=self.generator)
         self.geometry = None
         if turn and key_dim - rest > 1:
             frequencies = torch.rand((key_dim - rest) // 2, generator=self.generator, dtype=torch.float64)
             self.geometry = RotaryGeometry(frequencies, key_dim, 1.3, layout=turn)
             self.positions = torch.randint(0, 900, (tokens,), generator=self.generator)
             tables = self.geometry.cos_sin(self.positions, torch.float64 if fine else torch.float32)
-            self.turning = {"cos": tables[0] * 1.3, "sin": tables[1] * 1.3, "layout": turn}
+            self.options |= {"cos": tables[0] * 1.3, "sin": tables[1] * 1.3, "layout": turn}
         if views:
             self.within_larger_ones()
         # `dequantize` computes in float32 itself, and the scales of half types are as rough in all back-ends.
@@ -95,8 +98,7 @@ class Case(Draws):
         self.decoder = Decoder(*(None if part is None else within(part) for part in self.decoder))
         if self.codes is not None:
             self.codes = Codes(*(None if part is None else within(part) for part in self.codes[:3]), self.codes.group)
-        if self.turning:
-            self.turning |= {name: self.turning[name].t().contiguous().t() for name in ("cos", "sin")}
+        self.options |= {name: self.options[name].t().contiguous().t() for name in ("cos", "sin") if name in self.options}
 
     def arguments(self) -> tuple[Any, ...]:
         """All but the buffers and what comes after them."""
@@ -107,7 +109,8 @@ class Case(Draws):
         outs = [torch.full(out.shape, NAN, dtype=torch.float64) for out in self.outs]
         _, heads, tokens = self.shape
         numbers = torch.zeros(tokens, heads * sum(out.shape[3] for out in outs), dtype=torch.float64)
-        for x, weights in ((self.side, self.decoder.side), (self.decoded, self.decoder.codes)):
+        side = self.side[self.options["rows"]] if "rows" in self.options else self.side
+        for x, weights in ((side, self.decoder.side), (self.decoded, self.decoder.codes)):
             if x is not None and weights is not None:
                 numbers += torch.einsum("ni,ic->nc", x.double(), weights.double())
         if self.decoder.bias is not None:

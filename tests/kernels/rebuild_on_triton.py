@@ -26,6 +26,7 @@ CASES = {
     "key_dim": st.sampled_from([1, 2, 7, 20, 60]),
     "value_dim": st.sampled_from([1, 5, 16, 80]),
     "width": st.sampled_from([None, 1, 31, 40]),
+    "distinct": st.sampled_from([0, 1, 9]),
     "rank": st.sampled_from([None, 0, 1, 5, 33]),
     "bits": st.sampled_from([8, 4, 0]),
     "group": st.sampled_from([None, 1, 3, 16, 100]),
@@ -45,7 +46,7 @@ CASES = {
 def assert_rebuilds(case: Case) -> None:
     """The kernel writes what it must into the case's buffers."""
     outs = [torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=DEVICE).copy_(out) for out in case.outs]
-    rebuild(*moved(case.arguments()), *outs, case.spans, **moved(case.turning), backend="triton")
+    rebuild(*moved(case.arguments()), *outs, case.spans, **moved(case.options), backend="triton")
     # Triton's interpreter truncates what it makes bfloat16; GPUs round.
     assert_written(case, outs, truncated=DEVICE == "cpu" and case.out_dtype == torch.bfloat16)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import rebuild as kernels
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, write_states
 from tests.kernels.rebuild_cases import PLACES, Case, assert_written, largest_of_float16
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -21,6 +21,7 @@ CASES = {
     "key_dim": st.sampled_from([1, 2, 7, 8, 20]),
     "value_dim": st.sampled_from([1, 5, 8]),
     "width": st.sampled_from([None, 0, 1, 9]),
+    "distinct": st.sampled_from([0, 1, 3, 20]),
     "rank": st.sampled_from([None, 0, 1, 5]),
     "bits": st.sampled_from([8, 4, 0]),
     "group": st.sampled_from([None, 1, 3, 4, 30]),
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
 
 def tensors(case: Case) -> list[torch.Tensor]:
     """Copies of all that is only read."""
-    given = [case.side, *(case.codes or ())[:3], *case.decoder, case.turning.get("cos"), case.turning.get("sin")]
+    given = [case.side, *(case.codes or ())[:3], *case.decoder, *(case.options.get(name) for name in ("cos", "sin", "rows"))]
     return [part.clone() for part in given if part is not None]
 
 
@@ -54,7 +55,7 @@ def test_rebuilding_equals_the_slow_way_and_touches_nothing_else(backend: Any, b
     def check(chosen: dict[str, Any]) -> None:
         case = Case(**chosen)
         before = tensors(case)
-        rebuild(*case.arguments(), *case.outs, case.spans, **case.turning, backend=backend)
+        rebuild(*case.arguments(), *case.outs, case.spans, **case.options, backend=backend)
         assert_written(case, case.outs)
         assert all(map(torch.equal, tensors(case), before))
 
@@ -66,7 +67,7 @@ def test_rebuilding_equals_the_slow_way_and_touches_nothing_else(backend: Any, b
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_of_any_size_turn_wholly_or_in_part(turn: str, key_dim: int, rest: int, dtype: torch.dtype) -> None:
     case = Case(heads=3, tokens=63, key_dim=key_dim, value_dim=24, rank=33, turn=turn, rest=rest, given=dtype, dtype=dtype)
-    rebuild(*case.arguments(), *case.outs, case.spans, **case.turning)
+    rebuild(*case.arguments(), *case.outs, case.spans, **case.options)
     assert_written(case, case.outs)
 
 
@@ -78,7 +79,7 @@ def test_rebuilding_equals_the_slow_way_at_lengths_about_a_block(
 ) -> None:
     case = Case(heads=3, tokens=tokens, rank=33, bits=bits, group=group, places="cut", turn="half")
     monkeypatch.setattr(kernels, "BLOCK", 64 * 3 * 16)
-    rebuild(*case.arguments(), *case.outs, case.spans, **case.turning)
+    rebuild(*case.arguments(), *case.outs, case.spans, **case.options)
     assert_written(case, case.outs)
 
 
@@ -86,7 +87,7 @@ def test_rebuilding_equals_the_slow_way_at_lengths_about_a_block(
 @pytest.mark.parametrize(("width", "rank", "bias"), [(None, 3, False), (8, None, False), (None, None, True), (0, 0, False), (8, 3, False)])
 def test_any_term_may_be_missing(width: int | None, rank: int | None, bias: bool, backend: Any) -> None:
     case = Case(width=width, rank=rank, bias=bias, turn="half")
-    rebuild(*case.arguments(), *case.outs, case.spans, **case.turning, backend=backend)
+    rebuild(*case.arguments(), *case.outs, case.spans, **case.options, backend=backend)
     assert_written(case, case.outs)
 
 
@@ -110,6 +111,17 @@ def test_half_precision_is_rounded_once() -> None:
     outs = [torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16) for _ in "kv"]
     rebuild(one, Codes(one), decoder, *outs, [Span(0, 0, 1)])
     assert [out.item() for out in outs] == [1 + 2**-7] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_at_hand_are_written_as_rebuilt_ones(dtype: torch.dtype) -> None:
+    case = Case(width=32, distinct=3, rank=None, bias=False, dtype=dtype, turn="half", rest=2)
+    assert case.side is not None
+    case.decoder = Decoder(torch.eye(32))
+    keys, values = (part.unflatten(1, (2, 8)).transpose(0, 1) for part in case.side.split([16, 16], 1))
+    write_states(keys, values, case.options.pop("rows"), *case.outs, case.spans, **case.options)
+    case.options["rows"] = case.rows
+    assert_written(case, case.outs)
 
 
 def test_weights_that_learn_leave_no_gradient() -> None:
@@ -177,6 +189,12 @@ def tables(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
         ({"spans": [Span(0, 0, 3), Span(1, 0, 1), Span(0, 2, 1)]}, "spans"),
         ({"spans": [(0, 0, 5)]}, "spans"),
         ({"spans": [Span(0, 0, 5.0)]}, "spans"),
+        ({"rows": torch.zeros(4, dtype=torch.int64)}, "rows"),
+        ({"rows": torch.zeros(5)}, "rows"),
+        ({"rows": torch.full((5,), 5)}, "rows"),
+        ({"rows": torch.arange(5) - 1}, "rows"),
+        ({"rows": torch.zeros(5, dtype=torch.int64, device="meta"), "side": torch.zeros(5, 6)}, "rows"),
+        ({"rows": torch.zeros(5, dtype=torch.int64), "side": None, "decoder": Decoder(None, torch.zeros(3, 32))}, "rows"),
         ({"cos": torch.ones(5, 4)}, "cos and sin"),
         (tables(4, 4), "cos"),
         (tables(5, 5), "cos"),
