@@ -259,6 +259,7 @@ def answering_places(model: PreTrainedModel) -> list[tuple[str, Any, str]]:
         ("see that models are the same", translator, "_checked"),
         ("find the prompt", cache_module, "place"),
         ("run the lowest layers", filling.Filling, "_run_lowest"),
+        ("run the lowest layers", filling.Filling, "_run_distinct"),
         ("rebuild", filling, "rebuild"),
         ("rebuild, around the kernel", filling.Filling, "_rebuild"),
         ("patch", filling.Filling, "_regenerate"),

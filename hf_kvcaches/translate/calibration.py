@@ -69,6 +69,10 @@ class Wanted:
         paper = self.method == "paper"
         if not paper and (self.heads != "joint" or self.ranks is not None):
             raise ConfigError("heads, ranks: only method='paper' has them. Leave them out.")
+        if self.ranks is not None:
+            pair = self.ranks if isinstance(self.ranks, tuple | list) and len(self.ranks) == 2 else (0,)
+            if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 for rank in pair):
+                raise ConfigError.of("ranks", "two numbers of codes above 0, of keys and of values", self.ranks)
         if self.method == "cross_layer" and self.patch_layers not in ("auto", None, ()):
             raise ConfigError("patch_layers: with method='cross_layer' all layers come of one code. Leave it out.")
 
@@ -319,7 +323,13 @@ def fit(
         if routed:
             from hf_kvcaches.translate.patching import patch
 
-            maps, route, measured = patch(pair, solver, maps, wanted, kept, [prefixes[number] for number in apart], clock, progress)
+            trial = [prefixes[number] for number in apart]
+            maps, route, measured = patch(pair, solver, maps, wanted, kept, trial, clock, progress)
+            if trial and not route.patched:
+                # What was kept apart for a choice that left all as it was counts like the rest.
+                wanted = _read(pair, sums, trial, wanted, clock, progress, shared=False)
+                with clock.stage("fit"):
+                    maps = Solver(sums, wanted).solve()
     settings = TranslatorSettings(
         method=wanted.method,
         payload=float(wanted.payload),
@@ -344,11 +354,13 @@ def _kept_apart(prefixes: Sequence[torch.Tensor]) -> list[int]:
     return long[_APART - 1 :: _APART][:_MOST_APART]
 
 
-def _read(pair: Pair, sums: Sums, prefixes: Sequence[torch.Tensor], wanted: Wanted, clock: Clock, progress: bool) -> Wanted:
-    """Feeds this process' share of the texts in; returns what is asked for, with a metric that can be had."""
-    own, processes = process()
+def _read(
+    pair: Pair, sums: Sums, prefixes: Sequence[torch.Tensor], wanted: Wanted, clock: Clock, progress: bool, shared: bool = True
+) -> Wanted:
+    """Feeds texts in, where they are shared this process' share; returns what is asked for, with a metric that can be had."""
+    own, processes = process() if shared else (0, 1)
     queries = None if wanted.metric == "plain" else sums.look
-    for number, ids in enumerate(tqdm(prefixes, unit=" texts", desc="Reading", disable=not progress or own > 0)):
+    for number, ids in enumerate(tqdm(prefixes, unit=" texts", desc="Reading", disable=not progress or process()[0] > 0)):
         if number % processes != own:
             continue
         with clock.stage("prefill"):

@@ -129,9 +129,11 @@ class Filling:
         keys, values = (part[0, :, :count] for part in (layer.key_buffer, layer.value_buffer))
         self._shapes = [torch.Size((len(self.tokens.ids), *shape[1:])) for shape in self._shapes]
         self._open(layer, self.decoder[0], keys.dtype)
-        # At position 0 keys have been scaled already, if not turned.
+        turning = self._turning(0, keys.device)
         scaled = self.cache.rotation.layers[0].attention_scaling
-        turning = {name: x / scaled if isinstance(x, torch.Tensor) else x for name, x in self._turning(0, keys.device).items()}
+        if scaled != 1 and turning:
+            # At position 0 keys have been scaled already, if not turned.
+            turning |= {"cos": turning["cos"] / scaled, "sin": turning["sin"] / scaled}
         write_states(keys, values, self.rows.to(keys.device), layer.key_buffer, layer.value_buffer, self._spans(), **turning)
         self._copy_rows(layer)
 

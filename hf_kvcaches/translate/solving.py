@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
 from hf_kvcaches.translate.reuse import ReducedRank, allocate, joint_svd, reduced_rank
@@ -94,6 +94,8 @@ class Solver:
             if heads > 1 and producer[2] != heads:
                 raise UnsupportedError(f"heads='each': the producer has {producer[2]} heads of keys, the consumer {heads}. Use 'joint'.")
             ranks = self.wanted.ranks or tuple(max(1, self.wanted.directions(width)) for width in consumer[:2])
+            if any(rank > width for rank, width in zip(ranks, consumer, strict=False)):
+                raise ConfigError.of("ranks", f"at most {consumer[0]} codes of keys and {consumer[1]} of values", ranks)
             columns = (
                 (slice(0, producer[0]), slice(0, consumer[0])),
                 (slice(producer[0], sum(producer[:2])), slice(consumer[0], sum(consumer[:2]))),

@@ -17,6 +17,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core._tensor_digest import digest_of
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
 from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
@@ -338,6 +339,11 @@ class _Encoding:
 
     def run(self, on_part: Any) -> None:
         """Hands each part on, in the order of the head."""
+        # What dropout leaves is no state that any map was fitted to.
+        with evaluating(self.model):
+            self._run(on_part)
+
+    def _run(self, on_part: Any) -> None:
         waiting = list(self.translator.maps.encoders)
         wanted = {layer for encoder in waiting for layer in encoder.layers}
         states: dict[int, State] = {}

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.filling import Filling, place
 from hf_kvcaches.translate.head import CodesHead, Row
 from hf_kvcaches.translate.states import Tokens
 from tests import tiny
-from tests.translate.pairs import fitted, models
+from tests.translate.pairs import FAMILIES, HALF, changed, fit, fitted, models
 from tests.warmstart.warm import left_padded
 
 
@@ -80,3 +84,30 @@ def test_rows_that_say_the_same_are_rebuilt_once() -> None:
     placed = place(codes.head, Tokens.of(tiny.ids(1, 20).repeat(4, 1)))
     assert placed is not None
     assert (placed[0].rows, placed[0].copies) == ((0,), {1: 0, 2: 0, 3: 0})
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gpt2"}))
+def test_running_each_different_token_once_fills_what_running_all_does(family: str) -> None:
+    model = FAMILIES[family]()
+    translator = fit(model, changed(FAMILIES[family]()), **HALF)
+    assert translator.settings.of_tokens_alone
+    consumer = changed(FAMILIES[family]())
+    whole = dataclasses.replace(translator, settings=dataclasses.replace(translator.settings, of_tokens_alone=False))
+    # Rows of several lengths, one of them twice, few different tokens.
+    rows = [tiny.ids(1, length, seed=length) % 7 for length in (20, 31)]
+    codes = translator.encode(model, *left_padded(*rows))
+    ids, mask = left_padded(rows[1], rows[0], rows[1])
+    caches = [TranslatedCache(consumer, each, codes) for each in (translator, whole)]
+    assert [cache.prefill(ids, mask) for cache in caches] == [30, 30]
+    for layer, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        for made, expected in ((layer.keys, other.keys), (layer.values, other.values)):
+            real = mask[:, None, :-1, None].bool().expand_as(expected)
+            torch.testing.assert_close(made[real], expected[real], rtol=1e-4, atol=1e-4)
+            assert made.isfinite().all()
+
+
+def test_where_tokens_are_not_known_alone_all_are_run() -> None:
+    model = tiny.gpt2()
+    translator = fit(model, model, **HALF)
+    assert not translator.settings.of_tokens_alone
+    assert not fitted(recompute_layers=1).settings.of_tokens_alone

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
@@ -23,7 +23,7 @@ from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import testbed, tiny
-from tests.translate.pairs import FAMILIES, HALF, TEXTS, changed, fit, fitted, last_layer, models, reference
+from tests.translate.pairs import FAMILIES, HALF, TEXTS, changed, fit, fitted, last_layer, lossless, models, reference
 from tests.warmstart.warm import answer, left_padded, logits_of, words
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +78,15 @@ def test_padding_is_not_sent() -> None:
             stop = start + row.shape[1] - 1
             close(one.decoded("kv", torch.float32)[start:stop], other.decoded("kv", torch.float32))
         start = stop
+
+
+def test_a_producer_in_training_is_read_without_dropout() -> None:
+    model = tiny.build(LlamaConfig(**{**tiny._SHAPE, "attention_dropout": 0.5}))
+    translator = lossless(model)
+    expected = translator.encode(model, PROMPT).to_bytes()
+    model.train()
+    assert translator.encode(model, PROMPT).to_bytes() == b"".join(translator.stream(model, PROMPT)) == expected
+    assert all(module.training for module in model.modules())
 
 
 def test_prompts_are_given_as_tensors_or_lists() -> None:
@@ -419,6 +428,11 @@ def test_pairs_that_can_not_be_translated_are_refused() -> None:
         ("metric", "kl"),
         ("heads", "each"),
         ("ranks", (3, 3)),
+        ("ranks", {"method": "paper", "ranks": (3,)}),
+        ("ranks", {"method": "paper", "ranks": (3, 0)}),
+        ("ranks", {"method": "paper", "ranks": (3.0, 3)}),
+        ("ranks", {"method": "paper", "ranks": 3}),
+        ("ranks", {"method": "paper", "ranks": (3, 17)}),
         ("aligner", "cnn"),
         ("ridge", 0.0),
         ("max_length", 2),
@@ -426,7 +440,18 @@ def test_pairs_that_can_not_be_translated_are_refused() -> None:
 )
 def test_options_that_can_not_be_are_named(name: str, wrong: Any) -> None:
     with pytest.raises(ConfigError, match=name):
-        fit(*models(), TEXTS[:2], **{name: wrong})
+        fit(*models(), TEXTS[:2], **(wrong if isinstance(wrong, dict) else {name: wrong}))
+
+
+def test_texts_kept_apart_count_where_nothing_is_patched() -> None:
+    options = {**HALF, "metric": "attention"}
+    routed = fit(*models(), **{**options, "patch_layers": "auto", "score": lambda alone, found: 0.0})
+    assert routed.patched_layers == ()
+    assert "reuse alone" in routed.settings.measured
+    of_all, of_seven = fit(*models(), **options).tensors(), fit(*models(), TEXTS[:7], **options).tensors()
+    for name, tensor in routed.tensors().items():
+        close(tensor, of_all[name], 1e-3)
+    assert max(float((tensor - of_seven[name]).abs().max()) for name, tensor in routed.tensors().items()) > 0.1
 
 
 @pytest.mark.parametrize("texts", [[], [[5]], "a text", [5, 6], None])
