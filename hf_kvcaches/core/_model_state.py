@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ _WRAPPED = ("base_layer", "original_module", "token_adapter")
 # Its classes around a whole model, and in the place of a module.
 _MODELS, _TUNERS = ("PeftModel", "PeftMixedModel"), ("BaseTuner",)
 _LAYERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")
+# Classes that were looked at and are none of these, for as long as they live.
+_others: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 @dataclass
@@ -66,16 +69,18 @@ def take_apart(model: nn.Module) -> ModelState:
     return state
 
 
-def adapters_in_force(model: nn.Module) -> list[Any]:
+def adapters_in_force(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> list[Any]:
     """The adapters that the next forward pass runs with: where they sit, in order, with their settings, and which are merged.
 
     Args:
         model: A transformers model. Where the program has not imported PEFT this costs nothing, and little where no module is PEFT's.
+        modules: All of the model's, where they are at hand.
     """
     if "peft" not in sys.modules:
         return []
-    kinds = {type(module) for module in compat.modules_of(model)}
+    kinds = [kind for kind in set(map(type, modules or compat.modules_of(model))) if kind not in _others]
     if not any(_is_peft(kind, *_MODELS, *_TUNERS, *_LAYERS) for kind in kinds):
+        _others.update(kinds)
         return []
     return [(layer.path, layer.active, layer.merged, layer.settings) for layer in take_apart(model).layers if layer.active or layer.merged]
 

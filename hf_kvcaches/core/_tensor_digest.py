@@ -107,9 +107,11 @@ def sample_of(value: Tensor) -> bytes | None:
     """
     if not _is_plain(value) or value.is_meta or not value.numel():
         return None
-    strides = value.stride()
-    dense = value.detach().permute(sorted(range(value.dim()), key=strides.__getitem__, reverse=True))
-    flat = dense.reshape(-1)
+    flat = value.detach()
+    if not value.is_contiguous():
+        strides = value.stride()
+        flat = flat.permute(sorted(range(value.dim()), key=strides.__getitem__, reverse=True))
+    flat = flat.reshape(-1)
     # An odd step, for one that divides the row length would read the same column in every row.
     picked = flat[:: (flat.numel() // _SAMPLES) | 1]
     return _bytes(picked.contiguous()).cpu().numpy().tobytes()

@@ -48,10 +48,11 @@ def digest_of_model(model: PreTrainedModel) -> str:
 
 
 def _digest(model: PreTrainedModel) -> str:
-    own = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in compat.modules_of(model))
+    modules = compat.modules_of(model)
+    own = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in modules)
     tensors = [tensor for tensor in own if tensor is not None]
     marks = [_mark(tensor) for tensor in tensors]
-    rest = (_settings(model.config), adapters_in_force(model))
+    rest = (_settings(model.config), adapters_in_force(model, modules))
     kept = _watched.get(model)
     if kept is None or kept.marks != marks or kept.rest != rest or not _same_content(kept, tensors):
         kept = _watched[model] = _Watched(tensors, marks, rest, ModelFingerprint.of(model).digest)
