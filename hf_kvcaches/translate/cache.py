@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,7 +21,11 @@ from hf_kvcaches.translate.codes import Part, SemanticCodes
 from hf_kvcaches.translate.filling import Filling, Places, on_device, place
 from hf_kvcaches.translate.maps import LayerDecoder
 from hf_kvcaches.translate.states import Tokens
+from hf_kvcaches.translate.token_table import TokenTable
 from hf_kvcaches.translate.translator import CacheTranslator
+
+# Not in the translator, which is saved and copied.
+_tables: weakref.WeakKeyDictionary[Any, dict[Any, TokenTable]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,8 @@ class TranslatedCache(GrowingCache):
             # What came so far is of no use, and half a prompt must not be taken for one.
             self.reset()
             raise
+        if self._filled_under is None:
+            self._filled_under = self._adapters()
         self._translated = sum(slots - pad for pad in places.padding)
         return slots
 
@@ -202,6 +209,17 @@ class TranslatedCache(GrowingCache):
         if key not in kept:
             kept[key] = on_device(decoder.weights, device, self.model.dtype)
         return kept[key]
+
+    def table_of(self, device: torch.device) -> TokenTable:
+        """What the consumer makes of tokens, shared by all caches of the translator.
+
+        Args:
+            device: Of their ids.
+        """
+        tables, key = _tables.setdefault(self.translator, {}), (device, self.model.dtype)
+        if key not in tables:
+            tables[key] = TokenTable(self.model.get_input_embeddings().weight.shape[0], device)
+        return tables[key]
 
     def report(self) -> TranslatedReport:
         fields = self._report_fields()

@@ -123,11 +123,16 @@ class Filling:
 
     def _run_distinct(self) -> None:
         """Runs each different token once, where that is all that layer 0 has to know, and puts its keys and values in their places."""
-        distinct, self.rows = Tokens.distinct(self._wanted(self.tokens.ids))
-        self.side = self._run_lowest(distinct)[0]
-        layer, count = self.cache.layers[0], distinct.ids.shape[1]
-        keys, values = (part[0, :, :count] for part in (layer.key_buffer, layer.value_buffer))
-        self._shapes = [torch.Size((len(self.tokens.ids), *shape[1:])) for shape in self._shapes]
+        layer = self.cache.layers[0]
+
+        def run(ids: torch.Tensor) -> list[torch.Tensor]:
+            entering = self._run_lowest(Tokens.distinct(ids)[0])[0]
+            return [entering, *(part[0, :, : len(ids)].transpose(0, 1) for part in (layer.key_buffer, layer.value_buffer))]
+
+        distinct, self.rows = self._wanted(self.tokens.ids).unique(return_inverse=True)
+        self.side, *pair = self.cache.table_of(distinct.device).look(distinct, run)
+        keys, values = (part.transpose(0, 1) for part in pair)
+        self._shapes = [torch.Size((len(self.tokens.ids), len(part), 0, part.shape[2])) for part in (keys, values)]
         self._open(layer, self.decoder[0], keys.dtype)
         turning = self._turning(0, keys.device)
         scaled = self.cache.rotation.layers[0].attention_scaling
