@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in (header, ["-" * width for width in widths], *rows)
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def write_table(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """A CSV file.
+
+    Args:
+        path: Its folder is made.
+        names: Of the columns.
+        rows: By these names; what a row lacks stays empty.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=names, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def load(name: str, device: torch.device) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from _common import table
+from _common import table, write_table
 from _segments_quality import TIERS, Answer, Side, by_series
 from _subspace_theory import spearman
 
@@ -172,16 +171,12 @@ def _falling(answers: Sequence[Answer]) -> str:
 
 def write_csv(folder: Path, rows: Sequence[dict[str, Any]], found: Found, fixed: dict[str, Any]) -> None:
     """`segments-quality.csv`, and `segments-drift.csv` with each adversarial request of auto."""
-    folder.mkdir(parents=True, exist_ok=True)
     drifts = [
         {name: getattr(each, name) for name in _DRIFT_FIELDS if name != "kl"} | {"kl": fmean(each.kls)}
         for each in found["adversarial", AUTO]
     ]
     for name, lines in (("quality", [{**fixed, **row} for row in rows]), ("drift", drifts)):
-        with (folder / f"segments-{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(lines[0]), restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(lines)
+        write_table(folder / f"segments-{name}.csv", list(lines[0]), lines)
 
 
 def write_plot(folder: Path, found: Found) -> None:

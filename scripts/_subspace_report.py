@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _common import table
+from _common import table, write_table
 from _subspace_variants import COLUMNS
 
 from hf_kvcaches.errors import require
@@ -76,11 +75,7 @@ def _bounds(rows: Rows) -> str:
 
 def write_csv(folder: Path, task: str, rows: Rows, fixed: dict[str, Any]) -> None:
     """`subspace-TASK.csv`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"subspace-{task}.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*fixed, *FIELDS[task]], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**fixed, **row} for row in rows)
+    write_table(folder / f"subspace-{task}.csv", [*fixed, *FIELDS[task]], [{**fixed, **row} for row in rows])
 
 
 def write_plots(folder: Path, found: dict[str, Rows]) -> None:

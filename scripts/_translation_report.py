@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from _common import table
+from _common import table, write_table
 from _translation_quality import WORKLOADS, Answer
 from _translation_sides import DEFAULT, FULL_RANK, ORACLE, RAW, REUSE, SWEEP, ZERO, Side
 
@@ -250,12 +249,8 @@ def write_csv(folder: Path, found: Found, fixed: Mapping[str, Any]) -> None:
         found: All answers.
         fixed: Columns that are the same in all rows.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     rows = [{**fixed, **row} for row in rows_of(found)]
-    with (folder / "translation-quality.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(folder / "translation-quality.csv", list(rows[0]), rows)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from _common import table
+from _common import table, write_table
 from _warmstart_sides import ALIGN, AUTO, COLD, GATED, MISMATCH, MOST, PROJECTED, SIZES, SLOTS, TAIL_ONLY, Side
 
 from hf_kvcaches.core.calibrating import divergence
@@ -255,7 +254,6 @@ def paper_criteria(found: Found) -> str:
 
 def write_csv(folder: Path, rows: Sequence[dict[str, Any]], found: Found, fixed: dict[str, Any]) -> None:
     """`warmstart-quality.csv`, and `warmstart-pairs.csv` with a line for each pair and side."""
-    folder.mkdir(parents=True, exist_ok=True)
     lines = [
         {
             "side": side.name,
@@ -269,10 +267,7 @@ def write_csv(folder: Path, rows: Sequence[dict[str, Any]], found: Found, fixed:
         for each in answers
     ]
     for name, content in (("quality", [{**fixed, **row} for row in rows]), ("pairs", lines)):
-        with (folder / f"warmstart-{name}.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(content[0]), restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(content)
+        write_table(folder / f"warmstart-{name}.csv", list(content[0]), content)
 
 
 def write_plot(folder: Path, rows: Sequence[dict[str, Any]], found: Found) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +11,12 @@ from typing import Any
 import torch
 from _common import environment, table
 from _equip_sides import spread
+from _sections import Columns
 from _segments_report import Bar
 from _segments_sides import Row
 from _warmstart_timing import ALIGN, AUTO, BACKGROUND, COLD, HITS, PREFIX, SLOTS, SYNC, Answer, Answers, counted
 
-from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.errors import require
 
 FIELDS = (
     "section measure workload group side length tokens count asked time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 "
@@ -24,6 +24,7 @@ FIELDS = (
 ).split()
 TEXTS = ("section", "measure", "workload", "group", "side", "served", "unit")
 WHOLE = ("length", "tokens", "count", "asked")
+COLUMNS = Columns(FIELDS, TEXTS, WHOLE)
 COLORS = {COLD: "tab:gray", PREFIX: "tab:orange", ALIGN: "tab:cyan", AUTO: "tab:blue", SLOTS: "tab:green", SYNC: "tab:red"}
 COLORS[BACKGROUND] = "tab:purple"
 # Rows over all kinds of pairs, and over those that are not the same prompt again.
@@ -124,28 +125,6 @@ def bars() -> list[Bar]:
     chosen = {"section": "look-up", "measure": "all", "length": PROMPTS}
     text = f"look-up among {PROMPTS} prompts in at most {LOOK_UP_MS:g} ms"
     return [*promised, Bar(text, chosen, lambda row: float(row["time_ms"]), most=LOOK_UP_MS, unit=" ms")]
-
-
-def read_csv(path: Path, device: torch.device, sections: Sequence[str]) -> list[Row]:
-    """The rows of an earlier run on this computer, but for those sections that are measured anew."""
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        where = {name: str(value) for name, value in environment(device).items()}
-        if reader.fieldnames != [*where, *FIELDS]:
-            raise ConfigError.of("--csv", "a file that this script wrote", str(path), "Name another file, or delete it.")
-        same = [row for row in reader if row["section"] not in sections and all(row[name] == where[name] for name in where)]
-    number = lambda name, text: text if name in TEXTS else int(text) if name in WHOLE else float(text)  # noqa: E731
-    return [{name: number(name, row[name]) for name in FIELDS if row[name]} for row in same]
-
-
-def write_csv(path: Path, rows: Sequence[Row], device: torch.device) -> None:
-    """All rows, each with what it depends on."""
-    where = environment(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*where, *FIELDS], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**where, **row} for row in rows)
 
 
 def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from _common import check_counts, environment, pick_device, prepare, run_script, table
+from _common import check_counts, environment, pick_device, prepare, run_script, table, write_table
 from _segments_sides import Row
 from _translation_analysis import cache_matrix, relative, seen_by, traces_of, tsne
 from _translation_timing import RAW
@@ -183,11 +182,7 @@ def show(rows: Sequence[Row]) -> str:
 def write_csv(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     """All rows, each with what it depends on."""
     where = environment(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*where, *FIELDS], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**where, **row} for row in rows)
+    write_table(path, [*where, *FIELDS], [{**where, **row} for row in rows])
 
 
 def write_plot(path: Path, rows: Sequence[Row], patched: Sequence[int]) -> None:

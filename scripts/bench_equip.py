@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import environment, pick_device
+from _common import environment, pick_device, run_script
 from _equip_checks import TABLE_6, far_away, flatness, memory, prove, write_alone
 from _equip_report import bars, show, write_plot
 from _equip_sides import Cell, Models, Shape, bytes_free, bytes_needed, measure
 from tqdm import tqdm
 
-from hf_kvcaches import KVCacheError
 from hf_kvcaches.errors import ConfigError, require
 
 POLICIES = (("streaming", "compact"), ("h2o", "compact"), ("h2o", "original"))
@@ -233,7 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KVCacheError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_script(main)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import itertools
 import statistics
 import time
@@ -22,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from _common import environment, pick_device, synchronize, table
+from _common import environment, pick_device, run_script, synchronize, table, write_table
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from hf_kvcaches import GrowingCache, KVCacheError, verify
+from hf_kvcaches import GrowingCache, verify
 from hf_kvcaches.errors import require
 
 KV_HEADS = {"mha": 8, "gqa": 2}
@@ -264,11 +263,7 @@ def write_csv(path: Path, results: list[Result], size: Size, device: torch.devic
         | result.update.columns("update")
         for result in results
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_table(path, list(rows[0]), rows)
 
 
 def write_plot(path: Path, results: list[Result], device: torch.device) -> None:
@@ -316,7 +311,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KVCacheError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_script(main)

@@ -17,23 +17,20 @@ process has stored them.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
-from _common import check_counts, environment, pick_device, prepare, run_script
+from _common import run_script
 from _equip_sides import Shape
+from _sections import Columns, arguments, begin, run_sections
 from _segments_parts import agents, load_policy, lookups, redis_server, sharing, splices
 from _segments_report import bars, show, write_plot
 from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, Pair, Row, larger_model, moved, passes, phases, prove, rows_of
 from _subspace_sides import Clock
 
 from hf_kvcaches import SegmentPolicy
-from hf_kvcaches.errors import ConfigError
 
 SECTIONS = ("requests", "no repeats", "phases", "larger", "splice", "look-up", "sharing")
 FIELDS = (
@@ -200,62 +197,19 @@ class Run:
                 self.rows += sharing("Redis", location, self.pair, shared, self.policy_folder, prompts)
 
 
-TEXTS = ("section", "measure", "workload", "side", "unit")
-
-
-def read_csv(path: Path, device: torch.device, sections: Sequence[str]) -> list[Row]:
-    """The rows of an earlier run on this computer, but for those sections that are measured anew."""
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file)
-        where = {name: str(value) for name, value in environment(device).items()}
-        if reader.fieldnames != [*where, *FIELDS]:
-            raise ConfigError.of("--csv", "a file that this script wrote", str(path), "Name another file, or delete it.")
-        same = [row for row in reader if row["section"] not in sections and all(row[name] == where[name] for name in where)]
-    whole = ("tokens", "count")
-    number = lambda name, text: text if name in TEXTS else int(text) if name in whole else float(text)  # noqa: E731
-    return [{name: number(name, row[name]) for name in FIELDS if row[name]} for row in same]
-
-
-def write_csv(path: Path, rows: Sequence[Row], device: torch.device) -> None:
-    where = environment(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*where, *FIELDS], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**where, **row} for row in rows)
+COLUMNS = Columns(FIELDS, ("section", "measure", "workload", "side", "unit"), ("tokens", "count"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, help="of the CPU; default: as torch has it")
-    parser.add_argument("--requests", type=int, help="of agents; default: 200")
+    parser = arguments(__doc__, SECTIONS, "requests", "of agents; default: 200")
     parser.add_argument("--policy", help='a folder with the SegmentPolicy of "auto"; default: one that suits the model of this repository')
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="only these")
-    parser.add_argument("--csv", type=Path, help="write every number here; other sections that are in it stay")
-    parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="very little of all, to see that everything runs; its numbers mean nothing")
     args = parser.parse_args()
-    if args.threads is not None:
-        check_counts(args, ["threads"])
-    if args.requests is not None and args.requests < 2:
-        raise ConfigError.of("--requests", "at least 2, so that there are quartiles", args.requests)
-    prepare(args)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    device = pick_device(args.device)
+    device = begin(args, "requests")
     size = QUICK if args.quick else Size()
     if args.requests is not None:
         size = replace(size, requests=args.requests, long_requests=min(size.long_requests, args.requests))
-    print(", ".join(f"{name} {value}" for name, value in environment(device).items()))
     run = Run(size, device, args.policy)
-    if args.csv and args.csv.exists():
-        run.rows = read_csv(args.csv, device, args.sections)
-    try:
-        run.go(args.sections)
-    finally:  # what is measured is kept, also when it is interrupted
-        if args.csv and run.rows:
-            write_csv(args.csv, run.rows, device)
+    run_sections(run, COLUMNS, args, device)
     print("\n".join([*run.notes, *(bar.verdict(run.rows) for bar in bars())]))
     if args.plot:
         write_plot(args.plot, run.rows, device)

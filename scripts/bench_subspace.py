@@ -18,7 +18,6 @@ cache, the larger the ratios of steps.
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import environment, pick_device, table
+from _common import environment, pick_device, run_script, table, write_table
 from _equip_sides import Models, Shape, bytes_free
 from _subspace_sides import (
     ADAPTIVE,
@@ -49,7 +48,6 @@ from _subspace_sides import (
 )
 from tqdm import tqdm
 
-from hf_kvcaches import KVCacheError
 from hf_kvcaches.errors import ConfigError, require
 
 SECTIONS = ("decode", "step", "adaptive")
@@ -286,11 +284,7 @@ def bars(device: torch.device) -> list[Bar]:
 
 def write_csv(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     where = environment(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*where, *FIELDS], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**where, **row} for row in rows)
+    write_table(path, [*where, *FIELDS], [{**where, **row} for row in rows])
 
 
 def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
@@ -398,7 +392,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KVCacheError as error:
-        raise SystemExit(f"error: {error}") from error
+    run_script(main)

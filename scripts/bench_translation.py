@@ -15,7 +15,6 @@ a consumer that differs by a little noise. `kernel` compares the rebuilding of a
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import tempfile
@@ -25,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import check_counts, environment, pick_device, prepare, run_script, table
+from _common import environment, run_script, table
 from _equip_sides import Shape, spread
+from _sections import arguments, begin, run_sections
 from _segments_report import Bar
 from _segments_sides import Pair, Row, larger_model
 from _translation_analysis import Kernel, kernel_rows
@@ -50,9 +50,9 @@ from _translation_timing import (
     prove,
     rows_of,
 )
-from _warmstart_report import read_csv, show, write_csv
+from _warmstart_report import COLUMNS, show
 
-from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.errors import require
 from hf_kvcaches.translate.translator import CacheTranslator
 
 SECTIONS = ("first token", "phases", "socket", "larger", "kernel")
@@ -294,7 +294,7 @@ def break_even(answers: Answers) -> str:
 
 
 # Phases by the columns of the paper's table 4.
-COLUMNS = {
+PAPERS_PHASES = {
     "Prod.": ("producer's prefill",),
     "Enc.": ("encode",),
     "Reb.": ("read bytes", "run the lowest layers", "rebuild", "rebuild, around the kernel", "copy keys and values"),
@@ -309,9 +309,9 @@ def breakdown(rows: Sequence[Row], length: int) -> str:
     lines = []
     for side in dict.fromkeys(row["side"] for row in own):
         times = {row["measure"]: row["time_ms"] for row in own if row["side"] == side}
-        named = [sum(times.pop(phase, 0.0) for phase in members) for members in COLUMNS.values()]
+        named = [sum(times.pop(phase, 0.0) for phase in members) for members in PAPERS_PHASES.values()]
         lines.append([side, *(f"{value:.2f}" for value in (*named, sum(times.values()), sum(named) + sum(times.values())))])
-    return table([f"{length} tokens, ms, without transfer", *COLUMNS, "rest", "together"], lines)
+    return table([f"{length} tokens, ms, without transfer", *PAPERS_PHASES, "rest", "together"], lines)
 
 
 def bars() -> list[Bar]:
@@ -360,34 +360,14 @@ def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, help="of the CPU; default: as torch has it")
-    parser.add_argument("--rounds", type=int, help="prompts of each length; default: 20, and 7 for the larger model")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="only these")
-    parser.add_argument("--csv", type=Path, help="write every number here; other sections that are in it stay")
-    parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="very little of all, to see that everything runs; its numbers mean nothing")
-    args = parser.parse_args()
-    if args.rounds is not None and args.rounds < 2:
-        raise ConfigError.of("--rounds", "at least 2, so that there are quartiles", args.rounds)
-    prepare(args)
-    if args.threads is not None:
-        check_counts(args, ["threads"])
-        torch.set_num_threads(args.threads)
-    device = pick_device(args.device)
+    help_of_rounds = "prompts of each length; default: 20, and 7 for the larger model"
+    args = arguments(__doc__, SECTIONS, "rounds", help_of_rounds).parse_args()
+    device = begin(args, "rounds")
     size = QUICK if args.quick else Size()
     if args.rounds is not None:
         size = replace(size, rounds=args.rounds, larger_rounds=args.rounds, proven=min(size.proven, args.rounds))
-    print(", ".join(f"{name} {value}" for name, value in environment(device).items()))
     run = Run(size, device)
-    if args.csv and args.csv.exists():
-        run.rows = read_csv(args.csv, device, args.sections)
-    try:
-        run.go(args.sections)
-    finally:  # what is measured is kept, also when it is interrupted
-        if args.csv and run.rows:
-            write_csv(args.csv, run.rows, device)
+    run_sections(run, COLUMNS, args, device)
     print("\n".join(bar.verdict(run.rows) for bar in bars()))
     if args.plot:
         write_plot(args.plot, run.rows, device)

@@ -16,22 +16,20 @@ of them in, since random weights say nothing about whether that is harmless. `lo
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
-from _common import check_counts, environment, pick_device, prepare, run_script
+from _common import run_script
 from _equip_sides import Shape
+from _sections import arguments, begin, run_sections
 from _segments_sides import Pair, Row, larger_model
-from _warmstart_report import ALL_BUT_IDENTICAL, ALL_KINDS, bars, read_csv, rows_of, show, write_csv, write_plot
+from _warmstart_report import ALL_BUT_IDENTICAL, ALL_KINDS, COLUMNS, bars, rows_of, show, write_plot
 from _warmstart_timing import ALIGN, AUTO, BACKGROUND, COLD, PREFIX, SLOTS, SYNC, Asked, Side, in_turns, lookups, phases, prove
 from transformers import PreTrainedTokenizerFast
 
 from hf_kvcaches import WarmStartGate, WarmStartLibrary
-from hf_kvcaches.errors import ConfigError
 
 SECTIONS = ("hits", "misses", "answers", "phases", "larger", "look-up")
 FIRST_SIDES = (COLD, PREFIX, ALIGN, AUTO, SLOTS)
@@ -290,35 +288,13 @@ def changed(ids: torch.Tensor, places: int, vocabulary: int, seed: int) -> torch
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, help="of the CPU; default: as torch has it")
-    parser.add_argument("--pairs", type=int, help="of each kind and length; default: 20")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="only these")
-    parser.add_argument("--csv", type=Path, help="write every number here; other sections that are in it stay")
-    parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="very little of all, to see that everything runs; its numbers mean nothing")
-    args = parser.parse_args()
-    if args.threads is not None:
-        check_counts(args, ["threads"])
-    if args.pairs is not None and args.pairs < 2:
-        raise ConfigError.of("--pairs", "at least 2, so that there are quartiles", args.pairs)
-    prepare(args)
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    device = pick_device(args.device)
+    args = arguments(__doc__, SECTIONS, "pairs", "of each kind and length; default: 20").parse_args()
+    device = begin(args, "pairs")
     size = QUICK if args.quick else Size()
     if args.pairs is not None:
         size = replace(size, pairs=args.pairs, long_pairs=min(size.long_pairs, args.pairs))
-    print(", ".join(f"{name} {value}" for name, value in environment(device).items()))
     run = Run(size, device)
-    if args.csv and args.csv.exists():
-        run.rows = read_csv(args.csv, device, args.sections)
-    try:
-        run.go(args.sections)
-    finally:  # what is measured is kept, also when it is interrupted
-        if args.csv and run.rows:
-            write_csv(args.csv, run.rows, device)
+    run_sections(run, COLUMNS, args, device)
     print("\n".join(bar.verdict(run.rows) for bar in bars()))
     if args.plot:
         write_plot(args.plot, run.rows, device)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import itertools
 import math
 import random
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import TESTBED, add_common, check_counts, environment, load, pick_device, prepare, run_script, table
+from _common import TESTBED, add_common, check_counts, environment, load, pick_device, prepare, run_script, table, write_table
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
@@ -214,11 +213,7 @@ def write_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]], fixed: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[*fixed, *FIELDS], restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**fixed, **row} for row in rows)
+    write_table(path, [*fixed, *FIELDS], [{**fixed, **row} for row in rows])
 
 
 def parse() -> argparse.Namespace:

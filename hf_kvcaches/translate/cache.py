@@ -69,7 +69,8 @@ class TranslatedCache(GrowingCache):
 
     **Refuses**: codes of other prompts, other models or other adapters; models whose keys change with the length of the text.
 
-    **Memory per token**: as `GrowingCache`. Codes are let go once they are used.
+    **Memory per token**: as `GrowingCache`. Codes are let go once they are used. All caches of a translator share what was made of tokens
+    that came before, up to 64 MB.
 
     The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the one that was coded. A
     prompt that goes on behind the coded one is run from there. With gradients, under `torch.compile`, and where more than the last token's

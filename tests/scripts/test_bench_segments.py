@@ -311,14 +311,14 @@ def test_hit_rates_are_equal_or_not(report):
 def test_sections_that_are_not_measured_anew_stay_in_the_file(script, tmp_path):
     path, device = tmp_path / "bench.csv", torch.device("cpu")
     own = [asked_row(), asked_row(section="larger", reused=0.0)]
-    script.write_csv(path, own, device)
-    assert script.read_csv(path, device, ["look-up"]) == own
-    assert script.read_csv(path, device, ["requests"]) == own[1:]
+    script.COLUMNS.write(path, own, device)
+    assert script.COLUMNS.read(path, device, ["look-up"]) == own
+    assert script.COLUMNS.read(path, device, ["requests"]) == own[1:]
     path.write_text(path.read_text().replace(f",{torch.__version__},", ",2.0,"))
-    assert script.read_csv(path, device, []) == [], "another torch"
+    assert script.COLUMNS.read(path, device, []) == [], "another torch"
     path.write_text("a,b\n")
     with pytest.raises(ConfigError, match="a file that this script wrote"):
-        script.read_csv(path, device, [])
+        script.COLUMNS.read(path, device, [])
 
 
 def test_fewer_than_two_requests_are_refused(script, monkeypatch):

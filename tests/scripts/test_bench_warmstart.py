@@ -272,14 +272,14 @@ def test_a_miss_that_costs_too_much_at_one_length_misses_the_bar(report):
 def test_sections_that_are_not_measured_anew_stay_in_the_file(report, tmp_path):
     path, device = tmp_path / "bench.csv", torch.device("cpu")
     own = [a_row(), a_row(section="larger", reused=0.0)]
-    report.write_csv(path, own, device)
-    assert report.read_csv(path, device, ["look-up"]) == own
-    assert report.read_csv(path, device, ["hits"]) == own[1:]
+    report.COLUMNS.write(path, own, device)
+    assert report.COLUMNS.read(path, device, ["look-up"]) == own
+    assert report.COLUMNS.read(path, device, ["hits"]) == own[1:]
     path.write_text(path.read_text().replace(f",{torch.__version__},", ",2.0,"))
-    assert report.read_csv(path, device, []) == [], "another torch"
+    assert report.COLUMNS.read(path, device, []) == [], "another torch"
     path.write_text("a,b\n")
     with pytest.raises(ConfigError, match="a file that this script wrote"):
-        report.read_csv(path, device, [])
+        report.COLUMNS.read(path, device, [])
 
 
 def test_fewer_than_two_pairs_are_refused(script, monkeypatch):

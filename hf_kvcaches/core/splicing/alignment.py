@@ -10,8 +10,6 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,15 +30,6 @@ class Block(NamedTuple):
     source: int
     target: int
     length: int
-
-
-class Change(NamedTuple):
-    """What stands between two blocks, on either side; one of the two may be empty. Ends are exclusive."""
-
-    source_start: int
-    source_stop: int
-    target_start: int
-    target_stop: int
 
 
 def align(
@@ -173,114 +162,3 @@ def _pick(runs: list[tuple[int, int, int]], first: Block, last: Block, shortest:
                 heapq.heappush(heap, (start - stop, abs(shift) if moved else start - shift, start, start - shift))
             index += 1
     return blocks
-
-
-@dataclass(frozen=True)
-class Differences:
-    """Two prompts, block by block.
-
-    Args:
-        blocks: Equal tokens, in the order of the target.
-        changes: What stands between them in the order of the target. Where blocks may have moved, what stands next to what is no longer
-            told by the order: there each change has one side, and what only the source has comes last.
-        texts: Each change as text, source and target, with the words completed that it touches.
-        source_length: Tokens.
-        target_length: Tokens.
-    """
-
-    blocks: tuple[Block, ...]
-    changes: tuple[Change, ...]
-    texts: tuple[tuple[str, str], ...]
-    source_length: int
-    target_length: int
-
-    @property
-    def equal(self) -> int:
-        """Tokens of the target that stand in blocks."""
-        return sum(block.length for block in self.blocks)
-
-    @property
-    def reusable(self) -> float:
-        """Their share; 1 for an empty target."""
-        return self.equal / self.target_length if self.target_length else 1.0
-
-    @property
-    def head(self) -> int:
-        """Tokens that both begin with, as far as they make a block."""
-        return self.blocks[0].length if self.blocks and self.blocks[0][:2] == (0, 0) else 0
-
-    @property
-    def tail(self) -> int:
-        """Tokens that both end with, as far as they make a block."""
-        for block in self.blocks[-1:]:
-            if (block.source + block.length, block.target + block.length) == (self.source_length, self.target_length):
-                return block.length
-        return 0
-
-
-def differences(
-    source_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
-    target_ids: Sequence[int] | npt.NDArray[np.integer[Any]],
-    tokenizer: Any,
-    *,
-    shortest: int = 4,
-    moved: bool = False,
-) -> Differences:
-    """What two prompts share, and what stands in between, as tokens and as text.
-
-    Args:
-        source_ids: Token ids.
-        target_ids: Token ids.
-        tokenizer: Whose they are; only what has changed is decoded.
-        shortest: The fewest tokens of a block.
-        moved: Whether a block may come from anywhere in the source.
-    """
-    source, target = np.asarray(source_ids, np.int64).tolist(), np.asarray(target_ids, np.int64).tolist()
-    blocks = align(source, target, shortest, moved=moved)
-    changes = _one_sided(blocks, len(source), len(target)) if moved else _between(blocks, len(source), len(target))
-    texts = [
-        (_text(source, c.source_start, c.source_stop, tokenizer), _text(target, c.target_start, c.target_stop, tokenizer)) for c in changes
-    ]
-    return Differences(tuple(blocks), tuple(changes), tuple(texts), len(source), len(target))
-
-
-def _between(blocks: list[Block], source: int, target: int) -> list[Change]:
-    """What stands between blocks that are in order in both."""
-    changes = []
-    s = t = 0
-    for block in [*blocks, Block(source, target, 0)]:
-        if block.source > s or block.target > t:
-            changes.append(Change(s, block.source, t, block.target))
-        s, t = block.source + block.length, block.target + block.length
-    return changes
-
-
-def _one_sided(blocks: list[Block], source: int, target: int) -> list[Change]:
-    """What no block covers, first in the target, then in the source."""
-    ends = [(0, 0), *sorted((b.target, b.target + b.length) for b in blocks), (target, target)]
-    changes = [Change(0, 0, stop, start) for (_, stop), (start, _) in pairwise(ends) if start > stop]
-    place = 0
-    for start, stop in sorted((b.source, b.source + b.length) for b in [*blocks, Block(source, target, 0)]):
-        if start > place:
-            changes.append(Change(place, start, target, target))
-        place = max(place, stop)
-    return changes
-
-
-def _text(ids: list[int], start: int, stop: int, tokenizer: Any) -> str:
-    """The text of these tokens, with the words completed that they are part of; of no tokens, the word around the place if it is one."""
-    while 0 < start < len(ids) and _joined(ids, start, tokenizer):
-        start -= 1
-    while 0 < stop < len(ids) and _joined(ids, stop, tokenizer):
-        stop += 1
-    return str(tokenizer.decode(ids[start:stop]))
-
-
-def _joined(ids: list[int], place: int, tokenizer: Any) -> bool:
-    """Whether the token goes on with the word of the token before it."""
-    before, here = tokenizer.decode(ids[place - 1 : place]), tokenizer.decode(ids[place : place + 1])
-    if not before or not here:
-        return False
-    # A tokenizer that marks the beginning of a word drops the mark from a token by itself. Half a character is part of a word.
-    ends = all(char.isalnum() or char in "_'\u2019\ufffd" for char in (before[-1], here[0]))
-    return ends and ("\ufffd" in (before[-1], here[0]) or tokenizer.decode(ids[place - 1 : place + 1]) == before + here)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from hf_kvcaches.core.splicing import alignment as module
-from hf_kvcaches.core.splicing.alignment import Block, align, differences
+from hf_kvcaches.core.splicing.alignment import Block, align
 from tests import testbed
 from tests.costs import seconds
 
@@ -160,79 +160,6 @@ def test_it_is_fast_at_900_tokens(book):
     # Twice the bar: other tests may be running.
     assert seconds(lambda: align(source, target), times=20) < 2e-3
     assert seconds(lambda: align(source, book[5000:5900]), times=20) < 6e-3
-
-
-def test_changes_are_what_no_block_covers(tokenizer, book):
-    source = book[:200]
-    target = [*source[:50], 5, 6, *source[50:120], *source[123:]]
-    found = differences(source, target, tokenizer)
-    assert [tuple(change) for change in found.changes] == [(50, 50, 50, 52), (120, 123, 122, 122)]
-    assert (found.head, found.tail, found.equal) == (50, 77, 197)
-    assert found.reusable == 197 / 199
-    assert differences(source, source, tokenizer).changes == differences([], [], tokenizer).changes == ()
-
-
-@settings(max_examples=100, deadline=None)
-@given(pair=edited(), moved=st.booleans())
-def test_blocks_and_changes_together_are_the_whole_of_both_prompts(pair, moved):
-    found = differences(*pair, FakeTokenizer(), shortest=2, moved=moved)
-    for side, row in enumerate(pair):
-        parts = [(block[side], block[side] + block.length) for block in found.blocks]
-        parts += [change[2 * side : 2 * side + 2] for change in found.changes]
-        assert set().union(*(range(*part) for part in parts)) == set(range(len(row)))
-        covered = set().union(*(range(*part) for part in parts[: len(found.blocks)]))
-        assert not covered & set().union(*(range(*part) for part in parts[len(found.blocks) :]))
-        if side or not moved:
-            assert sum(stop - start for start, stop in parts) == len(row)
-
-
-class FakeTokenizer:
-    """A token is a number between spaces."""
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(f" {token}" for token in ids)
-
-
-def test_what_was_taken_twice_from_the_source_has_not_changed():
-    source, target = [*range(10), 77, *range(20, 25)], [*range(10), 66, 2, 3, 4, 55, *range(20, 25)]
-    found = differences(source, target, FakeTokenizer(), shortest=3, moved=True)
-    assert [tuple(change) for change in found.changes] == [(0, 0, 10, 11), (0, 0, 14, 15), (10, 11, 20, 20)]
-
-
-def test_texts_complete_the_words_that_a_change_touches(tokenizer):
-    source, target = ("She was unhappily walking to the harbour.", "She was unlikely walking to the big harbours.")
-    found = differences(*(tokenizer.encode(text, add_special_tokens=False) for text in (source, target)), tokenizer, shortest=1)
-    assert ("unhappily", "unlikely") in [(before.strip(), after.strip()) for before, after in found.texts]
-    assert all(before.strip() in source and after.strip() in target for before, after in found.texts)
-    assert {word for _, after in found.texts for word in after.split()} >= {"unlikely", "big"}
-
-
-def test_a_word_is_completed_on_both_sides_where_its_tokens_are_letters():
-    class Letters:
-        def decode(self, ids: list[int]) -> str:
-            return "".join(map(chr, ids))
-
-    source, target = ([ord(char) for char in text] for text in ("the walking man", "the waXking man"))
-    assert differences(source, target, Letters(), shortest=2).texts == (("walking", "waXking"),)
-
-
-def test_texts_are_whole_characters_where_tokens_are_bytes(tokenizer):
-    source, target = (tokenizer.encode(text, add_special_tokens=False) for text in ("naïve 漢字 text here", "naïve 漢語 text here"))
-    found = differences(source, target, tokenizer, shortest=1)
-    assert [(before.strip(), after.strip()) for before, after in found.texts] == [("漢字", "漢語")]
-
-
-def test_nothing_but_what_has_changed_is_decoded(tokenizer, book):
-    class Counting:
-        decoded = 0
-
-        def decode(self, ids: list[int]) -> str:
-            self.decoded += len(ids)
-            return tokenizer.decode(ids)
-
-    counting = Counting()
-    differences(book[:900], [*book[:400], 5, *book[401:900]], counting)
-    assert 0 < counting.decoded < 40
 
 
 def test_only_the_best_diagonals_are_looked_at_when_nearly_all_is_equal(monkeypatch):
