@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache
 
 from tests import tiny
+from tests.scripts.running import ROOT, rows_of, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 REUSES = {"reuse", "reuse and patch", "paper's Reuse", "paper's Reuse and Patch"}
 FAST = "--prefixes 8 --prompts 2 --length 60 --behind 6 --aligner ridge --metric plain --points 120 --steps 60 --device cpu".split()
 
 
 def run(*options):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "analyse_translation.py"), *FAST, *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return run_script("analyse_translation", *FAST, *options)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +29,7 @@ def done(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(done) -> list[dict[str, str]]:
     assert done[1].returncode == 0, done[1].stderr
-    with (done[0] / "some.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows_of(done[0] / "some.csv")
 
 
 @pytest.fixture

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import csv
 import importlib
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts.running import ROOT, rows_of, run_script
 
 
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "bench_equip.py"), "--device", "cpu", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    return run_script("bench_equip", "--device", "cpu", *arguments)
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "new"
     return folder, bench("--quick", "--csv", folder / "equip.csv", "--plot", folder / "equip.png")
-
-
-def rows_of(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_it_proves_equality_first_then_prints_a_row_for_each_cell_and_a_line_for_each_bar(quick):

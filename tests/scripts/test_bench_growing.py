@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts.running import rows_of, run_script
 
 
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "bench_growing.py"), "--device", "cpu", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    return run_script("bench_growing", "--device", "cpu", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +31,7 @@ def test_it_prints_a_row_for_each_cell_and_a_line_for_each_promise(quick):
 
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(quick):
     folder, _ = quick
-    with (folder / "growing.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    rows = rows_of(folder / "growing.csv")
     assert [(row["batch"], row["tokens"]) for row in rows] == [("1", "32"), ("2", "32")]
     for row in rows:
         assert all(row[name] for name in ("hardware", "device", "threads", "python", "torch", "transformers", "hf_kvcaches"))

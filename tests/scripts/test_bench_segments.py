@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
-import os
 import shutil
-import subprocess
 import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
+from tests.scripts.running import ROOT, quick_bench, rows_of
 
-ROOT = Path(__file__).resolve().parents[2]
 SIDES = {"no reuse", "prefix caching", "auto", "approximate"}
 PARTS = ("requests", "no repeats", "phases", "larger", "splice", "look-up")
 
@@ -25,23 +21,12 @@ PARTS = ("requests", "no repeats", "phases", "larger", "splice", "look-up")
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "new"
-    command = [sys.executable, ROOT / "scripts" / "bench_segments.py", "--device", "cpu", "--threads", "1", "--quick", "--sections", *PARTS]
-    done = subprocess.run(
-        [*map(str, command), "--csv", str(folder / "segments.csv"), "--plot", str(folder / "segments.png")],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    return folder, done
+    return folder, quick_bench("bench_segments", folder, "segments", "--sections", *PARTS)
 
 
 @pytest.fixture(scope="module")
 def rows(quick) -> list[dict[str, str]]:
-    with (quick[0] / "segments.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows_of(quick[0] / "segments.csv")
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,16 +12,13 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
+from tests.scripts.running import ROOT, rows_of, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ("post", "aware", "post int8", "aware int8")
 
 
 def bench(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "bench_subspace.py"), "--device", "cpu", "--threads", "1", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    return run_script("bench_subspace", "--device", "cpu", "--threads", "1", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +29,7 @@ def quick(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(quick) -> list[dict[str, str]]:
-    with (quick[0] / "subspace.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows_of(quick[0] / "subspace.csv")
 
 
 @pytest.fixture

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts.running import ROOT, quick_bench, rows_of
+
 SECTIONS = {"first token", "phases", "socket", "larger", "kernel"}
 CODED = {"codes in hand", "codes as bytes", "codes, first layer run", "paper's Reuse", "paper's Reuse and Patch"}
 SIDES = {"consumer's prefill", "raw keys and values", *CODED}
@@ -21,24 +17,13 @@ SIDES = {"consumer's prefill", "raw keys and values", *CODED}
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "new"
-    command = [sys.executable, ROOT / "scripts" / "bench_translation.py", "--device", "cpu", "--threads", "1", "--quick"]
-    done = subprocess.run(
-        [*map(str, command), "--csv", str(folder / "some.csv"), "--plot", str(folder / "some.png")],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    return folder, done
+    return folder, quick_bench("bench_translation", folder, "some")
 
 
 @pytest.fixture(scope="module")
 def rows(quick) -> list[dict[str, str]]:
     assert quick[1].returncode == 0, quick[1].stderr
-    with (quick[0] / "some.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows_of(quick[0] / "some.csv")
 
 
 @pytest.fixture

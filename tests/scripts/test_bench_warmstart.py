@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_kvcaches import WarmStartLibrary
 from hf_kvcaches.errors import ConfigError
+from tests.scripts.running import ROOT, quick_bench, rows_of
 
 pytest.importorskip("faiss")
 
-ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = ("hits", "misses", "answers", "phases", "larger", "look-up")
 SIDES = {"cold", "exact prefix", "align", "auto", "slots"}
 LONG_SIDES = {"cold", "auto", "auto, swap sync", "auto, swap background"}
@@ -26,24 +22,13 @@ LONG_SIDES = {"cold", "auto", "auto, swap sync", "auto, swap background"}
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "new"
-    command = [sys.executable, ROOT / "scripts" / "bench_warmstart.py", "--device", "cpu", "--threads", "1", "--quick"]
-    done = subprocess.run(
-        [*map(str, command), "--csv", str(folder / "warm.csv"), "--plot", str(folder / "warm.png")],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    return folder, done
+    return folder, quick_bench("bench_warmstart", folder, "warm")
 
 
 @pytest.fixture(scope="module")
 def rows(quick) -> list[dict[str, str]]:
     assert quick[1].returncode == 0, quick[1].stderr
-    with (quick[0] / "warm.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return rows_of(quick[0] / "warm.csv")
 
 
 @pytest.fixture

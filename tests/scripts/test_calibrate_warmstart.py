@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from hf_kvcaches import WarmStartGate
 from hf_kvcaches.errors import ConfigError
 from tests import testbed
+from tests.scripts.running import ROOT, run_script
 from tests.testbed.pairs import KINDS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -26,15 +21,7 @@ def script(monkeypatch):
 
 
 def run(*options):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "calibrate_warmstart.py"), "--device", "cpu", *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return run_script("calibrate_warmstart", "--device", "cpu", *options)
 
 
 def test_a_gate_for_this_model_is_written_without_a_file(tmp_path):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,15 +14,11 @@ from transformers import DynamicCache
 
 from hf_kvcaches.errors import ConfigError
 from tests import testbed, tiny
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts.running import ROOT, rows_of, run_script
 
 
 def evaluate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "eval_equip.py"), "--device", "cpu", "--quick", *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    return run_script("eval_equip", "--device", "cpu", "--quick", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +26,7 @@ def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "new"
     done = evaluate("--csv", folder / "equip.csv", "--plot", folder / "equip.png")
     assert done.returncode == 0, done.stderr
-    with (folder / "equip.csv").open(encoding="utf-8") as file:
-        return folder, done, list(csv.DictReader(file))
+    return folder, done, rows_of(folder / "equip.csv")
 
 
 def test_every_setting_has_a_row_in_both_tables_and_in_the_file(quick):

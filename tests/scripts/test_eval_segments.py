@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +16,9 @@ from transformers import DynamicCache
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
 from tests import testbed
+from tests.scripts.running import ROOT, rows_of, run_script
 from tests.testbed.agents import prefix_share
 
-ROOT = Path(__file__).resolve().parents[2]
 REQUESTS = 4
 POLICY = SegmentPolicy(check_layer=2, probe=0.9, similarity=0.5, bound=0.05)
 
@@ -38,13 +35,9 @@ def evaluated(tmp_path_factory):
     POLICY.save_pretrained(folder / "policy")
     new = folder / "new"
     options = ["--requests", str(REQUESTS), "--drifting", "1", "--policy", folder / "policy", "--csv", new, "--plot", new]
-    command = [sys.executable, str(ROOT / "scripts" / "eval_segments.py"), "--device", "cpu", *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    done = run_script("eval_segments", "--device", "cpu", *options)
     assert done.returncode == 0, done.stderr
-    with (new / "segments-quality.csv").open(encoding="utf-8") as file:
-        return new, done.stdout, list(csv.DictReader(file))
+    return new, done.stdout, rows_of(new / "segments-quality.csv")
 
 
 def test_each_side_has_a_row_for_each_workload_in_the_table_and_in_the_file(evaluated):
@@ -84,17 +77,10 @@ def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
 
 
 def test_the_calibration_writes_a_policy_for_this_model(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "calibrate_segments.py"), "--device", "cpu", "--out", tmp_path / "policy"]
     lines = [f'{{"prompt": "{"The road was long and the day was cold. " * 6} Number {number}."}}' for number in range(3)]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
-    done = subprocess.run(
-        [*command, "--prompts", tmp_path / "some.jsonl", "--asked", "3"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
+    done = run_script(
+        "calibrate_segments", "--device", "cpu", "--out", tmp_path / "policy", "--prompts", tmp_path / "some.jsonl", "--asked", "3"
     )
     assert done.returncode == 0, done.stderr
     model, tokenizer = testbed.load()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import math
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,23 +14,19 @@ from transformers import DynamicCache
 from hf_kvcaches import SubspaceBases
 from hf_kvcaches.errors import ConfigError
 from tests import testbed, tiny
+from tests.scripts.running import ROOT, rows_of, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
 TASKS = ("perplexity", "recall", "spectra", "bounds")
 
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "new"
-    command = [sys.executable, str(ROOT / "scripts" / "eval_subspace.py"), "--device", "cpu", "--quick", "--csv", folder, "--plot", folder]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=280, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    done = run_script("eval_subspace", "--device", "cpu", "--quick", "--csv", folder, "--plot", folder)
     assert done.returncode == 0, done.stderr
     files = {}
     for task in TASKS:
-        with (folder / f"subspace-{task}.csv").open(encoding="utf-8") as file:
-            files[task] = list(csv.DictReader(file))
+        files[task] = rows_of(folder / f"subspace-{task}.csv")
     return folder, done, files
 
 

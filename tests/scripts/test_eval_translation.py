@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import math
-import os
 import random
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +18,9 @@ from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import testbed
+from tests.scripts.running import ROOT, rows_of, run_script
 from tests.testbed.recall import answered
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKLOADS = ("prose", "verse", "documents")
 PAIR = "base -> tuned"
 
@@ -48,18 +44,9 @@ def workshop():
 def evaluated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "new"
     options = ["--quick", "--device", "cpu", "--pairs", "base:tuned", "--csv", folder, "--plot", folder]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "eval_translation.py"), *options],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_script("eval_translation", *options)
     assert done.returncode == 0, done.stderr
-    with (folder / "translation-quality.csv").open(encoding="utf-8") as file:
-        return folder, done.stdout, list(csv.DictReader(file))
+    return folder, done.stdout, rows_of(folder / "translation-quality.csv")
 
 
 def test_each_side_has_a_row_for_each_workload_in_the_file_and_one_in_a_table(evaluated, script):

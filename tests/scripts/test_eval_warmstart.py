@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +15,8 @@ from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments.calibration import next_tokens
 from tests import testbed
+from tests.scripts.running import ROOT, rows_of, run_script
 from tests.testbed.pairs import KINDS, make_pairs
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -38,21 +33,11 @@ def loaded():
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
-    command = [sys.executable, str(ROOT / "scripts" / "eval_warmstart.py"), "--quick", "--device", "cpu", "--csv", folder, "--plot", folder]
-    done = subprocess.run(
-        [*command, "--prefix-tuning"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_script("eval_warmstart", "--quick", "--device", "cpu", "--csv", folder, "--plot", folder, "--prefix-tuning")
     assert done.returncode == 0, done.stderr
     files = {}
     for name in ("quality", "pairs"):
-        with (folder / f"warmstart-{name}.csv").open(encoding="utf-8") as file:
-            files[name] = list(csv.DictReader(file))
+        files[name] = rows_of(folder / f"warmstart-{name}.csv")
     return folder, done.stdout, files
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,25 +12,17 @@ import torch
 from hf_kvcaches import WarmStartCache, WarmStartLibrary
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from tests import testbed
+from tests.scripts.running import ROOT, run_script
 
 pytest.importorskip("faiss")
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--device", "cpu", "--count", "10", "--length", "120", "--slots", "16", "--layout", "paper", "--batch", "4", "--save-every", "5"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     out = tmp_path_factory.mktemp("train") / "adapters"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "train_compressor.py"), "--out", str(out), *SMALL, "--steps", "12", "--seeds", "1", "2"],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = run_script("train_compressor", "--out", str(out), *SMALL, "--steps", "12", "--seeds", "1", "2")
     assert done.returncode == 0, done.stderr
     return out, done
 
