@@ -164,13 +164,9 @@ def write_states(
     """
     exact = torch.promote_types(key_out.dtype, torch.float32)
     tables = None if cos is None or sin is None else (cos.to(exact), sin.to(exact))
-    at = 0
-    for row, first, count in spans:
-        slots, own = slice(first, first + count), rows[at : at + count]
-        here = None if tables is None else (tables[0][at : at + count], tables[1][at : at + count])
-        _write_keys(keys.index_select(1, own).to(exact), key_out[row, :, slots], here, layout)
-        value_out[row, :, slots] = values.index_select(1, own)
-        at += count
+    for row, slots, own, here in _placed(spans, tables):
+        _write_keys(keys.index_select(1, rows[own]).to(exact), key_out[row, :, slots], here, layout)
+        value_out[row, :, slots] = values.index_select(1, rows[own])
 
 
 def _rebuild_torch(
@@ -186,17 +182,18 @@ def _rebuild_torch(
 ) -> None:
     exact = torch.promote_types(key_out.dtype, torch.float32)
     tokens = sum(span.tokens for span in spans)
-    factors, bias, known = [], decoder.bias, None
+    width = key_out.shape[1] * (key_out.shape[3] + value_out.shape[3])
+    factors, known = [], None
     if side is not None and decoder.side is not None:
-        factors.append((side, decoder.side.to(exact)))
-    if side is not None and rows is not None:
-        known = torch.empty(len(side), value_out.shape[1] * (key_out.shape[3] + value_out.shape[3]), dtype=exact, device=key_out.device)
-        _products([(side.to(exact), factors.pop()[1])], bias, known)
+        if rows is None:
+            factors.append((side, decoder.side.to(exact)))
+        else:
+            known = torch.empty(len(side), width, dtype=exact, device=key_out.device)
+            _products([(side.to(exact), decoder.side.to(exact))], decoder.bias, known)
     if codes is not None and decoder.codes is not None:
         factors.append((_decoded(codes, tokens, exact), decoder.codes.to(exact)))
     if tables is not None:
         tables = tables[0].to(exact), tables[1].to(exact)
-    width = key_out.shape[1] * (key_out.shape[3] + value_out.shape[3])
     many = min(tokens, max(1, BLOCK // max(1, width)))
     numbers = torch.empty(many, width, dtype=exact, device=key_out.device)
     for begin, block in _blocks(spans, many):
@@ -204,7 +201,7 @@ def _rebuild_torch(
         made = numbers[: end - begin]
         if known is not None and rows is not None:
             torch.index_select(known, 0, rows[begin:end], out=made)
-        _products([(x[begin:end].to(exact), weights) for x, weights in factors], bias, made, more=known is not None)
+        _products([(x[begin:end].to(exact), weights) for x, weights in factors], decoder.bias, made, more=known is not None)
         here = None if tables is None else (tables[0][begin:end], tables[1][begin:end])
         _write_spans(made, key_out, value_out, block, here, layout)
 
@@ -267,13 +264,19 @@ def _write_spans(
 ) -> None:
     """Turns the keys of some tokens, and puts all where it belongs."""
     heads, key_dim, value_dim = key_out.shape[1], key_out.shape[3], value_out.shape[3]
-    at = 0
-    for row, first, count in spans:
-        made, slots = numbers[at : at + count], slice(first, first + count)
-        keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in made.split([heads * key_dim, heads * value_dim], 1))
-        here = None if tables is None else (tables[0][at : at + count], tables[1][at : at + count])
+    for row, slots, own, here in _placed(spans, tables):
+        parts = numbers[own].split([heads * key_dim, heads * value_dim], 1)
+        keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in parts)
         _write_keys(keys, key_out[row, :, slots], here, layout)
         _write(values, value_out[row, :, slots])
+
+
+def _placed(spans: Sequence[Span], tables: Tables | None) -> Iterator[tuple[int, slice, slice, Tables | None]]:
+    """Row and slots of each span, which of the tokens go there, and how these turn."""
+    at = 0
+    for row, first, count in spans:
+        own = slice(at, at + count)
+        yield row, slice(first, first + count), own, None if tables is None else (tables[0][own], tables[1][own])
         at += count
 
 

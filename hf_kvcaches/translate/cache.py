@@ -24,7 +24,8 @@ from hf_kvcaches.translate.states import Tokens
 from hf_kvcaches.translate.token_table import TokenTable
 from hf_kvcaches.translate.translator import CacheTranslator
 
-# Not in the translator, which is saved and copied.
+# What is made of a translator for a device, for all caches. Not in the translator, which is saved and copied.
+_weights: weakref.WeakKeyDictionary[Any, dict[Any, Decoder]] = weakref.WeakKeyDictionary()
 _tables: weakref.WeakKeyDictionary[Any, dict[Any, TokenTable]] = weakref.WeakKeyDictionary()
 
 
@@ -167,11 +168,9 @@ class TranslatedCache(GrowingCache):
         assert self.codes is not None
         assert self.translator is not None
         self.translator.check_consumer(self.model)
-        if slots < 1:
+        if any(pad >= slots for pad in places.padding):
             return 0
-        filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]) if all(pad < slots for pad in places.padding) else None
-        if filled is None:
-            return 0
+        filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
         try:
             Filling(self, filled.to(self.model.get_input_embeddings().weight.device), places).fill(self.codes.head, self._parts())
         except BaseException:
@@ -204,9 +203,7 @@ class TranslatedCache(GrowingCache):
             decoder: Of the translator.
             device: Of the layer.
         """
-        assert self.translator is not None
-        kept: dict[Any, Decoder] = self.translator.__dict__.setdefault("_placed", {})
-        key = (decoder.layer, device, self.model.dtype)
+        kept, key = _weights.setdefault(self.translator, {}), (decoder.layer, device, self.model.dtype)
         if key not in kept:
             kept[key] = on_device(decoder.weights, device, self.model.dtype)
         return kept[key]

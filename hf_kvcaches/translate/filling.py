@@ -83,8 +83,7 @@ class Filling:
         self.side = torch.empty(0)
         self.rows: torch.Tensor | None = None
         self._given: dict[str, Any] = {}
-        self._shapes: list[torch.Size] = []
-        self._tables: dict[Any, tuple[torch.Tensor, torch.Tensor] | None] = {}
+        self._tables: dict[Any, dict[str, Any]] = {}
         self._index: torch.Tensor | None = None
 
     def fill(self, head: CodesHead, parts: Iterable[Part]) -> None:
@@ -126,19 +125,19 @@ class Filling:
         layer = self.cache.layers[0]
 
         def run(ids: torch.Tensor) -> list[torch.Tensor]:
-            entering = self._run_lowest(Tokens.distinct(ids)[0])[0]
+            entering = self._run_lowest(Tokens.alone(ids))[0]
             return [entering, *(part[0, :, : len(ids)].transpose(0, 1) for part in (layer.key_buffer, layer.value_buffer))]
 
         distinct, self.rows = self._wanted(self.tokens.ids).unique(return_inverse=True)
         self.side, *pair = self.cache.table_of(distinct.device).look(distinct, run)
         keys, values = (part.transpose(0, 1) for part in pair)
-        self._shapes = [torch.Size((len(self.tokens.ids), len(part), 0, part.shape[2])) for part in (keys, values)]
-        self._open(layer, self.decoder[0], keys.dtype)
+        batch = len(self.tokens.ids)
+        self._open(layer, self.decoder[0], *(part.expand(batch, -1, -1, -1) for part in (keys, values)))
         turning = self._turning(0, keys.device)
         scaled = self.cache.rotation.layers[0].attention_scaling
         if scaled != 1 and turning:
             # At position 0 keys have been scaled already, if not turned.
-            turning |= {"cos": turning["cos"] / scaled, "sin": turning["sin"] / scaled}
+            turning = turning | {"cos": turning["cos"] / scaled, "sin": turning["sin"] / scaled}
         write_states(keys, values, self.rows.to(keys.device), layer.key_buffer, layer.value_buffer, self._spans(), **turning)
         self._copy_rows(layer)
 
@@ -161,7 +160,6 @@ class Filling:
                 run_base(self.model, self.cache, tokens)
         finally:
             handle.remove()
-        self._shapes = [buffer.shape for buffer in (self.cache.layers[0].key_buffer, self.cache.layers[0].value_buffer)]
         return given[0]
 
     def _wanted(self, states: torch.Tensor) -> torch.Tensor:
@@ -184,7 +182,8 @@ class Filling:
         if decoder.kind == "patch":
             self._regenerate(decoder, part)
         else:
-            self._open(layer, module, self.cache.layers[0].key_buffer.dtype)
+            # All layers are of one shape: the translator was not fitted otherwise.
+            self._open(layer, module, self.cache.layers[0].key_buffer, self.cache.layers[0].value_buffer)
             device = layer.key_buffer.device
             weights = self.cache.weights_of(decoder, device)
             sided = weights.side is not None
@@ -204,11 +203,6 @@ class Filling:
     def _spans(self) -> list[Span]:
         """Where the wanted tokens go."""
         return [Span(row, self.places.padding[row], self.tokens.ids.shape[1] - self.places.padding[row]) for row in self.places.rows]
-
-    def _turning(self, layer_idx: int, device: torch.device) -> dict[str, Any]:
-        """How the kernel is to turn a layer's keys."""
-        tables = self._turns(layer_idx, device)
-        return {} if tables is None else {"cos": tables[0], "sin": tables[1], "layout": self.cache.rotation.layers[layer_idx].layout}
 
     def _copy_rows(self, layer: Any) -> None:
         """Gives a layer the rows that are the same as others."""
@@ -233,23 +227,22 @@ class Filling:
         codes = part.joined()
         return (codes if self._index is None else codes[self._index]).to(device)
 
-    def _open(self, layer: Any, module: nn.Module, dtype: torch.dtype) -> None:
-        """Makes room in a layer."""
-        slots, empty = capacity_for(self.tokens.ids.shape[1] + 1), torch.empty(0, dtype=dtype, device=compat.layer_device(module))
-        layer.lazy_initialization(empty, empty)
-        # All layers are of one shape: the translator was not fitted otherwise.
-        for name, (batch, heads, _, dim) in zip(("key_buffer", "value_buffer"), self._shapes, strict=True):
-            buffer = empty.new_empty(batch, heads, slots, dim)
+    def _open(self, layer: Any, module: nn.Module, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Makes room in a layer for keys and values of the kind of these, (batch, heads, any, dim)."""
+        device, slots = compat.layer_device(module), capacity_for(self.tokens.ids.shape[1] + 1)
+        layer.lazy_initialization(keys.new_empty(0, device=device), values.new_empty(0, device=device))
+        for name, like in (("key_buffer", keys), ("value_buffer", values)):
+            buffer = like.new_empty(*like.shape[:2], slots, like.shape[3], device=device)
             # What no token is written to must be numbers all the same.
             buffer[:, :, : max(self.places.padding)] = 0
             buffer[:, :, self.tokens.ids.shape[1] :] = 0
             setattr(layer, name, buffer)
 
-    def _turns(self, layer_idx: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosines and sines for the wanted tokens; layers that turn alike share them."""
+    def _turning(self, layer_idx: int, device: torch.device) -> dict[str, Any]:
+        """How the kernel is to turn a layer's keys of the wanted tokens; layers that turn alike share it."""
         geometry = self.cache.rotation.layers[layer_idx]
         if geometry.kind != "rope":
-            return None
+            return {}
         if (id(geometry), device) not in self._tables:
             length = self.tokens.ids.shape[1]
             longest = length - min(self.places.padding[row] for row in self.places.rows)
@@ -258,7 +251,7 @@ class Filling:
                 torch.cat([table[: length - self.places.padding[row]] for row in self.places.rows]) * geometry.attention_scaling
                 for table in made
             )
-            self._tables[id(geometry), device] = cos, sin
+            self._tables[id(geometry), device] = {"cos": cos, "sin": sin, "layout": geometry.layout}
         return self._tables[id(geometry), device]
 
     def _regenerate(self, decoder: LayerDecoder, part: Part | None) -> None:

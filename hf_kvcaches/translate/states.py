@@ -88,15 +88,14 @@ class Tokens(NamedTuple):
         return cls(ids.long(), real.long(), real, (real.cumsum(-1) - 1).clamp_min(0))
 
     @classmethod
-    def distinct(cls, ids: torch.Tensor) -> tuple[Tokens, torch.Tensor]:
-        """Each different token once, and which of them each token is. At position 0 keys don't turn, so nothing is rounded.
+    def alone(cls, ids: torch.Tensor) -> Tokens:
+        """Tokens of which none is to know of another, each at position 0: there keys don't turn, so nothing is rounded.
 
         Args:
             ids: (tokens,).
         """
-        found, rows = ids.unique(return_inverse=True)
-        batch = found[None]
-        return cls(batch, None, torch.ones_like(batch, dtype=torch.bool), torch.zeros_like(batch)), rows
+        batch = ids[None]
+        return cls(batch, None, torch.ones_like(batch, dtype=torch.bool), torch.zeros_like(batch))
 
     def to(self, device: torch.device) -> Tokens:
         """On another device."""
@@ -240,8 +239,8 @@ def is_of_tokens_alone(model: PreTrainedModel, ids: torch.Tensor) -> bool:
         ids: Of the text, (tokens,), on the model's device.
     """
     found: list[State] = []
-    distinct, rows = Tokens.distinct(ids)
-    for tokens in (Tokens.of(ids), distinct):
+    distinct, rows = ids.unique(return_inverse=True)
+    for tokens in (Tokens.of(ids), Tokens.alone(distinct)):
         read_states(model, tokens, lambda index, state: found.append(state), hidden=(0,), upto=0)
     for whole, alone in zip(found[0][:3], found[1][:3], strict=True):
         assert isinstance(whole, torch.Tensor)

@@ -241,10 +241,9 @@ def test_a_layer_0_that_looks_at_what_stands_before_does_not_know_tokens_alone()
     assert not is_of_tokens_alone(model, tiny.ids(40, seed=3))
 
 
-def test_each_different_token_is_there_once_at_position_0():
-    ids = torch.tensor([7, 3, 7, 7, 5])
-    tokens, rows = Tokens.distinct(ids)
+def test_tokens_alone_are_a_row_of_them_each_at_position_0():
+    tokens = Tokens.alone(torch.tensor([3, 5, 7]))
     assert tokens.ids.tolist() == [[3, 5, 7]]
-    assert torch.equal(tokens.ids[0, rows], ids)
+    assert tokens.real.tolist() == [[True, True, True]]
     assert tokens.positions.tolist() == [[0, 0, 0]]
     assert tokens.mask is None
