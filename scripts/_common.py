@@ -74,19 +74,21 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def write_table(path: Path, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+def write_table(path: Path, names: Iterable[str], rows: Iterable[Mapping[str, Any]], fixed: Mapping[str, Any] | None = None) -> None:
     """A CSV file.
 
     Args:
         path: Its folder is made.
         names: Of the columns.
         rows: By these names; what a row lacks stays empty.
+        fixed: Columns that come first and are the same in all rows.
     """
+    fixed = fixed or {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=names, restval="", lineterminator="\n")
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys([*fixed, *names])), restval="", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({**fixed, **row} for row in rows)
 
 
 def load(name: str, device: torch.device) -> tuple[Any, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,8 +57,7 @@ class Columns:
 
     def write(self, path: Path, rows: Sequence[Row], device: torch.device) -> None:
         """All rows, each with what it depends on."""
-        where = environment(device)
-        write_table(path, [*where, *self.names], [{**where, **row} for row in rows])
+        write_table(path, self.names, rows, environment(device))
 
 
 def arguments(text: str | None, sections: Sequence[str], count: str, of_what: str) -> argparse.ArgumentParser:
@@ -99,6 +98,21 @@ def begin(args: argparse.Namespace, count: str) -> torch.device:
     device = pick_device(args.device)
     print(", ".join(f"{name} {value}" for name, value in environment(device).items()))
     return device
+
+
+def measure_each(run: Run, works: Mapping[str, Callable[[], None]], sections: Sequence[str], show: Callable[[list[Row]], str]) -> None:
+    """Measures some sections, and prints each as soon as it is there.
+
+    Args:
+        run: Gets the rows.
+        works: What each section does.
+        sections: Those that are asked for.
+        show: What is printed of a section's rows.
+    """
+    for section in sections:
+        before = len(run.rows)
+        works[section]()
+        print(show(run.rows[before:]), "\n", flush=True)
 
 
 def run_sections(run: Run, columns: Columns, args: argparse.Namespace, device: torch.device) -> None:

@@ -175,8 +175,8 @@ def write_csv(folder: Path, rows: Sequence[dict[str, Any]], found: Found, fixed:
         {name: getattr(each, name) for name in _DRIFT_FIELDS if name != "kl"} | {"kl": fmean(each.kls)}
         for each in found["adversarial", AUTO]
     ]
-    for name, lines in (("quality", [{**fixed, **row} for row in rows]), ("drift", drifts)):
-        write_table(folder / f"segments-{name}.csv", list(lines[0]), lines)
+    write_table(folder / "segments-quality.csv", rows[0], rows, fixed)
+    write_table(folder / "segments-drift.csv", drifts[0], drifts)
 
 
 def write_plot(folder: Path, found: Found) -> None:

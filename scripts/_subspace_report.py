@@ -75,7 +75,7 @@ def _bounds(rows: Rows) -> str:
 
 def write_csv(folder: Path, task: str, rows: Rows, fixed: dict[str, Any]) -> None:
     """`subspace-TASK.csv`."""
-    write_table(folder / f"subspace-{task}.csv", [*fixed, *FIELDS[task]], [{**fixed, **row} for row in rows])
+    write_table(folder / f"subspace-{task}.csv", FIELDS[task], rows, fixed)
 
 
 def write_plots(folder: Path, found: dict[str, Rows]) -> None:

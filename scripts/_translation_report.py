@@ -249,8 +249,8 @@ def write_csv(folder: Path, found: Found, fixed: Mapping[str, Any]) -> None:
         found: All answers.
         fixed: Columns that are the same in all rows.
     """
-    rows = [{**fixed, **row} for row in rows_of(found)]
-    write_table(folder / "translation-quality.csv", list(rows[0]), rows)
+    rows = rows_of(found)
+    write_table(folder / "translation-quality.csv", rows[0], rows, fixed)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

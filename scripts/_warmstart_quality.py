@@ -266,8 +266,8 @@ def write_csv(folder: Path, rows: Sequence[dict[str, Any]], found: Found, fixed:
         for side, answers in found.items()
         for each in answers
     ]
-    for name, content in (("quality", [{**fixed, **row} for row in rows]), ("pairs", lines)):
-        write_table(folder / f"warmstart-{name}.csv", list(content[0]), content)
+    write_table(folder / "warmstart-quality.csv", rows[0], rows, fixed)
+    write_table(folder / "warmstart-pairs.csv", lines[0], lines)
 
 
 def write_plot(folder: Path, rows: Sequence[dict[str, Any]], found: Found) -> None:

@@ -179,12 +179,6 @@ def show(rows: Sequence[Row]) -> str:
     return "\n\n".join(tables)
 
 
-def write_csv(path: Path, rows: Sequence[Row], device: torch.device) -> None:
-    """All rows, each with what it depends on."""
-    where = environment(device)
-    write_table(path, [*where, *FIELDS], [{**where, **row} for row in rows])
-
-
 def write_plot(path: Path, rows: Sequence[Row], patched: Sequence[int]) -> None:
     """Errors by layer, bounds beside what was measured, and the map."""
     require("matplotlib", "plots", "The plot").use("Agg")
@@ -248,7 +242,7 @@ def main() -> None:
     patched = sorted({layer for codec in analysis.codecs.values() for layer in codec.patched_layers})
     print(f"\n{len(analysis.prompts)} prompts; medians; patched layers: {', '.join(map(str, patched)) or 'none'}")
     if args.csv:
-        write_csv(args.csv, analysis.rows, device)
+        write_table(args.csv, FIELDS, analysis.rows, environment(device))
     if args.plot:
         write_plot(args.plot, analysis.rows, patched)
 

@@ -263,7 +263,7 @@ def write_csv(path: Path, results: list[Result], size: Size, device: torch.devic
         | result.update.columns("update")
         for result in results
     ]
-    write_table(path, list(rows[0]), rows)
+    write_table(path, rows[0], rows)
 
 
 def write_plot(path: Path, results: list[Result], device: torch.device) -> None:

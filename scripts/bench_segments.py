@@ -18,13 +18,13 @@ process has stored them.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from _common import run_script
 from _equip_sides import Shape
-from _sections import Columns, arguments, begin, run_sections
+from _sections import Columns, arguments, begin, measure_each, run_sections
 from _segments_parts import agents, load_policy, lookups, redis_server, sharing, splices
 from _segments_report import bars, show, write_plot
 from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, Pair, Row, larger_model, moved, passes, phases, prove, rows_of
@@ -127,7 +127,7 @@ class Run:
 
     def go(self, sections: Sequence[str]) -> None:
         print(prove(self.pair, self.prompts[:3], "the model of this repository"))
-        works: dict[str, Callable[[], None]] = {
+        works = {
             "requests": self.requests,
             "no repeats": self.no_repeats,
             "phases": self.phases,
@@ -136,10 +136,7 @@ class Run:
             "look-up": self.look_up,
             "sharing": self.sharing,
         }
-        for section in sections:
-            before = len(self.rows)
-            works[section]()
-            print(show(self.rows[before:]), "\n", flush=True)
+        measure_each(self, works, sections, show)
 
     def _asked(
         self, section: str, workload: str, pair: Pair, names: Sequence[str], prompts: Sequence[torch.Tensor], long: int, count: int = 1

@@ -282,11 +282,6 @@ def bars(device: torch.device) -> list[Bar]:
     return [*promised, Bar(text, 1 / 1.05, "adaptive", ADAPTIVE, "step", "total_ratio")]
 
 
-def write_csv(path: Path, rows: Sequence[Row], device: torch.device) -> None:
-    where = environment(device)
-    write_table(path, [*where, *FIELDS], [{**where, **row} for row in rows])
-
-
 def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     """How many times as fast each side is, by tokens: a panel for each shape of a section."""
     require("matplotlib", "plots", "The plot").use("Agg")
@@ -384,7 +379,7 @@ def main() -> None:
         run.go(sections)
     finally:  # what is measured is kept, also when it is interrupted
         if args.csv and run.rows:
-            write_csv(args.csv, run.rows, device)
+            write_table(args.csv, FIELDS, run.rows, environment(device))
     print(show(run.rows))
     print("\n".join(line for dtype in size.dtypes for bar in bars(device) for line in bar.verdict(run.rows, dtype)))
     if args.plot:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from _common import environment, run_script, table
 from _equip_sides import Shape, spread
-from _sections import arguments, begin, run_sections
+from _sections import arguments, begin, measure_each, run_sections
 from _segments_report import Bar
 from _segments_sides import Pair, Row, larger_model
 from _translation_analysis import Kernel, kernel_rows
@@ -172,18 +172,14 @@ class Run:
             print(text, flush=True)
             if "first token" in sections:
                 self.rows += [{**row, "section": "first token", "tokens": prompts[0].shape[1]} for row in rows]
-        works: dict[str, Callable[[], None]] = {
+        works = {
             "first token": self.first_token,
             "phases": self.phases,
             "socket": self.socket,
             "larger": self.larger,
             "kernel": self.kernel,
         }
-        for section in sections:
-            before = len(self.rows)
-            works[section]()
-            timed = [row for row in self.rows[before:] if "time_ms" in row and not row["measure"].startswith("chain")]
-            print(show(timed), "\n", flush=True)
+        measure_each(self, works, sections, show_timed)
 
     def _all(self, section: str, sides: Sequence[Side], prompts: Sequence[torch.Tensor]) -> None:
         """Rows of sides that take turns, with the chain at each bandwidth."""
@@ -357,6 +353,11 @@ def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plots.close(figure)
+
+
+def show_timed(rows: Sequence[Row]) -> str:
+    """A table of what was timed, but for the chains."""
+    return show([row for row in rows if "time_ms" in row and not row["measure"].startswith("chain")])
 
 
 def main() -> None:

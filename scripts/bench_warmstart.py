@@ -17,13 +17,13 @@ of them in, since random weights say nothing about whether that is harmless. `lo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from _common import run_script
 from _equip_sides import Shape
-from _sections import arguments, begin, run_sections
+from _sections import arguments, begin, measure_each, run_sections
 from _segments_sides import Pair, Row, larger_model
 from _warmstart_report import ALL_BUT_IDENTICAL, ALL_KINDS, COLUMNS, bars, rows_of, show, write_plot
 from _warmstart_timing import ALIGN, AUTO, BACKGROUND, COLD, PREFIX, SLOTS, SYNC, Asked, Side, in_turns, lookups, phases, prove
@@ -177,7 +177,7 @@ class Run:
                 shelf = self.shelf(length)
                 sides = self._sides((COLD, AUTO, SLOTS), shelf.library)
                 print(prove(sides, self._some(shelf, self.size.proven), f"the model of this repository, {length} tokens"), flush=True)
-        works: dict[str, Callable[[], None]] = {
+        works = {
             "hits": self.hits,
             "misses": self.misses,
             "answers": self.answers,
@@ -185,10 +185,7 @@ class Run:
             "larger": self.larger,
             "look-up": self.look_up,
         }
-        for section in sections:
-            before = len(self.rows)
-            works[section]()
-            print(show(self.rows[before:]), "\n", flush=True)
+        measure_each(self, works, sections, show)
 
     def _asked(
         self, section: str, names: Sequence[str], length: int, prompts: Sequence[Asked], measures: Sequence[str], new_tokens: int = 1

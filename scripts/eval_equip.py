@@ -212,10 +212,6 @@ def write_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     plots.close(figure)
 
 
-def write_csv(path: Path, rows: Sequence[dict[str, Any]], fixed: dict[str, Any]) -> None:
-    write_table(path, [*fixed, *FIELDS], [{**fixed, **row} for row in rows])
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_common(parser)
@@ -267,7 +263,7 @@ def main() -> None:
         except KVCacheError as error:  # a budget too small for this policy, a model that it can't be used with
             refused.append(f"{setting}: {error}")
         if args.csv:
-            write_csv(args.csv, rows, fixed)
+            write_table(args.csv, FIELDS, rows, fixed)
     print("\n".join([show(rows), *refused]))
     if args.plot:
         write_plot(args.plot, rows)

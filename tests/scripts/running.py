@@ -6,21 +6,23 @@ import csv
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_script(name: str, *options: Any) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *options: Any, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
     """A script in a process of its own, on one core.
 
     Args:
         name: Without folder and ending.
         *options: Of its command line.
+        before: What Python is given first, such as a launcher.
     """
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *map(str, options)],
+        [sys.executable, *before, str(ROOT / "scripts" / f"{name}.py"), *map(str, options)],
         capture_output=True,
         text=True,
         timeout=280,

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import testbed
+from tests.scripts.running import ROOT, run_script
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = str(ROOT / "scripts" / "calibrate_translator.py")
 FAST = ["--prefixes", "4", "--length", "64", "--metric", "plain", "--device", "cpu"]
 
 
@@ -31,16 +26,8 @@ def tokenizer():
     return testbed.load()[1]
 
 
-def run(*options, before=()):
-    return subprocess.run(
-        [sys.executable, *before, SCRIPT, *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+def run(*options, **more):
+    return run_script("calibrate_translator", *options, **more)
 
 
 def pair(folder, producer="base", consumer="tuned"):
