@@ -156,6 +156,16 @@ def attention_module(layer: nn.Module) -> nn.Module:
     raise UnsupportedError(f"Found no attention in a layer of the kind {type(layer).__name__}.")
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where a model wants its token ids.
+
+    Args:
+        model: Perhaps on several devices.
+    """
+    device: torch.device = model.get_input_embeddings().weight.device
+    return device
+
+
 def layer_device(layer: nn.Module) -> torch.device:
     """Where a layer computes; its weights may be elsewhere between its turns.
 

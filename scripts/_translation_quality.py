@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from _translation_sides import RAW, Side, States, Workshop, as_sent, filled, held, plain_bytes, read
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.errors import ConfigError
@@ -169,7 +170,7 @@ def next_tokens(model: Any, text: Text, cache: GrowingCache | None = None) -> to
         cache: With the prompt's first tokens, or None.
     """
     ids = [*text.prompt, *text.continuation[:-1]]
-    device = model.get_input_embeddings().weight.device
+    device = compat.input_device(model)
     start = 0 if cache is None else int(cache.get_seq_length())
     fed = torch.tensor([ids[start:]], device=device)
     logits: torch.Tensor = model(input_ids=fed, past_key_values=cache, use_cache=cache is not None).logits
@@ -222,7 +223,7 @@ class Bench:
             sides: Those of kind `alone` behind the one that they take a layer of.
         """
         producer, consumer = self.pair.producer, self.pair.consumer
-        ids = torch.tensor([text.prompt], device=consumer.get_input_embeddings().weight.device)
+        ids = torch.tensor([text.prompt], device=compat.input_device(consumer))
         theirs, own = read(producer, ids[:, :-1]), read(consumer, ids[:, :-1])
         alone = next_tokens(consumer, text)
         translated: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}

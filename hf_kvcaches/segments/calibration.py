@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.growing import GrowingCache
@@ -74,7 +75,7 @@ def next_tokens(model: PreTrainedModel, prompt: Tokens, asked: Tokens, cache: Se
         asked: What follows, fed in as it is.
         cache: A new one that reuses, or None for the model alone.
     """
-    device = model.get_input_embeddings().weight.device
+    device = compat.input_device(model)
     first, then = (torch.tensor([list(ids)], device=device) for ids in (prompt, asked))
     if cache is None:
         whole = torch.cat([first, then], dim=1)
@@ -419,6 +420,6 @@ def _timed(model: PreTrainedModel, tokenizer: Any, store: SegmentStore, ids: Tok
 
 @torch.no_grad()
 def _prefill(model: PreTrainedModel, ids: Tokens, cache: Any) -> None:
-    device = model.get_input_embeddings().weight.device
+    device = compat.input_device(model)
     logits = model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     float(logits[0, -1, 0])  # waits for the device

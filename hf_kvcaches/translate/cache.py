@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.cache import CacheReport
 from hf_kvcaches.core.growing import GrowingCache, GrowingLayer
 from hf_kvcaches.core.only_layers import LookedEnough
@@ -172,7 +173,7 @@ class TranslatedCache(GrowingCache):
             return 0
         filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
         try:
-            Filling(self, filled.to(self.model.get_input_embeddings().weight.device), places).fill(self.codes.head, self._parts())
+            Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
         except BaseException:
             # What came so far is of no use, and half a prompt must not be taken for one.
             self.reset()

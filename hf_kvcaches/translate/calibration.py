@@ -229,7 +229,7 @@ class Pair:
         found: list[dict[int, State]] = []
         for model, extra in ((self.producer, ()), (self.consumer, (lowest,))):
             states: dict[int, State] = {}
-            tokens = Tokens.of(ids).to(model.get_input_embeddings().weight.device)
+            tokens = Tokens.of(ids).to(compat.input_device(model))
             asked = queries if model is self.consumer and extra else None
             read_states(model, tokens, states.__setitem__, hidden=(*hidden, *extra), queries=asked)
             found.append(states)
@@ -317,7 +317,7 @@ def fit(
         with clock.stage("fit"):
             solver = Solver(sums, wanted)
             maps = solver.solve()
-        first = kept[0].to(pair.consumer.get_input_embeddings().weight.device)
+        first = kept[0].to(compat.input_device(pair.consumer))
         of_tokens_alone = wanted.recompute_layers == 0 and is_of_tokens_alone(pair.consumer, first)
         route, measured = Route(()), dict[str, float]()
         if routed:
@@ -392,7 +392,7 @@ def add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: i
     """
     cache = ReadingCache(model)
     cache.leaves = []
-    tokens = Tokens.of(ids).to(model.get_input_embeddings().weight.device)
+    tokens = Tokens.of(ids).to(compat.input_device(model))
     gradients = loss_gradients(model, tokens.ids, cache.leaves, cache, seed)
     for layer, own in sums.losses.items():
         own.add(*gradients[layer], tokens.positions)

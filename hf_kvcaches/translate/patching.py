@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence, process
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.errors import ConfigError
@@ -76,7 +77,7 @@ class Trial:
             keys, values = (part.to(state.keys).unflatten(1, (state.heads, -1)).transpose(0, 1)[None] for part in (keys, values))
             geometry = self.pair.rotation.layers[index]
             layer.update(geometry.rotate(keys, positions.to(keys.device)) if geometry.kind == "rope" else keys, values)
-        ids = self.asked[None].to(model.get_input_embeddings().weight.device)
+        ids = self.asked[None].to(compat.input_device(model))
         where = torch.arange(tokens, tokens + ids.shape[1], device=ids.device)[None]
         logits: torch.Tensor = model(input_ids=ids, position_ids=where, past_key_values=cache, use_cache=True).logits[0]
         return logits

@@ -324,7 +324,7 @@ class _Encoding:
             raise ConfigError.of(
                 "input_ids", "at least two tokens a row", tuple(tokens.ids.shape), "The consumer runs the last one itself."
             )
-        self.tokens = Tokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]).to(self.model.get_input_embeddings().weight.device)
+        self.tokens = Tokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]).to(compat.input_device(self.model))
         own = translator.settings
         self.head = CodesHead(
             translator=translator.digest,
