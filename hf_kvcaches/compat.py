@@ -19,8 +19,10 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
+    "attention_configs",
     "attention_function",
     "attention_module",
+    "attention_name",
     "base_model",
     "can_switch_attention",
     "decoder_config",
@@ -30,6 +32,7 @@ __all__ = [
     "layer_plan",
     "mask_function",
     "models_inside",
+    "set_attention_name",
     "split_model",
     "supports_sdpa",
     "transformers_layer",
@@ -98,6 +101,36 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 def models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The model and the models that it is made of."""
     return [module for module in modules_of(model) if isinstance(module, PreTrainedModel)]
+
+
+def attention_name(config: PreTrainedConfig) -> Any:
+    """The name of the attention implementation in a config, which is read in every layer of every step, without slow attribute access."""
+    return vars(config).get("_attn_implementation_internal")
+
+
+def set_attention_name(config: PreTrainedConfig, name: str) -> None:
+    """Sets that name, in this config and not in its parts.
+
+    Args:
+        config: Of an attention module.
+        name: The name of an implementation.
+    """
+    vars(config)["_attn_implementation_internal"] = name
+
+
+def attention_configs(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
+    """The configs in which the attention modules of a model's decoder look up their implementation, each once.
+
+    Args:
+        model: Without a PEFT wrapper.
+    """
+    decoder = modules_of(model.get_decoder())
+    configs = [
+        module.config
+        for module in decoder
+        if hasattr(module, "layer_idx") and isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    return tuple({id(config): config for config in configs}.values())
 
 
 def can_switch_attention(model: PreTrainedModel) -> bool:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import torch
 
-from hf_kvcaches.core.calibrating import as_found, divergence
+from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.core.quantize import quantize
+from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.translate.calibration import Pair, Sums, Wanted, add_gradients
 from hf_kvcaches.translate.patching import Trial
 from hf_kvcaches.translate.routing import Route, select
@@ -143,7 +144,7 @@ class Workshop:
         """What all `solved` sides follow from: as in `CacheTranslator.fit`, but read once."""
         start, pair = time.perf_counter(), self.pair
         made = Sums(pair, wanted_of({}), range(1, pair.layers))
-        with as_found(pair.producer), as_found(pair.consumer):
+        with evaluating(pair.producer), evaluating(pair.consumer):
             for number, ids in enumerate(map(torch.tensor, self.texts)):
                 made.add(*pair.states(ids, 0, queries=made.look))
                 add_gradients(pair.consumer, made, ids, number)

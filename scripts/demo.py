@@ -46,7 +46,6 @@ from hf_kvcaches import (
     WarmStartLibrary,
     verify,
 )
-from hf_kvcaches.core.verify import attention_kept
 from hf_kvcaches.errors import require
 from tests.testbed.documents import Document, Filler, fit_document
 
@@ -168,8 +167,7 @@ def run(model: Any, tokenizer: Any, inputs: BatchEncoding, new_tokens: int) -> t
         for name, factory in CACHES.items():
             progress.set_description(name)
             try:
-                with attention_kept(model):
-                    texts = write(model, tokenizer, inputs, factory(model, tokenizer), new_tokens)
+                texts = write(model, tokenizer, inputs, factory(model, tokenizer), new_tokens)
                 progress.update()
                 report = verify(model, lambda factory=factory: factory(model, tokenizer), inputs, max_new_tokens=new_tokens)
                 outcomes.append(Outcome(name, texts, texts == full, report))
@@ -233,9 +231,8 @@ def reused(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> lis
         inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
         before, after = FirstToken(), FirstToken()
         full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new_tokens, before)
-        with attention_kept(model):
-            cache = SegmentReuseCache(model, store, tokenizer)
-            written = write(model, tokenizer, inputs, cache, new_tokens, after)
+        cache = SegmentReuseCache(model, store, tokenizer)
+        written = write(model, tokenizer, inputs, cache, new_tokens, after)
         seconds, without = (clock.times[1] - clock.times[0] for clock in (after, before))
         found.append((cache.report(), written == full, seconds, without))
     return found
@@ -243,9 +240,8 @@ def reused(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> lis
 
 def show_warm_start(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> str:
     """What becomes of a text whose pages an earlier one had in another order, with and without the exact prefill behind it."""
-    with attention_kept(model):
-        library = WarmStartLibrary(model, tokenizer)
-        library.add(texts[:1])
+    library = WarmStartLibrary(model, tokenizer)
+    library.add(texts[:1])
     inputs = tokenizer(texts[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
     rows: list[list[str]] = []
     full: list[str] = []
@@ -253,9 +249,8 @@ def show_warm_start(model: Any, tokenizer: Any, texts: list[str], new_tokens: in
         # The first run is for what is loaded at the first use.
         for tokens in (1, new_tokens):
             clock = FirstToken()
-            with attention_kept(model):
-                cache: Any = DynamicCache(config=model.config) if options is None else WarmStartCache(model, library, **options)
-                written = write(model, tokenizer, inputs, cache, tokens, clock)
+            cache: Any = DynamicCache(config=model.config) if options is None else WarmStartCache(model, library, **options)
+            written = write(model, tokenizer, inputs, cache, tokens, clock)
         full = written if options is None else full
         report = None if options is None else cache.report()
         run = inputs["input_ids"].shape[1] if report is None else report.computed_tokens
@@ -284,9 +279,8 @@ def show_translation(model: Any, tokenizer: Any, prompts: Prompts, seed: int, ne
     for name in ("its own prefill", "codes of this model"):
         for tokens in (1, new_tokens):
             clock = FirstToken()
-            with attention_kept(consumer):
-                cache: Any = TranslatedCache(consumer, translator, codes) if rows else DynamicCache(config=consumer.config)
-                written = write(consumer, tokenizer, inputs, cache, tokens, clock)
+            cache: Any = TranslatedCache(consumer, translator, codes) if rows else DynamicCache(config=consumer.config)
+            written = write(consumer, tokenizer, inputs, cache, tokens, clock)
         run = cache.report().translated if rows else 0
         full = full or written
         share = f"{cache.report().payload_share:.1%}" if rows else ""

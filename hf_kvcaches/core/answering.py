@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.errors import UnsupportedError
@@ -22,21 +23,25 @@ class AnsweringCache(KVCache):
         passes: The one that is going on.
     """
 
+    needs_attention = True
     pass_class: ClassVar[type[Pass]] = Pass
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         self.passes: Passes[Any] = Passes(self.pass_class)
         self._hook: weakref.finalize[[], Self] | None = None
+        self._last_layer = len(compat.layer_plan(compat.split_model(model)[1]))
         super().__init__(model, offloading=offloading)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if layer_idx == 0 and not torch.compiler.is_compiling():
+        if layer_idx <= self._last_layer and not torch.compiler.is_compiling():
+            self.passes.begin()
             lengths = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin)}
             if len(lengths) > 1:
                 raise UnsupportedError(
                     f"The layers of this cache saw {sorted(lengths)} tokens: a forward pass or a crop failed on the way. "
                     "Call reset() and feed the text again."
                 )
+        self._last_layer = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def activate_past_recording(self) -> None:

@@ -1,12 +1,16 @@
-"""The registered attention `hf_kvcaches`: the door through which a cache layer answers queries itself.
+"""The registered attention `hf_kvcaches`: how a cache layer answers queries itself.
 
-A cache layer may return a `LayerView` in place of keys and values. Models hand it to the attention function unchanged, and ours
-asks it to attend. For ordinary tensors ours does exactly what the model did before: same function, same mask.
+`update` of a layer may return a `LayerView` in place of keys and values. The cache then switches the model's attention to the function
+registered here (`answer_next`), and that function switches it back before it does anything else. So a model carries another attention
+name between the end of `update` and the beginning of the attention function, and at no other time: masks are made by the model, for its
+own implementation, and constructing a cache changes nothing about the model.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,42 +18,55 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_kvcaches import compat
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 NAME = "hf_kvcaches"
 
 
-class _Enabled(str):
-    """The attention's name in a config, which also remembers what stood there before.
+class _Switched(str):
+    """The attention's name in a config, with the implementation to restore.
 
-    A config's attention name is copied and pickled with the model and never written to `config.json`; so is the memory of the
-    implementation to restore, because it is the same object.
+    A config's attention name is copied and pickled with the model and never written to `config.json`; so is what this object remembers.
+
+    Args:
+        previous: The implementation to restore.
+        explicit: Whether `enable` put it there, so that only `disable` takes it away.
     """
 
     previous: str
+    explicit: bool
+    waiting: set[int]
 
-    def __new__(cls, previous: str) -> _Enabled:
+    def __new__(cls, previous: str, explicit: bool) -> _Switched:
         self = super().__new__(cls, NAME)
-        self.previous = previous
+        self.previous, self.explicit = previous, explicit
+        # Threads between their `update` and their attention call.
+        self.waiting = set()
         return self
 
-    def __reduce__(self) -> tuple[type[_Enabled], tuple[str]]:
-        return _Enabled, (self.previous,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Switched, (self.previous, True)) if self.explicit else (str, (self.previous,))
 
 
 class LayerView(ABC):
-    """What a cache layer hands to the attention function when it wants to answer the queries itself."""
+    """What a cache layer returns from `update` when it answers the queries itself.
+
+    Attributes:
+        restores: In a compiled graph, the configs that were switched for this view and the names to give back to them.
+    """
+
+    restores: tuple[tuple[PreTrainedConfig, str], ...] = ()
 
     @abstractmethod
     def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of `query` over what the layer holds.
 
         Args:
             module: The model's attention module.
             query: Rotated queries, (batch, heads, queries, head_dim).
-            mask: What the mask is made of, or a ready mask where the caller of the model passed one.
+            mask: The mask that the model made for its own implementation.
             **kwargs: `scaling`, `dropout`, `softcap` and whatever else the model gives its attention function.
 
         Returns:
@@ -57,132 +74,135 @@ class LayerView(ABC):
         """
 
 
-class MaskRecipe:
-    """The arguments a mask is made from. A mask is made only where one is needed, and once for all layers of a forward pass.
+class _Window(threading.local):
+    """The configs that this thread has switched, and whether they are those of the model that the cache was built with."""
+
+    configs: Sequence[PreTrainedConfig] = ()
+    bound = False
+
+
+_window = _Window()
+_lock = threading.Lock()
+
+
+def answer_next(configs: Sequence[PreTrainedConfig], bound: bool) -> None:
+    """Switches the attention for this thread's next attention call, to which a `LayerView` is on its way.
 
     Args:
-        arguments: What transformers gives its mask functions: `q_length`, `kv_length`, `q_offset`, `kv_offset`, `mask_function`,
-            `attention_mask` (the padding mask), `dtype`, `device` and more.
+        configs: Of the model's attention modules.
+        bound: Whether a call by a module with another config is an error.
     """
+    close_window()  # left open where an interrupt came between `update` and the attention call
+    _window.configs, _window.bound = configs, bound
+    thread = threading.get_ident()
+    for config in configs:
+        with _lock:
+            name = compat.attention_name(config)
+            if not isinstance(name, _Switched):
+                name = _Switched(previous_implementation(config), explicit=name == NAME)
+                compat.set_attention_name(config, name)
+            name.waiting.add(thread)
 
-    # A recipe made ahead by `generate` comes back to the model as its attention mask; four dimensions mean "ready, leave it alone".
-    ndim = 4
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
-        self._made: dict[tuple[str, torch.device | None], Any] = {}
-        self._newest: torch.Tensor | None = None
-        # What transformers asks for where the cache may be compiled. A graph that looked at the padding mask itself, which grows, would
-        # be compiled once more.
-        if arguments.get("q_length") == 1 and arguments.get("allow_is_causal_skip") is False and not torch.compiler.is_compiling():
-            newest = self.newest(1)
-            self._newest = None if newest is None else newest.clone()
+def answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> None:
+    """`answer_next` inside of a compiled graph, which knows neither threads nor interrupts.
 
-    @property
-    def padding(self) -> torch.Tensor | None:
-        """True where a token is real, (batch, tokens seen), or None when nothing is padded."""
-        mask = self.arguments["attention_mask"]
-        return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+    Args:
+        view: On its way to the attention call.
+        configs: Of the model's attention modules.
+    """
+    names = [(config, compat.attention_name(config)) for config in configs]
+    view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
+    for config, _ in view.restores:
+        compat.set_attention_name(config, NAME)
 
-    def newest(self, tokens: int) -> torch.Tensor | None:
-        """True where a new token is real, (batch, tokens), or None when nothing is padded. A graph finds it ready where it can.
 
-        Args:
-            tokens: How many are new.
-        """
-        if self._newest is not None:
-            return self._newest
-        padding, start = self.padding, self.arguments["q_offset"]
+def close_window() -> None:
+    """Switches back what this thread has switched with `answer_next`."""
+    configs, _window.configs = _window.configs, ()
+    thread = threading.get_ident()
+    for config in configs:
+        with _lock:
+            name = compat.attention_name(config)
+            if isinstance(name, _Switched):
+                name.waiting.discard(thread)
+                if not name.waiting and not name.explicit:
+                    compat.set_attention_name(config, name.previous)
+
+
+def _make_mask(**arguments: Any) -> Any:
+    """The mask of the implementation behind ours, for models that `enable` has switched, and for other threads' passes."""
+    tokens, start, padding = arguments["q_length"], arguments["q_offset"], arguments.get("attention_mask")
+    if torch.compiler.is_compiling() and isinstance(start, torch.Tensor) and arguments["kv_length"] == tokens:
+        # A cache that answers inside of a graph asks only which new tokens are real: a mask over all tokens seen grows with each step.
         if padding is None:
             return None
-        if not isinstance(start, torch.Tensor):
-            return padding[:, start : start + tokens]
-        return padding.index_select(1, torch.arange(tokens, device=padding.device) + start.to(padding.device))
-
-    def make(self, implementation: str, device: torch.device | None = None) -> Any:
-        """The mask as the attention of that name wants it.
-
-        Args:
-            implementation: The attention's name.
-            device: Where it is needed. The layers of one model may be on several, and nobody moves a recipe along with a layer's inputs.
-        """
-        if (implementation, None) not in self._made:
-            make = compat.mask_function(implementation)
-            self._made[implementation, None] = None if make is None else make(**self.arguments)
-        made = self._made[implementation, None]
-        if device is None or getattr(made, "device", device) == device:
-            return made
-        if (implementation, device) not in self._made:
-            self._made[implementation, device] = made.to(device)
-        return self._made[implementation, device]
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"this model reads {name!r} from its attention mask, which hf_kvcaches makes only where attention needs it. "
-            "Call hf_kvcaches.disable(model): the model can't be used with caches that answer its queries."
-        )
-
-    def contiguous(self) -> MaskRecipe:
-        """Itself: `generate` asks this of masks that it prepares ahead for compiled forward passes."""
-        return self
-
-
-def _make_recipe(**arguments: Any) -> MaskRecipe:
-    given = arguments.get("attention_mask")
-    return given if isinstance(given, MaskRecipe) else MaskRecipe(arguments)
+        columns = torch.arange(tokens, device=padding.device) + start.to(padding.device)
+        return padding.index_select(1, columns)[:, None, None].bool()
+    make = compat.mask_function(previous_implementation(arguments["config"]))
+    return None if make is None else make(**arguments)
 
 
 def _attend(
     module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     # The first question is much the cheaper one, and asked in every layer of every step.
-    if type(key) is not torch.Tensor and isinstance(key, LayerView) and isinstance(value, LayerView):
-        return key.attend(module, query, attention_mask, **kwargs)
-    return previous_attention(module, query, key, value, attention_mask, **kwargs)
+    if type(key) is torch.Tensor or not isinstance(key, LayerView):
+        return previous_attention(module, query, key, value, attention_mask, **kwargs)
+    if torch.compiler.is_compiling():
+        for config, name in key.restores:
+            compat.set_attention_name(config, name)
+    else:
+        foreign = _window.bound and all(config is not module.config for config in _window.configs)
+        close_window()
+        if foreign:
+            raise ConfigError(
+                "The cache was built with another model than the one that it is used with. Build a cache with this model, or pass it to "
+                "the model that it was built with."
+            )
+    return key.attend(module, query, attention_mask, **kwargs)
 
 
 def previous_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over plain tensors by the implementation that the model had before.
+    """Attention over plain tensors by the model's own implementation.
 
     Args:
         module: The model's attention module.
         query: (batch, heads, queries, head_dim).
         key: (batch, kv_heads, keys, head_dim).
         value: Like `key`.
-        mask: A recipe, a ready mask or None.
+        mask: As the model made it.
         **kwargs: Passed on.
     """
-    implementation = previous_implementation(module.config)
-    if isinstance(mask, MaskRecipe):
-        mask = mask.make(implementation, query.device)
-    result: tuple[torch.Tensor, torch.Tensor | None] = compat.attention_function(implementation, module)(
-        module, query, key, value, mask, **kwargs
-    )
+    function = compat.attention_function(previous_implementation(module.config), module)
+    result: tuple[torch.Tensor, torch.Tensor | None] = function(module, query, key, value, mask, **kwargs)
     return result
 
 
 def previous_implementation(config: PreTrainedConfig) -> str:
-    """The attention implementation behind ours, or the one in force where ours is not enabled."""
-    name = config._attn_implementation
-    if isinstance(name, _Enabled):
+    """The attention implementation behind ours, or the one in force where ours is not."""
+    name = compat.attention_name(config)
+    if isinstance(name, _Switched):
         return name.previous
-    if name != NAME:
-        return name or "eager"
-    # Set by its bare name, as with attn_implementation="hf_kvcaches": nothing stood there before. Softcapping is beyond sdpa, and so are
-    # the attention sinks of some families, which it would leave out without a word.
+    return _fallback(config) if name == NAME else name or "eager"
+
+
+def _fallback(config: PreTrainedConfig) -> str:
+    """What stands behind our name where it was set by itself, as with attn_implementation="hf_kvcaches"."""
+    # Softcapping is beyond sdpa, and so are the attention sinks of some families, which it would leave out without a word.
     return "eager" if getattr(config, "attn_logit_softcapping", None) or not compat.supports_sdpa(config) else "sdpa"
 
 
 def is_enabled(config: PreTrainedConfig) -> bool:
-    """Whether the model of that config asks our attention."""
-    # Asked in every layer of every step; the public property goes through the config's slow attribute access twice.
-    return bool(config._attn_implementation_internal == NAME)
+    """Whether the model of that config was switched to our attention by `enable` or by its name."""
+    name = compat.attention_name(config)
+    return bool(name == NAME) and getattr(name, "explicit", True)
 
 
 def enable(model: Any) -> None:
-    """Switches a model to this package's attention, so that caches can answer its queries. Caches built with the model do it themselves.
+    """Switches a model to this package's attention for good. Only `torch.compile` and caches built without the model need it.
 
     Args:
         model: A transformers model, also inside a PEFT wrapper.
@@ -191,11 +211,11 @@ def enable(model: Any) -> None:
     if not compat.can_switch_attention(base):
         raise UnsupportedError(
             f"model: {type(base).__name__} computes attention itself instead of looking it up in transformers' AttentionInterface, "
-            "so a cache can't answer its queries. Use a cache that hands out plain tensors (GrowingCache), or another model."
+            "so a cache can't answer its queries. Use a cache that returns plain tensors (GrowingCache), or another model."
         )
     for part in compat.models_inside(base):
-        if compat.can_switch_attention(part) and not isinstance(part.config._attn_implementation, _Enabled):
-            part.config._attn_implementation_internal = _Enabled(previous_implementation(part.config))
+        if compat.can_switch_attention(part) and not is_enabled(part.config):
+            compat.set_attention_name(part.config, _Switched(previous_implementation(part.config), True))
 
 
 def disable(model: Any) -> None:
@@ -206,8 +226,10 @@ def disable(model: Any) -> None:
     """
     for part in compat.models_inside(compat.base_model(model)):
         if is_enabled(part.config):
-            part.config._attn_implementation_internal = previous_implementation(part.config)
+            compat.set_attention_name(part.config, previous_implementation(part.config))
 
 
 compat.AttentionInterface.register(NAME, _attend)
-compat.AttentionMaskInterface.register(NAME, _make_recipe)
+compat.AttentionMaskInterface.register(NAME, _make_mask)
+
+MaskRecipe = object

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-
-from hf_kvcaches.core.passes import Pass
 
 # How many attention weights are held at a time.
 PIECE = 2**24
@@ -114,16 +111,3 @@ def observers(window: int | None, valid: torch.Tensor | None, tokens: int, devic
     if window is None:
         return real.float()
     return (real & (real.flip(-1).cumsum(-1).flip(-1) <= window)).float()
-
-
-def given_mask(mask: Any, running: Pass) -> torch.Tensor | None:
-    """A ready mask as True where a query may look, (batch or 1, heads or 1, tokens, tokens seen), or None where there is none.
-
-    Args:
-        mask: What the model gave its attention: of interest if it is a tensor, bool or added to the scores.
-        running: The pass, or a part of it.
-    """
-    if not isinstance(mask, torch.Tensor):
-        return None
-    allowed = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    return allowed[:, :, running.first : running.first + running.tokens, : running.seen + running.tokens]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_kvcaches import compat
 from hf_kvcaches.core import attention, prefill, saving
 from hf_kvcaches.core._model_state import adapters_in_force
+from hf_kvcaches.core.answerable import require_answering, why_not_answering
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 
@@ -60,8 +62,8 @@ class KVCache(Cache, ABC):
     full-attention layers; sliding, linear and shared layers of hybrid models are transformers' own.
 
     Args:
-        model: A transformers model (then its attention is switched to this package's, so that the cache can answer queries) or a
-            config (then it is not, and whatever needs it says so).
+        model: A transformers model, or a config: with a config the attention is switched for models that share this very object, and
+            other models need `hf_kvcaches.enable`.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -80,8 +82,10 @@ class KVCache(Cache, ABC):
         self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
-        if base is not None and (self.needs_attention or compat.can_switch_attention(base)):
-            attention.enable(base)
+        if base is not None and self.needs_attention:
+            require_answering(base, type(self).__name__)
+        # In which configs the attention modules look up their implementation; the cache holds on to them and not to the model.
+        self._attention_configs = (None if base is None else compat.attention_configs(base)) or (self.config,)
         layers = [
             self.make_layer(index) if layer_type in self.own_layer_types else compat.transformers_layer(layer_type, arguments)
             for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config))
@@ -157,20 +161,14 @@ class KVCache(Cache, ABC):
 
     @property
     def attention_enabled(self) -> bool:
-        """Whether the model asks this package's attention, so that layers can answer queries themselves."""
+        """Whether `enable` switched the model's attention for good, as `torch.compile` needs it."""
         return attention.is_enabled(self.config)
 
-    def require_attention(self, purpose: str) -> None:
-        """Raises when the model would not ask the cache's layers.
-
-        Args:
-            purpose: What needs it, as the subject of the message.
-        """
-        if not self.attention_enabled:
-            raise UnsupportedError(
-                f"{purpose} needs the model to ask the cache's attention, and it does not. Build the cache with the model instead of its "
-                "config, or call hf_kvcaches.enable(model) first."
-            )
+    @property
+    def can_answer(self) -> bool:
+        """Whether layers can answer the model's queries themselves."""
+        model = None if self._model is None else self._model()
+        return self.attention_enabled if model is None else why_not_answering(model) is None
 
     @property
     def seen(self) -> int:
@@ -244,11 +242,17 @@ class KVCache(Cache, ABC):
             )
         if self._filled_under is None and not torch.compiler.is_compiling():
             self._filled_under = self._adapters()
-        if not self.offloading:
-            held: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
-            return held
-        result: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return result
+        held: tuple[torch.Tensor, torch.Tensor]
+        if self.offloading:
+            held = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        else:
+            held = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+        if type(held[0]) is not torch.Tensor and isinstance(held[0], attention.LayerView):
+            if torch.compiler.is_compiling():
+                attention.answer_in_graph(held[0], self._attention_configs)
+            else:
+                attention.answer_next(self._attention_configs, bound=self._model is not None)
+        return held
 
     def reset(self) -> None:
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
@@ -308,6 +312,7 @@ class KVCache(Cache, ABC):
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         memo[id(self.config)] = self.config
+        memo[id(self._attention_configs)] = self._attention_configs
         for name, value in vars(self).items():
             setattr(copied, name, copy.deepcopy(value, memo))
         if self.takes_over_prefill and self._model is not None and (model := self._model()) is not None:
@@ -315,14 +320,32 @@ class KVCache(Cache, ABC):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        # A weak reference can't be pickled, and the model must not travel with each cache.
-        return {**vars(self), "_model": None}
+        # A weak reference can't be pickled, and the model must not travel with each cache: it is found again in the same process.
+        model = None if self._model is None else self._model()
+        return {**vars(self), "_model": None if model is None else _name_of(model), "_attention_configs": (self.config,)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        model = _named.get(state["_model"])
+        self._model = None if model is None else weakref.ref(model)
+        if model is not None:
+            self.config, self._attention_configs = compat.decoder_config(model.config), compat.attention_configs(model)
 
     def __repr__(self) -> str:
         report = self.report()
-        attends = "" if not self.needs_attention or self.attention_enabled else ", attention not enabled"
         held = f"seen={report.seen}, kept={_summarise(report.kept)}, {report.bytes / 2**20:.2f} MiB"
-        return f"{report.cache}({len(self.layers)} layers, {held}{attends})"
+        return f"{report.cache}({len(self.layers)} layers, {held})"
+
+
+_names: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+_named: weakref.WeakValueDictionary[str, PreTrainedModel] = weakref.WeakValueDictionary()
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    """A name that no other model has, in this process or another, for pickled caches."""
+    name = _names.setdefault(model, uuid.uuid4().hex)
+    _named[name] = model
+    return name
 
 
 def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:

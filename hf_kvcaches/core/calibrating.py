@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches import compat
-from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError
 
 
@@ -50,18 +47,6 @@ def sequences(texts: Iterable[str | Sequence[int]], tokenizer: Tokenized, model:
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise ConfigError.of(f"texts[{index}]", f"token ids of 0 to {vocabulary - 1}", (int(ids.min()), int(ids.max())))
         yield ids.to("cpu", torch.long)
-
-
-@contextmanager
-def as_found(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode; in the end every module's mode and attention implementation are what they were."""
-    implementations = [(part.config, part.config._attn_implementation_internal) for part in compat.models_inside(model)]
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        for config, implementation in implementations:
-            config._attn_implementation_internal = implementation
 
 
 def process() -> tuple[int, int]:

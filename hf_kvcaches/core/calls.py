@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView, MaskRecipe
+from hf_kvcaches.core.attention import LayerView, close_window
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -18,12 +18,12 @@ class Call:
 
     Args:
         module: The module.
-        mask: What it was given as its mask.
+        mask: The mask that the model made.
         options: Its other arguments.
     """
 
     module: nn.Module
-    mask: MaskRecipe | torch.Tensor | None
+    mask: torch.Tensor | None
     options: dict[str, Any]
 
     @property
@@ -59,10 +59,10 @@ class AnsweringLayer(Protocol):
     """A layer that takes new tokens together with their queries.
 
     Attributes:
-        no_tensors: Why it has no keys and values to read from, and what to do instead: the end of an error.
+        cache_name: The class of the cache, for errors.
     """
 
-    no_tensors: ClassVar[str]
+    cache_name: ClassVar[str]
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim)."""
@@ -79,11 +79,37 @@ class NewTokens(LayerView):
 
     def __init__(self, layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
+        self.attended = False
 
     def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.attended:
+            raise UnsupportedError(
+                f"{type(module).__name__} attends twice to the keys of one layer, as models do whose layers share keys. "
+                "This cache takes a layer's tokens when they are attended to, so it can't be used with this model."
+            )
+        self.attended = True
         return self.layer.attend(query, self.keys, self.values, Call(module, mask, kwargs)), None
 
     def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(f"This model reads {name!r} from the keys or values that its cache returns, and {self.layer.no_tensors}")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._refusal(repr(name))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._refusal("a slice")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        everything = [*args, *(kwargs or {}).values()]
+        flat = [item for arg in everything for item in (arg if isinstance(arg, list | tuple) else [arg])]
+        raise next(item for item in flat if isinstance(item, cls))._refusal(getattr(function, "__name__", str(function)))
+
+    def _refusal(self, what: str) -> UnsupportedError:
+        close_window()
+        return UnsupportedError(
+            f"The model asks its own attention for {what} of the keys or values that {self.layer.cache_name} returns. Either it computes "
+            "with keys and values outside of transformers' AttentionInterface, and needs a cache that returns plain tensors; or the cache "
+            "was built without this model: build it with the model, or call hf_kvcaches.enable(model)."
+        )

@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention, previous_implementation
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.slots import slot_attention
 
 
 class GrowingLayer(TensorLayer):
@@ -130,64 +127,13 @@ def capacity_for(slots: int, reserve: int = 8) -> int:
     return slots + max(64, slots // reserve)
 
 
-class DenseView(torch.Tensor):
-    """All keys (or values) in order, attended to by what is fastest for one new token on a CPU.
-
-    An ordinary tensor to all but our attention. A model that computes with what the cache gives it, or that does not ask our
-    attention after all (another one than the cache was built with, or after a change of its implementation), loses only the speed.
-    """
-
-    other: torch.Tensor
-    # Whatever is computed from it is an ordinary tensor, without a detour through Python.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def pair(keys: torch.Tensor, values: torch.Tensor) -> tuple[DenseView, DenseView]:
-        """The views of keys and values that belong together.
-
-        Args:
-            keys: (batch, kv_heads, tokens, head_dim).
-            values: Like `keys`.
-        """
-        key_view, value_view = keys.as_subclass(DenseView), values.as_subclass(DenseView)
-        key_view.other = values
-        return key_view, value_view
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        implementation = previous_implementation(module.config)
-        made = mask.make(implementation) if isinstance(mask, MaskRecipe) else mask
-        extras = kwargs.get("softcap") is None and kwargs.get("position_bias") is None and not kwargs.get("dropout")
-        if implementation != "sdpa" or not extras or kwargs.get("scaling") is None or not _is_plain(made, self.shape[-2]):
-            return previous_attention(module, query, self, self.other, made, **kwargs)
-        # Faster with ordinary tensors, and nothing is copied.
-        keys, values = self.as_subclass(torch.Tensor), self.other.as_subclass(torch.Tensor)
-        valid = None if made is None else made[:, 0]
-        return slot_attention(query, keys, values, kwargs["scaling"], valid=valid, backend="torch", check=False)
-
-
-LayerView.register(DenseView)
-
-
-def _is_plain(mask: torch.Tensor | None, tokens: int) -> bool:
-    """Whether a mask says only which tokens take part.
-
-    Args:
-        mask: As made for sdpa, or None.
-        tokens: The number of keys.
-    """
-    return mask is None or (mask.dtype == torch.bool and mask.shape[1:3] == (1, 1) and mask.shape[-1] == tokens)
-
-
 class GrowingCache(KVCache):
     """Keeps every token, like `DynamicCache`, without copying the whole cache for each new one.
 
     The ground that lossy caches are measured from, and what a cache with nothing to save falls back to.
 
-    **Departs from** `DynamicCache`: a decoding step writes one slot into a buffer instead of concatenating. On a CPU, in float32, a model
-    that uses sdpa attends to a single new token by a kernel made for that, equal up to rounding. Rows, cropping, saving and
-    copying work alike. Sliding, linear and shared layers of hybrid models are transformers' own.
+    **Departs from** `DynamicCache`: a decoding step writes one slot into a buffer instead of concatenating. Rows,
+    cropping, saving and copying work alike. Sliding, linear and shared layers of hybrid models are transformers' own.
 
     **Refuses**: `torch.compile` of the cache itself (`is_compileable` is False; a compiled model is fine).
 
@@ -198,18 +144,5 @@ class GrowingCache(KVCache):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
-    kernel_from: ClassVar[int] = 2**18
-    """From how many elements of a layer's keys on (2**18 are a megabyte) the kernel for single tokens is used."""
-
     def make_layer(self, layer_idx: int) -> GrowingLayer:
         return GrowingLayer()
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        # In half precision the fused kernel's float32 sums are worth its time, and with few keys the way to ours costs more than it saves.
-        alone = key_states.shape[-2] == 1 and key_states.dtype == torch.float32 and key_states.device.type == "cpu"
-        if not alone or keys.numel() < self.kernel_from or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return keys, values
-        if self.attention_enabled and isinstance(self.layers[layer_idx], GrowingLayer):
-            return DenseView.pair(keys, values)
-        return keys, values

@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 
-from hf_kvcaches.core.attention import MaskRecipe
+from hf_kvcaches.core.masks import TokenMask
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -15,24 +15,20 @@ class Pass:
     """What all layers of one forward pass share: which new tokens are real, where the model put them, and what was made of it so far.
 
     Args:
-        mask: What the model gave its attention.
+        mask: What the model's mask says.
         position_ids: The model's positions of the new tokens, (batch or 1, tokens), or None where it does not tell.
         seen: Tokens fed in before.
         tokens: New ones.
         device: Of keys and queries.
+        whole: Whether these are all new tokens of the model's call.
     """
 
     def __init__(
-        self, mask: MaskRecipe | torch.Tensor | None, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device
+        self, mask: TokenMask, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device, whole: bool = True
     ) -> None:
-        self.key = (mask, position_ids, seen, tokens, device)
-        self.seen, self.tokens, self.device = seen, tokens, device
-        self.first, self.whole = 0, True  # where it begins in the model's call, and whether it is all of it
-        padding = mask.padding if isinstance(mask, MaskRecipe) else None
-        valid = None if padding is None else padding[:, seen : seen + tokens].to(device).bool()
-        self.valid = None if valid is None or bool(valid.all()) else valid
-        self.real_before = None if padding is None else padding[:, :seen].sum(-1, keepdim=True).to(device)
-        self.position_ids = _text_positions(position_ids)
+        self.mask, self.seen, self.tokens, self.device, self.whole = mask, seen, tokens, device, whole
+        self.valid, self.real_before, self.allowed = mask.valid, mask.real_before, mask.allowed
+        self.position_ids = position_ids
         self._shared: dict[Any, Any] = {}
         self._parts: dict[tuple[int, int], Self] = {}
         self._start: int | Literal[False] | None = False
@@ -47,17 +43,10 @@ class Pass:
         if (start, stop) == (0, self.tokens):
             return self
         if (start, stop) not in self._parts:
-            mask, ids, seen, _, device = self.key
-            own = None if ids is None else ids[..., start:stop]
-            part = self._parts[start, stop] = type(self)(mask, own, seen + start, stop - start, device)
-            part.first, part.whole = self.first + start, False
+            ids = None if self.position_ids is None else self.position_ids[..., start:stop]
+            mask = self.mask.part(start, stop, self.seen)
+            self._parts[start, stop] = type(self)(mask, ids, self.seen + start, stop - start, self.device, False)
         return self._parts[start, stop]
-
-    def matches(self, mask: Any, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device) -> bool:
-        """Whether this is the pass that a layer is in."""
-        own = self.key
-        # By identity: a recipe and its positions are made anew for each forward pass, and are kept alive here.
-        return mask is not None and own[0] is mask and own[1] is position_ids and own[2:] == (seen, tokens, device)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """What another layer has made under that key already, or what `make` gives.
@@ -115,6 +104,11 @@ class Passes(Generic[P]):
         self.kind = kind
         self.drafts: int | None = None
         self._current: P | None = None
+        self._arguments: tuple[Any, ...] = ()
+
+    def begin(self) -> None:
+        """Says that another pass begins."""
+        self._current = None
 
     def enter(self, mask: Any, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device) -> P:
         """The pass with these arguments: the running one, or a new one.
@@ -126,8 +120,12 @@ class Passes(Generic[P]):
             tokens: New ones.
             device: Of keys and queries.
         """
-        if self._current is None or not self._current.matches(mask, position_ids, seen, tokens, device):
-            self._current = self.kind(mask, position_ids, seen, tokens, device)
+        arguments = (seen, tokens, device)
+        # Masks by identity: a model may have several in one pass, and what is kept here is not freed meanwhile.
+        if self._current is None or self._arguments[0] is not mask or self._arguments[1:] != arguments:
+            read = TokenMask.read(mask, seen, tokens)
+            self._current = self.kind(_on(read, device), _text_positions(position_ids), seen, tokens, device)
+            self._arguments = (mask, *arguments)
         return self._current
 
     def block_length(self, tokens: int, begun: bool, recording: bool) -> int:
@@ -151,6 +149,11 @@ class Passes(Generic[P]):
 
     def __reduce__(self) -> tuple[type[Passes[P]], tuple[type[P]]]:
         return Passes, (self.kind,)
+
+
+def _on(mask: TokenMask, device: torch.device) -> TokenMask:
+    parts = (mask.valid, mask.real_before, mask.allowed)
+    return TokenMask(*(None if part is None else part.to(device) for part in parts))
 
 
 def _text_positions(ids: torch.Tensor | None) -> torch.Tensor | None:

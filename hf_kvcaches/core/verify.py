@@ -13,7 +13,6 @@ import torch
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import disable
 from hf_kvcaches.core.cache import KVCache, measured_bytes
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -116,7 +115,7 @@ def verify(
     compared; the run ends early once all rows have. Both runs see the same padding.
 
     The logits of the first run, `steps x batch x vocabulary` in the model's dtype, stay in memory until the second is done.
-    The model's training modes and attention implementation are afterwards what they were before.
+    The model's training modes are afterwards what they were before.
 
     Args:
         model: A decoder-only transformers model, bare or wrapped by PEFT.
@@ -127,7 +126,7 @@ def verify(
         prefill_chunk_size: Feeds the prompt to the cache under test in pieces of this many tokens.
     """
     runner = _Runner(model, *_checked(model, make_cache, inputs, max_new_tokens, prefill_chunk_size))
-    with evaluating(runner.model), attention_kept(model):
+    with evaluating(runner.model):
         reference = DynamicCache(config=runner.model.config)
         steps, reference_seconds = runner.greedy(reference, max_new_tokens)
         reference_bytes = cache_bytes(reference)
@@ -174,21 +173,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-
-
-@contextmanager
-def attention_kept(model: Any) -> Iterator[None]:
-    """Puts the model's attention implementation back on leaving, if something inside (making a cache, say) switched it.
-
-    Args:
-        model: A transformers model.
-    """
-    before = model.config._attn_implementation
-    try:
-        yield
-    finally:
-        if model.config._attn_implementation != before:
-            disable(model)
 
 
 @contextmanager

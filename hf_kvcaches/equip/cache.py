@@ -88,8 +88,6 @@ class EquipCache(AnsweringCache):
         self._book: PageBook | None = None
         self._frames: list[Frames] = []
         super().__init__(model, offloading=offloading)
-        if self.policy.observes != 0:
-            self.require_attention(f"policy {self.policy.name or type(self.policy).__name__!r}")
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
@@ -168,7 +166,6 @@ class EquipCache(AnsweringCache):
             stop: The one after the last; `start` to insert only.
             new_ids: Token ids, (tokens,) or (rows, tokens); none to delete only.
         """
-        self.require_attention("edit")
         ids = torch.as_tensor(new_ids, dtype=torch.long)
         if ids.ndim not in (1, 2):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hf_kvcaches.core.attention import MaskRecipe, is_enabled, previous_attention
+from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.equip.budgets import check_budget, slots_for
 from hf_kvcaches.equip.frames import Frames, Turn
 from hf_kvcaches.equip.storage import SlotStorage
@@ -89,7 +89,7 @@ class ClockedStorage(SlotStorage):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` may take single tokens: the oldest goes, and the far keys are the sinks."""
-        if not self.settings.policy.order_only or self.frames.unrotated or not is_enabled(self.config):
+        if not self.settings.policy.order_only or self.frames.unrotated:
             return False
         if self.recording is not None or self.gappy:
             return False
@@ -271,12 +271,23 @@ def attend(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: t
         raise UnsupportedError(
             "torch.compile: several tokens at once can be compiled as the first ones only. Feed them to the uncompiled model, or singly."
         )
-    if call.bias is not None or (isinstance(call.mask, torch.Tensor) and not first):
-        raise UnsupportedError("torch.compile: EquipCache can't compile steps with a position bias or a mask of four dimensions.")
-    real = call.mask.newest(tokens) if isinstance(call.mask, MaskRecipe) else None
-    if real is not None:
-        torch._assert_async(real.all(), "EquipCache: padding among the new tokens of a compiled call. Feed them to the uncompiled model.")
+    if call.bias is not None or (call.mask is not None and call.mask.shape[-1] != tokens):
+        raise UnsupportedError(
+            "torch.compile: EquipCache can't compile steps with a position bias or a mask over more than the new tokens."
+        )
+    if call.mask is not None:
+        torch._assert_async(
+            _newest(call.mask).all(),
+            "EquipCache: padding among the new tokens of a compiled call. Feed them to the uncompiled model. If no new token is padding, "
+            "call hf_kvcaches.enable(model) before the model is compiled.",
+        )
     return _first_block(layer, query, keys, values, call) if first else _step(layer, query, keys, values, call)
+
+
+def _newest(mask: torch.Tensor) -> torch.Tensor:
+    """True where a new token is real, as the last query's row of a mask of the new tokens says."""
+    newest = mask[:, 0, -1]
+    return newest if newest.dtype == torch.bool else newest == 0
 
 
 def _first_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:

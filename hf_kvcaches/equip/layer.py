@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.core.attention import is_enabled
 from hf_kvcaches.core.calls import Call, NewTokens
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip import compiled, editing, pruning, steps
@@ -23,10 +22,7 @@ class EquipLayer(PlacedSlots):
     """Keeps at most a budget of tokens; a new one is written over the one that goes."""
 
     is_croppable = True
-    no_tensors = (
-        "EquipCache returns slots. Call hf_kvcaches.disable(model) and build the cache with the model's config, so that it hands out "
-        "plain tensors."
-    )
+    cache_name = "EquipCache"
 
     def __init__(self, settings: Settings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
         super().__init__(settings, frames, passes, config)
@@ -35,16 +31,15 @@ class EquipLayer(PlacedSlots):
         self.has_plain_ring = self.policy.order_only and self.has_buffer and not frames.unrotated
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if is_enabled(self.config):
-            # Nobody makes a mask from these in a graph, which would take growing numbers for constants.
-            return (query_length, 0) if torch.compiler.is_compiling() else super().get_mask_sizes(query_length)
-        held = self.filled + query_length
-        if query_length == 1 and self.filled:
-            held = min(held, self.slots)
-        return held, self.seen + query_length - held
+        if torch.compiler.is_compiling():
+            # Any number but that of the new tokens would grow with each step, and a graph would take it for a constant.
+            return query_length, 0
+        if query_length == 1 and self.is_compileable:
+            return 1, self.seen  # `generate` makes this mask ahead, for a graph to come
+        return super().get_mask_sizes(query_length)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Takes the new tokens; returns a view that attends to all, or plain tensors where the model asks its own attention.
+        """Returns a view that takes the new tokens and attends to all.
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
@@ -55,8 +50,6 @@ class EquipLayer(PlacedSlots):
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if not is_enabled(self.config):
-            return self._update_plainly(key_states, value_states)
         view = NewTokens(self, key_states, value_states)
         return view, view
 
@@ -100,8 +93,8 @@ class EquipLayer(PlacedSlots):
         key = ("padding", None if self.first is None else id(self.first), self.fed)
         if not running.shared(key, lambda: bool((before == held).all())):
             raise UnsupportedError(
-                "attention_mask: it hides other tokens than when they were fed in, or the cache was filled before "
-                "hf_kvcaches.enable(model). Use a new cache; evict() forgets tokens that are to be hidden."
+                "attention_mask: it hides other tokens than when they were fed in. Use a new cache; evict() forgets tokens that are to be "
+                "hidden."
             )
 
     def take(
@@ -188,40 +181,3 @@ class EquipLayer(PlacedSlots):
         """Makes final what came."""
         if self.recording is not None:
             self.recording.clear()
-
-    def _update_plainly(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots as plain tensors, for a model that attends by itself."""
-        tokens = keys.shape[2]
-        needs = "rope='on_read' and 'rotated_keys' need" if self.frames.unrotated else f"{type(self.policy).__name__} needs"
-        if self.policy.observes != 0 or self.frames.unrotated or self.recording is not None:
-            needs = "taking tokens back needs" if self.recording is not None else needs
-            raise UnsupportedError(
-                f"{needs} the model to ask the cache's attention, and it does not. Build the cache with the model instead of its "
-                "config, or call hf_kvcaches.enable(model) first."
-            )
-        apart = self.first is not None or self.kept_rows is not None or self.offset_rows is not None
-        if apart or (self.frames.two and self.fed and self.kept_count + self.frame_offset != self.seen):
-            raise UnsupportedError(
-                "This cache holds rows that differ, or keys that were moved, and the model no longer asks its attention. Call "
-                "hf_kvcaches.enable(model), or reset() the cache."
-            )
-        self.own(torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad))
-        running = TurningPass(None, None, self.seen, tokens, keys.device)
-        if not self.fed:
-            self.resolve(running, tokens)
-        if keys.shape[0] > 1 and self.filled + tokens > self.slots:
-            raise UnsupportedError(
-                "A batch may be padded, and EquipCache does not see the padding, because the model does not ask its attention. Build the "
-                "cache with the model instead of its config, call hf_kvcaches.enable(model) first, or give it one row at a time."
-            )
-        if tokens == 1 and self.fed:
-            slot = steps.insert(self, keys, values, running)
-            steps.observe(self, None, slot, running)
-            result = self.near_keys(running), self.held_now()[1]
-        else:
-            result = keys, values
-            if self.used:
-                result = torch.cat([self.near_keys(running), keys], 2), torch.cat([self.held_now()[1], values], 2)
-            pruning.prune_block(self, keys, values, running)
-        self.seen += tokens
-        return result

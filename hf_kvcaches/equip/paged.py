@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_kvcaches.core.attention import is_enabled
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip.frames import Frames, TurningPass
@@ -255,18 +254,6 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
         super().__init__(settings, frames, passes, config)
         self.book, self.index, self.room = book, len(book.layers), 0
         book.layers.append(LayerPages(settings.budget))
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        enabled, rows, tokens = is_enabled(self.config), key_states.shape[0], key_states.shape[-2]
-        if not enabled:
-            self.own(torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad))
-            self.check_new_tokens(key_states, value_states)
-            wanted = self.pages.after([tokens] * rows, tokens)
-            self.book.provide([(self.pages, wanted)])
-        result = super().update(key_states, value_states, *args, **kwargs)
-        if not enabled:
-            self._took(wanted)
-        return result
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         call.check("EquipCache")

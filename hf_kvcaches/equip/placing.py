@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.core.attention import is_enabled
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.equip import pruning
 from hf_kvcaches.equip.frames import TurningPass
@@ -19,8 +18,7 @@ class PlacedSlots(SlotState):
     def rebase_if_due(self) -> None:
         """Brings the near frame back to the far one where it has gone too far ahead for exact angles."""
         offset, limit = self.frame_offset, self.frames.limit
-        # Where the model attends by itself, nobody turns its queries.
-        if not self.frames.two or not is_enabled(self.config) or (offset < limit if isinstance(offset, int) else self.fed % limit):
+        if not self.frames.two or (offset < limit if isinstance(offset, int) else self.fed % limit):
             return
         near = self.slot_positions() >= self.near_start
         delta = torch.where(near, -torch.as_tensor(offset, device=near.device), 0)
@@ -219,7 +217,6 @@ class PlacedSlots(SlotState):
         alike = bool((offset == offset[:1, :1]).all())
         self.offset, self.offset_rows = (int(offset[0, 0, 0]), None) if alike and same else (0, offset.expand_as(kept).contiguous())
         if not same:
-            self.reserve(self.slots)
             return
         self.cursor = self.settings.sinks
         # Before a ring is full, its first tokens would have to change their frame; where there is but one it does not matter.

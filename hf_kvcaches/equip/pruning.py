@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_kvcaches.core.attention import previous_attention
-from hf_kvcaches.core.blocks import Visibility, block_attention, given_mask, observers
+from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
@@ -175,7 +175,7 @@ def _attend(
         if turn is not None:
             query, keys = turn(query), turn(keys)
     kept = layer.used
-    given = _given(layer, call, running)
+    given = _given(layer, running)
     if not layer.fed and running.whole and given is None and call.bias is None:
         output, _ = previous_attention(call.module, query, keys, values, call.mask, **call.options)
         output = output.to(values.dtype)
@@ -202,9 +202,9 @@ def _attend(
     return result, observed
 
 
-def _given(layer: EquipLayer, call: Call, running: TurningPass) -> torch.Tensor | None:
-    """A mask of the caller's own over slots and new tokens, (batch or 1, 1, tokens, slots + tokens)."""
-    allowed, tokens = given_mask(call.mask, running), running.tokens
+def _given(layer: EquipLayer, running: TurningPass) -> torch.Tensor | None:
+    """A mask of the model's own over slots and new tokens, (batch or 1, 1, tokens, slots + tokens)."""
+    allowed, tokens = running.allowed, running.tokens
     if allowed is None or (not layer.used and allowed.shape[1] == 1):
         return allowed if allowed is None or not layer.fed else allowed[..., -tokens:]
     if allowed.shape[1] != 1 or layer.slot_positions().shape[1] != 1:

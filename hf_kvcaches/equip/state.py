@@ -244,7 +244,6 @@ class SlotState(ClockedStorage):
         if self.kept_rows is not None:
             return
         assert self.positions is not None
-        self.reserve(self.slots)
         shape = (*self.positions.shape[:2], 1)
         self.kept_rows = self.positions.new_full(shape, self.filled, dtype=torch.long)
         if self.offset_rows is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_kvcaches.core.blocks import Visibility, block_attention, given_mask
+from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.equip.state import UNKNOWN
 from hf_kvcaches.equip.tokens import Tokens, ages
@@ -38,7 +38,7 @@ def turn_ring(
     key_buffer, value_buffer = layer.keys, layer.values
     if counters["filled"] < slots or layer.positions is not None or counters["offset_rows"] is not None or running.valid is not None:
         return False
-    if counters["offset"] >= frames.limit or torch.is_grad_enabled() or isinstance(call.mask, torch.Tensor) or call.bias is not None:
+    if counters["offset"] >= frames.limit or torch.is_grad_enabled() or running.allowed is not None or call.bias is not None:
         return False
     assert key_buffer is not None
     assert value_buffer is not None
@@ -162,6 +162,8 @@ def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor
     live = None if running.valid is None else running.valid[:, None]
     if live is not None:
         layer.pass_over(running.valid, 1)
+    if layer.kept_rows is not None:
+        layer.reserve(min(layer.slots, layer.fed + 1))  # no row keeps more than came
     positions, near_start = layer.positions, layer.near_start + 1
     assert positions is not None
     if layer.frames.two:
@@ -237,8 +239,8 @@ def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: TurningP
         running: The pass.
     """
     valid = layer.holding()
-    if isinstance(call.mask, torch.Tensor):
-        given = _given(layer, call, running)
+    if running.allowed is not None:
+        given = _given(layer, running.allowed)
         valid = given if valid is None else valid & given
     frames, place, offset = layer.frames, layer.place, layer.frame_offset
     want = layer.policy.observes != 0
@@ -263,10 +265,8 @@ def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: TurningP
     return layer.attend_held(query, call, valid=valid, far=far, far_query=far_query, ranks=ranks, want_weights=want)
 
 
-def _given(layer: EquipLayer, call: Call, running: TurningPass) -> torch.Tensor:
-    """What a mask of the caller's own says about the slots, (batch or 1, 1 or kv_heads, slots)."""
-    allowed = given_mask(call.mask, running)
-    assert allowed is not None
+def _given(layer: EquipLayer, allowed: torch.Tensor) -> torch.Tensor:
+    """What a mask of the model's own says about the slots, (batch or 1, 1 or kv_heads, slots)."""
     if allowed.shape[1] != 1:
         raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")
     held = layer.kept_positions()[:, :, : layer.used].clamp(min=0)

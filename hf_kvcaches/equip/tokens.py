@@ -42,8 +42,7 @@ class Tokens:
         """`attention`, or an error that says how to get it."""
         if self.attention is None:
             raise UnsupportedError(
-                "This policy scores by attention, and the model didn't ask the cache's. Build the cache with the model instead of its "
-                "config, or call hf_kvcaches.enable(model) first."
+                "This policy scores by attention, and these tokens came without: it was not asked to observe any. Set `observes`."
             )
         return self.attention
 

@@ -85,7 +85,6 @@ class SubspaceCache(AnsweringCache):
         self._settings = Settings(sinks, recent, coefficients, bases_dtype, backend, bool(shadow))
         self._budget: SharedBudget | None = None
         super().__init__(model, offloading=offloading)
-        self.require_attention("SubspaceCache")
         if bases is not None:
             bases.require_model(model)
 

@@ -14,12 +14,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
+from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.calibrating import Tokenized, as_found, process, sequences
+from hf_kvcaches.core.calibrating import Tokenized, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.subspace.bases import BasesSettings, SubspaceBases
 from hf_kvcaches.subspace.fitting import Choices, fit
@@ -55,7 +56,7 @@ class _MeterView(LayerView):
         self.outputs: list[torch.Tensor] = []
 
     def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         traced = torch.is_grad_enabled()
         # Layers that share another's keys come back with the same view.
@@ -159,7 +160,7 @@ def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[i
         warnings.warn(f"metric='loss' needs gradients, and {type(base).__name__} has none: {why}. Using 'attention'.", stacklevel=3)
         choices = replace(choices, metric="attention")
     blocks: Iterable[_Block] = enumerate(_blocks(sequences(texts, used_tokenizer, base), block, reading.max_tokens))
-    with as_found(base), torch.no_grad():
+    with evaluating(base), torch.no_grad():
         cache = MeterCache(base, choices, block)
         sampler = Sampler()
         count, tokens = _read(base, cache, sampler, blocks, reading, isinstance(texts, Sequence))
@@ -249,7 +250,7 @@ def _loss_of_drawn(logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor
 
 def _no_gradients(base: PreTrainedModel, choices: Choices) -> str | None:
     """Why a loss can't be followed back to the keys of all layers, tried on two tokens; None if it can."""
-    with as_found(base):
+    with evaluating(base):
         cache = MeterCache(base, choices, 2)
         try:
             _pass(base, cache, [0], torch.zeros(1, 2, dtype=torch.long))

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.core.attention import is_enabled, previous_attention
-from hf_kvcaches.core.blocks import Visibility, block_attention, given_mask
+from hf_kvcaches.core.attention import previous_attention
+from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.core.calls import Call, NewTokens
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -53,7 +53,7 @@ class SubspaceLayer(SubspaceStore):
     """Keeps a few tokens exactly, and of all others only their coefficients."""
 
     is_croppable = True
-    no_tensors = "SubspaceCache has none to give. Use another cache with it."
+    cache_name = "SubspaceCache"
 
     def __init__(
         self, settings: Settings, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig, groups: int
@@ -70,11 +70,6 @@ class SubspaceLayer(SubspaceStore):
             *args: Ignored.
             **kwargs: Ignored.
         """
-        if not is_enabled(self.config):
-            raise UnsupportedError(
-                "SubspaceCache answers queries itself, and this model does not ask it. Build the cache with the model instead of its "
-                "config, or call hf_kvcaches.enable(model) first."
-            )
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -218,14 +213,14 @@ class SubspaceLayer(SubspaceStore):
         return found[0], found[1]
 
     def _seen(self, call: Call, running: Pass, held: Held, pieces: list[Piece]) -> Seen:
-        """What each new query may see: what its row has, and a mask of the caller's own allows."""
+        """What each new query may see: what its row has, and a mask of the model's own allows."""
         places = [piece.places for piece in pieces]
         middle = None
         if any(each.inside is not None for each in places):
             inside = [torch.ones_like(each.index, dtype=torch.bool) if each.inside is None else each.inside for each in places]
             middle = torch.cat(inside, 1)[:, None]
         exact = None if held.exact is None else held.exact[:, None]
-        allowed = given_mask(call.mask, running)
+        allowed = running.allowed
         if allowed is None:
             return Seen(exact, middle)
         if allowed.shape[1] != 1:
@@ -254,7 +249,7 @@ class SubspaceLayer(SubspaceStore):
 
     def _attend_mixed(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:
         """Attention of several new tokens to themselves and to what is held, which is decoded for them."""
-        all_keys, all_values, given = [keys], [values], given_mask(call.mask, running)
+        all_keys, all_values, given = [keys], [values], running.allowed
         slots: torch.Tensor | None = None
         if self.seen:
             # What is held, then the new tokens.

@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core._model_parts import tokenizer_part
-from hf_kvcaches.core.calibrating import Tokenized, as_found, process, sequences
+from hf_kvcaches.core.calibrating import Tokenized, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
 from hf_kvcaches.translate.head import CODE_DTYPES
 from hf_kvcaches.translate.maps import Maps
@@ -302,7 +303,7 @@ def fit(
         raise ConfigError.of("recompute_layers", f"fewer than the {pair.layers} layers there are", wanted.recompute_layers)
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 8:
         raise ConfigError.of("max_length", "at least 8 tokens", max_length)
-    with as_found(pair.producer), as_found(pair.consumer):
+    with evaluating(pair.producer), evaluating(pair.consumer):
         prefixes = [ids[:max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
         routed = wanted.patch_layers is not None and wanted.method != "cross_layer" and len(sent) > 0
         apart = _kept_apart(prefixes) if routed else []

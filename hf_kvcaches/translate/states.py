@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,9 +17,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
+from hf_kvcaches.core.answerable import require_answering
+from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.calibrating import as_found
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.only_layers import LookedEnough, only_layers
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
@@ -137,7 +137,7 @@ class ReadingCache(KVCache):
         super().__init__(model if queries is not None else compat.decoder_config(model.config))
         require_plain_layers(self.config)
         if queries is not None:
-            self.require_attention("The metric 'attention'")
+            require_answering(model, "The metric 'attention'")
 
     def make_layer(self, layer_idx: int) -> KVLayer:
         return _ReadingLayer(self, layer_idx)
@@ -183,7 +183,7 @@ class _QueryView(LayerView):
         self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
 
     def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.cache.on_queries is not None
         self.cache.on_queries(self.layer_idx, module, query, self.keys, self.values, kwargs)
@@ -224,8 +224,7 @@ def read_states(
     def keep(index: int, given: torch.Tensor) -> None:
         inputs[index] = given[tokens.real]
 
-    # A cache that looks at queries switches the model's attention.
-    with nullcontext() if queries is None else as_found(model), watch_inputs(model, hidden, keep), suppress(LookedEnough):
+    with watch_inputs(model, hidden, keep), suppress(LookedEnough):
         cache = ReadingCache(model, queries)
         cache.on_layer = take
         run_base(model, cache, tokens)

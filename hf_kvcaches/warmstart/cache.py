@@ -117,7 +117,7 @@ class WarmStartCache(SplicingCache):
         super().__init__(model, offloading=offloading)
         if self.model is not library.model and not library.fits_model(self.model):
             raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
-        moves = self.approximates or (strategy == "slots" and library.correction is not None and self.attention_enabled)
+        moves = self.approximates or (strategy == "slots" and library.correction is not None and self.can_answer)
         if strategy in ("slots", "align") and not moves:
             why = self.rotation.why or "this model computes attention its own way"
             raise UnsupportedError(f"strategy={strategy!r}: {why}. Use strategy='exact', or 'auto'.")

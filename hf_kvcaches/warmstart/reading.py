@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
+from hf_kvcaches.core.answerable import require_answering
+from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.only_layers import alone
@@ -43,7 +44,7 @@ class _Heard(LayerView):
         self.layer, self.keys, self.values = layer, keys, values
 
     def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.layer.query, self.layer.scaling = query[:, :, -1], Call(module, mask, kwargs).scaling
         return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
@@ -77,7 +78,7 @@ def read_prompt(model: PreTrainedModel, ids: torch.Tensor) -> PromptStates:
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ConfigError.of("ids", "one prompt of at least two tokens, (1, tokens)", tuple(ids.shape))
     cache = _ReadCache(model)
-    cache.require_attention("A warm start")
+    require_answering(model, "A warm start")
     # Another thread may be running parts of the model meanwhile, for which its layers are exchanged.
     with torch.no_grad(), alone(model):
         run_span(model, cache, ids, torch.arange(ids.shape[1], device=ids.device))

@@ -90,7 +90,7 @@ class Serving:
 
     def _remaining(self, plans: Sequence[RowPlan], rows: Sequence[Ids], total: int) -> int | Remaining:
         cache = self.cache
-        if cache.attention_enabled:
+        if cache.can_answer:
             return cache.between(self.call, [plan.to_run(len(ids)) for plan, ids in zip(plans, rows, strict=True)], self.padding, total)
         # The model attends its own way, to what follows a common beginning.
         taken = min(plan.blocks[0].length + pad if plan.blocks else 0 for plan, pad in zip(plans, self.padding, strict=True))
@@ -112,7 +112,7 @@ class Serving:
         begins, shared = library.beginning(ids) if library.full is not None and cache.strategy != "slots" else (None, 0)
         worth = max(WORTH, len(ids) // SHARE if self.call.input_ids.device.type == "cpu" else 0)
         prefix = RowPlan("prefix", begins, () if begins is None or shared < worth else beginning(shared, len(ids)))
-        if cache.strategy != "exact" and cache.attention_enabled:
+        if cache.strategy != "exact" and cache.can_answer:
             near = [exact._replace(similarity=1.0)] if exact is not None else library.near(ids, k=COMPARED)
             aligned, refused = self._aligned(near, ids, refused)
             if aligned is not None and aligned.reused > prefix.reused:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import DynamicCache, Lfm2Config
 
 import hf_kvcaches
-from hf_kvcaches import ArtifactError, ConfigError, FingerprintMismatch, GrowingCache, KVCache, UnsupportedError
+from hf_kvcaches import ArtifactError, ConfigError, EquipCache, FingerprintMismatch, GrowingCache, KVCache, UnsupportedError
 from hf_kvcaches.core.cache import measured_bytes
 from hf_kvcaches.core.growing import GrowingLayer
 from tests import tiny
@@ -29,19 +29,16 @@ def fill(model, tokens: int = 9, **kwargs) -> GrowingCache:
     return cache
 
 
-def test_built_with_a_model_it_enables_the_attention_and_with_a_config_it_can_not(model):
-    assert not GrowingCache(model.config).attention_enabled
-    assert model.config._attn_implementation != "hf_kvcaches"
-    assert GrowingCache(model).attention_enabled
-    assert model.config._attn_implementation == "hf_kvcaches"
+def test_making_a_cache_changes_nothing_about_the_model(model):
+    before = dict(vars(model.config)), dict(vars(model))
+    GrowingCache(model)
+    EquipCache(model, budget=8)
+    assert (dict(vars(model.config)), dict(vars(model))) == before
 
 
-def test_what_needs_the_attention_says_what_a_config_costs(model):
-    with pytest.raises(UnsupportedError, match=r"token scores needs.*enable\(model\)"):
-        GrowingCache(model.config).require_attention("token scores")
+def test_a_cache_built_with_a_config_has_no_model(model):
     with pytest.raises(ConfigError, match="no model"):
         _ = GrowingCache(model.config).model
-    GrowingCache(model).require_attention("token scores")
 
 
 def test_a_model_that_computes_attention_itself_still_gets_a_cache_of_plain_tensors():
@@ -99,14 +96,13 @@ def test_forks_go_on_by_themselves(model):
     assert fork.config is cache.config
 
 
-def test_a_pickled_cache_goes_on_without_its_model(model):
+def test_a_pickled_cache_finds_its_model_again_in_the_same_process(model):
     cache = fill(model)
     back = pickle.loads(pickle.dumps(cache))
     follow = tiny.ids(1, 2, seed=1)
     with torch.no_grad():
         assert torch.equal(model(follow, past_key_values=back).logits, model(follow, past_key_values=cache).logits)
-    with pytest.raises(ConfigError, match="unpickled"):
-        _ = back.model
+    assert back.model is model
 
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gemma2, tiny.gpt2])

@@ -26,8 +26,8 @@ from transformers import (
 )
 
 import hf_kvcaches
-from hf_kvcaches import ConfigError, UnsupportedError, verify
-from hf_kvcaches.core.verify import Seconds, VerifyReport, attention_kept, cache_bytes
+from hf_kvcaches import ConfigError, EquipCache, UnsupportedError, verify
+from hf_kvcaches.core.verify import Seconds, VerifyReport, cache_bytes
 
 VOCABULARY = 61
 SMALL = {
@@ -307,35 +307,17 @@ def test_training_modes_and_attention_are_left_as_they_were():
     model.model.layers[1].eval()
     modes = [module.training for module in model.modules()]
 
-    def make_cache():
-        hf_kvcaches.enable(model)
-        return DynamicCache()
-
-    report = verify(model, make_cache, random_ids(1, 9), max_new_tokens=3)
+    report = verify(model, lambda: EquipCache(model, budget=64), random_ids(1, 9), max_new_tokens=3)
     assert report.max_logit_error < 1e-5
     assert [module.training for module in model.modules()] == modes
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_attention_that_was_enabled_before_stays_enabled():
-    model = make_model("llama-gqa")
-    hf_kvcaches.enable(model)
-    enabled = model.config._attn_implementation
-    with attention_kept(model):
-        pass
-    verify(model, DynamicCache, random_ids(1, 9), max_new_tokens=3)
-    assert model.config._attn_implementation == enabled != "sdpa"
-
-
 def test_modes_and_attention_come_back_after_an_error():
     model = make_model("llama-gqa").train()
 
-    def make_cache():
-        hf_kvcaches.enable(model)
-        return "no cache"
-
     with pytest.raises(ConfigError, match="make_cache"):
-        verify(model, make_cache, random_ids(1, 9), max_new_tokens=1)
+        verify(model, lambda: "no cache", random_ids(1, 9), max_new_tokens=1)
     assert model.training
     assert model.config._attn_implementation == "sdpa"
 

@@ -159,33 +159,42 @@ def test_a_cache_built_with_a_config_equals_one_built_with_the_model(policy: str
         assert torch.equal(one, other)
 
 
-def test_without_the_model_a_batch_is_refused_when_pruning_begins_and_not_before() -> None:
-    twin = models.twin_of(models.tiny("llama"))
-    cache = build(twin.config, "streaming")
-    feed(twin, cache, torch.cat([text(20), text(20, 9)])[:, :BUDGET], [10, *[1] * 6])
-    with pytest.raises(UnsupportedError, match=r"hf_kvcaches\.enable\(model\)"):
-        feed(twin, cache, torch.cat([text(1, 40), text(1, 50)]))
-    assert cache.seen == BUDGET
-    with pytest.raises(UnsupportedError, match="may be padded"):
-        feed(twin, build(twin.config, "knorm"), text(30).expand(2, -1), [30])
-
-
-@pytest.mark.parametrize("policy", ["h2o", "tova", "snapkv"])
-def test_a_policy_that_needs_attention_is_refused_with_a_config_until_the_model_is_enabled(policy: str) -> None:
+def test_with_another_copy_of_the_config_the_model_has_to_be_enabled() -> None:
     model = models.build("llama")
+    cache = build(copy.deepcopy(model.config), "h2o")
     with pytest.raises(UnsupportedError, match=r"hf_kvcaches\.enable\(model\)"):
-        build(model.config, policy)
+        feed(model, cache, text(30), [30])
+    assert cache.seen == 0
     enable(model)
     ids = torch.cat([text(50), text(50, 9)])
-    found = feed(model, build(model.config, policy), ids, steps(30, 50))
-    torch.testing.assert_close(found, feed(model, build(models.tiny("llama"), policy), ids, steps(30, 50)), rtol=0, atol=1e-4)
+    cache.reset()
+    found = feed(model, cache, ids, steps(30, 50))
+    torch.testing.assert_close(found, feed(model, build(model, "h2o"), ids, steps(30, 50)), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("rope", ["on_read", "rotated_keys"])
-def test_rotating_keys_for_each_query_is_refused_where_nobody_rotates_them(rope: str) -> None:
-    twin = models.twin_of(models.tiny("llama"))
-    with pytest.raises(UnsupportedError, match=r"hf_kvcaches\.enable\(model\)"):
-        feed(twin, build(twin.config, "streaming", rope=rope), text(30), [30])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_cache_built_with_another_model_is_refused(enabled: bool) -> None:
+    mine, other = models.build("llama"), models.build("llama")
+    cache = build(mine, "h2o")
+    for model in (mine, other) if enabled else ():
+        enable(model)
+    with pytest.raises((ConfigError, UnsupportedError), match=r"built (with another|without this) model"):
+        feed(other, cache, text(30), [30])
+    assert cache.seen == 0
+    assert mine.config._attn_implementation == ("hf_kvcaches" if enabled else "sdpa")
+
+
+def test_a_padded_batch_takes_no_more_memory_than_its_tokens_need() -> None:
+    model = models.tiny("llama")
+    ids, mask = left_padded([text(10), text(6, 9)])
+    alone, batch = build(model, "streaming", budget=32768), build(model, "streaming", budget=32768)
+    feed(model, alone, text(10), [10])
+    feed(model, batch, ids, [10], mask)
+    assert batch.report().bytes <= 3 * alone.report().bytes
+    more = torch.nn.functional.pad(mask, (0, 80), value=1)
+    found = feed(model, batch, text(80, 5).expand(2, -1), mask=more)
+    torch.testing.assert_close(found[:1], feed(model, alone, text(80, 5)), rtol=0, atol=1e-4)
+    assert batch.kept_positions(0).shape[-1] == 32768
 
 
 # Whose the slots are.

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView, MaskRecipe
+from hf_kvcaches.core.attention import LayerView
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.growing import DenseView
 from hf_kvcaches.core.layers import TensorLayer
@@ -283,7 +283,7 @@ class GatherAppendView(LayerView):
         self.layer, self.keys, self.values = layer, keys, values
 
     def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, heads, queries, dim = query.shape
         kv_heads, tokens = self.keys.shape[1:3]

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView, MaskRecipe
+from hf_kvcaches.core.attention import LayerView
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.masks import TokenMask
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -228,13 +229,13 @@ class ReferenceView(LayerView):
         self.layer, self.keys, self.values, self.start = layer, keys, values, start
 
     def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if isinstance(mask, torch.Tensor) or kwargs.get("position_bias") is not None:
-            raise UnsupportedError("The references make their own masks. Leave ready masks and position biases out.")
         batch, heads, tokens, _ = query.shape
-        padding = mask.padding if mask is not None else None
-        real = torch.ones(batch, tokens, dtype=torch.bool) if padding is None else padding[:, self.start : self.start + tokens].bool()
+        read = TokenMask.read(mask, self.start, tokens)
+        if read.allowed is not None or kwargs.get("position_bias") is not None:
+            raise UnsupportedError("The references follow padding alone. Leave other masks and position biases out.")
+        real = torch.ones(batch, tokens, dtype=torch.bool) if read.valid is None else read.valid
         output = query.new_zeros(batch, tokens, heads, self.values.shape[-1])
         for b, row in enumerate(self.layer.rows):
             which = real[b].nonzero()[:, 0]

@@ -48,7 +48,7 @@ class SplicingCache(KVCache):
     @property
     def approximates(self) -> bool:
         """Whether tokens can stand behind another text with this model."""
-        return self.rotation.turns and self.attention_enabled
+        return self.rotation.turns and self.can_answer
 
     def make_layer(self, layer_idx: int) -> SplicedLayer:
         return SplicedLayer()
@@ -151,7 +151,7 @@ class SplicingCache(KVCache):
             total: How many slots there will be.
         """
         ids, positions = call.input_ids, call.position_ids
-        if not self.attention_enabled or ids.shape[1] - taken < 2:
+        if not self.can_answer or ids.shape[1] - taken < 2:
             return taken
         slots = torch.arange(total - ids.shape[1] + taken, total, device=ids.device).expand(len(ids), -1)
         running = SparsePass(slots, torch.tensor(padding, device=ids.device), total)
