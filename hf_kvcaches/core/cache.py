@@ -71,6 +71,8 @@ class KVCache(Cache, ABC):
     """The types of the model's layers that the method applies to; others are transformers' own."""
     takes_over_prefill: ClassVar[bool] = False
     """Whether `take_prefill` is to be called with every prompt that `generate` feeds in."""
+    filling: bool = False
+    """Whether `take_prefill` is at it, or broke off."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         base, self.config = compat.split_model(model)
@@ -128,16 +130,22 @@ class KVCache(Cache, ABC):
             position_ids: Likewise.
         """
 
-    def take_prefill(self, call: prefill.PrefillCall) -> int | prefill.Remaining:
+    def take_prefill(self, call: prefill.PrefillCall) -> int:
         """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
 
-        Only asked of caches with `takes_over_prefill`. A cache whose layers know where each token stands may fill in pieces from
-        anywhere in the prompt, and return what remains.
+        Only asked of caches with `takes_over_prefill`.
 
         Args:
             call: The model, the prompt and its mask.
         """
         raise NotImplementedError(f"{type(self).__name__} takes over the prefill but does not write take_prefill")
+
+    def abandon_prefill(self, seen: int) -> None:
+        """Called when `take_prefill` failed or was interrupted; unless it clears `filling`, the cache refuses all but `reset`.
+
+        Args:
+            seen: How many tokens the cache had before.
+        """
 
     @property
     def model(self) -> PreTrainedModel:
@@ -256,6 +264,7 @@ class KVCache(Cache, ABC):
         for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.reset()
+        self.filling = False
         for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
             if not isinstance(self.layers[index], KVLayer):
                 # Transformers' own layers may keep their length when they are reset in older versions.
