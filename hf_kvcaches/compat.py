@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,11 +29,13 @@ __all__ = [
     "can_switch_attention",
     "decoder_config",
     "decoder_layers",
+    "generated_positions",
     "has_learned_prompt",
     "layer_device",
     "layer_plan",
     "mask_function",
     "models_inside",
+    "parameter_names",
     "set_attention_name",
     "split_model",
     "supports_sdpa",
@@ -138,6 +142,33 @@ def can_switch_attention(model: PreTrainedModel) -> bool:
     return bool(model._can_set_attn_implementation())
 
 
+def generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | None, tokens: int) -> dict[str, torch.Tensor]:
+    """The `position_ids` that `generate` would pass for the last tokens of a padded batch; nothing where it would pass none.
+
+    Args:
+        model: A causal language model.
+        attention_mask: 1 where a token is real, (batch, all tokens), or None.
+        tokens: How many are new.
+    """
+    if attention_mask is None or "position_ids" not in parameter_names(type(model)):
+        return {}
+    return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]}
+
+
+def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward.
+
+    Args:
+        kind: The module's class.
+    """
+    return _names_of(kind.forward)
+
+
+@cache
+def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
 def supports_sdpa(config: PreTrainedConfig) -> bool:
     """Whether a config's models may be computed with sdpa; those that transformers has no model for may."""
     models = MODEL_MAPPING.get(type(config), ())
@@ -195,15 +226,14 @@ def input_device(model: PreTrainedModel) -> torch.device:
     Args:
         model: Perhaps on several devices.
     """
-    device: torch.device = model.get_input_embeddings().weight.device
-    return device
+    return layer_device(model.get_input_embeddings())
 
 
 def layer_device(layer: nn.Module) -> torch.device:
     """Where a layer computes; its weights may be elsewhere between its turns.
 
     Args:
-        layer: A decoder layer, perhaps offloaded by accelerate.
+        layer: A decoder layer or another part of a model, perhaps offloaded by accelerate.
     """
     for module in modules_of(layer):
         hook = module.__dict__.get("_hf_hook")

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_kvcaches import SlotProjector, WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.errors import require
 from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.reading import PromptStates, read_prompt
@@ -80,7 +80,7 @@ class SummaryCache(WarmStartCache):
         super().__init__(model, library, strategy="slots", gate=WarmStartGate(), projector=projector)
         self.summary = summary
 
-    def take_prefill(self, call: PrefillCall) -> int | Remaining:
+    def take_prefill(self, call: PrefillCall) -> int:
         if self.seen:
             return 0
         length, geometries = call.input_ids.shape[1], self.library.rotation.layers

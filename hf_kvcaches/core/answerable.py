@@ -46,7 +46,7 @@ def why_not_answering(model: PreTrainedModel) -> str | None:
     if getattr(config, "cross_attention_layers", None):
         return f"{name} has layers of cross-attention in its cache"
     decoder = compat.modules_of(model.get_decoder())
-    kinds = {type(module) for module in decoder if hasattr(module, "layer_idx")}
+    kinds: set[Any] = {type(module) for module in decoder if hasattr(module, "layer_idx")}
     return next((reason for kind in sorted(kinds, key=lambda kind: kind.__name__) if (reason := _why_not(kind))), None)
 
 

@@ -231,5 +231,3 @@ def disable(model: Any) -> None:
 
 compat.AttentionInterface.register(NAME, _attend)
 compat.AttentionMaskInterface.register(NAME, _make_mask)
-
-MaskRecipe = object

@@ -19,7 +19,7 @@ from transformers.cache_utils import CacheLayerMixin
 from hf_kvcaches import compat
 from hf_kvcaches.core import attention, prefill, saving
 from hf_kvcaches.core._model_state import adapters_in_force
-from hf_kvcaches.core.answerable import require_answering, why_not_answering
+from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 
@@ -73,6 +73,8 @@ class KVCache(Cache, ABC):
     """The types of the model's layers that the method applies to; others are transformers' own."""
     takes_over_prefill: ClassVar[bool] = False
     """Whether `take_prefill` is to be called with every prompt that `generate` feeds in."""
+    filling: bool = False
+    """Whether `take_prefill` is at it, or broke off."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         base, self.config = compat.split_model(model)
@@ -132,16 +134,22 @@ class KVCache(Cache, ABC):
             position_ids: Likewise.
         """
 
-    def take_prefill(self, call: prefill.PrefillCall) -> int | prefill.Remaining:
+    def take_prefill(self, call: prefill.PrefillCall) -> int:
         """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
 
-        Only asked of caches with `takes_over_prefill`. A cache whose layers know where each token stands may fill in pieces from
-        anywhere in the prompt, and return what remains.
+        Only asked of caches with `takes_over_prefill`.
 
         Args:
             call: The model, the prompt and its mask.
         """
         raise NotImplementedError(f"{type(self).__name__} takes over the prefill but does not write take_prefill")
+
+    def abandon_prefill(self, seen: int) -> None:
+        """Called when `take_prefill` failed or was interrupted; unless it clears `filling`, the cache refuses all but `reset`.
+
+        Args:
+            seen: How many tokens the cache had before.
+        """
 
     @property
     def model(self) -> PreTrainedModel:
@@ -158,17 +166,6 @@ class KVCache(Cache, ABC):
         """Which adapters are in force, by name, with where and how strongly; empty where there are none."""
         model = None if self._model is None else self._model()
         return [] if model is None else adapters_in_force(model)
-
-    @property
-    def attention_enabled(self) -> bool:
-        """Whether `enable` switched the model's attention for good, as `torch.compile` needs it."""
-        return attention.is_enabled(self.config)
-
-    @property
-    def can_answer(self) -> bool:
-        """Whether layers can answer the model's queries themselves."""
-        model = None if self._model is None else self._model()
-        return self.attention_enabled if model is None else why_not_answering(model) is None
 
     @property
     def seen(self) -> int:
@@ -260,6 +257,7 @@ class KVCache(Cache, ABC):
         for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.reset()
+        self.filling = False
         for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config)):
             if not isinstance(self.layers[index], KVLayer):
                 # Transformers' own layers may keep their length when they are reset in older versions.

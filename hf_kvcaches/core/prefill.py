@@ -1,16 +1,12 @@
 """The one place that knows how to run pieces of a prompt.
 
-A cache can take over the prefill inside `generate` (`install`), run a span of tokens at positions of its choice (`run_span`), look
-at the hidden states that enter a layer (`capture_hidden`), run only the upper layers on hidden states (`run_from_layer`), or some
-layers in the middle (`run_layers`).
+A cache can take over the prefill inside `generate` (`install`), run a span of tokens at positions of its choice (`run_span`), or run some
+of the layers (`run_layers`).
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.only_layers import only_layers
+from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.partial import Masks, RunningLayer, SkippedLayer, with_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -41,33 +38,15 @@ class PrefillCall:
         model: The model, to run pieces with.
         input_ids: The new tokens, (batch, tokens).
         attention_mask: 1 where a token is real, (batch, tokens seen before + new ones), or None when nothing is padded.
-        position_ids: Of the new tokens, (batch, tokens), or None for consecutive ones.
+        position_ids: Of the new tokens, (batch, tokens), or None where the model numbers them itself.
+        most: How many of the first tokens a cache may take: the caller wants the logits of the others.
     """
 
     model: PreTrainedModel
     input_ids: torch.Tensor
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class Remaining:
-    """What the model is to run of a prompt of which the cache has pieces, and not only the start.
-
-    Args:
-        input_ids: (batch, tokens), the last column the prompt's own. The cache knows where each token stands.
-        position_ids: (batch, tokens).
-        hidden: What enters layer `start`, (batch, tokens, hidden), where the layers below have been run already; else None.
-        start: The lowest layer to run.
-        storing: Opens a stretch in which the last layer's part of the cache takes keys and values, and raises `LookedEnough` where it would
-            have to answer. After it, only the last column is still to be run through that layer. None: it is run for all tokens.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    hidden: torch.Tensor | None = None
-    start: int = 0
-    storing: Callable[[], AbstractContextManager[None]] | None = None
+    most: int
 
 
 class _Takeover:
@@ -76,7 +55,6 @@ class _Takeover:
     def __init__(self, handle: RemovableHandle) -> None:
         self.handle = handle
         self.caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
-        self.running: weakref.WeakSet[KVCache] = weakref.WeakSet()
         self.alive = 0
 
 
@@ -128,54 +106,45 @@ def _forget(model_reference: weakref.ref[PreTrainedModel]) -> None:
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     cache, input_ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     takeover = _takeovers.get(model)
-    if takeover is None or input_ids is None or not isinstance(cache, Cache) or cache not in takeover.caches or cache in takeover.running:
+    if takeover is None or input_ids is None or not isinstance(cache, Cache) or cache not in takeover.caches:
         return None
-    mask = kwargs.get("attention_mask")
     if not _tokens_alone(kwargs):
         return None
-    cache.observe(input_ids, mask, kwargs.get("position_ids"))
-    # Who keeps the logits of the last token only, as `generate` does for prompts, can do without the others' forward pass.
-    if (
-        kwargs.get("logits_to_keep") != 1
-        or input_ids.shape[1] < 2
-        or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2))
-        or any(kwargs.get(name) for name in _INSIDE)
-    ):
+    _require_whole(cache)
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    cache.observe(input_ids, mask, positions)
+    most = _most(model, kwargs, input_ids.shape[1])
+    if most < 1 or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
         return None
-    before, tokens = cache.seen, input_ids.shape[1]
-    takeover.running.add(cache)
+    before = cache.seen
     try:
-        taken = cache.take_prefill(PrefillCall(model, input_ids, mask, kwargs.get("position_ids")))
-    finally:
-        takeover.running.discard(cache)
-    if isinstance(taken, Remaining):
-        return args, kwargs | _feed(model, taken)
-    if not 0 <= taken < tokens or cache.seen != before + taken:
-        raise RuntimeError(f"take_prefill returned {taken} of {tokens} tokens, and the cache went from {before} to {cache.seen} tokens")
+        cache.filling = True
+        taken = cache.take_prefill(PrefillCall(model, input_ids, mask, positions, most))
+        if not 0 <= taken <= most or cache.seen != before + taken:
+            raise RuntimeError(f"take_prefill took {taken} of {most} tokens, and the cache went from {before} to {cache.seen} tokens")
+        cache.filling = False
+    except BaseException:
+        cache.abandon_prefill(before)
+        raise
     per_token = ("input_ids", "position_ids")
-    cut = {name: value[..., taken:] if name in per_token and value is not None else value for name, value in kwargs.items()}
-    return args, cut
+    return args, {name: value[..., taken:] if name in per_token and value is not None else value for name, value in kwargs.items()}
 
 
-def _feed(model: PreTrainedModel, remaining: Remaining) -> dict[str, Any]:
-    """The arguments for a model's own pass over what remains; its lower layers are put back after that pass."""
-    fed: dict[str, Any] = {"input_ids": remaining.input_ids, "position_ids": remaining.position_ids}
-    if remaining.hidden is not None:
-        fed |= {"input_ids": None, "inputs_embeds": _no_embeddings(model, remaining.hidden)}
-    elif remaining.storing is None:
-        return fed
-    without = only_layers(model, remaining.start, hidden=remaining.hidden, storing=remaining.storing)
-    without.__enter__()
-    owner = threading.get_ident()
+def _require_whole(cache: KVCache) -> None:
+    """Refuses a cache in which a pass broke off between its layers."""
+    lengths = {layer.seen for layer in cache.layers if isinstance(layer, KVLayer)}
+    if cache.filling or len(lengths) > 1:
+        raise ConfigError(
+            f"A pass through the model broke off and left the {type(cache).__name__} with part of its tokens. reset() it, and feed the "
+            "whole text."
+        )
 
-    def put_back(*_: Any) -> None:
-        if threading.get_ident() != owner:  # another thread's pass is over
-            return
-        handle.remove()
-        without.__exit__(None, None, None)
 
-    handle = model.register_forward_hook(put_back, always_call=True)
-    return fed
+def _most(model: PreTrainedModel, kwargs: dict[str, Any], tokens: int) -> int:
+    """How many of the tokens nobody wants logits or the insides of layers of, if they are the first ones."""
+    keep = kwargs.get("logits_to_keep")
+    inside = any(kwargs.get(name) or getattr(model.config, name, False) for name in _INSIDE)
+    return 0 if inside or not isinstance(keep, int) or keep < 1 else tokens - keep
 
 
 def _tokens_alone(kwargs: dict[str, Any]) -> bool:
@@ -185,8 +154,8 @@ def _tokens_alone(kwargs: dict[str, Any]) -> bool:
 
 def run_span(
     model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, positions: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Runs tokens at given positions into a cache and returns the last hidden states, (batch, tokens, hidden).
+) -> None:
+    """Runs tokens at given positions into a cache.
 
     Args:
         model: A causal language model; its head is not run.
@@ -195,132 +164,75 @@ def run_span(
         positions: (tokens,) or (batch, tokens); they need not follow those in the cache.
         attention_mask: 1 where a token is real, (batch, tokens seen before + new ones), or None.
     """
-    outputs = model.base_model(
-        input_ids=input_ids,
-        position_ids=_rows(positions, input_ids.shape[0]),
-        attention_mask=attention_mask,
-        past_key_values=cache,
-        use_cache=True,
-    )
-    hidden: torch.Tensor = outputs.last_hidden_state
-    return hidden
+    run_module(model.base_model, cache, input_ids, positions, attention_mask)
 
 
-@contextmanager
-def capture_hidden(model: PreTrainedModel, layer: int) -> Iterator[list[torch.Tensor]]:
-    """While open, collects the hidden states that enter a decoder layer, one tensor (batch, tokens, hidden) a forward pass.
-
-    Args:
-        model: A causal language model.
-        layer: The layer's index.
-    """
-    captured: list[torch.Tensor] = []
-
-    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured.append(args[0] if args else kwargs["hidden_states"])
-
-    handle = _layer(model, layer).register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        yield captured
-    finally:
-        handle.remove()
-
-
-def run_from_layer(
-    model: PreTrainedModel,
-    start: int,
-    hidden: torch.Tensor,
-    cache: KVCache,
-    positions: torch.Tensor,
+def run_module(
+    module: nn.Module,
+    cache: Cache | None,
+    input_ids: torch.Tensor,
+    positions: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
-    *,
-    logits_to_keep: int = 1,
-) -> torch.Tensor:
-    """Runs only the layers from `start` up on hidden states that entered it, and returns the logits of the last tokens.
-
-    The cache's layers below `start` are not touched, whatever they hold. The model's list of layers is exchanged during the call,
-    so no other thread may run the model meanwhile.
+) -> None:
+    """Does what `run_span` does, with the module to call.
 
     Args:
-        model: A causal language model.
-        start: The lowest layer to run, at least 1 (for 0 see `run_span`).
-        hidden: What entered that layer, (batch, tokens, hidden).
-        cache: Its layers from `start` up take the keys and values.
-        positions: (tokens,) or (batch, tokens).
-        attention_mask: 1 where a token is real, (batch, tokens that layer `start` has seen + new ones), or None.
-        logits_to_keep: For how many of the last tokens; 0 for all.
+        module: A model without its head, or a twin of it.
+        cache: As in `run_span`; None for none.
+        input_ids: As in `run_span`.
+        positions: As in `run_span`; None for those that follow.
+        attention_mask: As in `run_span`.
     """
-    _layer(model, start)
-    if start == 0:
-        raise ConfigError.of("start", "a layer of at least 1", start, "Layer 0 starts from tokens: use run_span.")
-    with only_layers(model, start, hidden=hidden), cache.seen_from(start):
-        outputs = model(
-            inputs_embeds=_no_embeddings(model, hidden),
-            position_ids=_rows(positions, hidden.shape[0]),
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-        )
-    logits: torch.Tensor = outputs.logits
-    if bool(logits.isnan().any()) and not bool(hidden.isnan().any()):
-        raise UnsupportedError(
-            f"run_from_layer: {type(model).__name__} feeds its embeddings to later layers as well, so hidden states alone are not enough. "
-            "The cache has been written to: reset it, and run whole prompts."
-        )
-    return logits
+    arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
+    arguments["use_cache"] = cache is not None
+    names = compat.parameter_names(type(module))
+    if positions is not None and "position_ids" in names:
+        arguments["position_ids"] = positions.expand(input_ids.shape[0], -1) if positions.ndim == 1 else positions
+    if "logits_to_keep" in names:  # the base of a model may be a model with a head
+        arguments["logits_to_keep"] = 1
+    module(**arguments)
 
 
 def run_layers(
     model: PreTrainedModel,
     start: int,
     stop: int,
-    inputs: torch.Tensor,
+    input_ids: torch.Tensor,
     cache: KVCache,
     positions: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
+    *,
+    hidden: torch.Tensor | None = None,
+    masks: Masks | None = None,
 ) -> torch.Tensor:
     """Runs only the layers from `start` to before `stop`, and returns what would enter layer `stop`, (batch, tokens, hidden).
 
-    All that is said of `run_from_layer` holds. After the last layer it is what enters the model's final norm.
+    The cache's other layers are not touched, whatever they hold. After the last layer it is what enters the model's final norm.
 
     Args:
         model: A causal language model; neither its final norm nor its head matter.
         start: The lowest layer to run.
         stop: The first layer not to run, or the number of layers.
-        inputs: Token ids (batch, tokens) where `start` is 0, else what entered that layer, (batch, tokens, hidden).
+        input_ids: (batch, tokens).
         cache: Its layers from `start` to before `stop` take the keys and values.
         positions: (tokens,) or (batch, tokens).
-        attention_mask: As in `run_from_layer`.
+        attention_mask: 1 where a token is real, (batch, tokens that layer `start` has seen + new ones), or None.
+        hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
+        masks: Gives each layer the mask of its attention, in the place of what the model makes of `attention_mask`.
     """
-    _layer(model, start)
-    if not start < stop <= len(compat.decoder_layers(model)[2]):
+    layers = compat.decoder_layers(model)[2]
+    if not 0 <= start < len(layers) or (hidden is None) != (start == 0):
+        raise ConfigError.of("start", f"a decoder layer from 0 to {len(layers) - 1}, and hidden for all but layer 0", start)
+    if not start < stop <= len(layers):
         raise ConfigError.of("stop", f"a layer above {start}, or the number of layers", stop)
-    hidden = inputs if start else None
-    fed = {"input_ids": inputs} if hidden is None else {"inputs_embeds": _no_embeddings(model, hidden)}
-    with only_layers(model, start, stop, hidden) as left, cache.seen_from(start):
-        model.base_model(
-            **fed, position_ids=_rows(positions, inputs.shape[0]), attention_mask=attention_mask, past_key_values=cache, use_cache=True
-        )
-    if bool(left[0].isnan().any()) and not (hidden is not None and bool(hidden.isnan().any())):
-        raise UnsupportedError(
-            f"run_layers: {type(model).__name__} feeds its embeddings to later layers as well, or its weights give NaN. "
-            "The cache has been written to: reset it, and run whole prompts."
-        )
-    return left[0]
-
-
-def _no_embeddings(model: PreTrainedModel, hidden: torch.Tensor) -> torch.Tensor:
-    """Not a number, so that a model which uses its embeddings in later layers too is found out."""
-    return hidden.new_full((*hidden.shape[:2], model.get_input_embeddings().embedding_dim), torch.nan)
-
-
-def _layer(model: PreTrainedModel, index: int) -> nn.Module:
-    _, _, layers = compat.decoder_layers(model)
-    if not 0 <= index < len(layers):
-        raise ConfigError.of("layer", f"a decoder layer from 0 to {len(layers) - 1}", index)
-    return layers[index]
-
-
-def _rows(positions: torch.Tensor, batch: int) -> torch.Tensor:
-    return positions.expand(batch, -1) if positions.ndim == 1 else positions
+    # Skipped layers stay in the list, because models look up masks by a layer's index. The last one hands out `hidden`, so that nothing
+    # that the model does to its embeddings (scaling, learned positions) matters.
+    below = [SkippedLayer(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
+    running = [RunningLayer(layer, start + number, masks) for number, layer in enumerate(layers[start:stop])]
+    twin = with_layers(model, [*below, *running, *(SkippedLayer(layer) for layer in layers[stop:])])
+    with cache.seen_from(start):
+        run_module(twin, cache, input_ids, positions, attention_mask)
+    output = running[-1].output
+    if not isinstance(output, torch.Tensor) or output.shape[:-1] != input_ids.shape:
+        raise UnsupportedError(f"model: {type(model).__name__} passes more than hidden states from layer to layer. Run whole prompts.")
+    return output

@@ -14,7 +14,6 @@ from hf_kvcaches import compat
 from hf_kvcaches.core._model_state import adapters_in_force
 from hf_kvcaches.core._tensor_digest import sample_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.only_layers import alone
 
 # How many tensors' contents are compared each time, in turn.
 _LOOKED_AT = 4
@@ -42,12 +41,6 @@ def digest_of_model(model: PreTrainedModel) -> str:
     Args:
         model: Without a PEFT wrapper.
     """
-    # Another thread may have exchanged layers, whose weights would be missing.
-    with alone(model):
-        return _digest(model)
-
-
-def _digest(model: PreTrainedModel) -> str:
     modules = compat.modules_of(model)
     own = chain.from_iterable((*module._parameters.values(), *module._buffers.values()) for module in modules)
     tensors = [tensor for tensor in own if tensor is not None]

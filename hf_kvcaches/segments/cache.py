@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from hf_kvcaches.core.cache import CacheReport
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.segments.admission import Mode, Part
@@ -114,15 +114,12 @@ class SegmentReuseCache(SplicingCache):
         self.store, self.tokenizer, self.mode = store, tokenizer, mode
         self.policy = (policy or SegmentPolicy()).with_repair(repair)
         check_policy(self.model, self.policy)
-        if (store.depth or store.cuts) and not self.approximates:
+        if (store.depth or store.cuts) and self.moving_refused:
             raise UnsupportedError(
-                f"store: with cuts or depth, layers are run from the middle, and {self.rotation.why or 'this model can not be'}. "
-                "Use a store without."
+                f"store: with cuts or depth, layers are run from the middle, and {self.moving_refused}. Use a store without."
             )
-        if mode == "approximate" and not self.approximates:
-            raise UnsupportedError(
-                f"mode='approximate': {self.rotation.why or 'this model computes attention its own way'}. Use mode='exact', or 'auto'."
-            )
+        if mode == "approximate" and self.moving_refused:
+            raise UnsupportedError(f"mode='approximate': {self.moving_refused}. Use mode='exact', or 'auto'.")
         self.reader = reader_for(tokenizer, tuple(separators))
         self.given_spans = spans
         self._repair = repair
@@ -143,7 +140,7 @@ class SegmentReuseCache(SplicingCache):
         self.remembering.release()
         super().observe(input_ids, attention_mask, position_ids)
 
-    def take_prefill(self, call: PrefillCall) -> int | Remaining:
+    def take_prefill(self, call: PrefillCall) -> int:
         return Taking(self, call).take()
 
     def earlier_parts(self, row: int) -> tuple[Part, ...]:

@@ -1,6 +1,6 @@
 """A prompt that is run some layers at a time, because tokens join or leave between them.
 
-The last of these passes is the model's own, so that no token needs one more.
+All but the last token is run here. That one is the model's, but where the store keeps hidden states, those of the last token among them.
 
 Segments of which only the lower layers are reused join where those end, with the hidden states that are stored with them. Probed segments
 leave a few tokens in the lowest layers, until it is known whether the whole segment may be reused.
@@ -9,17 +9,15 @@ leave a few tokens in the lowest layers, until it is known whether the whole seg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hf_kvcaches.core.only_layers import LookedEnough
-from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
+from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing import codec
+from hf_kvcaches.core.splicing.cache import ids_at, slots_of
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.sparse import Look, SparsePass
 from hf_kvcaches.core.splicing.transfer import moved
@@ -59,42 +57,37 @@ class Stages:
         self.layers = len(cache.layers)
         self.device = call.input_ids.device
         self.padding = torch.tensor([row.padding for row in rows], device=self.device)
-        self.before = cache.layers[0].seen
+        self.wanted = self._wanted_cuts()
         self._looked: dict[int, Places] = {}
         self._level = 0
 
-    def run(self) -> tuple[Remaining, dict[int, Hidden]]:
-        """What remains for the model's own pass, and for each row what entered the layers at which the store wants hidden states."""
+    def run(self) -> dict[int, Hidden]:
+        """Runs all but the last token; returns for each row what entered the layers at which the store wants hidden states."""
         check = self.cache.policy.check_layer if any(part.open for row in self.rows for part in row.plan.parts) else None
         if check is not None and check >= self.layers:
             raise UnsupportedError(
                 f"policy: check_layer={check}, and the model has {self.layers} layers. Calibrate a policy for this model."
             )
-        wanted = self._wanted_cuts()
         depths = {part.depth for row in self.rows for part in row.plan.parts if part.depth is not None}
-        levels = sorted(level for level in {check, *wanted, *depths} if level is not None and level < self.layers)
+        levels = sorted(level for level in {check, *self.wanted, *depths} if level is not None and level < self.layers)
         probes = [self._probe_places(row) for row in self.rows]
         if check is not None:
             self._looked, self._level = {row.number: places for row, places in zip(self.rows, probes, strict=True)}, check
         slots = self._slots([np.union1d(self._needed(row), places) for row, places in zip(self.rows, probes, strict=True)])
         hidden: torch.Tensor | None = None
         kept: dict[int, Hidden] = {row.number: {} for row in self.rows}
-        for start, level in pairwise([0, *levels]):
+        start = 0
+        for level in levels:
             states = self._run(start, level, slots, hidden)
             if level == check:
                 slots, states = self._check(level, slots, states, probes)
             slots, hidden = self._joined(level, slots, states)
-            if level in wanted:
-                for row in self.rows:
-                    kept[row.number] = {**kept[row.number], level: (slots[row.number].cpu(), hidden[row.number])}
-        # What only fills up comes first, because the last column is the one that generate looks at.
-        order = (slots < self.total).to(torch.int8).argsort(dim=1, stable=True)
-        slots = slots.gather(1, order)
-        running = SparsePass(slots, self.padding, self.total)
-        storing = self.cache.begin_pass(running)
-        if hidden is not None:
-            hidden = hidden.gather(1, order[..., None].expand_as(hidden))
-        return Remaining(self._ids(slots), running.positions, hidden, levels[-1] if levels else 0, storing), kept
+            if level in self.wanted:
+                for line, row in enumerate(self.rows):
+                    kept[row.number] = {**kept[row.number], level: (slots[line].cpu(), hidden[line])}
+            start = level
+        self._run(start, self.layers, slots, hidden)
+        return kept
 
     def cost_of_looking(self, row: Row, costs: Costs) -> float:
         """What was run of a row only to settle its parts, in floating-point operations; a look at a layer counts for all of that layer.
@@ -111,11 +104,8 @@ class Stages:
 
     def _needed(self, row: Row) -> Places:
         """Of all tokens that run through all layers."""
-        return np.append(row.places_to_run(), len(row.ids) - 1)
-
-    def _ids(self, slots: torch.Tensor) -> torch.Tensor:
-        ids = torch.cat([self.call.input_ids, self.call.input_ids[:, -1:]], dim=1)
-        return ids.gather(1, slots - self.before)
+        places = row.places_to_run()
+        return np.append(places, len(row.ids) - 1) if self.wanted else places
 
     def _wanted_cuts(self) -> set[int]:
         store = self.cache.store
@@ -123,18 +113,14 @@ class Stages:
         return cuts | ({store.depth} if store.depth and store.depth < self.layers else set())
 
     def _slots(self, places: Sequence[Places]) -> torch.Tensor:
-        """Places in rows as slots, (batch, most tokens), filled up with the slot that nobody looks at."""
-        slots = np.full((len(places), max(map(len, places))), self.total)
-        for row, line, own in zip(self.rows, slots, places, strict=True):
-            line[: len(own)] = own + row.padding
-        return torch.from_numpy(slots).to(self.device)
+        return slots_of(places, [row.padding for row in self.rows], self.total, self.device)
 
     def _run(self, start: int, stop: int, slots: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
         """Runs tokens through some layers."""
+        if not slots.shape[1]:
+            return torch.zeros(*slots.shape, self.cache.config.hidden_size, dtype=self.call.model.dtype, device=self.device)
         running = SparsePass(slots, self.padding, self.total)
-        with self.cache.sparse(running):
-            inputs = self._ids(slots) if hidden is None else hidden
-            return run_layers(self.call.model, start, stop, inputs, self.cache, running.positions)
+        return self.cache.run_sparse(running, ids_at(self.call, slots, self.total), start, stop, hidden)
 
     def _joined(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """With the tokens of segments that are reused up to this layer."""
@@ -187,10 +173,8 @@ class Stages:
         needed = [set((self._needed(row) + row.padding).tolist()) for row in self.rows]
         late = [np.array(sorted(own - done), np.int64) for own, done in zip(needed, ran, strict=True)]
         if any(map(len, late)):
-            # Above layer 0, what stands behind a refused segment has looked at it already, and runs anew with it.
-            again = going if level > 1 else self._slots([own - row.padding for own, row in zip(late, self.rows, strict=True)])
-            fresh = self._run(0, level, again, None)
-            slots, hidden = (again, fresh) if level > 1 else self._merged(slots, hidden, again, fresh)
+            # What stands behind a refused segment has looked at it already, and runs anew with it.
+            slots, hidden = going, self._run(0, level, going, None)
         return going, self._of(going, slots, hidden)
 
     def _settled(self, part: Part, level: int, line: int, row: Row, looked: torch.Tensor, look: Look) -> Sequence[Part]:
@@ -213,10 +197,9 @@ class Stages:
         return settle(part, passed, deviations)
 
     def _look(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> Look:
-        layer = self.cache.layers[level]
         running = SparsePass(slots, self.padding, self.total)
-        with layer.look() as found, suppress(LookedEnough):
-            run_layers(self.call.model, level, level + 1, hidden, self.cache, running.positions)
+        with self.cache.layers[level].look() as found:
+            self.cache.run_sparse(running, ids_at(self.call, slots, self.total), level, level + 1, hidden)
         return found[0]
 
     def _of(self, wanted: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

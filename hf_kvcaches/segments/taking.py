@@ -1,4 +1,4 @@
-"""One prompt's way into a `SegmentReuseCache`: look up, splice, run what remains."""
+"""One prompt's way into a `SegmentReuseCache`: look up, splice, run what lies between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.placing import Loaded
 from hf_kvcaches.core.splicing.tokens import Ids
@@ -66,10 +66,10 @@ class Taking:
         self.cache, self.call = cache, call
         self.tensors: dict[str, Mapping[str, torch.Tensor] | None] = {}
 
-    def take(self) -> int | Remaining:
-        """Does all of it."""
+    def take(self) -> int:
+        """Does all of it; returns how many of the prompt's tokens are in the cache then."""
         cache, store = self.cache, self.cache.store
-        padding = self._padding()
+        padding = cache.padding_of(self.call)
         if padding is None:
             return 0
         scope = scope_of(cache.model, cache.tokenizer, store.quantization, store.depth)
@@ -78,23 +78,22 @@ class Taking:
         total = cache.seen + self.call.input_ids.shape[1]
         hidden: dict[int, Hidden] = {}
         stages: Stages | None = None
-        taken: int | Remaining = 0
+        taken = 0
         self._drop_trifles(rows)
         common = self._common_prefix(rows)
         staged = bool(store.cuts or store.depth) and cache.approximates
-        # On a CPU a sparse pass attends in blocks, which is faster than the model's own pass behind what is reused.
-        on_cpu = self.call.input_ids.device.type == "cpu" and cache.approximates
-        if common is not None and not staged and (common == 0 or not on_cpu):
+        if common is not None and not staged:
             taken = self._splice_prefix(rows, common)
-        elif staged or any(row.plan.reuses for row in rows):
+        else:
             self._open(rows, total)
             stages = Stages(cache, self.call, rows, self.tensors, total, scope)
-            taken, hidden = stages.run()
+            hidden = stages.run()
+            taken = cache.take(total - 1)
         with store.reading():
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows, stages)
         cache.remembering.expect([row for row in new if row.plan.prefix < len(row.ids)], scope, cache.reader, total)
-        return cache.behind(self.call, taken, padding, total) if isinstance(taken, int) else taken
+        return taken
 
     def _to_store(self, row: Row, scope: str, hidden: Hidden | None) -> NewRow:
         """What of a row is new. In a chat that goes on in one cache, that is also what was generated since the last prompt."""
@@ -105,13 +104,6 @@ class Taking:
             plan = plan if stored == row.begin else replace(plan, prefix=stored, chain=chain)
         given = tuple(cache.given_spans[row.number]) if cache.given_spans else ()
         return NewRow(row.number, row.padding, row.ids, plan, cache.earlier_parts(row.number), given, hidden)
-
-    def _padding(self) -> list[int] | None:
-        """Each row's, or None where the prompt is none that can be reused: unknown tokens, positions of the caller's own, gradients."""
-        cache, call = self.cache, self.call
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or cache.offloading:
-            return None
-        return cache.history.padding(cache.seen + call.input_ids.shape[1])
 
     def _rows(self, padding: Sequence[int], scope: str) -> list[Row]:
         cache, store = self.cache, self.cache.store
@@ -194,10 +186,7 @@ class Taking:
         if common == 0:
             return 0
         self._open(rows, common)
-        taken = common - cache.seen
-        for layer in cache.layers:
-            layer.seen = common
-        return taken
+        return cache.take(common)
 
     def _open(self, rows: Sequence[Row], total: int) -> None:
         """Makes room for all slots, and writes what is stored."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,14 +13,14 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import CacheReport
 from hf_kvcaches.core.growing import GrowingCache, GrowingLayer
-from hf_kvcaches.core.only_layers import LookedEnough
+from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.arriving import ArrivingCodes
 from hf_kvcaches.translate.codes import Part, SemanticCodes
-from hf_kvcaches.translate.filling import Filling, Places, on_device, place
+from hf_kvcaches.translate.filling import Filling, on_device, place
 from hf_kvcaches.translate.maps import LayerDecoder
 from hf_kvcaches.translate.states import Tokens
 from hf_kvcaches.translate.token_table import TokenTable
@@ -57,8 +58,12 @@ class TranslatedLayer(GrowingLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         held = super().update(key_states, value_states, *args, **kwargs)
         if self.stops:
-            raise LookedEnough
+            raise PassEnded
         return held
+
+    def reset(self) -> None:
+        super().reset()
+        self.stops = False
 
 
 class TranslatedCache(GrowingCache):
@@ -75,14 +80,15 @@ class TranslatedCache(GrowingCache):
     that came before, up to 64 MB.
 
     The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the one that was coded. A
-    prompt that goes on behind the coded one is run from there. With gradients, under `torch.compile`, and where more than the last token's
-    logits are asked for, the model runs the prompt itself.
+    prompt that goes on behind the coded one is run from there; one that has too little of it is run by the model, with a warning. A pass
+    that codes can't serve (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings) is refused while the
+    cache is empty.
 
     Args:
         consumer: The model that the translator was fitted for.
         translator: That made the codes.
         codes: In memory, or still arriving.
-        offloading: Keep all layers but the running one in CPU memory; needs CUDA. The model runs the prompt itself.
+        offloading: Keep all layers but the running one in CPU memory; needs CUDA, and a cache without codes.
     """
 
     takes_over_prefill = True
@@ -103,15 +109,17 @@ class TranslatedCache(GrowingCache):
             raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
         if (translator is None) != (codes is None):
             raise ConfigError("translator, codes: expected both, got one of them. Only the translator that made codes can read them.")
+        if offloading and codes is not None:
+            raise UnsupportedError("offloading: codes are written into all layers at once. Leave it out.")
         if translator is not None and codes is not None:
             translator.check_consumer(consumer)
             translator.check_codes(codes.head)
         self.translator, self.codes = translator, codes
         self._translated = 0
+        # Whether the codes are of no use for the prompt that came.
+        self._unserved = False
         # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.
         self._arrived: list[Part] = []
-        # The prompt that is about to come, and where its tokens are: a pass is told of before it is asked for.
-        self._coming: tuple[Tokens, Places, int] | None = None
         super().__init__(consumer, offloading=offloading)
         # Of layers that can be translated, or there would be no translator for the model.
         self.rotation = rotation_of(self.config)
@@ -140,22 +148,56 @@ class TranslatedCache(GrowingCache):
         """
         if self.codes is None or self.seen:
             raise UnsupportedError("prefill: the cache has tokens already, or no codes. reset() it, or make one with codes.")
-        with torch.no_grad():
-            return self._take(*self._find(Tokens.of(input_ids, attention_mask)))
+        tokens = Tokens.of(input_ids, attention_mask)
+        try:
+            self.filling = True
+            with torch.no_grad():
+                taken = self._take(tokens, tokens.ids.shape[1] - 1)
+            self.filling = False
+        except BaseException:
+            self.abandon_prefill(0)
+            raise
+        return taken
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.codes is not None and not (self.filling or self._unserved) and self.layers[layer_idx].seen == 0:
+            raise UnsupportedError(
+                "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. Pass "
+                "input_ids, under torch.no_grad() and not compiled, with logits_to_keep=1 as generate does; or call "
+                "cache.prefill(input_ids) first and go on behind it."
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        self._coming = None
-        if self.codes is not None and self.seen == 0 and _is_padding(attention_mask, input_ids):
-            self._coming = self._find(Tokens.of(input_ids, attention_mask))
+        if input_ids.shape[1] == 1 and not self.seen and self.codes is not None:
+            self._leave_to_model("a prompt of one token has nothing before it")
 
     def take_prefill(self, call: PrefillCall) -> int:
-        coming, self._coming = self._coming, None
-        unable = torch.is_grad_enabled() or torch.compiler.is_compiling() or self.offloading
-        return 0 if coming is None or unable else self._take(*coming)
+        if self.codes is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return 0  # where codes are left out, `update` says so
+        tokens = Tokens.of(call.input_ids, call.attention_mask)
+        self._require_positions(tokens, call.position_ids)
+        return self._take(tokens, call.most)
 
-    def _find(self, tokens: Tokens) -> tuple[Tokens, Places, int]:
-        """A prompt, and where its tokens are in the codes."""
+    def abandon_prefill(self, seen: int) -> None:
+        # What came so far is of no use, and half a prompt must not be taken for one.
+        self.reset()
+
+    def _require_positions(self, tokens: Tokens, position_ids: torch.Tensor | None) -> None:
+        """Refuses a prompt whose tokens the model numbers otherwise than those that were coded."""
+        slots = torch.arange(tokens.ids.shape[1], device=tokens.ids.device)
+        given = slots if position_ids is None else position_ids.to(slots.device)
+        same = given.ndim <= 2 and bool(((given == tokens.positions) | ~tokens.real).all())
+        if self.rotation.positions_matter and not same:
+            raise UnsupportedError(
+                "position_ids: codes are of tokens that are counted without padding, and the model would count otherwise. Pass "
+                "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does, here and with the tokens that follow."
+            )
+
+    def _take(self, tokens: Tokens, most: int) -> int:
+        """Fills the cache with a prompt as far as it was coded."""
         assert self.codes is not None
+        assert self.translator is not None
         placed = place(self.codes.head, tokens)
         if placed is None:
             coded = ", ".join(str(row.tokens) for row in self.codes.head.rows)
@@ -163,25 +205,21 @@ class TranslatedCache(GrowingCache):
                 f"codes: they are of another prompt (rows of {coded} tokens) than the one that came. Encode this prompt, with the same "
                 "tokens and chat template, or use another cache for it."
             )
-        return tokens, *placed
-
-    def _take(self, tokens: Tokens, places: Places, slots: int) -> int:
-        assert self.codes is not None
-        assert self.translator is not None
-        self.translator.check_consumer(self.model)
-        if any(pad >= slots for pad in places.padding):
+        places, slots = placed[0], min(placed[1], most)
+        if slots <= max(places.padding):
+            self._leave_to_model("a row of the prompt begins behind what all rows have of the codes, or is a short piece of what was coded")
             return 0
+        self.translator.check_consumer(self.model)
         filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
-        try:
-            Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
-        except BaseException:
-            # What came so far is of no use, and half a prompt must not be taken for one.
-            self.reset()
-            raise
+        Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
         if self._filled_under is None:
             self._filled_under = self._adapters()
         self._translated = sum(slots - pad for pad in places.padding)
         return slots
+
+    def _leave_to_model(self, why: str) -> None:
+        warnings.warn(f"TranslatedCache: the model runs the prompt itself, because {why}.", RuntimeWarning, stacklevel=2)
+        self._unserved = True
 
     def _parts(self) -> Iterator[Part]:
         """All parts; those that came are kept, so that the cache can be filled again, also where a filling was broken off."""
@@ -238,6 +276,7 @@ class TranslatedCache(GrowingCache):
     def reset(self) -> None:
         super().reset()
         self._translated = 0
+        self._unserved = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo |= {id(each): each for each in (self.translator, self.codes, self.rotation, self._arrived)}
@@ -245,8 +284,4 @@ class TranslatedCache(GrowingCache):
 
     def __getstate__(self) -> dict[str, Any]:
         # Elsewhere the cache goes on with what it has.
-        return {**super().__getstate__(), "translator": None, "codes": None, "_arrived": [], "_coming": None}
-
-
-def _is_padding(mask: Any, input_ids: torch.Tensor) -> bool:
-    return mask is None or (isinstance(mask, torch.Tensor) and mask.shape == input_ids.shape)
+        return {**super().__getstate__(), "translator": None, "codes": None, "_arrived": []}

@@ -11,13 +11,14 @@ from torch import nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.growing import capacity_for
-from hf_kvcaches.core.only_layers import LookedEnough
+from hf_kvcaches.core.partial import PassEnded, with_layers
+from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.core.quantize import Quantized
 from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, write_states
 from hf_kvcaches.translate.codes import Part
 from hf_kvcaches.translate.head import CodesHead
 from hf_kvcaches.translate.maps import LayerDecoder
-from hf_kvcaches.translate.states import Tokens, feed_attention, run_base
+from hf_kvcaches.translate.states import Tokens, feed_attention, with_told_attention
 
 if TYPE_CHECKING:
     from hf_kvcaches.translate.cache import TranslatedCache
@@ -149,17 +150,16 @@ class Filling:
         """
         lowest = self.translator.settings.recompute_layers
 
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             given.append(args[0] if args else kwargs["hidden_states"])
             self._given = {} if args else kwargs
+            return args, kwargs
 
         given: list[torch.Tensor] = []
-        handle = compat.attention_module(self.decoder[lowest]).register_forward_pre_hook(keep, with_kwargs=True)
-        try:
-            with self._stopping(lowest), suppress(LookedEnough):
-                run_base(self.model, self.cache, tokens)
-        finally:
-            handle.remove()
+        told = with_told_attention(self.decoder[lowest], keep)
+        twin = with_layers(self.model, [*self.decoder[:lowest], told, *self.decoder[lowest + 1 :]])
+        with self._stopping(lowest), suppress(PassEnded):
+            run_module(twin, self.cache, tokens.ids, tokens.positions, tokens.mask)
         return given[0]
 
     def _wanted(self, states: torch.Tensor) -> torch.Tensor:
@@ -266,7 +266,7 @@ class Filling:
             hidden[row, self.places.padding[row] :] = made[start : start + count]
             start += count
 
-        with self._stopping(decoder.layer), suppress(LookedEnough):
+        with self._stopping(decoder.layer), suppress(PassEnded):
             if self._like_lowest(decoder.layer):
                 attention = compat.attention_module(self.decoder[decoder.layer])
                 attention(**self._given | {"hidden_states": hidden.to(self._given["hidden_states"])})

@@ -6,10 +6,8 @@ behind each other in matrices (tokens, width), the heads side by side.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +19,8 @@ from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
-from hf_kvcaches.core.only_layers import LookedEnough, only_layers
+from hf_kvcaches.core.partial import PassEnded, SkippedLayer, ToldModule, name_of, twin_of, with_layers
+from hf_kvcaches.core.prefill import run_module, run_span
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -219,12 +218,12 @@ def read_states(
     def take(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         on_state(index, state_of(rotation, index, keys, values, tokens)._replace(hidden=inputs.pop(index, None)))
         if index == upto:
-            raise LookedEnough
+            raise PassEnded
 
     def keep(index: int, given: torch.Tensor) -> None:
         inputs[index] = given[tokens.real]
 
-    with watch_inputs(model, hidden, keep), suppress(LookedEnough):
+    with watch_inputs(model, hidden, keep), suppress(PassEnded):
         cache = ReadingCache(model, queries)
         cache.on_layer = take
         run_base(model, cache, tokens)
@@ -258,15 +257,7 @@ def run_base(model: PreTrainedModel, cache: KVCache, tokens: Tokens) -> None:
         cache: Where keys and values go.
         tokens: On the model's device.
     """
-    arguments: dict[str, Any] = {"input_ids": tokens.ids, "attention_mask": tokens.mask, "past_key_values": cache, "use_cache": True}
-    if "position_ids" in _parameters(type(model.base_model).forward):
-        arguments["position_ids"] = tokens.positions
-    model.base_model(**arguments)
-
-
-@lru_cache
-def _parameters(forward: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(forward).parameters)
+    run_span(model, cache, tokens.ids, tokens.positions, tokens.mask)
 
 
 def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: Tokens) -> State:
@@ -293,21 +284,29 @@ def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
         layer: Which.
         hidden: Normalised, (batch, tokens, hidden).
         tokens: The prompts.
-        cache: Takes keys and values, and raises `LookedEnough` behind them.
+        cache: Takes keys and values, and raises `PassEnded` behind them.
     """
 
-    def exchange(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def exchange(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = hidden.to(args[0] if args else kwargs["hidden_states"])
         return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
 
-    attention = compat.attention_module(compat.decoder_layers(model)[2][layer])
-    handle = attention.register_forward_pre_hook(exchange, with_kwargs=True)
-    below = hidden.to(model.dtype)
-    try:
-        with only_layers(model, layer, hidden=below), cache.seen_from(layer), suppress(LookedEnough):
-            run_base(model, cache, tokens)
-    finally:
-        handle.remove()
+    layers = compat.decoder_layers(model)[2]
+    below = [SkippedLayer(skipped, hidden.to(model.dtype) if index == layer - 1 else None) for index, skipped in enumerate(layers[:layer])]
+    twin = with_layers(model, [*below, with_told_attention(layers[layer], exchange), *layers[layer + 1 :]])
+    with cache.seen_from(layer), suppress(PassEnded):
+        run_module(twin, cache, tokens.ids, tokens.positions, tokens.mask)
+
+
+def with_told_attention(layer: nn.Module, on_call: Callable[..., Any]) -> nn.Module:
+    """A twin of a decoder layer that tells what its attention is called with.
+
+    Args:
+        layer: The layer.
+        on_call: As in `ToldModule`.
+    """
+    attention = compat.attention_module(layer)
+    return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
 
 
 @torch.no_grad()
@@ -324,7 +323,7 @@ def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
 
     def take(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         found.append(state_of(require_plain_layers(cache.config), index, keys, values, tokens))
-        raise LookedEnough
+        raise PassEnded
 
     cache.on_layer = take
     feed_attention(model, layer, hidden[None], tokens, cache)

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import CacheReport
-from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_span
+from hf_kvcaches.core.prefill import PrefillCall, run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.warmstart.gate import WarmStartGate
@@ -117,9 +117,9 @@ class WarmStartCache(SplicingCache):
         super().__init__(model, offloading=offloading)
         if self.model is not library.model and not library.fits_model(self.model):
             raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
-        moves = self.approximates or (strategy == "slots" and library.correction is not None and self.can_answer)
-        if strategy in ("slots", "align") and not moves:
-            why = self.rotation.why or "this model computes attention its own way"
+        corrected = strategy == "slots" and library.correction is not None
+        why = self.parts_refused if corrected else self.moving_refused
+        if strategy in ("slots", "align") and why:
             raise UnsupportedError(f"strategy={strategy!r}: {why}. Use strategy='exact', or 'auto'.")
         if projector is not None and library.correction is not None:
             raise UnsupportedError("projector: keys of learned positions can't be brought to one place first. Leave it out.")
@@ -139,22 +139,17 @@ class WarmStartCache(SplicingCache):
     def settings(self) -> dict[str, Any]:
         raise UnsupportedError("save: a WarmStartCache hangs on its library, which would not be in the file. Save the library instead.")
 
-    def take_prefill(self, call: PrefillCall) -> int | Remaining:
-        padding = None
-        if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or self.offloading):
-            padding = self.history.padding(self.seen + call.input_ids.shape[1])
-        if padding is None:
+    def take_prefill(self, call: PrefillCall) -> int:
+        padding = self.padding_of(call)
+        if padding is None or self.seen:
             return 0
-        if self.seen:
-            # Layers with a summary answer for all tokens of a pass.
-            return 0 if self.layers[0].counts is not None else self.behind(call, 0, padding, self.seen + call.input_ids.shape[1])
         self._swapped = False
         served = Serving(self, call, padding).serve()
         self._plans = served.plans
         self._tokens = served.reused, served.computed
         if self.swap != "off" and served.inexact:
             self._exact = ExactPrefill(self.model, *self._prompt(call, padding))
-        return served.remaining
+        return served.taken
 
     def start_from(self, slots: Slots, covered: int) -> None:
         """Begins with a summary.
@@ -196,8 +191,8 @@ class WarmStartCache(SplicingCache):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._exact = None
         self._take_over(exact, attention_mask)
+        self._exact = None  # only now: a swap that was interrupted is made before the next pass
 
     def _take_over(self, exact: ExactPrefill, attention_mask: Any) -> None:
         """Puts the exact keys and values in the place of what was reused, those of the generated tokens too."""

@@ -38,6 +38,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.partial import RunningLayer, SkippedLayer, with_layers
+from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require
 
 Embeddings = npt.NDArray[np.float32]
@@ -163,16 +165,15 @@ class HiddenEncoder(Encoder):
     reads_text = False
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._decoder, _, layers = compat.decoder_layers(model)
-        depth = max(1, len(layers) // 4)
-        if depth >= len(layers):
+        layers = len(compat.decoder_layers(model)[2])
+        self._model, self._depth = model, max(1, layers // 4)
+        if self._depth >= layers:
             raise UnsupportedError("encoder: 'hidden' needs a model of two layers or more. Take 'model'.")
-        self._next = layers[depth]
         config = compat.decoder_config(model.config)
         self._longest = getattr(config, "max_position_embeddings", None) or 1 << 62
-        self._device = model.device
+        self._device = compat.input_device(model)
         self.dim = int(config.hidden_size)
-        self.name = f"hidden states, version 1, layer {depth}"
+        self.name = f"hidden states, version 1, layer {self._depth}"
 
     def _vectors(self, texts: list[str], ids: list[Sequence[int]]) -> Any:
         rows = [_tokens(row)[: self._longest] for row in ids]
@@ -196,25 +197,13 @@ class HiddenEncoder(Encoder):
         return states.sum(1).cpu()
 
     def _states(self, ids: Tensor) -> Tensor:
-        found: list[Tensor] = []
-
-        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(args[0] if args else kwargs["hidden_states"])
-            raise _Enough
-
-        handle = self._next.register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                self._decoder(input_ids=ids, use_cache=False)
-        except _Enough:
-            pass
-        finally:
-            handle.remove()
-        return found[0]
-
-
-class _Enough(Exception):
-    """The layers above need not run."""
+        layers = compat.decoder_layers(self._model)[2]
+        last = RunningLayer(layers[self._depth - 1], self._depth - 1, None)
+        twin = with_layers(self._model, [*layers[: self._depth - 1], last, *map(SkippedLayer, layers[self._depth :])])
+        with torch.no_grad():
+            run_module(twin, None, ids)
+        states: Tensor = last.output
+        return states
 
 
 class SentenceEncoder(Encoder):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_implementation
+from hf_kvcaches.core.attention import LayerView, previous_implementation
 from hf_kvcaches.core.growing import append
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -95,15 +95,9 @@ class SlotKeys(LayerView):
     def __init__(self, layer: WarmLayer, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         self.layer, self.keys, self.values, self.first = layer, keys, values, first
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: MaskRecipe | torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not isinstance(mask, MaskRecipe):
-            raise ConfigError(
-                "WarmStartCache stands for more tokens than it has keys, so that no ready mask fits it. Pass a mask of 0 and 1."
-            )
-        bias = self._bias(query, mask)
+    def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         implementation = previous_implementation(module.config)
+        bias = self._bias(query, mask)
         if implementation != "eager":
             # Straight to PyTorch: transformers' function takes masks to be the same for all heads where there is one query.
             scaling = kwargs.get("scaling")
@@ -114,22 +108,26 @@ class SlotKeys(LayerView):
         result: tuple[torch.Tensor, torch.Tensor | None] = attention(module, query, self.keys, self.values, bias, **kwargs)
         return result
 
-    def _bias(self, query: torch.Tensor, mask: MaskRecipe) -> torch.Tensor:
+    def _bias(self, query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """What is added to the scores, (batch, heads, queries, slots + tokens): the logarithms of counts, and what may not be looked at."""
         layer, device = self.layer, query.device
         assert layer.counts is not None
         assert layer.places is not None
         counts, places = layer.counts.to(device), layer.places.to(device)
         batch, heads, slots = counts.shape
+        # The columns that the mask has for what is kept: a slot is as visible as the token where it stands.
         behind = layer.left_out + torch.arange(slots, self.keys.shape[2], device=device)
-        asked = torch.cat([places.round().long(), behind.expand(batch, heads, -1)], 2)[:, :, None]
+        columns = torch.cat([places.round().long(), behind.expand(batch, heads, -1)], 2)[:, :, None]
         asking = self.first + torch.arange(query.shape[2], device=device)[:, None]
-        rows, each = torch.arange(batch, device=device)[:, None, None, None], torch.arange(heads, device=device)[:, None, None]
-        visible = mask.arguments["mask_function"](rows, each, asking, asked)
-        if mask.padding is not None:
-            # Padding before the prompt is in no slot; behind it there may be some between turns.
-            real = mask.padding[:, layer.left_out + slots : layer.left_out + self.keys.shape[2]].to(device, torch.bool)
-            visible = visible & nn.functional.pad(real, (slots, 0), value=True)[:, None, None]
+        if mask is None:
+            hidden = columns > asking
+        else:
+            if mask.shape[-1] != self.layer.seen:
+                raise ConfigError.of("attention_mask", f"a column for each of the {self.layer.seen} tokens seen", tuple(mask.shape))
+            shown = mask.to(device) if mask.dtype == torch.bool else mask.to(device) == 0
+            shown = shown.expand(batch, heads, -1, -1).gather(3, columns.clamp_min(0).expand(-1, -1, query.shape[2], -1))
+            # Padding before the prompt is in no slot.
+            hidden = ~shown
         weights = nn.functional.pad(counts, (0, len(behind)), value=1.0).log()[:, :, None]
-        bias = weights.masked_fill(~visible, torch.finfo(query.dtype).min).to(query.dtype)
+        bias = weights.expand(-1, -1, query.shape[2], -1).masked_fill(hidden, torch.finfo(query.dtype).min).to(query.dtype)
         return bias.repeat_interleave(query.shape[1] // heads, 1)

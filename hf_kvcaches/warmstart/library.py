@@ -16,7 +16,6 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.only_layers import alone
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
@@ -122,10 +121,8 @@ class WarmStartLibrary:
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
         self.encoder = encoder_of(encoder, self.model, tokenizer)
         self.location = location
-        with alone(self.model):
-            self.digest = digest_of_model(self.model)
-            scope = self._scope()
-        self.entries = EntryStore(location, scope, max_bytes)
+        self.digest = digest_of_model(self.model)
+        self.entries = EntryStore(location, self._scope(), max_bytes)
         self._known: dict[str, _Known] = {}
         self._order: list[tuple[bytes, str]] = []
         self._lock = threading.RLock()
@@ -179,9 +176,7 @@ class WarmStartLibrary:
         return key
 
     def _encoded(self, text: str, ids: Sequence[int]) -> Any:
-        # An encoder may run some of the model's layers, which another thread may have exchanged.
-        with alone(self.model):
-            return self.encoder.encode([text], [ids])[0]
+        return self.encoder.encode([text], [ids])[0]
 
     def text(self, ids: Sequence[int]) -> str:
         """Tokens as they are compared.
@@ -410,9 +405,7 @@ class WarmStartLibrary:
         Args:
             model: Without a PEFT wrapper.
         """
-        # While another thread has exchanged its layers it looks like another model.
-        with alone(model):
-            return digest_of_model(model) == self.digest
+        return digest_of_model(model) == self.digest
 
     def _require_same_model(self) -> None:
         if not self.fits_model(self.model):

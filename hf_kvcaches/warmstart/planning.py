@@ -45,6 +45,11 @@ class RowPlan:
         """Tokens that are not run."""
         return sum(block.length for block in self.blocks)
 
+    @property
+    def begun(self) -> int:
+        """Tokens at the row's start that are not run."""
+        return self.blocks[0].length if self.blocks and self.blocks[0].target == 0 else 0
+
     def to_run(self, tokens: int) -> Places:
         """Places of the tokens that are.
 

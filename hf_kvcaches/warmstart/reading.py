@@ -13,7 +13,6 @@ from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.growing import GrowingLayer
-from hf_kvcaches.core.only_layers import alone
 from hf_kvcaches.core.prefill import run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.codec import LayerStates
@@ -79,8 +78,7 @@ def read_prompt(model: PreTrainedModel, ids: torch.Tensor) -> PromptStates:
         raise ConfigError.of("ids", "one prompt of at least two tokens, (1, tokens)", tuple(ids.shape))
     cache = _ReadCache(model)
     require_answering(model, "A warm start")
-    # Another thread may be running parts of the model meanwhile, for which its layers are exchanged.
-    with torch.no_grad(), alone(model):
+    with torch.no_grad():
         run_span(model, cache, ids, torch.arange(ids.shape[1], device=ids.device))
     layers, queries, scaling = [], [], []
     for layer in cache.layers:

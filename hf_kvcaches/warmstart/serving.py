@@ -1,4 +1,4 @@
-"""One prompt's way into a `WarmStartCache`: find a neighbour, decide, write what is reused, say what remains."""
+"""One prompt's way into a `WarmStartCache`: find a neighbour, decide, write what is reused, run what lies between."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.placing import Loaded
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.gate import changes
@@ -33,14 +33,14 @@ class Outcome:
     """What became of a prompt.
 
     Args:
-        remaining: What the model is to run.
+        taken: How many of the prompt's slots are in the cache.
         plans: Of each row.
         reused: Tokens that are not run.
         computed: Tokens that are.
         inexact: Whether anything reused is an approximation.
     """
 
-    remaining: int | Remaining
+    taken: int
     plans: tuple[RowPlan, ...]
     reused: int
     computed: int
@@ -84,19 +84,19 @@ class Serving:
                 self.library.entries.used(plan.neighbour.key, plan.reused)
         inexact = any(plan.served == "align" or (plan.blocks and self.library.full != "exact") for plan in plans)
         if not reused:
-            return Outcome(cache.behind(call, 0, self.padding, total), tuple(plans), 0, tokens, False)
+            return Outcome(0, tuple(plans), 0, tokens, False)
         cache.write(self.padding, [self._loaded(plan) for plan in plans], total)
-        return Outcome(self._remaining(plans, rows, total), tuple(plans), reused, tokens - reused, inexact)
+        return Outcome(self._fill(plans, rows, total), tuple(plans), reused, tokens - reused, inexact)
 
-    def _remaining(self, plans: Sequence[RowPlan], rows: Sequence[Ids], total: int) -> int | Remaining:
+    def _fill(self, plans: Sequence[RowPlan], rows: Sequence[Ids], total: int) -> int:
+        """Runs what lies between pieces that are written, or leaves all behind a common beginning to the model."""
         cache = self.cache
-        if cache.can_answer:
-            return cache.between(self.call, [plan.to_run(len(ids)) for plan, ids in zip(plans, rows, strict=True)], self.padding, total)
-        # The model attends its own way, to what follows a common beginning.
-        taken = min(plan.blocks[0].length + pad if plan.blocks else 0 for plan, pad in zip(plans, self.padding, strict=True))
-        for layer in cache.layers:
-            layer.seen = taken
-        return taken
+        begun = [plan.begun + pad for plan, pad in zip(plans, self.padding, strict=True)]
+        only_begins = all(plan.reused == plan.begun for plan in plans) and len(set(begun)) == 1
+        if only_begins or cache.parts_refused:
+            return cache.take(min(begun))
+        places = [plan.to_run(len(ids))[:-1] for plan, ids in zip(plans, rows, strict=True)]
+        return cache.run_between(self.call, places, self.padding, total)
 
     def _plan(self, ids: Ids) -> RowPlan:
         """What is best for a row."""
@@ -112,7 +112,7 @@ class Serving:
         begins, shared = library.beginning(ids) if library.full is not None and cache.strategy != "slots" else (None, 0)
         worth = max(WORTH, len(ids) // SHARE if self.call.input_ids.device.type == "cpu" else 0)
         prefix = RowPlan("prefix", begins, () if begins is None or shared < worth else beginning(shared, len(ids)))
-        if cache.strategy != "exact" and cache.can_answer:
+        if cache.strategy != "exact" and not cache.parts_refused:
             near = [exact._replace(similarity=1.0)] if exact is not None else library.near(ids, k=COMPARED)
             aligned, refused = self._aligned(near, ids, refused)
             if aligned is not None and aligned.reused > prefix.reused:
@@ -194,7 +194,7 @@ class Serving:
         else:
             slots = library.moved(slots, len(ids))
         covered, padding = len(ids) - library.tail, self.padding[0]
-        # Places are columns, as masks have them, and keys are turned by positions.
-        cache.start_from(replace(slots, positions=tuple(own + padding for own in slots.positions)), padding + covered)
+        # Places are columns, as masks have them, and keys are turned by positions. In a shorter prompt some slots stand before its start.
+        cache.start_from(replace(slots, positions=tuple(own.clamp_min(0) + padding for own in slots.positions)), padding + covered)
         library.entries.used(plan.neighbour.key, covered)
         return Outcome(padding + covered, (plan,), covered, library.tail, True)

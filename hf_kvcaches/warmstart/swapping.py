@@ -10,13 +10,12 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.only_layers import alone
 from hf_kvcaches.core.prefill import run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
 
 Swap = Literal["off", "sync", "background"]
 
-# Tokens that a thread runs at a time: between two chunks somebody else may have the model, and a thread that nobody waits for ends.
+# Tokens that a thread runs at a time: between two chunks a thread that nobody waits for ends.
 CHUNK = 128
 
 
@@ -120,8 +119,7 @@ class ExactPrefill:
                 return
             stop = min(start + chunk, tokens)
             mask = None if self.mask is None else self.mask[:, :stop]
-            # Another thread may be running parts of the model meanwhile, for which its layers are exchanged.
-            with torch.no_grad(), alone(model):
+            with torch.no_grad():
                 run_span(model, cache, self.ids[:, start:stop], self.positions[:, start:stop], mask)
         self._cache = cache
 

@@ -25,7 +25,7 @@ from hf_kvcaches import (
     WarmStartLibrary,
     compat,
 )
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.translate.cache import TranslatedCache
@@ -149,7 +149,7 @@ def no_prompts(model: Any) -> WarmStartCache:
 class SeenBefore(WarmStartCache):
     """Every prompt has just been there."""
 
-    def take_prefill(self, call: PrefillCall) -> int | Remaining:
+    def take_prefill(self, call: PrefillCall) -> int:
         if not self.seen and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             padding = self.history.padding(call.input_ids.shape[1])
             for pad, ids in zip(padding or [], call.input_ids, strict=False):
@@ -173,8 +173,9 @@ class ReadBefore(TranslatedCache):
 
     def take_prefill(self, call: PrefillCall) -> int:
         real = call.input_ids.shape[1] if call.attention_mask is None else int(call.attention_mask.sum(-1).min())
+        coded = call.most - (call.input_ids.shape[1] - real)
         alone = self.translator is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling()
-        if not alone and real > 1:
+        if not alone and coded > 0:
             self.codes = self.translator.encode(self.model, call.input_ids, call.attention_mask)
         return super().take_prefill(call)
 

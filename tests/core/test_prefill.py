@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import types
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core import only_layers, prefill
+from hf_kvcaches.core import prefill
 from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
@@ -188,70 +189,108 @@ def test_a_wrong_count_from_a_cache_is_caught():
 @torch.no_grad()
 def test_spans_run_one_after_the_other_equal_the_whole(model):
     text = tiny.ids(1, 14)
-    expected = model.base_model(text, past_key_values=DynamicCache(config=model.config)).last_hidden_state
-    cache, parts = GrowingCache(model), []
+    whole, cache = GrowingCache(model), GrowingCache(model)
+    model(text, past_key_values=whole)
     for start, stop in ((0, 5), (5, 6), (6, 14)):
-        parts.append(prefill.run_span(model, cache, text[:, start:stop], torch.arange(start, stop)))
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=1e-4)
+        prefill.run_span(model, cache, text[:, start:stop], torch.arange(start, stop))
+    for mine, theirs in zip(cache.layers, whole.layers, strict=True):
+        torch.testing.assert_close(mine.keys[:, :, -6:], theirs.keys[:, :, -6:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(mine.values[:, :, -6:], theirs.values[:, :, -6:], atol=1e-4, rtol=1e-4)
+
+
+def hidden_states(model, **inputs):
+    """What enters each layer, and what leaves the last one before the final norm."""
+    layers = prefill.compat.decoder_layers(model)[2]
+    found = []
+    handles = [layer.register_forward_pre_hook(lambda module, args, kwargs: found.append(args[0]), with_kwargs=True) for layer in layers]
+    handles.append(layers[-1].register_forward_hook(lambda module, args, out: found.append(out[0] if isinstance(out, tuple) else out)))
+    model(**inputs)
+    for handle in handles:
+        handle.remove()
+    return found
 
 
 @torch.no_grad()
-def test_upper_layers_run_from_stored_hidden_states(model):
+def test_some_layers_run_from_stored_hidden_states(model):
     batch = left_padded()
     positions = (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    real = batch["attention_mask"].bool()
-    for start in range(1, len(prefill.compat.decoder_layers(model)[2])):
-        whole = GrowingCache(model)
-        with prefill.capture_hidden(model, start) as captured:
-            expected = model(**batch, position_ids=positions, past_key_values=whole).logits
-        partial = GrowingCache(model)
-        logits = prefill.run_from_layer(model, start, captured[0], partial, positions, batch["attention_mask"], logits_to_keep=0)
-        torch.testing.assert_close(logits[real], expected[real], atol=1e-5, rtol=1e-5)
-        assert [layer.get_seq_length() for layer in partial.layers] == [0] * start + [11] * (len(partial.layers) - start)
-        for mine, theirs in zip(partial.layers[start:], whole.layers[start:], strict=True):
-            kept = mine.keys.shape[2] if mine.is_sliding else 11
-            torch.testing.assert_close(mine.keys[:, :, :kept], theirs.keys[:, :, :kept], atol=1e-5, rtol=1e-5)
+    real, layers = batch["attention_mask"].bool(), len(prefill.compat.decoder_layers(model)[2])
+    whole = GrowingCache(model)
+    hidden = hidden_states(model, **batch, position_ids=positions, past_key_values=whole)
+    for start in range(layers):
+        for stop in range(start + 1, layers + 1):
+            partial = GrowingCache(model)
+            entering = hidden[start] if start else None
+            left = prefill.run_layers(model, start, stop, batch["input_ids"], partial, positions, batch["attention_mask"], hidden=entering)
+            torch.testing.assert_close(left[real], hidden[stop][real], atol=1e-5, rtol=1e-5)
+            seen = [layer.get_seq_length() for layer in partial.layers]
+            assert seen == [11 if start <= index < stop else 0 for index in range(layers)]
+            for mine, theirs in zip(partial.layers[start:stop], whole.layers[start:stop], strict=True):
+                kept = mine.keys.shape[2] if mine.is_sliding else 11
+                torch.testing.assert_close(mine.keys[:, :, :kept], theirs.keys[:, :, :kept], atol=1e-5, rtol=1e-5)
 
 
 @torch.no_grad()
 def test_upper_layers_catch_up_with_filled_lower_ones(model):
     text = tiny.ids(1, 14)
-    start = len(prefill.compat.decoder_layers(model)[2]) - 1
+    layers = len(prefill.compat.decoder_layers(model)[2])
     cache = GrowingCache(model)
-    with prefill.capture_hidden(model, start) as captured:
-        expected = model(text, past_key_values=cache).logits
-    cache.layers[start] = GrowingCache(model).layers[start]
-    parts = [
-        prefill.run_from_layer(model, start, captured[0][:, a:b], cache, torch.arange(a, b), logits_to_keep=0) for a, b in ((0, 9), (9, 14))
-    ]
-    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=1e-4)
+    hidden = hidden_states(model, input_ids=text, past_key_values=cache)[layers - 1]
+    cache.layers[layers - 1] = GrowingCache(model).layers[layers - 1]
+    for a, b in ((0, 9), (9, 14)):
+        prefill.run_layers(model, layers - 1, layers, text[:, a:b], cache, torch.arange(a, b), hidden=hidden[:, a:b])
     follow = tiny.ids(1, 1, seed=5)
     fresh = model(torch.cat([text, follow], dim=1)).logits[:, -1]
     torch.testing.assert_close(model(follow, past_key_values=cache).logits[:, -1], fresh, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (4, 5), (2, 2), (2, 5), (1, 0)])
+def test_layers_that_do_not_exist_are_refused(start, stop):
+    model = tiny.llama()
+    with pytest.raises(ConfigError, match=r"start|stop"):
+        prefill.run_layers(model, start, stop, tiny.ids(1, 3), GrowingCache(model), torch.arange(3), hidden=torch.zeros(1, 3, 32))
+
+
 @torch.no_grad()
-def test_the_model_is_whole_again_after_a_partial_run_even_after_an_error():
+def test_a_partial_pass_leaves_the_model_as_it_is_while_it_runs():
     model = tiny.llama()
-    layers = model.model.layers
-    with pytest.raises(RuntimeError):
-        prefill.run_from_layer(model, 2, torch.zeros(1, 3, 7), GrowingCache(model), torch.arange(3))
-    assert model.model.layers is layers
+    names, parts, text = list(model.state_dict()), list(model.modules()), tiny.ids(1, 6)
+    expected, found = model(text).logits, []
+
+    def look(module, args):
+        assert list(model.state_dict()) == names
+        assert all(a is b for a, b in zip(model.modules(), parts, strict=True))
+        if not found:
+            found.append(None)
+            found[0] = model(text).logits
+
+    handle = model.model.layers[2].register_forward_pre_hook(look)
+    prefill.run_layers(model, 2, 3, text, GrowingCache(model), torch.arange(6), hidden=torch.randn(1, 6, 32))
+    handle.remove()
+    assert torch.equal(found[0], expected)
 
 
-@pytest.mark.parametrize("layer", [-1, 4])
-def test_layers_that_do_not_exist_are_refused(layer):
+@torch.no_grad()
+def test_a_partial_pass_runs_methods_that_were_put_onto_the_model():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model, text = tiny.llama(), tiny.ids(1, 6)
+    hidden = hidden_states(model, input_ids=text)
+    forward = type(model.model).forward
+    model.model.forward = types.MethodType(lambda self, *args, **kwargs: forward(self, *args, **kwargs), model.model)
+    add_hook_to_module(model.model, ModelHook())
+    model.model.compile(backend="eager")
+    left = prefill.run_layers(model, 1, 3, text, GrowingCache(model), torch.arange(6), hidden=hidden[1])
+    torch.testing.assert_close(left, hidden[3])
+
+
+@torch.no_grad()
+def test_a_forward_that_cannot_be_moved_to_a_twin_is_refused():
     model = tiny.llama()
-    with pytest.raises(ConfigError, match="layer"), prefill.capture_hidden(model, layer):
-        pass
-    with pytest.raises(ConfigError, match="layer"):
-        prefill.run_from_layer(model, layer, torch.zeros(1, 3, 32), GrowingCache(model), torch.arange(3))
-
-
-def test_a_partial_run_of_everything_is_sent_to_run_span():
-    model = tiny.llama()
-    with pytest.raises(ConfigError, match="run_span"):
-        prefill.run_from_layer(model, 0, torch.zeros(1, 3, 32), GrowingCache(model), torch.arange(3))
+    whole = model.model.forward
+    model.model.forward = lambda *args, **kwargs: whole(*args, **kwargs)
+    with pytest.raises(UnsupportedError, match="forward"):
+        prefill.run_layers(model, 0, 2, tiny.ids(1, 6), GrowingCache(model), torch.arange(6))
 
 
 def test_gemma2_config_alternates_layer_kinds():
@@ -272,10 +311,9 @@ def test_the_decoder_of_a_model_with_images_is_not_taken_for_its_encoder():
     model, text = llava(), tiny.ids(1, 7, seed=1).clamp(min=6)
     cache = GrowingCache(model)
     with torch.no_grad():
-        with prefill.capture_hidden(model, 1) as hidden:
-            expected = model(text, past_key_values=GrowingCache(model)).logits
-        got = prefill.run_from_layer(model, 1, hidden[0], cache, torch.arange(7), logits_to_keep=0)
-    torch.testing.assert_close(got, expected)
+        hidden = hidden_states(model, input_ids=text, past_key_values=GrowingCache(model))
+        got = prefill.run_layers(model, 1, 2, text, cache, torch.arange(7), hidden=hidden[1])
+    torch.testing.assert_close(got, hidden[2])
     assert [layer.seen for layer in cache.layers] == [0, 7]
 
 
@@ -299,7 +337,8 @@ def test_prompts_whose_hidden_states_are_wanted_are_left_to_the_model():
     assert cache.calls == []
 
 
-def test_a_model_that_feeds_its_embeddings_to_later_layers_is_refused():
+@torch.no_grad()
+def test_a_model_that_feeds_its_embeddings_to_later_layers_gets_those_of_its_tokens():
     config = ZambaConfig(
         vocab_size=96,
         hidden_size=32,
@@ -311,32 +350,10 @@ def test_a_model_that_feeds_its_embeddings_to_later_layers_is_refused():
         n_mamba_heads=1,
         pad_token_id=0,
     )
-    model = tiny.build(config)
-    with torch.no_grad(), pytest.raises(UnsupportedError, match="embeddings"):
-        prefill.run_from_layer(model, 2, torch.randn(1, 6, 32), GrowingCache(model), torch.arange(6))
-
-
-def test_threads_that_run_the_model_meanwhile_get_all_of_its_layers():
-    model = tiny.llama()
-    prompts = [tiny.ids(1, 40 + number, seed=number) for number in range(4)]
-    expected = [model.generate(ids, max_new_tokens=4, do_sample=False) for ids in prompts]
-    halfway = threading.Event()
-    found = []
-
-    def exchange():
-        hidden = torch.zeros(1, 3, model.config.hidden_size)
-        with only_layers.only_layers(model, 2, hidden=hidden):
-            halfway.set()
-            done.wait(60)
-
-    done = threading.Event()
-    thread = threading.Thread(target=exchange)
-    thread.start()
-    halfway.wait(60)
-    found = [model.generate(ids, max_new_tokens=4, do_sample=False) for ids in prompts]
-    done.set()
-    thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    model, text = tiny.build(config), tiny.ids(1, 6)
+    hidden = hidden_states(model, input_ids=text)
+    left = prefill.run_layers(model, 2, 4, text, GrowingCache(model), torch.arange(6), hidden=hidden[2])
+    torch.testing.assert_close(left, hidden[4], atol=1e-5, rtol=1e-5)
 
 
 def test_two_threads_take_over_prompts_of_one_model_at_a_time():

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import GrowingCache, RotaryGeometry, SegmentReuseCache, SegmentStore
-from hf_kvcaches.core.prefill import capture_hidden, run_from_layer
+from hf_kvcaches.core.prefill import run_layers
 
 States = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -17,16 +17,12 @@ class Source:
     """An earlier prompt, as the model alone computes it."""
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, cut: int | None = None) -> None:
-        self.model, self.hidden = model, None
+        self.model = model
         # Its layers keep all tokens, also those with a window.
         cache = SegmentReuseCache(model, SegmentStore("memory"), mode="exact")
         with torch.no_grad():
-            if cut is None:
-                model(ids, past_key_values=cache)
-            else:
-                with capture_hidden(model, cut) as seen:
-                    model(ids, past_key_values=cache)
-                self.hidden = seen[0]
+            outputs = model(ids, past_key_values=cache, output_hidden_states=cut is not None)
+            self.hidden = None if cut is None else outputs.hidden_states[cut]
         self.layers = [(layer.keys, layer.values) for layer in cache.layers]
 
     def at(self, position: int, place: int) -> States:
@@ -63,7 +59,8 @@ def step_by_step(
                 layer.update(key, value)
             if depth < len(cache.layers):
                 hidden = source.hidden[:, positions[place] : positions[place] + 1]
-                run_from_layer(model, depth, hidden, cache, torch.tensor([place]))
+                token = ids[:, place : place + 1]
+                run_layers(model, depth, len(cache.layers), token, cache, torch.tensor([place]), hidden=hidden)
     return logits[:, -1], cache
 
 

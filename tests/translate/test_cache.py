@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -166,7 +168,9 @@ def test_where_a_row_begins_behind_all_codes_the_model_runs_the_batch() -> None:
     rows = [joined(PROMPT, OTHER, MORE), PROMPT[:, :30]]
     ids, mask = left_padded(*rows)
     cache = cache_of(PROMPT)
-    close(logits_of(models()[1], ids, cache, 3, attention_mask=mask), logits_of(models()[1], ids, new=3, attention_mask=mask))
+    with pytest.warns(RuntimeWarning, match="runs the prompt itself"):
+        got = logits_of(models()[1], ids, cache, 3, attention_mask=mask)
+    close(got, logits_of(models()[1], ids, new=3, attention_mask=mask))
     assert (cache.report().translated, cache.report().payload_bytes) == (0, 0)
 
 
@@ -223,7 +227,8 @@ def test_a_prompt_that_goes_on_is_run_from_where_the_codes_end() -> None:
 @pytest.mark.parametrize(("length", "known"), [(44, 43), (40, 39), (21, 16), (9, 8), (8, 7), (5, 0), (1, 0)])
 def test_a_prompt_that_is_a_beginning_is_filled_up_to_the_last_mark(length: int, known: int) -> None:
     consumer, cache, ids = models()[1], cache_of(PROMPT), PROMPT[:, :length]
-    got = logits_of(consumer, ids, cache, 3)
+    with nullcontext() if known else pytest.warns(RuntimeWarning, match="runs the prompt itself"):
+        got = logits_of(consumer, ids, cache, 3)
     close(got, logits_of(consumer, ids, beginning(known) if known else None, 3))
     assert cache.report().translated == known
 
@@ -349,26 +354,49 @@ def test_a_layer_is_rebuilt_while_the_next_is_on_its_way() -> None:
     assert [sum(each) for each in held] == [0, 1, 2, 3]
 
 
-# Where the model runs the prompt itself
+# What codes can't serve
 
 
-def test_with_gradients_or_for_all_logits_the_model_runs_the_prompt() -> None:
-    consumer = models()[1]
+def _ready(ids: torch.Tensor) -> dict[str, Any]:
+    return {"input_ids": ids, "attention_mask": torch.ones(1, 1, *[ids.shape[1]] * 2, dtype=torch.bool).tril(), "logits_to_keep": 1}
+
+
+UNSERVED: dict[str, Callable[[torch.Tensor, Any], dict[str, Any]]] = {
+    "all logits": lambda ids, model: {"input_ids": ids},
+    "the insides of layers": lambda ids, model: {"input_ids": ids, "logits_to_keep": 1, "output_hidden_states": True},
+    "embeddings": lambda ids, model: {"inputs_embeds": model.get_input_embeddings()(ids), "logits_to_keep": 1},
+    "a mask made ready": lambda ids, model: _ready(ids),
+    "gradients": lambda ids, model: {"input_ids": ids, "logits_to_keep": 1},
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_a_call_that_codes_cannot_serve_is_refused_and_one_that_they_can_taken_then(name: str) -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
+    with torch.set_grad_enabled(name == "gradients"), pytest.raises(UnsupportedError, match="filled from its codes"):
+        consumer(**UNSERVED[name](PROMPT, consumer), past_key_values=cache)
+    assert cache.seen == 0
+    close(logits_of(consumer, PROMPT, cache, 4), expected_logits(PROMPT))
+
+
+def test_logits_of_the_last_few_tokens_leave_the_others_to_the_codes() -> None:
+    consumer, cache = models()[1], cache_of(PROMPT)
     with torch.no_grad():
-        own = consumer(input_ids=PROMPT).logits
-        cache = cache_of(PROMPT)
-        close(consumer(input_ids=PROMPT, past_key_values=cache).logits, own)
-        assert (cache.seen, cache.report().translated) == (45, 0)
-    cache = cache_of(PROMPT)
-    made = consumer(input_ids=PROMPT, past_key_values=cache, logits_to_keep=1).logits
-    assert made.requires_grad
-    close(made, own[:, -1:])
-    assert cache.report().translated == 0
-    cache = cache_of(PROMPT)
+        got = consumer(input_ids=PROMPT, past_key_values=cache, logits_to_keep=5).logits
+        close(got, consumer(input_ids=PROMPT[:, -5:], past_key_values=beginning(40)).logits)
+    assert cache.report().translated == 40
+
+
+def test_a_padded_prompt_that_the_model_would_number_itself_is_refused() -> None:
+    consumer, cache = models()[1], cache_of(PROMPT, OTHER)
+    ids, mask = left_padded(PROMPT, OTHER)
+    inputs = {"input_ids": ids, "attention_mask": mask, "logits_to_keep": 1, "past_key_values": cache}
     with torch.no_grad():
-        close(consumer(inputs_embeds=consumer.get_input_embeddings()(PROMPT), past_key_values=cache, logits_to_keep=1).logits, own[:, -1:])
-        states = consumer(input_ids=PROMPT, past_key_values=cache_of(PROMPT), logits_to_keep=1, output_hidden_states=True).hidden_states
-    assert [state.shape[1] for state in states] == [45] * 5
+        with pytest.raises(UnsupportedError, match="position_ids"):
+            consumer(**inputs)
+        assert cache.seen == 0
+        consumer(**inputs, position_ids=(mask.cumsum(-1) - 1).clamp(min=0))
+    assert cache.report().translated == 74
 
 
 def test_without_codes_it_is_a_cache_as_any() -> None:
@@ -397,7 +425,6 @@ def test_another_prompt_is_refused_and_the_right_one_taken_then(wrong: torch.Ten
     for ask in (
         lambda: answer(consumer, wrong, cache),
         lambda: cache.prefill(wrong),
-        lambda: consumer(input_ids=wrong, past_key_values=cache),
     ):
         with pytest.raises(ConfigError, match=r"another prompt \(rows of 44 tokens\).*Encode this prompt"):
             ask()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, Qwen3NextConfig
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.only_layers import LookedEnough
+from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.translate.states import ReadingCache, Tokens, is_of_tokens_alone, read_states, run_base, state_of_input
 from tests import tiny
@@ -158,7 +158,7 @@ def test_what_ends_a_pass_ends_no_pass_that_was_to_go_on():
     model = MODELS["llama"]()
     with pytest.raises(Broken):
         read_states(model, Tokens.of(tiny.ids(1, 6)), lambda *_: (_ for _ in ()).throw(Broken), upto=3)
-    assert not issubclass(Broken, LookedEnough)
+    assert not issubclass(Broken, PassEnded)
 
 
 @settings(deadline=None, max_examples=40)

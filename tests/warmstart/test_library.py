@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.core.only_layers import alone
 from hf_kvcaches.core.splicing.tokens import as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 from hf_kvcaches.warmstart.library import _Known, _sortable
-from hf_kvcaches.warmstart.reading import read_prompt
 from tests import tiny
 from tests.segments.test_cache import A, B, C, D, joined
 from tests.stores.blob_helpers import PROCESSES
@@ -362,17 +360,6 @@ def test_threads_that_add_and_ask_get_right_answers() -> None:
         for layer, own in enumerate(alone.layers):
             close(tensors["keys.0"][layer], own.keys[0])
             close(tensors["values.0"][layer], own.values[0])
-
-
-def test_a_prompt_is_read_when_nobody_else_has_the_model() -> None:
-    model = small()
-    reader = threading.Thread(target=read_prompt, args=(model, prompt(0)))
-    with alone(model):
-        reader.start()
-        reader.join(0.3)
-        assert reader.is_alive()
-    reader.join(30)
-    assert not reader.is_alive()
 
 
 def add_elsewhere(location: str, seeds: list[int], pipe: Connection) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import pickle
@@ -11,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_kvcaches import GrowingCache, WarmStartCache
-from hf_kvcaches.core.only_layers import alone
 from hf_kvcaches.warmstart import swapping
 from tests import tiny
 from tests.segments.reference import Source, step_by_step
@@ -65,14 +63,14 @@ class Stepwise:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, chunk: int = 16) -> None:
         self.gate, self.chunks = threading.Event(), 0
         monkeypatch.setattr(swapping, "CHUNK", chunk)
-        monkeypatch.setattr(swapping, "alone", self)
+        run = swapping.run_span
 
-    @contextlib.contextmanager
-    def __call__(self, model: PreTrainedModel) -> Iterator[None]:
-        assert self.gate.wait(30)
-        with alone(model):
+        def gated(*args: Any) -> None:
+            assert self.gate.wait(30)
             self.chunks += 1
-            yield
+            run(*args)
+
+        monkeypatch.setattr(swapping, "run_span", gated)
 
 
 # At once
@@ -342,20 +340,6 @@ def test_another_generation_with_the_model_while_the_thread_runs_is_not_disturbe
         assert cache._exact is not None
         assert cache._exact.failure is None
         close(forced(model, joined(text[:, -1:], D), cache), _forced_cold(model, text[:, :-1], joined(text[:, -1:], D)))
-
-
-def test_the_thread_waits_while_somebody_else_has_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny.llama()
-    steps = Stepwise(monkeypatch)
-    steps.gate.set()
-    cache = warm(model, "background")
-    answer(model, CHANGED, cache, 1)
-    with alone(model):
-        forced(model, D[:, :1], cache)
-        time.sleep(0.1)
-        assert steps.chunks == 0
-    cache.wait()
-    assert steps.chunks > 0
 
 
 def test_tokens_that_the_cache_was_not_told_of_leave_it_as_it_is() -> None:

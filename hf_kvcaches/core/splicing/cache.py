@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,20 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.prefill import PrefillCall, Remaining
+from hf_kvcaches.core.prefill import PrefillCall, run_layers
 from hf_kvcaches.core.splicing.history import History
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.sparse import SparsePass
+from hf_kvcaches.core.splicing.trial import parts_refused
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 Places = npt.NDArray[np.int64]
 
 
 class SplicingCache(KVCache):
-    """Keeps every token; what is known of a prompt is written into the layers where it stands, and the model runs the tokens between.
+    """Keeps every token; what is known of a prompt is written into the layers where it stands, and the tokens between are run.
 
     A subclass writes `take_prefill`. The cache knows its tokens (`history`), how their keys are turned (`rotation`), and runs passes over
     tokens that do not follow each other.
@@ -42,13 +42,23 @@ class SplicingCache(KVCache):
         super().__init__(model, offloading=offloading)
         self.rotation: Rotation = rotation_of(self.config)
         self._check_layers()
-        self.history = History()
-        self._one_pass = self.exchanged = False
+        self.history = History(self.rotation.positions_matter)
+        self.exchanged = False
+
+    @property
+    def parts_refused(self) -> str:
+        """Why the model can't run parts of a prompt between others, or "" where it can."""
+        return parts_refused(self.model)
+
+    @property
+    def moving_refused(self) -> str:
+        """Why tokens can't stand behind another text with this model, or "" where they can."""
+        return self.rotation.why or self.parts_refused
 
     @property
     def approximates(self) -> bool:
         """Whether tokens can stand behind another text with this model."""
-        return self.rotation.turns and self.can_answer
+        return not self.moving_refused
 
     def make_layer(self, layer_idx: int) -> SplicedLayer:
         return SplicedLayer()
@@ -66,43 +76,33 @@ class SplicingCache(KVCache):
         if input_ids.ndim != 2 or input_ids.shape[1] < 2:
             raise ConfigError.of("input_ids", "at least two tokens a row, (batch, tokens)", tuple(input_ids.shape))
         with torch.no_grad():
-            self.model(input_ids=input_ids, attention_mask=attention_mask, past_key_values=self, use_cache=True, logits_to_keep=1)
+            self.model(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                past_key_values=self,
+                use_cache=True,
+                logits_to_keep=1,
+                **compat.generated_positions(self.model, attention_mask, input_ids.shape[1]),
+            )
         self.crop(-1)
         return self.seen
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self.history.observe(input_ids, attention_mask, position_ids, self.seen)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        held = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        if self._one_pass and layer_idx == len(self.layers) - 1 and not self.layers[-1].only_stores:
-            self._end_pass()
-        return held
+    def padding_of(self, call: PrefillCall) -> list[int] | None:
+        """Each row's padding, or None where the prompt is to be left to the model.
 
-    def begin_pass(self, running: SparsePass) -> Callable[[], AbstractContextManager[None]]:
-        """The next pass through all layers runs the tokens of a sparse one, after which new tokens follow all others again.
+        That is where tokens are unknown or not where they are expected, with gradients, under `torch.compile` and autocast, and where
+        more than the last token's logits are wanted.
 
         Args:
-            running: The pass.
-
-        Returns:
-            As `begin_last`.
+            call: The prompt.
         """
-        for layer in self.layers:
-            layer.running = running
-        return self.begin_last(running)
-
-    def begin_last(self, running: SparsePass) -> Callable[[], AbstractContextManager[None]]:
-        """In the next pass, the last layer answers for the last token alone.
-
-        Args:
-            running: The pass; its tokens may also be those that follow all others.
-
-        Returns:
-            For `Remaining`.
-        """
-        self._one_pass = True
-        return partial(self.layers[-1].storing, running)
+        tokens = call.input_ids.shape[1]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.offloading or call.most != tokens - 1:
+            return None
+        return self.history.padding(self.seen + tokens)
 
     @contextmanager
     def sparse(self, running: SparsePass) -> Iterator[None]:
@@ -111,17 +111,50 @@ class SplicingCache(KVCache):
         Args:
             running: The pass.
         """
-        for layer in self.layers:
-            layer.running = running
         try:
+            for layer in self.layers:
+                layer.running = running
             yield
         finally:
-            self._end_pass()
+            for layer in self.layers:
+                layer.running = None
 
-    def _end_pass(self) -> None:
-        self._one_pass = False
+    def run_sparse(
+        self, running: SparsePass, ids: torch.Tensor, start: int = 0, stop: int | None = None, hidden: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Runs the tokens of a sparse pass through some layers; returns what leaves them, (batch, tokens, hidden).
+
+        Args:
+            running: The pass.
+            ids: Its tokens, (batch, tokens).
+            start: The lowest layer.
+            stop: The first layer not to run; None: all run.
+            hidden: What enters layer `start`; None for layer 0.
+        """
+        masks = running.masks(self.model)
+        with self.sparse(running):
+            return run_layers(self.model, start, stop or len(self.layers), ids, self, running.positions, hidden=hidden, masks=masks)
+
+    def take(self, slots: int) -> int:
+        """Counts the first slots of the prompt as seen, now that they hold its tokens; returns how many were not before.
+
+        Args:
+            slots: How many.
+        """
+        before = self.seen
         for layer in self.layers:
-            layer.running = None
+            layer.seen = slots
+        return slots - before
+
+    def abandon_prefill(self, seen: int) -> None:
+        # Passes write behind what the layers have seen, so that this is still as it was.
+        for layer in self.layers:
+            layer.running = layer.looks = None
+            if seen == 0:
+                layer.reset()
+            layer.seen = seen
+        self.history.crop(seen)
+        self.filling = False
 
     def write(self, padding: Sequence[int], rows: Sequence[Sequence[Loaded]], total: int) -> None:
         """Makes room for all slots, and writes what is stored; does nothing where that is nothing.
@@ -141,40 +174,20 @@ class SplicingCache(KVCache):
         for number, (slots, pieces) in enumerate(zip(padding, rows, strict=True)):
             splice_row(self.layers, number, slots, pieces, self.rotation.layers)
 
-    def behind(self, call: PrefillCall, taken: int, padding: Sequence[int], total: int) -> int | Remaining:
-        """What remains of a prompt behind its first tokens, with as little of the last layer as the first new token needs.
+    def run_between(self, call: PrefillCall, places: Sequence[Places], padding: Sequence[int], total: int) -> int:
+        """Runs all of a prompt but its last token, between pieces that are written; returns how many tokens the cache took.
 
         Args:
             call: The prompt.
-            taken: How many of its tokens are in the cache.
+            places: Of the tokens to run in each row, padding not counted, ascending, without the row's last.
             padding: Slots at the start of each row that hold no token.
-            total: How many slots there will be.
+            total: How many slots the prompt has.
         """
-        ids, positions = call.input_ids, call.position_ids
-        if not self.can_answer or ids.shape[1] - taken < 2:
-            return taken
-        slots = torch.arange(total - ids.shape[1] + taken, total, device=ids.device).expand(len(ids), -1)
-        running = SparsePass(slots, torch.tensor(padding, device=ids.device), total)
-        positions = running.positions if positions is None else positions[..., taken:]
-        return Remaining(ids[:, taken:], positions, storing=self.begin_last(running))
-
-    def between(self, call: PrefillCall, places: Sequence[Places], padding: Sequence[int], total: int) -> Remaining:
-        """What remains of a prompt between pieces that are written.
-
-        Args:
-            call: The prompt.
-            places: Of the tokens to run in each row, padding not counted, ascending; the last one is the row's last.
-            padding: Slots at the start of each row that hold no token.
-            total: How many slots there will be.
-        """
-        device, before = call.input_ids.device, total - call.input_ids.shape[1]
-        # What only fills up comes first, because the last column is the one that generate looks at.
-        slots = np.full((len(places), max(map(len, places))), total)
-        for line, own, pad in zip(slots, places, padding, strict=True):
-            line[len(line) - len(own) :] = own + pad
-        running = SparsePass(torch.from_numpy(slots).to(device), torch.tensor(padding, device=device), total)
-        ids = torch.cat([call.input_ids, call.input_ids[:, -1:]], dim=1).gather(1, running.slots - before)
-        return Remaining(ids, running.positions, storing=self.begin_pass(running))
+        slots = slots_of(places, padding, total, call.input_ids.device)
+        if slots.shape[1]:
+            running = SparsePass(slots, torch.tensor(padding, device=slots.device), total)
+            self.run_sparse(running, ids_at(call, slots, total))
+        return self.take(total - 1)
 
     def rows_change(self) -> None:
         """Called before rows are exchanged, repeated or dropped."""
@@ -182,7 +195,7 @@ class SplicingCache(KVCache):
     def reset(self) -> None:
         super().reset()
         self.history.reset()
-        self._one_pass = self.exchanged = False
+        self.exchanged = False
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
@@ -215,3 +228,30 @@ class SplicingCache(KVCache):
             raise UnsupportedError(f"model: {self.rotation.why}. Use GrowingCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use GrowingCache.")
+
+
+def slots_of(places: Sequence[Places], padding: Sequence[int], total: int, device: torch.device) -> torch.Tensor:
+    """Places in rows as slots, (batch, most tokens), filled up with the slot that nobody looks at.
+
+    Args:
+        places: Of each row, padding not counted.
+        padding: Slots at the start of each row that hold no token.
+        total: How many slots the prompt has.
+        device: Where they are wanted.
+    """
+    slots = np.full((len(places), max(map(len, places))), total)
+    for line, row, pad in zip(slots, places, padding, strict=True):
+        line[: len(row)] = row + pad
+    return torch.from_numpy(slots).to(device)
+
+
+def ids_at(call: PrefillCall, slots: torch.Tensor, total: int) -> torch.Tensor:
+    """The tokens of a prompt in some slots; any token in those that only fill up.
+
+    Args:
+        call: The prompt, whose tokens are in the last slots.
+        slots: (batch, tokens).
+        total: How many slots there are.
+    """
+    ids = torch.cat([call.input_ids, call.input_ids[:, -1:]], dim=1)
+    return ids.gather(1, slots - (total - call.input_ids.shape[1]))

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids
+
+
+class _Fed(NamedTuple):
+    """The tokens of a pass, each (batch, tokens).
+
+    Args:
+        ids: The tokens.
+        real: True where a token is none that only pads.
+        positions: As the model got them, or numbered them by the slots of the cache.
+    """
+
+    ids: torch.Tensor
+    real: torch.Tensor
+    positions: torch.Tensor
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> _Fed:
+        return _Fed(*(function(tensor) for tensor in self))
 
 
 class History:
@@ -15,16 +32,18 @@ class History:
 
     It is told of each pass before it runs, and counts; when a pass went by untold (on embeddings, with images), it knows nothing from
     then on, until it is reset or a pass begins with an empty cache.
+
+    Args:
+        positions_matter: Whether keys depend on `position_ids`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, positions_matter: bool = True) -> None:
+        self._positions_matter = positions_matter
         self.reset()
 
     def reset(self) -> None:
         """Forgets all."""
-        self._parts: list[torch.Tensor] = []
-        self._real: list[torch.Tensor] = []
-        self._length = 0
+        self._fed: list[_Fed] = []
         self._mask: torch.Tensor | None = None
         self._bare = False
         self.known = True
@@ -35,54 +54,59 @@ class History:
         Args:
             input_ids: (batch, tokens).
             attention_mask: As the model got it.
-            position_ids: Likewise; those of a single token are taken to be usual.
+            position_ids: As the model got them; None where it numbers tokens by the slots of the cache, padding included.
             seen: How many tokens the cache had before.
         """
         if seen == 0:
             self.reset()
+        self.crop(seen)  # a pass that was told of and did not run to its end
         batch, tokens = input_ids.shape
-        whole = attention_mask is None or (
-            isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, self._length + tokens)
-        )
-        if seen != self._length or (self._parts and self._parts[0].shape[0] != batch) or not whole:
+        whole = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, seen + tokens))
+        numbered = position_ids is None or (isinstance(position_ids, torch.Tensor) and position_ids.ndim == 2)
+        if seen != self._length or (self._fed and self._fed[0].ids.shape[0] != batch) or not whole or not numbered:
             self.known = False
             return
-        # Copies, because callers may write the next tokens into the same tensors.
-        self._parts.append(input_ids.clone())
         if attention_mask is None:
             self._bare = True
-            self._real.append(torch.ones_like(input_ids, dtype=torch.bool))
+            real = torch.ones_like(input_ids, dtype=torch.bool)
         else:
-            self._real.append(attention_mask[:, seen:].to(input_ids.device, torch.bool, copy=True))
+            real = attention_mask[:, seen:].to(input_ids.device, torch.bool, copy=True)
+        positions = torch.arange(seen, seen + tokens, device=input_ids.device)[None] if position_ids is None else position_ids.clone()
         self._mask = attention_mask
-        self._length += tokens
-        if position_ids is not None and tokens > 1 and not self._usual(position_ids, seen):
-            self.known = False
+        # Copies, because callers may write the next tokens into the same tensors.
+        self._fed = [*self._fed, _Fed(input_ids.clone(), real, positions.to(input_ids.device).expand(batch, -1))]
 
-    def _usual(self, positions: Any, seen: int) -> bool:
-        """Whether a pass has the positions that follow from the rows and their padding."""
-        padding = self.padding(self._length)
-        if padding is None or not isinstance(positions, torch.Tensor) or positions.ndim != 2:
-            return False
-        expected = torch.arange(seen, self._length)[None] - torch.tensor(padding)[:, None]
-        return bool(((positions.cpu() == expected) | (expected < 0)).all())
+    @property
+    def _length(self) -> int:
+        return sum(fed.ids.shape[1] for fed in self._fed)
+
+    def _all(self) -> _Fed:
+        """What was fed in all passes."""
+        if len(self._fed) > 1:
+            self._fed = [_Fed(*(torch.cat(parts, dim=1) for parts in zip(*self._fed, strict=True)))]
+        return self._fed[0]
 
     def padding(self, length: int) -> list[int] | None:
         """How many slots at the start of each row hold no token; None where that is not all there is to the mask, or too little is known.
 
+        None also where the tokens did not have the positions that follow from their places in their rows.
+
         Args:
             length: How many slots each row should have.
         """
-        if not self.known or not self._parts or self._length != length:
+        if not self.known or not self._fed or self._length != length:
             return None
-        self._real = [torch.cat(self._real, dim=1)]
-        real = self._real[0].cpu()
+        fed = self._all()
+        real = fed.real.cpu()
         if bool(real.all()):
             padding = [0] * real.shape[0]
         elif self._bare or not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
             return None
         else:
             padding = (~real).sum(1).tolist()
+        expected = torch.arange(length)[None] - torch.tensor(padding)[:, None]
+        if self._positions_matter and bool(((fed.positions.cpu() != expected) & real).any()):
+            return None
         # What earlier passes looked at has to be what this one looks at.
         agrees = self._mask is None or torch.equal(self._mask.to("cpu", torch.bool), real)
         return padding if agrees else None
@@ -93,9 +117,7 @@ class History:
 
     def tokens(self) -> torch.Tensor:
         """All slots of all rows, (rows, slots)."""
-        if len(self._parts) > 1:
-            self._parts = [torch.cat(self._parts, dim=1)]
-        return self._parts[0]
+        return self._all().ids
 
     def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Does to the rows what is done to the cache's.
@@ -103,9 +125,8 @@ class History:
         Args:
             function: From and to (batch, n).
         """
-        if self._parts:
-            self._parts = [function(torch.cat(self._parts, dim=1))]
-            self._real = [function(torch.cat(self._real, dim=1))]
+        if self._fed:
+            self._fed = [self._all().map(function)]
         if self._mask is not None:
             self._mask = function(self._mask)
 
@@ -115,9 +136,7 @@ class History:
         Args:
             length: How many stay.
         """
-        if length < self._length and self._parts:
-            self._parts = [torch.cat(self._parts, dim=1)[:, :length]]
-            self._real = [torch.cat(self._real, dim=1)[:, :length]]
-            self._length = length
+        if length < self._length:
+            self._fed = [self._all().map(lambda tensor: tensor[:, :length])]
             if self._mask is not None:
                 self._mask = self._mask[:, :length]

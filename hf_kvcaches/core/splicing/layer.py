@@ -1,4 +1,4 @@
-"""The layer of `SegmentReuseCache`: keeps everything, and lets tokens be written between others."""
+"""The layer of caches that are filled from anywhere: keeps everything, and lets tokens be written between others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.growing import GrowingLayer, append, capacity_for
-from hf_kvcaches.core.splicing.sparse import Look, SparseKeys, SparsePass
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.core.splicing.sparse import Look, SparsePass
 
 
 class SplicedLayer(GrowingLayer):
@@ -18,7 +17,6 @@ class SplicedLayer(GrowingLayer):
 
     running: SparsePass | None = None
     looks: list[Look] | None = None
-    only_stores = False
 
     def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Makes room for a prompt's tokens, one more, and some to come.
@@ -50,18 +48,12 @@ class SplicedLayer(GrowingLayer):
             **kwargs: Ignored.
         """
         if self.looks is not None:
-            self.looks.append(Look(key_states))
+            self.looks.append(Look(key_states, value_states.shape[-1]))
             return self.looks[-1], self.looks[-1]
         running = self.running
         if running is None:
-            held = super().update(key_states, value_states, *args, **kwargs)
-            return (Look(key_states), Look(key_states)) if self.only_stores else held
-        if key_states.shape[0] != len(running.slots) or key_states.shape[2] != running.slots.shape[1]:
-            raise ConfigError(
-                f"The cache waits for {tuple(running.slots.shape)} tokens of a prompt, and the model came with "
-                f"{(key_states.shape[0], key_states.shape[2])}. A pass broke off: reset() the cache."
-            )
-        if self.key_buffer is None or self.key_buffer.shape[2] <= running.total:
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not all(_takes(buffer, running.total) for buffer in (self.key_buffer, self.value_buffer)):
             self.open(len(running.slots), running.total, key_states, value_states)
         assert self.key_buffer is not None
         assert self.value_buffer is not None
@@ -73,24 +65,7 @@ class SplicedLayer(GrowingLayer):
             index = where[:, None, :, None]
             self.key_buffer.scatter_(2, index.expand_as(key_states), key_states)
             self.value_buffer.scatter_(2, index.expand_as(value_states), value_states)
-        self.seen = running.total
-        keys, values = self.key_buffer.narrow(2, 0, running.total), self.value_buffer.narrow(2, 0, running.total)
-        view = Look(key_states) if self.only_stores else SparseKeys(keys, values, running)
-        return view, view
-
-    @contextmanager
-    def storing(self, running: SparsePass) -> Iterator[None]:
-        """While open, the layer stores what comes and answers nothing; after that it waits for the last token of the pass alone.
-
-        Args:
-            running: The pass.
-        """
-        self.only_stores = True
-        try:
-            yield
-        finally:
-            self.only_stores = False
-        self.running = running.newest()
+        return self.key_buffer.narrow(2, 0, running.total), self.value_buffer.narrow(2, 0, running.total)
 
     @contextmanager
     def look(self) -> Iterator[list[Look]]:
@@ -102,10 +77,15 @@ class SplicedLayer(GrowingLayer):
             self.looks = None
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        # The real mask of a sparse pass is made from its slots; any size will do for the recipe.
+        # The mask of a sparse pass is made from its slots; any size will do for the one that the model makes.
         return (self.running.total, 0) if self.running is not None else super().get_mask_sizes(query_length)
 
     def reset(self) -> None:
         super().reset()
         self.running = self.looks = None
-        self.only_stores = False
+
+
+def _takes(buffer: torch.Tensor | None, total: int) -> bool:
+    """Whether a buffer has room for a prompt's slots and the one behind, and may be written to."""
+    frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
+    return buffer is not None and buffer.shape[2] > total and not frozen

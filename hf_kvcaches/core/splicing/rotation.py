@@ -20,12 +20,14 @@ class Rotation:
         turns: Whether keys can be moved in all layers.
         refused: Whether keys of one text differ with the length of the whole, so that not even its start can be reused.
         why: What stands against turning, or "".
+        positions_matter: Whether keys depend on the positions of their tokens.
     """
 
     layers: tuple[RotaryGeometry, ...]
     turns: bool
     refused: bool
     why: str
+    positions_matter: bool
 
 
 _rotations: dict[int, tuple[weakref.ref[PreTrainedConfig], Rotation]] = {}
@@ -51,7 +53,8 @@ def rotation_of(config: PreTrainedConfig) -> Rotation:
     refusal = next((geometry.refusal for geometry in distinct if geometry.refusal), None)
     still = [geometry.kind for geometry in distinct if geometry.kind not in ("rope", "none")]
     why = refusal or (f"its keys can't be moved (positions of the kind {still[0]!r})" if still else "")
-    rotation = Rotation(tuple(layers), not why, refusal is not None, why)
+    matter = any(geometry.refusal or geometry.kind not in ("none", "alibi") for geometry in distinct)
+    rotation = Rotation(tuple(layers), not why, refusal is not None, why, matter)
     identity = id(config)
     _rotations[identity] = (weakref.ref(config, lambda _: _rotations.pop(identity, None)), rotation)
     return rotation

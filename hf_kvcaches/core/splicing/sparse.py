@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_implementation
-from hf_kvcaches.core.only_layers import LookedEnough
-
-# Tokens that attention takes at a time on a CPU.
-BLOCK = 64
+from hf_kvcaches.core.attention import LayerView, previous_implementation
+from hf_kvcaches.core.partial import Masks
 
 
 class SparsePass:
@@ -31,25 +27,6 @@ class SparsePass:
 
     def __init__(self, slots: torch.Tensor, padding: torch.Tensor, total: int) -> None:
         self.slots, self.padding, self.total = slots, padding, total
-        self._made: dict[tuple[int, str, torch.device], tuple[MaskRecipe, torch.Tensor]] = {}
-
-    def newest(self) -> SparsePass:
-        """The pass of the last column alone."""
-        return SparsePass(self.slots[:, -1:], self.padding, self.total)
-
-    @cached_property
-    def blocks(self) -> list[tuple[int, int, int]]:
-        """The tokens in blocks: (start, stop, how many slots they look at)."""
-        last = self.slots.masked_fill(self.slots >= self.total, 0).amax(0)
-        edges = range(0, len(last), BLOCK)
-        # Those that only fill up look at the last slot.
-        filled = (self.slots >= self.total).any(0)
-        found = []
-        for start in edges:
-            stop = min(start + BLOCK, len(last))
-            end = self.total if bool(filled[start:stop].any()) else int(last[start:stop].max()) + 1
-            found.append((start, stop, end))
-        return found
 
     @property
     def positions(self) -> torch.Tensor:
@@ -57,95 +34,76 @@ class SparsePass:
         real = self.slots < self.total
         return torch.where(real, self.slots - self.padding[:, None], 0)
 
-    def mask(self, recipe: MaskRecipe, implementation: str, query: torch.Tensor) -> torch.Tensor:
-        """Which slots each token may look at, (batch, 1, tokens, total): numbers to add on a CPU and for eager attention, else booleans.
+    def masks(self, model: PreTrainedModel) -> Masks:
+        """The masks of a model's layers in this pass.
 
         Args:
-            recipe: The model's, which knows of windows.
-            implementation: Of the attention.
-            query: For its device and type.
+            model: Whose attention takes ready masks.
         """
-        key = (id(recipe), implementation, query.device)
-        if key not in self._made:
-            slots, padding = self.slots.to(query.device), self.padding.to(query.device)
-            rows = torch.arange(len(slots), device=query.device)[:, None, None, None]
-            asking, asked = slots[:, None, :, None], torch.arange(self.total, device=query.device)
-            visible = recipe.arguments["mask_function"](rows, torch.zeros_like(rows), asking, asked)
-            visible = visible & (asked >= padding[:, None, None, None])
-            # Tokens that only fill up look at the last slot, because a softmax over nothing is not a number.
-            visible = visible | ((asking >= self.total) & (asked == self.total - 1))
-            # PyTorch's attention would make numbers of it on a CPU anyway, again in every layer.
-            if implementation == "eager" or query.device.type == "cpu":
-                hidden = torch.finfo(query.dtype).min if implementation == "eager" else -torch.inf
-                visible = torch.zeros(visible.shape, dtype=query.dtype, device=query.device).masked_fill_(~visible, hidden)
-            # With the recipe, so that its number is not given to another one meanwhile.
-            self._made[key] = (recipe, visible)
-        return self._made[key][1]
+        plan = compat.layer_plan(compat.decoder_config(model.config))
+        made: dict[Any, torch.Tensor] = {}
 
+        def mask(index: int, hidden: torch.Tensor) -> torch.Tensor:
+            kind, arguments = plan[index]
+            key = (kind, arguments.get("sliding_window"), hidden.device, hidden.dtype)
+            if key not in made:
+                visible = self.visible(kind, arguments.get("sliding_window"), hidden.device)
+                made[key] = _as_added(visible, hidden.dtype) if _is_eager(model) else visible
+            return made[key]
 
-class SparseKeys(LayerView):
-    """What a layer hands to attention in a sparse pass, in place of keys and of values.
+        return mask
 
-    Args:
-        keys: (batch, kv_heads, total, head_dim).
-        values: Like `keys`.
-        running: The pass.
-    """
+    def visible(self, kind: str, window: int | None, device: torch.device) -> torch.Tensor:
+        """Which slots each token may look at, (batch, 1, tokens, total).
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, running: SparsePass) -> None:
-        self.keys, self.values, self.running = keys, values, running
-
-    def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert isinstance(mask, MaskRecipe)
-        implementation = previous_implementation(module.config)
-        # Flash attention knows no masks like these.
-        implementation = implementation if implementation in ("sdpa", "eager") else "sdpa"
-        made = self.running.mask(mask, implementation, query)
-        attention: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = compat.attention_function(implementation, module)
-        plain = implementation == "sdpa" and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
-        # To ask for blocks would make a GPU wait.
-        if plain and query.device.type == "cpu" and len(self.running.blocks) > 1:
-            return self._in_blocks(query, made, kwargs.get("scaling"), kwargs.get("dropout", 0.0)), None
-        return attention(module, query, self.keys, self.values, made, **kwargs)
-
-    def _in_blocks(self, query: torch.Tensor, mask: torch.Tensor, scaling: float | None, dropout: float) -> torch.Tensor:
-        """Attention that leaves out what stands behind a block of tokens, which is computed with a mask all the same.
-
-        Straight from PyTorch: transformers' function would repeat all heads of keys and values for every block.
+        Args:
+            kind: The type of the layer.
+            window: Of sliding attention, or the chunk of chunked attention.
+            device: Where it is needed.
         """
-        grouped = query.shape[1] > self.keys.shape[1]
-        outputs = [
-            nn.functional.scaled_dot_product_attention(
-                query[:, :, start:stop],
-                self.keys.narrow(2, 0, end),
-                self.values.narrow(2, 0, end),
-                mask[:, :, start:stop, :end],
-                dropout_p=dropout,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-            for start, stop, end in self.running.blocks
-        ]
-        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+        padding = self.padding.to(device)[:, None, None, None]
+        asking, asked = self.slots.to(device)[:, None, :, None], torch.arange(self.total, device=device)
+        visible = (asked <= asking) & (asked >= padding)
+        if kind == "sliding_attention":
+            visible = visible & (asked > asking - _size(window))
+        elif kind == "chunked_attention":
+            visible = visible & ((asked - padding) // _size(window) == (asking - padding) // _size(window))
+        else:
+            assert kind == "full_attention", kind
+        # Tokens that only fill up look at the last slot, because a softmax over nothing is not a number.
+        return torch.where(asking >= self.total, asked == self.total - 1, visible)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
+
+def _size(window: int | None) -> int:
+    assert window is not None
+    return window
+
+
+def _is_eager(model: PreTrainedModel) -> bool:
+    return previous_implementation(compat.decoder_config(model.config)) == "eager"
+
+
+def _as_added(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask as eager attention wants it: numbers to be added to scores."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 class Look(LayerView):
-    """Takes what a layer computed for some tokens, its queries too, and ends the pass.
+    """Takes what a layer computed for some tokens, its queries too; what the layer makes of its answer is of no use.
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), fresh and rotated.
+        value_dim: Of each head's values.
     """
 
-    def __init__(self, keys: torch.Tensor) -> None:
-        self.fresh = keys
+    def __init__(self, keys: torch.Tensor, value_dim: int) -> None:
+        self.fresh, self._value_dim = keys, value_dim
         self.query: torch.Tensor | None = None
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.query = query
-        raise LookedEnough
+        batch, heads, tokens, _ = query.shape
+        return query.new_zeros(batch, tokens, heads, self._value_dim), None
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")

@@ -40,6 +40,11 @@ class Plain:
         return bool(self.seen) and not self.lost and not any(None in row for row in self.rows)
 
 
+def numbered(mask: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The positions of the last tokens, as `generate` passes them."""
+    return (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]
+
+
 def check(history: History, plain: Plain, padding: list[int]) -> None:
     if plain.known():
         assert [row.tolist() for row in history.rows()] == plain.rows
@@ -66,7 +71,8 @@ def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: b
             for line, pad in zip(mask, padding, strict=True):
                 line[:pad] = 0
             if kind == "observe":
-                history.observe(new, mask if any(padding) or data.draw(st.booleans()) else None, None, plain.seen)
+                positions = numbered(mask, tokens) if any(padding) or data.draw(st.booleans()) else None
+                history.observe(new, mask if any(padding) or data.draw(st.booleans()) else None, positions, plain.seen)
             plain.feed(new.tolist(), told=kind == "observe")
         elif kind == "crop":
             length = data.draw(st.integers(max([*padding, 0]) + 1, max([plain.seen, *(pad + 1 for pad in padding)])))
@@ -112,11 +118,11 @@ def test_tokens_written_into_the_callers_tensors_later_change_nothing() -> None:
     history, buffer, mask = History(), torch.tensor([[5]]), torch.ones(1, 8, dtype=torch.bool)
     for step in range(3):
         buffer.fill_(5 + step)
-        history.observe(buffer, mask[:, : step + 1], None, step)
+        history.observe(buffer, mask[:, : step + 1].clone() if step == 2 else mask[:, : step + 1], None, step)
     buffer.fill_(0)
     assert history.rows()[0].tolist() == [5, 6, 7]
     mask.fill_(False)
-    assert history._real[0].all()
+    assert history.padding(3) == [0]
 
 
 MASKS = {
@@ -147,7 +153,8 @@ def test_masks_that_are_no_plain_ones_are_not_understood() -> None:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
 def test_masks_may_be_of_any_type(dtype: torch.dtype) -> None:
     history = History()
-    history.observe(tiny.ids(2, 3), torch.tensor([[0, 0, 1], [1, 1, 1]]).to(dtype), None, 0)
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    history.observe(tiny.ids(2, 3), mask.to(dtype), numbered(mask, 3), 0)
     assert history.padding(3) == [2, 0]
 
 
@@ -163,9 +170,34 @@ LATER = {
 def test_a_later_mask_that_says_something_else_of_the_tokens_is_noticed(name: str) -> None:
     for later, expected in ((torch.tensor([[0, 1, 1, 1, 1]]), [1]), (LATER[name], None)):
         history = History()
-        history.observe(tiny.ids(1, 3), torch.tensor([[0, 1, 1]]), None, 0)
-        history.observe(tiny.ids(1, 2), later, None, 3)
+        history.observe(tiny.ids(1, 3), torch.tensor([[0, 1, 1]]), torch.tensor([[0, 0, 1]]), 0)
+        history.observe(tiny.ids(1, 2), later, torch.tensor([[2, 3]]), 3)
         assert history.padding(5) == expected
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_tokens_that_the_model_numbers_itself_are_known_where_nothing_is_padded(padding: int) -> None:
+    mask = torch.tensor([[0] * padding + [1] * (5 - padding)])
+    for first, second in ((None, None), (numbered(mask[:, :4], 4), None), (None, numbered(mask, 1))):
+        history = History()
+        history.observe(tiny.ids(1, 4), mask[:, :4], first, 0)
+        history.observe(tiny.ids(1, 1), mask, second, 4)
+        assert history.padding(5) == (None if padding else [0])
+
+
+def test_where_keys_have_no_positions_padding_may_be_counted() -> None:
+    history = History(positions_matter=False)
+    history.observe(tiny.ids(1, 4), torch.tensor([[0, 0, 1, 1]]), None, 0)
+    assert history.padding(4) == [2]
+
+
+def test_a_pass_that_did_not_run_to_its_end_is_forgotten_by_the_next() -> None:
+    history = History()
+    history.observe(tiny.ids(1, 4), None, None, 0)
+    history.observe(tiny.ids(1, 3, seed=1), None, None, 4)
+    history.observe(tiny.ids(1, 2, seed=2), None, None, 4)
+    assert history.padding(6) == [0]
+    assert history.rows()[0].tolist() == torch.cat([tiny.ids(1, 4), tiny.ids(1, 2, seed=2)], 1)[0].tolist()
 
 
 def test_a_pass_without_a_mask_behind_padding_is_not_forgotten_by_the_next() -> None:

@@ -1,0 +1,111 @@
+"""Whether a model can run parts of a prompt between others, found out by a pass that computes next to nothing."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.attention import previous_implementation
+from hf_kvcaches.core.partial import StandIn, with_layers
+from hf_kvcaches.core.prefill import run_module
+from hf_kvcaches.core.splicing.sparse import SparsePass
+
+# What a layer that asks for one of these makes of the answer is right only where tokens follow each other.
+_LENGTHS = frozenset({"get_seq_length", "get_mask_sizes"})
+_PADDING, _TOKENS = (3, 0), 8
+
+_known: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.WeakKeyDictionary()
+
+
+def parts_refused(model: PreTrainedModel) -> str:
+    """Why a model can't run parts of a prompt between others, as the end of a sentence; "" where it can.
+
+    Args:
+        model: Without a PEFT wrapper.
+    """
+    implementation = previous_implementation(compat.decoder_config(model.config))
+    known = _known.setdefault(model, {})
+    if implementation not in known:
+        known[implementation] = _refusal(model, implementation)
+    return known[implementation]
+
+
+def _refusal(model: PreTrainedModel, implementation: str) -> str:
+    name = type(model).__name__
+    if not compat.can_switch_attention(model):
+        return f"{name} computes attention its own way"
+    if implementation not in ("sdpa", "eager"):
+        return f"attention {implementation!r} takes no ready masks; load the model with attn_implementation='sdpa'"
+    layers = compat.decoder_layers(model)[2]
+    if len(compat.layer_plan(compat.decoder_config(model.config))) != len(layers):
+        return f"layers of {name} share keys and values with others"
+    asking = next((kind for kind in _kinds(layers) if _LENGTHS & set(_names_in(kind))), None)
+    if asking is not None:
+        return f"{asking.__name__} computes with the number of tokens in the cache"
+    try:
+        return _of_trial(model, layers)
+    except Exception as error:  # whatever a model that is not made for this may raise is the reason
+        return f"a pass without layers fails in {name} ({type(error).__name__}: {error})"
+
+
+def _kinds(layers: nn.ModuleList) -> list[type[nn.Module]]:
+    return list(dict.fromkeys(type(module) for module in layers.modules()))
+
+
+def _names_in(kind: type[nn.Module]) -> tuple[str, ...]:
+    function = kind.forward
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(function, "__code__", None)
+    return () if code is None else code.co_names
+
+
+class _TriedLayer(StandIn):
+    """Computes nothing, and keeps what its layer was called with."""
+
+    def __init__(self, stood: nn.Module, index: int, calls: list[tuple[int, torch.Tensor, Any]]) -> None:
+        super().__init__(stood)
+        self._index, self._calls = index, calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+        names = compat.parameter_names(type(self.stood))
+        mask = kwargs["attention_mask"] if "attention_mask" in kwargs else args[names.index("attention_mask")]
+        self._calls.append((self._index, hidden, mask))
+        return hidden
+
+
+@torch.no_grad()
+def _of_trial(model: PreTrainedModel, layers: nn.ModuleList) -> str:
+    """Compares the masks that a model makes for a padded batch with those of a sparse pass."""
+    calls: list[tuple[int, torch.Tensor, Any]] = []
+    twin = with_layers(model, [_TriedLayer(layer, index, calls) for index, layer in enumerate(layers)])
+    device = compat.input_device(model)
+    slots, padding = torch.arange(_TOKENS, device=device).expand(2, -1), torch.tensor(_PADDING, device=device)
+    running = SparsePass(slots, padding, _TOKENS)
+    real = slots >= padding[:, None]
+    with torch.autocast(device.type, enabled=False):
+        run_module(twin, DynamicCache(config=model.config), torch.ones_like(slots), running.positions, real.long())
+    config = compat.decoder_config(model.config)
+    masks = running.masks(model)
+    if [index for index, _, _ in calls] != list(range(len(layers))):
+        return f"{type(model).__name__} does not run its layers one after the other"
+    for index, hidden, mask in calls:
+        if hidden.shape != (*slots.shape, config.hidden_size):
+            return f"{type(model).__name__} passes more than hidden states from layer to layer"
+        expected = masks(index, hidden)
+        if not isinstance(mask, torch.Tensor) or mask.dtype != expected.dtype or mask.shape != expected.shape:
+            return f"{type(model).__name__} makes masks of its own kind"
+        different = (_visible(mask) != _visible(expected))[:, 0]
+        if bool((different & real[..., None].to(mask.device)).any()):  # what padding looks at does not matter
+            return f"tokens of {type(model).__name__} look at others than the ones before them in their window"
+    return ""
+
+
+def _visible(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0
