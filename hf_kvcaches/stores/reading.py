@@ -32,6 +32,8 @@ _MOST_DIGITS = 300
 # Layers of a model, far beyond any. Each is worked out, however short a file is that says how many there are.
 MOST_LAYERS = 1 << 10
 _MOST_DIMENSIONS = 16
+# The longest side of a tensor without elements: no file has to be long to have such a one.
+_MOST_EMPTY = 1 << 20
 _CHUNK = 8 << 20
 _LENGTH = 8
 _METADATA = "__metadata__"
@@ -170,7 +172,7 @@ def _place(entry: Mapping[str, Any]) -> Place:
     shape, (start, stop), dtype = tuple(entry["shape"]), entry["data_offsets"], DTYPES[entry["dtype"]]
     if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and 0 <= size < 1 << 63 for size in (*shape, start, stop)):
         raise ValueError(f"shape {str(shape)[:100]} and offsets {start}, {stop}")
-    if math.prod(shape) * dtype.itemsize != stop - start:
+    if math.prod(shape) * dtype.itemsize != stop - start or (start == stop and max(shape) > _MOST_EMPTY):
         raise ValueError(f"{stop - start} bytes for {dtype} {shape}")
     return Place(dtype, shape, start, stop)
 

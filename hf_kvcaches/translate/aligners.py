@@ -108,7 +108,11 @@ class MLPAligner(nn.Module):
         Args:
             state: By name.
         """
-        made = cls(state["weight"], state["bias"], hidden=len(state["inner.weight"]))
+        hidden, inputs = state["inner.weight"].shape
+        # Before room is made for both together.
+        if inputs != len(state["weight"]):
+            raise ArtifactError(f"An aligner is stored with {len(state['weight'])} inputs and hidden ones of {inputs}. Train it anew.")
+        made = cls(state["weight"], state["bias"], hidden=hidden)
         made.load_state_dict(dict(state))
         return made
 

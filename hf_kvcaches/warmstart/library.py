@@ -401,8 +401,11 @@ class WarmStartLibrary:
         library = cls(model, tokenizer, encoder=encoder, location=location, max_bytes=max_bytes, adapters=adapters, **packed.settings)
         if library.encoder.name != packed.encoder:
             raise ConfigError.of("encoder", f"the one that the library was made with, {packed.encoder!r}", library.encoder.name)
-        for entry in packed.entries:
-            library.entries.put(entry)
+        try:
+            for entry in packed.entries:
+                library.entries.put(entry)
+        except ConfigError as error:
+            raise ArtifactError(f"{folder_or_hub_id}: it holds what is no entry: {error}") from error
         library._sync()
         return library
 

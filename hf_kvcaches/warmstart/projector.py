@@ -171,7 +171,9 @@ class SlotProjector:
         if name := not_finite(tensors):
             raise ArtifactError(f"The stored projector makes no sense: {name!r} has infinities or NaN.")
         if structure not in get_args(Structure) or sum(each is not None for each in maps) != len(tensors):
-            raise ArtifactError(f"The stored projector makes no sense: {dict(metadata)!r} with {sorted(tensors)}.")
+            raise ArtifactError(f"The stored projector makes no sense: {structure!r} with {sorted(tensors)[:10]}.")
+        if any(each.ndim != (3 if structure == "per_head" else 2) or each.shape[-1] != each.shape[-2] for each in tensors.values()):
+            raise ArtifactError(f"The stored projector has maps of the shapes {[tuple(each.shape) for each in tensors.values()][:10]}.")
         return cls(maps, structure, reports)
 
 
