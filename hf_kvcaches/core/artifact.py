@@ -18,17 +18,9 @@ from torch import Tensor, nn
 
 from hf_kvcaches.core._model_card import merge_cards, model_card
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ArtifactError, ConfigError, KVCacheError
-from hf_kvcaches.stores.files import (
-    TEMPORARY_SUFFIX,
-    exclusive,
-    move_into_place,
-    read_safetensors,
-    sha256_of,
-    temporary_beside,
-    write_atomically,
-    write_safetensors,
-)
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, exclusive, move_into_place, temporary_beside, write_atomically, write_safetensors
+from hf_kvcaches.stores.reading import not_finite, parse_json, read_bytes, read_safetensors, sha256_of
 
 __all__ = ["Artifact", "read_safetensors", "sha256_of", "write_atomically"]
 
@@ -40,6 +32,8 @@ _MANIFEST_VERSION = 1
 # A writer may replace the tensors between a reader's look at the manifest and its opening of the file that this names.
 _READ_ATTEMPTS = 5
 _AGAIN = "Copy or download it again, or make it anew."
+# What content that makes no sense is met with: errors of Python, of torch, and `ConfigError`, as for an argument of a user's.
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
 
 
 class Artifact(ABC):
@@ -52,11 +46,13 @@ class Artifact(ABC):
         artifact_type: What kind it is, in lower-case words with hyphens. Files of another kind are refused.
         format_version: The version of what the subclass stores; raise it when that changes, and override `migrate`.
         fingerprint: The model that it was made for, or `None` if it fits any.
+        may_be_infinite: Names of tensors that may hold infinities. All others are refused where they are not finite, saved or loaded.
     """
 
     artifact_type: ClassVar[str]
     format_version: ClassVar[int]
     fingerprint: ModelFingerprint | None = None
+    may_be_infinite: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -165,8 +161,13 @@ class Artifact(ABC):
         if not folder.is_dir():
             folder = _download(str(folder_or_hub_id), revision, token, cache_dir, local_files_only)
         manifest, tensors = cls._read(folder)
-        stored = manifest["fingerprint"]
-        fingerprint = None if stored is None else ModelFingerprint.from_dict(stored)
+        try:
+            stored = manifest["fingerprint"]
+            fingerprint = None if stored is None else ModelFingerprint.from_dict(stored)
+        except ArtifactError:
+            raise
+        except _NONSENSE as error:
+            raise ArtifactError(f"{folder}: its fingerprint makes no sense ({error!r}). {_AGAIN}") from error
         if model is not None and fingerprint is not None:
             ModelFingerprint.of(model, tokenizer).require_same(fingerprint, f"{cls.artifact_type} from {folder_or_hub_id}")
         metadata = manifest["metadata"]
@@ -174,11 +175,11 @@ class Artifact(ABC):
             if manifest["format_version"] < cls.format_version:
                 tensors, metadata = cls.migrate(tensors, metadata, manifest["format_version"])
             artifact = cls.restore(tensors, metadata)
-        except KVCacheError:
+        except ArtifactError:
             raise
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except _NONSENSE as error:
             raise ArtifactError(
-                f"{folder}: its content doesn't make a {cls.artifact_type} ({type(error).__name__}: {error}). {_AGAIN}"
+                f"{folder}: its content doesn't make a {cls.artifact_type} ({type(error).__name__}: {str(error)[:500]}). {_AGAIN}"
             ) from error
         object.__setattr__(artifact, "fingerprint", fingerprint)
         return artifact
@@ -203,7 +204,7 @@ class Artifact(ABC):
         for name, value in (("metadata", metadata), ("describe_calibration", {"text": calibration})):
             if problem := _not_json(value):
                 raise ConfigError(f"{name}: expected JSON values under string keys, got {problem}. Convert it in {name}().")
-        return {
+        manifest = {
             "manifest_version": _MANIFEST_VERSION,
             "type": self.artifact_type,
             "format_version": self.format_version,
@@ -212,11 +213,17 @@ class Artifact(ABC):
             "calibration": calibration,
             "metadata": metadata,
         }
+        if problem := _not_json(manifest):
+            raise ConfigError(f"artifact: expected a description that can be read again, got {problem}. Store less in one.")
+        return manifest
 
     def _write_tensors(self, folder: Path) -> dict[str, Any]:
         temporary = temporary_beside(folder / "tensors")
+        tensors = self.tensors()
         try:
-            write_safetensors(temporary, self.tensors())
+            write_safetensors(temporary, tensors)
+            if name := self._not_finite(tensors):
+                raise ConfigError.of(f"tensors[{name!r}]", "finite values", "infinities or NaN", "Look for them where it was calibrated.")
             digest, size = sha256_of(temporary), temporary.stat().st_size
             # The name says what is in it, so that a file which the present manifest names is never overwritten with other bytes.
             final = f"tensors-{digest[:16]}.safetensors"
@@ -226,10 +233,14 @@ class Artifact(ABC):
             raise
         return {"file": final, "sha256": digest, "bytes": size}
 
+    @classmethod
+    def _not_finite(cls, tensors: Mapping[str, Tensor]) -> str | None:
+        return not_finite({name: tensor.cpu() for name, tensor in tensors.items() if name not in cls.may_be_infinite})
+
     def _write_card(self, path: Path, load_from: str) -> None:
         try:
-            existing = path.read_bytes().decode("utf-8") if path.exists() else None
-        except UnicodeDecodeError:
+            existing = read_bytes(path).decode("utf-8") if path.exists() else None
+        except (OSError, ValueError):
             return
         summary = (type(self).__doc__ or self.artifact_type).strip().split("\n\n")[0].replace("\n", " ")
         name, module = type(self).__name__, type(self).__module__
@@ -245,6 +256,8 @@ class Artifact(ABC):
             manifest = _read_manifest(folder / MANIFEST_NAME, cls.artifact_type, cls.format_version)
             tensors = _read_tensors(folder, manifest["tensors"])
             if tensors is not None:
+                if name := cls._not_finite(tensors):
+                    raise ArtifactError(f"{folder}: the tensor {name!r} has infinities or NaN. {_AGAIN}")
                 return manifest, tensors
             if manifest == seen:
                 missing = folder / manifest["tensors"]["file"]
@@ -257,9 +270,9 @@ def _read_tensors(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor] |
     """The tensors that a manifest names, or `None` if the file is not there, or no more."""
     path = folder / entry["file"]
     try:
-        if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
-            raise ArtifactError(f"{path}: truncated or damaged, its checksum is not the one in {MANIFEST_NAME}. {_AGAIN}")
-        return read_safetensors(path)[0]
+        if path.stat().st_size != entry["bytes"]:
+            raise ArtifactError(f"{path}: truncated or damaged, its length is not the one in {MANIFEST_NAME}. {_AGAIN}")
+        return read_safetensors(path, entry["sha256"])[0]
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -282,13 +295,13 @@ def _sweep(folder: Path, keep: str) -> None:
 
 def _read_manifest(path: Path, artifact_type: str, format_version: int) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes().decode("utf-8"))
+        manifest = parse_json(read_bytes(path))
     except FileNotFoundError as error:
         raise ArtifactError(
             f"{path.parent}: expected a saved artifact, there is no {path.name} in it. Pass the folder given to save_pretrained."
         ) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArtifactError(f"{path}: expected JSON, got {error}. {_AGAIN}") from error
+    except (OSError, ArtifactError) as error:
+        raise ArtifactError(f"{path}: expected JSON: {error}. {_AGAIN}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("manifest_version"), int) or "type" not in manifest:
         raise ArtifactError(f"{path}: expected the description of an artifact, got other JSON. {_AGAIN}")
     if manifest["manifest_version"] > _MANIFEST_VERSION:
@@ -331,7 +344,7 @@ def _not_json(metadata: Any) -> str | None:
     if not isinstance(metadata, dict):
         return type(metadata).__name__
     try:
-        back = json.loads(_json_bytes(metadata))
+        back = parse_json(_json_bytes(metadata))
     except (TypeError, ValueError, RecursionError) as error:
         return str(error)
     return None if list(_keys(back)) == list(_keys(metadata)) else "keys that are not strings"

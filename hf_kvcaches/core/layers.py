@@ -16,6 +16,9 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 
+# No cache has seen more, and no counter of one is larger.
+_MOST_TOKENS = 1 << 40
+
 
 class KVLayer(CacheLayerMixin):
     """One layer of a `KVCache`.
@@ -183,6 +186,9 @@ class TensorLayer(KVLayer):
             raise ArtifactError(
                 f"The stored state doesn't fit {type(self).__name__}: {sorted(foreign)}. Load it with the version that wrote it."
             )
+        numbers = [value for value in values.values() if isinstance(value, int)]
+        if type(values.get("seen", 0)) is not int or any(abs(number) > _MOST_TOKENS for number in numbers):
+            raise ArtifactError(f"The stored state of a {type(self).__name__} has the counters {str(values)[:200]}. Save the cache again.")
         self.reset()
         for name, tensor in tensors.items():
             setattr(self, name, tensor)

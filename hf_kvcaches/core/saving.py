@@ -14,7 +14,8 @@ from hf_kvcaches.core._tensor_digest import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
-from hf_kvcaches.stores.files import read_safetensors, write_atomically, write_safetensors
+from hf_kvcaches.stores.files import write_atomically, write_safetensors
+from hf_kvcaches.stores.reading import parse_json, read_safetensors
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.cache import KVCache
@@ -65,6 +66,16 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
     if header["class"] != cls.__name__:
         raise ArtifactError(f"{path} holds a {header['class']}, not a {cls.__name__}. Load it with {header['class']}.load.")
     ModelFingerprint.from_dict(header["fingerprint"]).require_same(ModelFingerprint.of(model), f"The cache in {path}")
+    try:
+        return _rebuilt(cls, path, model, header, tensors)
+    except (ArtifactError, UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
+        reason = f"{type(error).__name__}: {str(error)[:500]}"
+        raise ArtifactError(f"{path}: its content doesn't make a {cls.__name__} ({reason}). Save the cache again.") from error
+
+
+def _rebuilt(cls: type[SomeCache], path: Path, model: Any, header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> SomeCache:
     shared = {name.removeprefix("shared."): tensor for name, tensor in tensors.items() if name.startswith("shared.")}
     cache = cls.rebuild(model, header["settings"], shared)
     _, _, decoder_layers = compat.decoder_layers(cache.model)
@@ -85,16 +96,16 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     if FORMAT not in metadata:
         raise ArtifactError(f"{path} is a safetensors file, but not a saved cache. Write one with cache.save(path).")
     try:
-        header = json.loads(metadata[FORMAT])
+        header = dict(parse_json(metadata[FORMAT]))
         version = int(header["version"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"{path} has a damaged header. Save the cache again.") from error
+        raise ArtifactError(f"{path} has a damaged header: {error}. Save the cache again.") from error
     if version > VERSION:
         raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads up to {VERSION}. Upgrade hf-kvcaches.")
     missing = {"class", "settings", "layers", "fingerprint", "checksum"} - set(header)
     if missing:
         raise ArtifactError(f"{path} has a header without {sorted(missing)}. Save the cache again.")
-    return dict(header)
+    return header
 
 
 def _checksum(header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from hf_kvcaches.core.splicing.tokens import Ids
 KNOWN_BY = 32
 # How many segments are remembered, and how many probes of each: the newest.
 _SEGMENTS, _PROBES = 2**16, 8
+# Findings that wait to be told, and what blobs that tell of them may take in a store: the newest.
+_UNTOLD, _MOST_BLOBS, _MOST_BYTES = 2**12, 256, 4 << 20
 # Differences of similarities below this are chance.
 _ALIKE = 0.1
 
@@ -63,6 +66,7 @@ class Experience:
             key = _key(scope, layer, ids)
             self._remember(key, similarity, score)
             self._untold.append((key, similarity, score))
+            del self._untold[:-_UNTOLD]
 
     def untold(self) -> list[list[Any]]:
         """What was learned since the last call, as JSON can hold it, to be told to other processes."""
@@ -71,12 +75,14 @@ class Experience:
         return [[*key, similarity, score] for key, similarity, score in told]
 
     def hear(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Remembers what a process told of. A `TypeError` or `ValueError` where it is something else.
+        """Remembers what a process told of. A `TypeError`, `ValueError` or `OverflowError` where it is something else.
 
         Args:
             rows: As `untold` gave them.
         """
         read = [((str(scope), int(layer), str(name)), float(similarity), float(score)) for scope, layer, name, similarity, score in rows]
+        if not all(math.isfinite(number) for _, *numbers in read for number in numbers):
+            raise ValueError("scores that are not finite")
         with self._lock:
             for key, similarity, score in read:
                 self._remember(key, similarity, score)
@@ -89,6 +95,42 @@ class Experience:
         self._found.move_to_end(key)
         while len(self._found) > _SEGMENTS:
             self._found.popitem(last=False)
+
+
+class ToldBlobs:
+    """The blobs of a store that tell what probes have found. They would become ever more: the oldest go."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, tuple[float, int]] = {}
+
+    def add(self, key: str, created: float, size: int) -> None:
+        """Counts one in.
+
+        Args:
+            key: Its id.
+            created: When, in seconds since 1970.
+            size: The bytes that it takes.
+        """
+        self._blobs[key] = created, size
+
+    def remove(self, key: str) -> None:
+        """Counts one out, if it is one.
+
+        Args:
+            key: Its id.
+        """
+        self._blobs.pop(key, None)
+
+    def excess(self) -> list[str]:
+        """Those to evict, the oldest first."""
+        newest = sorted(self._blobs, key=lambda key: (self._blobs[key][0], key), reverse=True)
+        total, kept = 0, 0
+        for key in newest[:_MOST_BLOBS]:
+            total += self._blobs[key][1]
+            if total > _MOST_BYTES:
+                break
+            kept += 1
+        return newest[kept:][::-1]
 
 
 def _key(scope: str, layer: int, ids: Ids) -> _Key:

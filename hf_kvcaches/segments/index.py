@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_kvcaches.core.splicing.tokens import Ids, common_prefix, common_suffix, window_hashes
-from hf_kvcaches.segments.records import Chain, Record
+from hf_kvcaches.segments.records import Chain, Record, Signature
+from hf_kvcaches.stores.signatures import SignatureIndex
 
 # An anchor is so many consecutive tokens, found wherever they stand in a prompt.
 ANCHOR = 16
@@ -21,6 +22,8 @@ SHINGLE = 8
 _SEEN_BITS = 2**25
 # How many segments with the same anchor are remembered: the newest.
 ALIKE = 8
+# The similarity from which segments are likely to be found to resemble each other.
+NEAR = 0.5
 
 
 class Piece(NamedTuple):
@@ -95,6 +98,8 @@ class SegmentIndex:
         self._firsts: dict[int, Counter[int]] = {}
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
         self._seen = np.zeros(_SEEN_BITS // 8, np.uint8)
+        # Made when it is first asked.
+        self._signatures: SignatureIndex | None = None
 
     def add(self, key: str, record: Record) -> None:
         """Makes a segment known.
@@ -106,6 +111,8 @@ class SegmentIndex:
         if key in self.records:
             return
         self.records[key] = record
+        if self._signatures is not None and record.signature is not None:
+            self._signatures.add(key, record.signature)
         first = int(record.ids[0])
         self._behind[record.left, first].append(key)
         if record.start not in self._firsts:
@@ -130,6 +137,8 @@ class SegmentIndex:
         record = self.records.pop(key, None)
         if record is None:
             return
+        if self._signatures is not None:
+            self._signatures.remove(key)
         first = int(record.ids[0])
         self._behind[record.left, first].remove(key)
         if not self._behind[record.left, first]:
@@ -199,6 +208,19 @@ class SegmentIndex:
         """
         places, bits = _bits(ids)
         return int((self._seen[places] & bits != 0).sum())
+
+    def near(self, signature: Signature) -> list[Record]:
+        """Segments that resemble one, by the signatures of their canonical texts.
+
+        Args:
+            signature: As `Record.signature`.
+        """
+        if self._signatures is None:
+            self._signatures = SignatureIndex(NEAR)
+            for key, record in self.records.items():
+                if record.signature is not None:
+                    self._signatures.add(key, record.signature)
+        return [self.records[key] for key in self._signatures.near(signature)]
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
         """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps.

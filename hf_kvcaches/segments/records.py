@@ -17,6 +17,8 @@ Tier = Literal["exact", "guarded", "repaired", "probed", "computed"]
 
 # How many tokens to the left of a segment are stored with it: the longest window that depth guards can ask for, short of all.
 CONTEXT = 512
+# Numbers in a signature.
+PERMUTATIONS = 64
 
 _KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, "fresh": bool, "stored": dict}
 

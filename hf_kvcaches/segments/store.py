@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -15,14 +16,13 @@ import torch
 
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.segments.experience import Experience
+from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.segments.experience import Experience, ToldBlobs
 from hf_kvcaches.segments.index import SegmentIndex
-from hf_kvcaches.segments.records import Record, Signature
-from hf_kvcaches.segments.similar import Similar
+from hf_kvcaches.segments.records import PERMUTATIONS, Record, Signature
 from hf_kvcaches.segments.writer import Writer
-from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
-from hf_kvcaches.stores.worth import Worth
+from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, StoreUnavailable, open_blobs
+from hf_kvcaches.stores.worth import Worth, evict
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -92,6 +92,8 @@ class SegmentStore:
             what stands to the left differs far away. None: nowhere.
         depth: How many layers' keys and values are stored, with the hidden state that enters the next one; the layers above are run
             again each time. None: of all layers.
+        timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take. After a
+            failure it is not asked for 5 s. A folder and memory answer at once.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class SegmentStore:
         quantization: Quantization = "int8",
         cuts: int | None = None,
         depth: int | None = None,
+        timeout: float = TIMEOUT,
     ) -> None:
         self.quantization = codec.check_quantization(quantization)
         self.max_bytes = _bytes_of(max_bytes)
@@ -110,12 +113,12 @@ class SegmentStore:
                 raise ConfigError.of(name, "a number of layers of at least 1, or None", value)
         self.cuts, self.depth = cuts, depth
         self.location = location
-        self._blobs: BlobStore = open_blobs(location)
-        self._lock = threading.RLock()
+        self._blobs: BlobStore = open_blobs(location, timeout)
+        # Under the first one nobody waits for a server; under the second, changes are asked for and taken over in their order.
+        self._lock, self._following = threading.RLock(), threading.RLock()
         self._indices: dict[str, SegmentIndex] = {}
         self._worth = Worth()
-        self._similar = Similar(location)
-        self.experience = Experience()
+        self.experience, self._told = Experience(), ToldBlobs()
         self._pinned: frozenset[str] = frozenset()
         self._said: set[str] = set()
         self._counts = dict.fromkeys(("written", "evicted", "loads", "failures"), 0)
@@ -150,27 +153,22 @@ class SegmentStore:
             signature: As `Record.signature`.
         """
         with self._lock:
-            records = self.index(scope).records
-            try:
-                keys = self._similar.of(scope, records).near(signature)
-            except self._similar.errors as error:
-                self._failed(error)
-                return []
-            return [records[key] for key in keys if key in records]
+            return self.index(scope).near(signature)
 
     def reading(self) -> threading.RLock:
         """A lock under which no index changes."""
         return self._lock
 
     def refresh(self, scope: str | None = None) -> None:
-        """Writes what waits to be written, and learns what other processes did.
+        """Begins a request: writes what waits to be written, and learns what other processes did.
 
         Args:
             scope: Whose segments are wanted; said once where the store has segments, but none for it.
         """
         self.flush()
+        self._blobs.begin()
         self._follow()
-        self._evict()
+        evict(self._leaving, self._evict, self._follow)
         if scope is not None and scope not in self._indices and self._worth.sizes:
             self._say(
                 "foreign",
@@ -181,16 +179,20 @@ class SegmentStore:
     def _follow(self) -> None:
         """Learns what came, went and was pinned, by this process too: what the back-end tells is all that is known."""
         try:
-            with self._lock:
+            with self._following:
                 changes = self._blobs.changes()
-                for key in changes.removed:
-                    self._forget(key)
-                for key, head, size in changes.added:
-                    self._learn(key, head, size)
+                with self._lock:
+                    for key in changes.removed:
+                        self._forget(key)
+                    for key, head, size in changes.added:
+                        self._learn(key, head, size)
                 self._pinned = self._blobs.pinned()
         except StoreUnavailable as error:
             self._failed(error)
-        self._tell_damage()
+        if self._blobs.damaged:
+            self._say("damaged", f"A damaged segment is computed anew. {self._blobs.complaints[0]}")
+        for sentence in list(self._blobs.unreadable.values())[:1]:
+            self._say("unusable", sentence)
 
     def tensors(self, key: str) -> dict[str, torch.Tensor] | None:
         """What was stored of a segment, or None where it is gone or damaged. Not to be written to.
@@ -205,6 +207,13 @@ class SegmentStore:
             return None
         with self._lock:
             self._counts["loads"] += 1
+            record = next((index.records[key] for index in self._indices.values() if key in index.records), None)
+        if found is not None and record is not None:
+            try:
+                codec.check(found, record.stored, len(record))
+            except ArtifactError as error:
+                self._blobs.discard(key, error)
+                found = None
         if found is None:
             self._follow()
         return found
@@ -239,21 +248,18 @@ class SegmentStore:
             record.stored.update(stored)
             if self.max_bytes is not None and sum(tensor.nbytes for tensor in tensors.values()) > self.max_bytes:
                 continue
+            self._blobs.begin()
             try:
-                self._blobs.put(key, record.to_dict(), tensors)
+                size = self._blobs.put(key, record.to_dict(), tensors)
             except StoreUnavailable as error:
                 self._failed(error)
                 break
             with self._lock:
-                self._counts["written"] += 1
-            try:
-                self._similar.publish(key, record)
-            except self._similar.errors as error:
-                self._failed(error)
+                self._counts["written"] += size > 0
         self._tell_experience()
         # Processes that write at the same time stay within the cap together: who looks last sees what all have written.
         self._follow()
-        self._evict()
+        evict(self._leaving, self._evict, self._follow)
 
     def _tell_experience(self) -> None:
         """Lets other processes know what probes have found. It is worth nothing to the cap, and is the first to go."""
@@ -262,7 +268,7 @@ class SegmentStore:
             return
         key = hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
         try:
-            self._blobs.put(key, {"experience": found}, {"none": torch.zeros(1)})
+            self._blobs.put(key, {"experience": found, "created": time.time()}, {"none": torch.zeros(1)})
         except StoreUnavailable as error:
             self._failed(error)
 
@@ -287,9 +293,9 @@ class SegmentStore:
             key: Its id, as in the spans of `report()`.
             pinned: False lets it go again.
         """
+        self._blobs.begin()
         self._blobs.pin(key, pinned)
-        with self._lock:
-            self._pinned = self._blobs.pinned()
+        self._pinned = self._blobs.pinned()
 
     def delete(self, key: str) -> bool:
         """Deletes a segment, and returns whether it was there.
@@ -297,6 +303,7 @@ class SegmentStore:
         Args:
             key: Its id.
         """
+        self._blobs.begin()
         gone = self._blobs.delete(key)
         self._follow()
         return gone
@@ -304,6 +311,7 @@ class SegmentStore:
     def clear(self) -> None:
         """Deletes all segments of all models."""
         self.flush()
+        self._blobs.begin()
         self._blobs.clear()
         self.refresh()
 
@@ -350,44 +358,47 @@ class SegmentStore:
         try:
             if "experience" in head:
                 self.experience.hear(head["experience"])
+                self._told.add(key, float(head.get("created", 0.0)), size)
                 self._worth.add(key, size, 0)
                 return
             record = Record.from_dict(dict(head))
-            if record.key != key or not len(record):
-                raise ValueError("it is named otherwise")
-        except (LookupError, TypeError, ValueError, AttributeError):
+            codec.check_stored(record.stored)
+            signatures = [each for each in (record.signature, record.surroundings) if each is not None]
+            if record.key != key or any(len(signature) != PERMUTATIONS for signature in signatures):
+                raise ValueError("it is named otherwise, or compared otherwise")
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
             self._say("unreadable", f"{self._blobs.place} holds something that is no segment, or one of another version; it is left alone.")
             return
         self._worth.add(key, size, len(record))
         self.index(record.scope).add(key, record)
-        self._similar.add(key, record)
 
     def _forget(self, key: str) -> None:
         self._worth.remove(key)
-        for scope, index in self._indices.items():
-            if key in index.records:
-                index.remove(key)
-                self._similar.remove(scope, key)
+        self._told.remove(key)
+        for index in self._indices.values():
+            index.remove(key)
 
-    def _evict(self) -> None:
-        if self.max_bytes is None:
-            return
+    def _evict(self, key: str) -> bool:
+        try:
+            gone = self._blobs.delete(key)
+        except StoreUnavailable as error:
+            self._failed(error)
+            return False
         with self._lock:
-            excess = self._worth.total - self.max_bytes
-            if excess <= 0:
-                return
+            self._counts["evicted"] += gone
+        return gone
+
+    def _leaving(self, stuck: Collection[str]) -> list[str]:
+        """What has to go, but for what can't be deleted."""
+        with self._lock:
+            keep = self._pinned.union(stuck)
+            leaving = [key for key in self._told.excess() if key not in keep]
+            if self.max_bytes is None or self._worth.total <= self.max_bytes:
+                return leaving
             # What is too large by itself would drive out all others first.
-            large = {key: size for key, size in self._worth.sizes.items() if size > self.max_bytes and key not in self._pinned}
-            leaving = [*large, *self._worth.least(excess - sum(large.values()), keep=self._pinned | large.keys())]
-        for key in leaving:
-            try:
-                gone = self._blobs.delete(key)
-            except StoreUnavailable as error:
-                self._failed(error)
-                break
-            with self._lock:
-                self._counts["evicted"] += gone
-        self._follow()
+            leaving += [key for key, size in self._worth.sizes.items() if size > self.max_bytes and key not in keep]
+            excess = self._worth.total - self.max_bytes - sum(self._worth.sizes[key] for key in leaving)
+            return [*leaving, *self._worth.least(excess, keep=keep.union(leaving))]
 
     def _guarded(self, job: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -402,10 +413,6 @@ class SegmentStore:
         with self._lock:
             self._counts["failures"] += 1
         self._say("unavailable", f"{self._blobs.place}: {error} Prompts are computed instead, until it can be used.")
-
-    def _tell_damage(self) -> None:
-        if self._blobs.damaged:
-            self._say("damaged", f"A damaged segment is computed anew. {self._blobs.complaints[0]}")
 
     def _say(self, kind: str, sentence: str) -> None:
         with self._lock:

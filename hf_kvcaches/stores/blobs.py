@@ -6,6 +6,7 @@ A place is named by a location: `memory`, `disk:FOLDER` or `redis://host:port/db
 from __future__ import annotations
 
 import json
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -17,7 +18,11 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.blobs_format import as_bytes, checked_key, crc32_of, dense, head_as_json
+from hf_kvcaches.stores.blobs_format import checked_key, crc32_of, dense, head_as_json
+from hf_kvcaches.stores.reading import as_bytes
+
+# Seconds. A server in the same building answers within milliseconds, and what a cache saves is a second or two.
+TIMEOUT = 1.0
 
 
 class Stored(NamedTuple):
@@ -56,12 +61,14 @@ class BlobStore(ABC):
     Attributes:
         damaged: How many blobs this object has found damaged.
         complaints: A sentence for each of them.
+        unreadable: For each key whose blob can't be used or replaced, though the place can, a sentence why. It is left alone.
     """
 
     def __init__(self, place: str) -> None:
         self.place = place
         self.damaged = 0
         self.complaints: list[str] = []
+        self.unreadable: dict[str, str] = {}
         self._lock = threading.Lock()
         # Held by `changes` from end to end, so that each change is told to one caller. It reads heads only, never bodies.
         self._telling = threading.Lock()
@@ -70,9 +77,14 @@ class BlobStore(ABC):
         # Keys that `changes` shall look at whatever the place itself tells of.
         self._touched: set[str] = set()
 
+    def begin(self) -> None:  # noqa: B027 - most answer at once
+        """Says that a request begins in this thread: from now on its calls may wait for a server for `timeout` seconds in all."""
+
     @abstractmethod
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         """Stores a blob and returns the bytes it takes. If there is one of this key, it is kept and nothing is written.
+
+        Returns 0 where something stands in the blob's place that can't be used: see `unreadable`.
 
         Args:
             key: Hexadecimal digits in small letters, such as a digest of what the tensors were made from.
@@ -162,8 +174,13 @@ class BlobStore(ABC):
         if key in self._told:
             self._touch(key)
 
-    def _discard(self, key: str, reason: object) -> None:
-        """Deletes what was found damaged, and complains unless another was quicker."""
+    def discard(self, key: str, reason: object) -> None:
+        """Deletes what was found damaged, and complains unless another was quicker.
+
+        Args:
+            key: Of the blob.
+            reason: What is wrong with it.
+        """
         try:
             there = self._remove(key)
         except StoreUnavailable:
@@ -266,13 +283,16 @@ class MemoryBlobs(BlobStore):
             return self._kept.pop(key, None) is not None
 
 
-def open_blobs(location: str) -> BlobStore:
+def open_blobs(location: str, timeout: float = TIMEOUT) -> BlobStore:
     """Opens a store of blobs, or makes a new one where there is none.
 
     Args:
         location: `memory` (this object's own), `disk:FOLDER`, or `redis://host:port/db` or `rediss://...`, both with `?prefix=NAME` for
             several stores in one database.
+        timeout: Seconds that one answer of Redis may take, and all calls of a request together. Others answer at once.
     """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ConfigError.of("timeout", "a number of seconds above 0", timeout, f"{TIMEOUT:g} is the default.")
     kind, colon, rest = location.partition(":") if isinstance(location, str) else ("", "", "")
     if location == "memory":
         return MemoryBlobs()
@@ -283,6 +303,6 @@ def open_blobs(location: str) -> BlobStore:
     if colon and kind in ("redis", "rediss"):
         from hf_kvcaches.stores.blobs_redis import open_redis
 
-        return open_redis(location)
+        return open_redis(location, float(timeout))
     got = f"{kind}:..." if "@" in rest else location
     raise ConfigError.of("location", "'memory', 'disk:FOLDER' or 'redis://host:port/db'", got, "For a folder write disk: before it.")

@@ -1,17 +1,19 @@
-"""Blobs in a folder: a file for each, and a journal that tells other processes of what came and went."""
+"""Blobs in a folder: a file for each, and a journal that tells other processes of what came and went.
+
+Blobs are known by their names, which no other program gives: other files in the folder are never read, changed or deleted.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
 
@@ -19,17 +21,23 @@ from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable
 from hf_kvcaches.stores.blobs_format import KEY, Encoded, checked_key, decode, encode, header_length, read_header
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, write_atomically
+from hf_kvcaches.stores.reading import open_regular, opened
 
-_BLOB, _PIN = ".safetensors", ".pin"
-_JOURNAL = "changes.journal"
+BLOB, PIN, JOURNAL = ".kvblob", ".kvblob-pin", "kvblobs.journal"
 _LINE = re.compile(rb"[+-]([0-9a-f]{1,128})")
 _TITLE_BYTES = 32
-# A longer journal is replaced when the store is opened. 1 MB is some 15,000 puts, or 5 ms to read.
+# A longer journal is replaced when the store is opened, and no more of one is read. 1 MB is some 15,000 puts, or 5 ms to read.
 _LONGEST_JOURNAL = 1 << 20
 # Seconds. By age and not by a lock: it needs nothing of the file system, and the mtime of a file that is being written is fresh.
 _STALE = 600.0
 # Bytes read at first of a file whose head is wanted. Most headers are shorter.
 _GLANCE = 8 << 10
+# Errors of the folder, the disk or the process. With any other one something is wrong with one file, and the rest can be used.
+_NOT_ONE_FILES = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EROFS),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
 
 
 class _Seen(NamedTuple):
@@ -45,7 +53,8 @@ class DiskBlobs(BlobStore):
 
     The folder is the truth and the journal a hint: whoever puts or deletes adds a line, and the others look at the files of which they
     read. A journal that is not the one known, got shorter or holds what is no line makes them list the folder again. A process killed
-    between writing a blob and its line leaves a blob that can be read, and that is listed where the folder is.
+    between writing a blob and its line leaves a blob that can be read, and that is listed where the folder is. Where there is a folder
+    in the journal's place, or one that may not be read or replaced, the folder of blobs is listed each time.
 
     Args:
         folder: Has to exist.
@@ -60,18 +69,27 @@ class DiskBlobs(BlobStore):
         with os.scandir(folder) as entries:
             old = [entry.path for entry in entries if entry.name.endswith(TEMPORARY_SUFFIX) and _age(entry) > _STALE]
         for path in old:
-            Path(path).unlink(missing_ok=True)
-        if not _TITLE_BYTES <= (_size(folder / _JOURNAL) or 0) <= _LONGEST_JOURNAL:
-            self._start_journal()
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        if (journal := self._open_journal(os.O_RDONLY)) is not None:
+            with os.fdopen(journal) as file:
+                size = os.fstat(file.fileno()).st_size
+            if not _TITLE_BYTES <= size <= _LONGEST_JOURNAL:
+                self._start_journal()
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         path = self._path(key)
         with self._reaching():
-            if (present := _size(path)) is not None:
-                # Its writer may have been killed before it could tell.
-                self._touch(key)
-                return present
-            blob = encode(key, head, tensors)
+            try:
+                with opened(path) as file:
+                    # Its writer may have been killed before it could tell.
+                    self._touch(key)
+                    return os.fstat(file.fileno()).st_size
+            except FileNotFoundError:
+                blob = encode(key, head, tensors)
+            except OSError as error:
+                self._leave_out(key, error)
+                return 0
             write_atomically(path, lambda temporary: _write(temporary, blob))
             try:
                 self._note(f"+{key}")
@@ -85,19 +103,24 @@ class DiskBlobs(BlobStore):
         path = self._path(key)
         with self._reaching():
             try:
-                with open(path, "rb") as file:
-                    # Private pages: a caller who writes in spite of the ban writes to his own. Empty files can't be mapped.
-                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if _size(file.fileno()) else b""
+                with opened(path) as file:
+                    size = os.fstat(file.fileno()).st_size
+                    # Its length is believed if its header says the same.
+                    _head_of(key, file, size)
+                    file.seek(0)
+                    content = bytearray(size)
+                    del content[file.readinto(content) :]  # type: ignore[attr-defined]
                 return decode(key, content)
             except FileNotFoundError:
                 self._missed(key)
-                return None
             except ArtifactError as error:
-                self._discard(key, error)
-                return None
+                self.discard(key, error)
+            except OSError as error:
+                self._leave_out(key, error)
+        return None
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        path = self._folder / f"{checked_key(key)}{_PIN}"
+        path = self._folder / f"{checked_key(key)}{PIN}"
         with self._reaching():
             if pinned:
                 path.touch()
@@ -106,13 +129,13 @@ class DiskBlobs(BlobStore):
 
     def pinned(self) -> frozenset[str]:
         with self._reaching():
-            return frozenset(self._keys(_PIN))
+            return frozenset(self._keys(PIN))
 
     def clear(self) -> None:
         with self._reaching():
-            for key in self._keys(_PIN):
+            for key in self._keys(PIN):
                 self.pin(key, False)
-            for key in self._keys(_BLOB):
+            for key in self._keys(BLOB):
                 self._remove(key)
 
     def _remove(self, key: str) -> bool:
@@ -122,6 +145,11 @@ class DiskBlobs(BlobStore):
                 path.unlink()
             except FileNotFoundError:
                 return False
+            except OSError as error:
+                if not path.is_dir():
+                    raise
+                self._leave_out(key, error)
+                return False
             # It is gone whether or not the others hear of it, and they find out when they read it.
             with contextlib.suppress(OSError):
                 self._note(f"-{key}")
@@ -129,7 +157,7 @@ class DiskBlobs(BlobStore):
             return True
 
     def _path(self, key: str) -> Path:
-        return self._folder / f"{checked_key(key)}{_BLOB}"
+        return self._folder / f"{checked_key(key)}{BLOB}"
 
     def _keys(self, suffix: str) -> set[str]:
         """Of the files of a kind. Others in the folder are none of our business."""
@@ -141,7 +169,7 @@ class DiskBlobs(BlobStore):
         with self._reaching():
             # What the journal tells from here on is read next time, so nothing is lost while the folder is listed.
             read_to, named = self._read_journal()
-            keys = {*self._keys(_BLOB), *self._told} if named is None else named
+            keys = {*self._keys(BLOB), *self._told} if named is None else named
             seen, found = self._look_at(keys | touched)
         self._read_to = read_to
         for key in found:
@@ -155,17 +183,21 @@ class DiskBlobs(BlobStore):
         found: dict[str, tuple[str, Stored] | None] = {}
         for key in keys:
             try:
-                with open(self._path(key), "rb", buffering=0) as file:
+                with opened(self._path(key)) as file:
                     state = os.fstat(file.fileno())
                     now = _Seen(state.st_ino, state.st_mtime_ns, state.st_size)
                     if now != self._seen.get(key):
                         found[key] = _head_of(key, file, state.st_size)
                         seen[key] = now
+                self.unreadable.pop(key, None)
             except FileNotFoundError:
                 found[key] = None
             except ArtifactError as error:
                 found[key] = None
-                self._discard(key, error)
+                self.discard(key, error)
+            except OSError as error:
+                found[key] = None
+                self._leave_out(key, error)
         return seen, found
 
     @contextlib.contextmanager
@@ -177,15 +209,37 @@ class DiskBlobs(BlobStore):
         except OSError as error:
             raise StoreUnavailable(f"{self.place} can't be used: {error}") from error
 
+    def _leave_out(self, key: str, error: OSError) -> None:
+        """Goes on without a file that can't be used. It is tried again at each look. What is not the file's fault is raised again."""
+        if error.errno in _NOT_ONE_FILES:
+            raise error
+        self._touch(key)
+        with self._lock:
+            self.unreadable.setdefault(key, f"{self.place}: the blob {key} can't be used: {error}. It is left alone.")
+
     def _start_journal(self) -> None:
         """A new journal. Its title sets it apart from the one that it replaces, which makes the others list the folder."""
-        write_atomically(self._folder / _JOURNAL, f"{secrets.token_hex(_TITLE_BYTES // 2)[1:]}\n".encode())
+        write_atomically(self._folder / JOURNAL, f"{secrets.token_hex(_TITLE_BYTES // 2)[1:]}\n".encode())
+
+    def _open_journal(self, flags: int) -> int | None:
+        """The journal; a new one where there is none, or one that can't be used; None where there can be none."""
+        path = self._folder / JOURNAL
+        try:
+            return open_regular(path, flags)
+        except OSError as error:
+            if error.errno in _NOT_ONE_FILES - {errno.ENOENT}:
+                raise
+        try:
+            self._start_journal()
+        except (IsADirectoryError, PermissionError):
+            return None
+        return open_regular(path, flags)
 
     def _note(self, line: str) -> None:
-        path, content = self._folder / _JOURNAL, f"{line}\n".encode()
-        if not path.exists():
-            self._start_journal()
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND)
+        handle = self._open_journal(os.O_WRONLY | os.O_APPEND)
+        if handle is None:
+            return
+        content = f"{line}\n".encode()
         try:
             # One write, which the system puts behind all others. A part of a line spoils the next one, and readers list the folder.
             if os.write(handle, content) != len(content):
@@ -193,15 +247,15 @@ class DiskBlobs(BlobStore):
         finally:
             os.close(handle)
 
-    def _read_journal(self) -> tuple[tuple[bytes, int], set[str] | None]:
+    def _read_journal(self) -> tuple[tuple[bytes, int] | None, set[str] | None]:
         """The journal's title with how far it has been read now, and the keys named since; None instead of them: list the folder."""
-        path = self._folder / _JOURNAL
-        if not path.exists():
-            self._start_journal()
-        with open(path, "rb") as file:
+        handle = self._open_journal(os.O_RDONLY)
+        if handle is None:
+            return None, None
+        with os.fdopen(handle, "rb") as file:
             title = file.read(_TITLE_BYTES)
             size = os.fstat(file.fileno()).st_size
-            if self._read_to is None or title != self._read_to[0] or size < self._read_to[1]:
+            if self._read_to is None or title != self._read_to[0] or not 0 <= size - self._read_to[1] <= _LONGEST_JOURNAL:
                 return (title, size), None
             start = file.seek(self._read_to[1])
             lines = file.read(size - start).split(b"\n")
@@ -218,7 +272,7 @@ def _write(path: Path, blob: Encoded) -> None:
             file.write(piece)
 
 
-def _head_of(key: str, file: Any, size: int) -> tuple[str, Stored]:
+def _head_of(key: str, file: BinaryIO, size: int) -> tuple[str, Stored]:
     """What distinguishes a blob, and the blob, from its head alone."""
     start = file.read(_GLANCE)
     length = header_length(start, size)
@@ -233,15 +287,8 @@ def _head_of(key: str, file: Any, size: int) -> tuple[str, Stored]:
 def _age(entry: os.DirEntry[str]) -> float:
     try:
         return time.time() - entry.stat(follow_symlinks=False).st_mtime
-    except FileNotFoundError:
+    except OSError:
         return 0.0
-
-
-def _size(path: Path | int) -> int | None:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return None
 
 
 def open_disk(folder: Path) -> DiskBlobs:

@@ -28,22 +28,8 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.stores.reading import DTYPES, MOST_JSON, Place, as_bytes, parse_json, places_of
 
-# safetensors' names. Those of one size stand together.
-DTYPES = {
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I16": torch.int16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KEY = re.compile(r"[0-9a-f]{1,128}")
 _METADATA = "__metadata__"
@@ -64,15 +50,6 @@ class Encoded(NamedTuple):
     def size(self) -> int:
         """Bytes of the whole."""
         return len(self.header) + sum(len(piece) for piece in self.body)
-
-
-class Place(NamedTuple):
-    """Where a tensor lies, in bytes from the start of the body."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
 
 
 class Header(NamedTuple):
@@ -107,7 +84,7 @@ def head_as_json(head: Mapping[str, Any]) -> str:
     hint = "Give strings as keys, and lists where there are tuples."
     try:
         text = json.dumps(head, separators=(",", ":"))
-        same = isinstance(head, dict) and json.loads(text) == head
+        same = isinstance(head, dict) and parse_json(text) == head
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError.of("head", "a dict that JSON can hold", str(error), hint) from error
     if not same:
@@ -124,13 +101,8 @@ def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in _NAMES or tensor.is_meta:
             got = f"{tensor.layout}, {tensor.dtype}, {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError.of(f"tensors[{name!r}]", f"a dense tensor of {', '.join(map(str, _NAMES))}", got)
-        plain[name] = tensor.detach().cpu().contiguous().resolve_neg()
+        plain[name] = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     return plain
-
-
-def as_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, not copied."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def crc32_of(pieces: Iterable[memoryview]) -> int:
@@ -160,6 +132,8 @@ def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     metadata = {"check": "0" * 64, "crc32": f"{crc32_of(body):08x}", "head": written}
     text = json.dumps({_METADATA: metadata, **layout}, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH + len(text)) % _ALIGNMENT)
+    if len(text) > MOST_JSON:
+        raise ConfigError.of("head", f"a head, names and shapes of at most {MOST_JSON:,} bytes", len(text), "Put less into one blob.")
     header = bytearray(len(text).to_bytes(_LENGTH, "little") + text)
     assert header[_LENGTH : _CHECK.start] == _OPENING
     header[_CHECK] = _check(key, header)
@@ -183,7 +157,7 @@ def header_length(start: bytes | memoryview, size: int) -> int:
     if size < _CHECK.stop or len(start) < _LENGTH:
         raise ArtifactError(f"it ends after {size} bytes, in its header")
     length = _LENGTH + int.from_bytes(start[:_LENGTH], "little")
-    if not _CHECK.stop < length <= size:
+    if not _CHECK.stop < length <= min(size, _LENGTH + MOST_JSON):
         raise ArtifactError(f"its header should take {length} of its {size} bytes")
     return length
 
@@ -200,15 +174,16 @@ def read_header(key: str, header: bytes | memoryview) -> Header:
     if header[_LENGTH : _CHECK.start] != _OPENING or header[_CHECK] != _check(key, header):
         raise ArtifactError("its header's checksum is wrong")
     try:
-        layout = json.loads(bytes(header[_LENGTH:]))
+        layout = parse_json(header[_LENGTH:])
         metadata = layout.pop(_METADATA)
-        places = {
-            name: Place(DTYPES[entry["dtype"]], tuple(entry["shape"]), *map(int, entry["data_offsets"])) for name, entry in layout.items()
-        }
+        head = parse_json(metadata["head"])
+        if not isinstance(head, dict):
+            raise ArtifactError("its head is no dict")
+        places = places_of(layout)
         size = len(header) + max((place.stop for place in places.values()), default=0)
-        return Header(json.loads(metadata["head"]), metadata["check"], int(metadata["crc32"], 16), places, len(header), size)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ArtifactError(f"its header makes no sense: {error!r}") from error
+        return Header(head, metadata["check"], int(metadata["crc32"], 16), places, len(header), size)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"its header makes no sense: {error}") from error
 
 
 def decode(key: str, content: Any) -> dict[str, Tensor]:

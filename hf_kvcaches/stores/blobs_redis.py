@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,8 +21,6 @@ from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable
 from hf_kvcaches.stores.blobs_format import KEY, checked_key, decode, encode, read_header
 
 _PREFIX = "hf_kvcaches"
-# Seconds. A server in the same building answers within milliseconds, and what a cache saves is a second or two.
-_TIMEOUT = 2.0
 # Seconds after a failure in which the server is not asked again.
 _PAUSE = 5.0
 # About how many changes the server remembers. Who is further behind lists all.
@@ -30,28 +29,47 @@ _REMEMBERED = 100_000
 _ENCODING = "latin-1"
 # Entries of the stream and headers that are fetched at a time.
 _ENTRIES, _HEADS = 1000, 200
+# With more changed keys than these, all are listed.
+_MANY = 10_000
+
+
+class _Listing:
+    """All headers, as far as they have come. What the stream tells behind `read_to` is read when they are complete."""
+
+    def __init__(self, read_to: bytes | None) -> None:
+        self.read_to, self.cursor = read_to, 0
+        self.headers: dict[str, bytes | None] = {}
 
 
 class RedisBlobs(BlobStore):
     """Blobs in a Redis server. What is written together goes in one transaction, so it is there as a whole or not at all.
 
-    A server that can't be reached is left alone for 5 s: until then each method fails at once.
+    A server that can't be reached is left alone for 5 s: until then each method fails at once. So do all calls of a request
+    that have taken more than their time together.
 
     Args:
         client: Of redis-py, giving bytes.
         prefix: Of all keys.
         place: For messages.
+        timeout: Seconds for the calls of a request.
     """
 
-    def __init__(self, client: Any, prefix: str, place: str) -> None:
+    def __init__(self, client: Any, prefix: str, place: str, timeout: float) -> None:
         super().__init__(place)
+        self._timeout = timeout
+        # Of each thread: the seconds that its request has waited.
+        self._request = threading.local()
         self._redis = require("redis", "distributed", "A store of blobs in Redis")
         self._client = client
         self._heads, self._pins, self._changes = f"{prefix}:heads", f"{prefix}:pins", f"{prefix}:changes"
         self._bodies = f"{prefix}:body:"
         # The last entry of the stream that was read. While the stream still has it, nothing behind it can have been trimmed.
         self._read_to: bytes | None = None
+        self._listing: _Listing | None = None
         self._pause_until = 0.0
+
+    def begin(self) -> None:
+        self._request.waited = 0.0
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         body = self._bodies + checked_key(key)
@@ -69,20 +87,19 @@ class RedisBlobs(BlobStore):
         return len(blob.header) + len(content)
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
-        with self._reaching():
-            with self._client.pipeline(transaction=False) as together:
-                listed, content = together.hexists(self._heads, checked_key(key)).get(self._bodies + key).execute()
-            if content is None:
-                # A server short of memory may have thrown it out.
-                if listed:
-                    self._remove(key)
-                self._missed(key)
-                return None
+        with self._reaching(), self._client.pipeline(transaction=False) as together:
+            listed, content = together.hexists(self._heads, checked_key(key)).get(self._bodies + key).execute()
+        if content is None:
+            # A server short of memory may have thrown it out.
+            if listed:
+                self._remove(key)
+            self._missed(key)
+            return None
         try:
             # A copy, since torch takes only what can be written to.
             return decode(key, bytearray(content))
         except ArtifactError as error:
-            self._discard(key, error)
+            self.discard(key, error)
             return None
 
     def pin(self, key: str, pinned: bool = True) -> None:
@@ -104,11 +121,13 @@ class RedisBlobs(BlobStore):
         self._client.close()
 
     def _look(self, touched: set[str]) -> dict[str, tuple[str, Stored] | None]:
-        with self._reaching():
-            read_to, keys = self._read_stream()
-            # What the stream tells from here on is read next time, so nothing is lost in between.
-            headers = self._all_headers() if keys is None else self._headers(sorted(keys | touched))
-            found = {key: None if header is None else self._blob(key, header) for key, header in headers.items()}
+        read_to, keys = (None, None) if self._listing is not None else self._read_stream()
+        # What the stream tells from here on is read next time, so nothing is lost in between.
+        if keys is None:
+            read_to, headers = self._all_headers(read_to)
+        else:
+            headers = self._headers(sorted(keys | touched))
+        found = {key: None if header is None else self._blob(key, header) for key, header in headers.items()}
         self._read_to = read_to
         return found
 
@@ -128,19 +147,23 @@ class RedisBlobs(BlobStore):
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
-        """What the client raises, as `StoreUnavailable`."""
-        if time.monotonic() < self._pause_until:
+        """Around one round trip: what the client raises, as `StoreUnavailable`, and how long the request has waited."""
+        start, waited = time.monotonic(), getattr(self._request, "waited", None)
+        if start < self._pause_until:
             raise StoreUnavailable(f"{self.place} could not be reached a moment ago.")
+        if waited is not None and waited >= self._timeout:
+            raise StoreUnavailable(f"{self.place} has kept this request waiting for {self._timeout:g} s.")
         try:
             yield
-        except StoreUnavailable:
-            raise
         except (self._redis.ConnectionError, self._redis.TimeoutError, OSError) as error:
             self._pause_until = time.monotonic() + _PAUSE
             raise StoreUnavailable(f"{self.place} can't be reached: {error}") from error
         except self._redis.RedisError as error:
             # It answers, if only that it is full: the next may be granted.
             raise StoreUnavailable(f"{self.place} refuses: {error}") from error
+        finally:
+            if waited is not None:
+                self._request.waited = waited + time.monotonic() - start
 
     def _tell_of(self, together: Any, key: str) -> Any:
         return together.xadd(self._changes, {"key": key}, maxlen=_REMEMBERED, approximate=True)
@@ -150,28 +173,40 @@ class RedisBlobs(BlobStore):
         read_to = self._read_to
         keys: set[str] = set()
         while read_to is not None:
-            entries = self._client.xrange(self._changes, min=read_to, count=_ENTRIES)
-            if not entries or entries[0][0] != read_to:
+            with self._reaching():
+                entries = self._client.xrange(self._changes, min=read_to, count=_ENTRIES)
+            # To list all is less work than to look at very many, and goes on where it was left.
+            if not entries or entries[0][0] != read_to or len(keys) > _MANY:
                 break
             named = (_text(fields.get(b"key", b"")) for _, fields in entries[1:])
             keys.update(key for key in named if KEY.fullmatch(key))
             read_to = entries[-1][0]
             if len(entries) < _ENTRIES:
                 return read_to, keys
-        newest = self._client.xrevrange(self._changes, count=1)
+        with self._reaching():
+            newest = self._client.xrevrange(self._changes, count=1)
         return (newest[0][0] if newest else None), None
 
-    def _all_headers(self) -> dict[str, bytes | None]:
-        """Of all blobs, and None for those that were told of and are gone."""
-        headers: dict[str, bytes | None] = dict.fromkeys(self._told)
-        headers.update((_text(key), header) for key, header in self._client.hscan_iter(self._heads, count=_HEADS))
-        return headers
+    def _all_headers(self, read_to: bytes | None) -> tuple[bytes | None, dict[str, bytes | None]]:
+        """Where the stream ended before, and the headers of all blobs; None for those that were told of and are gone.
+
+        Where time runs out, the next call goes on with what there is.
+        """
+        listing = self._listing = self._listing or _Listing(read_to)
+        while True:
+            with self._reaching():
+                listing.cursor, some = self._client.hscan(self._heads, listing.cursor, count=_HEADS)
+            listing.headers.update((_text(key), header) for key, header in some.items())
+            if not listing.cursor:
+                self._listing = None
+                return listing.read_to, dict.fromkeys(self._told) | listing.headers
 
     def _headers(self, keys: list[str]) -> dict[str, bytes | None]:
         headers: dict[str, bytes | None] = {}
         for start in range(0, len(keys), _HEADS):
             some = keys[start : start + _HEADS]
-            headers.update(zip(some, self._client.hmget(self._heads, some), strict=True))
+            with self._reaching():
+                headers.update(zip(some, self._client.hmget(self._heads, some), strict=True))
         return headers
 
     def _blob(self, key: str, content: bytes) -> tuple[str, Stored] | None:
@@ -181,7 +216,7 @@ class RedisBlobs(BlobStore):
                 raise ArtifactError("its key is none")
             header = read_header(key, content)
         except ArtifactError as error:
-            self._discard(key, error)
+            self.discard(key, error)
             return None
         return header.check, Stored(key, header.head, len(content) + header.size)
 
@@ -190,11 +225,12 @@ def _text(key: bytes) -> str:
     return key.decode(_ENCODING)
 
 
-def open_redis(location: str) -> RedisBlobs:
+def open_redis(location: str, timeout: float) -> RedisBlobs:
     """Connects to a server.
 
     Args:
         location: `redis://` or `rediss://`, as redis-py takes them, and `?prefix=NAME`.
+        timeout: Seconds for one answer, and for all calls of a request.
     """
     hint = "Write redis://host:port/db, or with ?prefix=NAME where several stores share a database."
     try:
@@ -212,12 +248,12 @@ def open_redis(location: str) -> RedisBlobs:
     try:
         client = redis.Redis.from_url(
             urlunsplit(parts._replace(query=urlencode(options))),
-            socket_timeout=_TIMEOUT,
-            socket_connect_timeout=_TIMEOUT,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
             # Each retry would wait as long again.
             retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
         )
         client.ping()
     except (redis.RedisError, OSError, TypeError, ValueError) as error:
         raise ConfigError.of("location", f"a Redis server that answers at {place}", str(error), "Start it, or name another.") from error
-    return RedisBlobs(client, prefix, place)
+    return RedisBlobs(client, prefix, place, timeout)

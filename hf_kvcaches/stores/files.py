@@ -1,9 +1,8 @@
-"""Files that are either whole or not there, and reading them without trusting them."""
+"""Files that are either whole or not there."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
 import tempfile
@@ -11,13 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ConfigError
 
-_CHUNK = 8 << 20
 # What marks a temporary file as ours, so that one left by a killed process can be swept.
 TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"
 
@@ -87,15 +85,6 @@ def exclusive(folder: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def sha256_of(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
-    hasher = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            hasher.update(chunk)
-    return hasher.hexdigest()
-
-
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Writes tensors of any dtype that safetensors knows; views and tied tensors are written as copies."""
     for name, tensor in tensors.items():
@@ -131,14 +120,3 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         storages.add(value.untyped_storage().data_ptr())
         plain[name] = value
     return plain
-
-
-def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, on the CPU, and its metadata. Any damage is an `ArtifactError`."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118 - not a dict
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{path}: expected a safetensors file, there is none. Copy or download it again.") from error
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError, OverflowError, MemoryError) as error:
-        raise ArtifactError(f"{path}: expected a complete safetensors file, got {error}. Copy or download it again.") from error

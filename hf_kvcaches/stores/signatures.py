@@ -2,19 +2,20 @@
 
 A signature has one number for each of several permutations: the smallest that a member of the set is sent to. Two sets agree at a place
 with a probability that is their Jaccard similarity, members in common over members in all. The index puts signatures into buckets, a few
-places at a time, and hands out what shares a bucket: near-duplicates nearly always, others now and then.
+places at a time, and hands out what shares a bucket: near-duplicates nearly always, others now and then (Leskovec, Rajaraman, Ullman:
+Mining of Massive Datasets, 3.4).
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.errors import ConfigError
 
 Hashes = NDArray[np.uint32]
 
@@ -85,41 +86,25 @@ class MinHasher:
 
 
 class SignatureIndex:
-    """Near-duplicates by their signatures, in datasketch's locality-sensitive hashing.
-
-    Any thread may call any method. With Redis, all processes that name the same index share it, and one opened later finds what is
-    there; each change is one transaction, so that a key is in all of its buckets or in none. Errors of the connection pass through.
+    """Near-duplicates by their signatures, in this process: locality-sensitive hashing. Any thread may call any method.
 
     Args:
         threshold: The similarity at which finding becomes more likely than not.
         permutations: Numbers in a signature.
-        redis_url: Where the index is kept, such as redis://localhost:6379/0. None: in this process.
-        name: Of the index in Redis.
     """
 
-    def __init__(self, threshold: float = 0.5, permutations: int = 64, redis_url: str | None = None, name: str = "signatures") -> None:
+    def __init__(self, threshold: float = 0.5, permutations: int = 64) -> None:
         self.permutations = _whole("permutations", permutations, 2)
         if not isinstance(threshold, int | float) or not 0 < threshold < 1:
             raise ConfigError.of("threshold", "a similarity between 0 and 1", threshold)
-        if not isinstance(name, str) or not name:
-            raise ConfigError.of("name", "a name for the index", name)
-        datasketch = require("datasketch", "retrieval", "An index of near-duplicates")
-        try:
-            self._bands: list[tuple[int, int]] = datasketch.MinHashLSH(threshold, permutations).hashranges
-        except ValueError as error:
+        bands, self._width = _layout(float(threshold), permutations)
+        if bands < 2:
             hint = "Take more permutations or a lower threshold."
-            raise ConfigError.of("threshold", f"one that {permutations} permutations can tell", threshold, hint) from error
-        layout = (len(self._bands), self._bands[0][1])
-        self._redis: Any = None
+            raise ConfigError.of("threshold", f"one that {permutations} permutations can tell", threshold, hint)
+        # For each band the keys by their numbers in it.
+        self._bands: list[dict[bytes, set[str]]] = [{} for _ in range(bands)]
+        self._buckets: dict[str, list[bytes]] = {}
         self._lock = threading.Lock()
-        storage: dict[str, Any] = {"type": "dict"}
-        if redis_url is not None:
-            self._redis = _connected(redis_url)
-            # Indexes cut up in different ways would misread each other's buckets.
-            base = f"hf_kvcaches:{name}:{permutations}:{layout[0]}x{layout[1]}"
-            storage = {"type": "redis", "basename": base.encode(), "redis": {"connection_pool": self._redis.connection_pool}}
-        # Keys go in as bytes: datasketch would pickle them otherwise, and unpickling what others wrote can run any code.
-        self._lsh = datasketch.MinHashLSH(num_perm=permutations, params=layout, storage_config=storage, prepickle=False)
 
     def add(self, key: str, signature: Hashes) -> None:
         """Puts a key in, or moves it to another signature if it is there.
@@ -128,21 +113,17 @@ class SignatureIndex:
             key: Any string.
             signature: `(permutations,)`.
         """
-        inner, checked = _inner(key), self._checked(signature)
-        if self._redis is not None:
-            self._move(inner, self._buckets(checked))
-            return
+        buckets = self._cut(signature)
         with self._lock:
-            self._remove(inner)
-            self._lsh.insert(inner, checked, check_duplication=False)
+            self._remove(key)
+            self._buckets[key] = buckets
+            for band, bucket in zip(self._bands, buckets, strict=True):
+                band.setdefault(bucket, set()).add(key)
 
     def remove(self, key: str) -> None:
-        """Takes a key out. Nothing happens if it isn't there, or if another process is quicker."""
-        if self._redis is not None:
-            self._move(_inner(key), [])
-            return
+        """Takes a key out. Nothing happens if it isn't there."""
         with self._lock:
-            self._remove(_inner(key))
+            self._remove(key)
 
     def near(self, signature: Hashes) -> list[str]:
         """The keys whose signatures share a bucket with this one, in no order.
@@ -150,92 +131,45 @@ class SignatureIndex:
         Args:
             signature: `(permutations,)`.
         """
-        checked = self._checked(signature)
-        if self._redis is None:
-            with self._lock:
-                return [key[1:].decode() for key in self._lsh.query(checked)]
-        # In one round trip, where datasketch takes one for each band.
-        pipe = self._redis.pipeline(transaction=False)
-        for bucket, table in zip(self._buckets(checked), self._lsh.hashtables, strict=True):
-            pipe.smembers(table.redis_key(bucket))
-        return [key[1:].decode() for key in set().union(*pipe.execute())]
+        buckets = self._cut(signature)
+        with self._lock:
+            return list(set().union(*(band.get(bucket, ()) for band, bucket in zip(self._bands, buckets, strict=True))))
 
     def __contains__(self, key: str) -> bool:
-        return _inner(key) in self._lsh
+        return key in self._buckets
 
     def __len__(self) -> int:
-        return len(self._lsh.keys)
+        return len(self._buckets)
 
-    def _remove(self, key: bytes) -> None:
-        if key in self._lsh:
-            self._lsh.remove(key)
+    def _remove(self, key: str) -> None:
+        for band, bucket in zip(self._bands, self._buckets.pop(key, ()), strict=False):
+            band[bucket].discard(key)
+            if not band[bucket]:
+                del band[bucket]
 
-    def _buckets(self, signature: _Signature) -> list[bytes]:
-        """The bucket in each band, as datasketch calls it."""
-        return [signature.hashvalues[start:stop].byteswap().tobytes() for start, stop in self._bands]
-
-    def _move(self, key: bytes, buckets: list[bytes]) -> None:
-        """Puts a key into these buckets in Redis, or takes it out if there are none, and out of those where it is.
-
-        What is stored is what datasketch stores. It would take two round trips for each band, with room for other processes in between.
-        """
-        keys, tables = self._lsh.keys, self._lsh.hashtables
-        before: list[bytes] = []
-
-        def change(pipe: Any) -> None:
-            before[:] = pipe.lrange(keys.redis_key(key), 0, -1)
-            pipe.multi()
-            for bucket, table in zip(before, tables, strict=False):
-                pipe.srem(table.redis_key(bucket), key)
-            # A table's own name is that of nothing in it: there it lists what it holds.
-            pipe.delete(keys.redis_key(key))
-            pipe.hdel(keys.redis_key(b""), key)
-            if buckets:
-                pipe.hset(keys.redis_key(b""), key, keys.redis_key(key))
-                pipe.rpush(keys.redis_key(key), *buckets)
-            for bucket, table in zip(buckets, tables, strict=False):
-                pipe.hset(table.redis_key(b""), bucket, table.redis_key(bucket))
-                pipe.sadd(table.redis_key(bucket), key)
-            for bucket, table in zip(before, tables, strict=False):
-                pipe.exists(table.redis_key(bucket))
-
-        # Tried again when another process changes the key meanwhile.
-        left = self._redis.transaction(change, keys.redis_key(key))
-        empty = [place for place, there in enumerate(left[len(left) - len(before) :]) if not there]
-        if empty:
-            pipe = self._redis.pipeline(transaction=False)
-            for place in empty:
-                pipe.hdel(tables[place].redis_key(b""), before[place])
-            pipe.execute()
-
-    def _checked(self, signature: Hashes) -> _Signature:
+    def _cut(self, signature: Hashes) -> list[bytes]:
+        """The bucket in each band: so many of the numbers."""
         if not isinstance(signature, np.ndarray) or signature.dtype != np.uint32 or signature.shape != (self.permutations,):
             got = (getattr(signature, "shape", type(signature).__name__), getattr(signature, "dtype", None))
             raise ConfigError.of("signature", f"an array of {self.permutations} uint32", got, "Make it with MinHasher.signatures.")
-        return _Signature(np.ascontiguousarray(signature))
+        content, step = signature.tobytes(), self._width * signature.itemsize
+        return [content[band * step : (band + 1) * step] for band in range(len(self._bands))]
 
 
-class _Signature:
-    """As much of a `datasketch.MinHash` as its index looks at, without making permutations anew."""
+@functools.cache
+def _layout(threshold: float, permutations: int) -> tuple[int, int]:
+    """Bands and numbers in each, for which the chances to find the unlike and to miss the like add up to least.
 
-    def __init__(self, hashvalues: Hashes) -> None:
-        self.hashvalues = hashvalues
-
-    def __len__(self) -> int:
-        return len(self.hashvalues)
-
-
-def _inner(key: str) -> bytes:
-    # With something in front, because datasketch keeps a hash where an empty key would go.
-    return b":" + key.encode()
-
-
-def _connected(url: str) -> Any:
-    redis = require("redis", "distributed", "An index in Redis")
-    try:
-        return redis.Redis(connection_pool=redis.ConnectionPool.from_url(url))
-    except (ValueError, AttributeError) as error:
-        raise ConfigError.of("redis_url", "a URL such as redis://localhost:6379/0", url, str(error)) from error
+    Sets of similarity s share one of b bands of r numbers with a probability of 1 - (1 - s^r)^b.
+    """
+    similarity = (np.arange(1000) + 0.5) / 1000
+    below = similarity < threshold
+    costs = {}
+    for bands in range(1, permutations + 1):
+        for width in range(1, permutations // bands + 1):
+            missed = (1 - similarity**width) ** bands
+            costs[bands, width] = float(np.where(below, 1 - missed, missed).sum())
+    return min(costs, key=lambda layout: costs[layout])
 
 
 def _mixed(hashes: Hashes) -> Hashes:

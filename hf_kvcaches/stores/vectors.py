@@ -16,16 +16,14 @@ nobody has to wait for as long.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, require
+from hf_kvcaches.errors import ConfigError, require
 
 Kind = Literal["auto", "flat", "hnsw", "ivf"]
 Vectors = npt.NDArray[np.float32]
@@ -46,7 +44,6 @@ _MOVED, _MOST_MOVED = 3, 1024
 _DEAD = 0.25
 # How far from 1 a vector's length may be.
 _UNIT = 1e-3
-_TITLE = b"hf_kvcaches vectors 1\n"
 
 
 class VectorIndex:
@@ -156,43 +153,6 @@ class VectorIndex:
             row = self._rows.get(name)
             found: Vectors | None = None if row is None else self._index.reconstruct(row)
             return found
-
-    def to_bytes(self) -> bytes:
-        """All of it, for `from_bytes`."""
-        with self._lock:
-            content = self._faiss.serialize_index(self._index).tobytes()
-            head = {"dim": self.dim, "asked": self.asked, "kind": self._kind, "made_for": self._made_for, "names": self._names}
-        written = json.dumps(head).encode()
-        body = len(written).to_bytes(8, "little") + written + content
-        return _TITLE + hashlib.sha256(body).digest() + body
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> Self:
-        """The index that `to_bytes` gave; an `ArtifactError` if a bit of it is not as it was.
-
-        The checksum tells damage and not malice: FAISS reads what it is given.
-
-        Args:
-            content: From `to_bytes`.
-        """
-        again = "Build the index anew."
-        if not content.startswith(_TITLE):
-            raise ArtifactError(f"content: expected an index of vectors of this version, got something else. {again}")
-        start = len(_TITLE) + 32
-        if hashlib.sha256(content[start:]).digest() != content[len(_TITLE) : start]:
-            raise ArtifactError(f"content: the index of vectors is truncated or damaged, its checksum is wrong. {again}")
-        middle = start + 8 + int.from_bytes(content[start : start + 8], "little")
-        head = json.loads(content[start + 8 : middle])
-        index = cls(head["dim"], head["asked"])
-        try:
-            index._index = index._faiss.deserialize_index(np.frombuffer(content[middle:], np.uint8))
-        except RuntimeError as error:
-            raise ArtifactError(f"content: this FAISS can't read the index of vectors: {error}. {again}") from error
-        index._kind, index._made_for, index._names = head["kind"], head["made_for"], head["names"]
-        index._rows = {name: row for row, name in enumerate(index._names) if name is not None}
-        if (index._index.d, index._index.ntotal) != (index.dim, len(index._names)):
-            raise ArtifactError(f"content: the index of vectors does not fit its ids. {again}")
-        return index
 
     def __repr__(self) -> str:
         return f"VectorIndex({len(self)} vectors of {self.dim}, {self._kind})"

@@ -12,6 +12,7 @@ from torch import nn
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ArtifactError
+from hf_kvcaches.stores.reading import checked_layers
 
 _LISTS = ("key_encode", "key_decode", "value_encode", "value_decode")
 _PLAIN = ("gamma", "key_energies", "value_energies", "key_residual", "value_residual")
@@ -236,7 +237,7 @@ class SubspaceBases(Artifact):
         rule = {name: tuple(value) if isinstance(value, list) else value for name, value in stored["rule"].items()}
         settings = BasesSettings(**stored | {"rule": rule, "unprojected": tuple(stored["unprojected"])})
         layers = []
-        for index in range(metadata["layers"]):
+        for index in range(checked_layers(metadata["layers"])):
             prefix = f"layers.{index}."
             own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             layers.append(_layer(own, settings.share == "layer", prefix) if own else None)

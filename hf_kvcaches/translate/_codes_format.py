@@ -30,7 +30,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_kvcaches.stores.blobs_format import DTYPES
+from hf_kvcaches.stores.reading import DTYPES
 
 VERSION = 1
 MAGIC = b"HFKVCODE"

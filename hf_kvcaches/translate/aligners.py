@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.files import read_safetensors, write_atomically, write_safetensors
+from hf_kvcaches.stores.files import write_atomically, write_safetensors
+from hf_kvcaches.stores.reading import parse_json, read_safetensors
 
 # A pivot of the Cholesky factor below this share of the largest is rounding, and its column of the solution noise.
 _FLOOR = 1e-7
@@ -107,7 +108,11 @@ class MLPAligner(nn.Module):
         Args:
             state: By name.
         """
-        made = cls(state["weight"], state["bias"], hidden=len(state["inner.weight"]))
+        hidden, inputs = state["inner.weight"].shape
+        # Before room is made for both together.
+        if inputs != len(state["weight"]):
+            raise ArtifactError(f"An aligner is stored with {len(state['weight'])} inputs and hidden ones of {inputs}. Train it anew.")
+        made = cls(state["weight"], state["bias"], hidden=hidden)
         made.load_state_dict(dict(state))
         return made
 
@@ -344,9 +349,9 @@ class _Training:
         if header.get("format") != _FORMAT:
             raise ArtifactError(f"{path}: expected the state of an aligner's training, got {header.get('format')!r}. Pass another path.")
         try:
-            self._require_same(path, tensors, json.loads(header["settings"]))
-            self._restore(tensors, json.loads(header["places"]))
-        except (KeyError, TypeError, AttributeError, RuntimeError, json.JSONDecodeError) as error:
+            self._require_same(path, tensors, parse_json(header["settings"]))
+            self._restore(tensors, parse_json(header["places"]))
+        except (KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError, ArtifactError) as error:
             raise ArtifactError(f"{path}: the state of a training is incomplete: {error!r}. Delete it to start anew.") from error
 
     def _restore(self, tensors: dict[str, Tensor], places: dict[str, float]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_kvcaches.core.quantize import Quantized
 from hf_kvcaches.errors import ArtifactError, UnsupportedError
-from hf_kvcaches.stores.blobs_format import DTYPES
+from hf_kvcaches.stores.reading import DTYPES
 from hf_kvcaches.translate._codes_format import (
     DIGEST,
     LONGEST_HEAD,

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from hf_kvcaches.core.quantize import Quantized, quantize
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs_format import DTYPES, as_bytes, dense
+from hf_kvcaches.stores.blobs_format import dense
 from hf_kvcaches.stores.files import write_atomically
+from hf_kvcaches.stores.reading import DTYPES, as_bytes, opened
 from hf_kvcaches.translate._codes_format import (
     LONGEST_HEAD,
     MAGIC,
@@ -188,7 +189,7 @@ class SemanticCodes:
             path: The file.
         """
         try:
-            with open(path, "rb") as file:
+            with opened(path) as file:
                 return _collected(iter(lambda: file.read(1 << 20), b""))
         except OSError as error:
             raise ArtifactError(f"{path}: expected a file of semantic codes, got {error}. Write one with SemanticCodes.save.") from error

@@ -15,6 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.stores.reading import MOST_LAYERS, parse_json
 from hf_kvcaches.translate._codes_format import DIGEST, MOST_COMMAS, PART, START, VERSION, BodyTensor, body_size, body_tensors, code_meta
 
 CODE_DTYPES = ("float32", "float16", "int8", "int4")
@@ -23,8 +24,8 @@ AGAIN = "Have them sent again."
 # What a head says is also said in errors.
 _LONGEST_TEXT = 1000
 _MOST_TOKENS, _MOST_RANK = 1 << 40, 1 << 31
-# Far beyond any model. Each code of a part has names and shapes to be worked out, however short the head is.
-_MOST_LAYERS, _MOST_CODES = 1 << 10, 8
+# Each code of a part has names and shapes to be worked out, however short the head is.
+_MOST_CODES = 8
 _DIGITS = set("0123456789abcdef")
 _CODE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _ROW_DIGEST = re.compile(r"[0-9a-f]{32}")
@@ -118,7 +119,7 @@ class PartHead:
         if not isinstance(self.layers, tuple) or not self.layers:
             raise ConfigError.of("layers", "a tuple of at least one layer", self.layers)
         for layer in self.layers:
-            _check_count("layers", layer, 0, _MOST_LAYERS - 1)
+            _check_count("layers", layer, 0, MOST_LAYERS - 1)
         if any(one >= other for one, other in pairwise(self.layers)):
             raise ConfigError.of("layers", "different layers in ascending order", self.layers)
         if not isinstance(self.ranks, dict) or not 0 < len(self.ranks) <= _MOST_CODES:
@@ -163,8 +164,8 @@ class CodesHead:
             raise ConfigError.of("rows", "a tuple of at least one Row", self.rows)
         if not isinstance(self.parts, tuple) or not all(isinstance(part, PartHead) for part in self.parts):
             raise ConfigError.of("parts", "a tuple of PartHeads", self.parts)
-        if len(self.parts) > _MOST_LAYERS:
-            raise ConfigError.of("parts", f"at most {_MOST_LAYERS} parts, one for each layer", len(self.parts))
+        if len(self.parts) > MOST_LAYERS:
+            raise ConfigError.of("parts", f"at most {MOST_LAYERS} parts, one for each layer", len(self.parts))
         names = [part.name for part in self.parts]
         if len(set(names)) < len(names):
             raise ConfigError.of("parts", "parts of different names", names)
@@ -213,12 +214,12 @@ class CodesHead:
         if text.count(b",") > MOST_COMMAS:
             raise ArtifactError(f"Semantic codes have a head with more than the {MOST_COMMAS} commas allowed. {AGAIN}")
         try:
-            raw = json.loads(text.decode())
+            raw = parse_json(text)
             raw["rows"] = tuple(Row(*row) for row in raw["rows"])
             raw["parts"] = tuple(PartHead(name, kind, tuple(layers), ranks) for name, kind, layers, ranks in raw["parts"])
             head = cls(**raw)
             same = head.to_json() == text
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             # What a head says may be as long as the head.
             raise ArtifactError(f"Semantic codes have a head that makes no sense: {str(error)[:300]} {AGAIN}") from error
         if not same:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 
+from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.stores.reading import MOST_LAYERS
 from hf_kvcaches.translate.aligners import MLPAligner
 from hf_kvcaches.translate.codes import Part, pack
 from hf_kvcaches.translate.states import State
@@ -164,4 +166,22 @@ class Maps:
             prefix = f"decoders.{number}.aligner."
             state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             decoders.append(LayerDecoder(layer, part, kind, Decoder(**own), MLPAligner.from_state(state) if aligned else None))
-        return cls(encoders, decoders)
+        made = cls(encoders, decoders)
+        made._check()
+        return made
+
+    def _check(self) -> None:
+        """Raises an `ArtifactError` unless all maps fit each other."""
+        ranks = {encoder.part: sum(encoder.ranks.values()) for encoder in self.encoders}
+        layers = [layer for each in self.encoders for layer in each.layers] + [each.layer for each in self.decoders]
+        sound = len(ranks) == len(self.encoders) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
+        for encoder in self.encoders:
+            sound &= encoder.kind in get_args(Kind) and bool(encoder.weights) and all(each.ndim == 2 for each in encoder.weights.values())
+        for decoder in self.decoders:
+            side, codes, bias = decoder.weights
+            widths = {each.shape[-1] for each in decoder.weights if each is not None}
+            sound &= decoder.kind in get_args(Kind) and len(widths) <= 1 and (bias is None or bias.ndim == 1)
+            sound &= all(each is None or each.ndim == 2 for each in (side, codes)) and (decoder.part is None or decoder.part in ranks)
+            sound &= codes is None or len(codes) == ranks.get(decoder.part or "")
+        if not sound:
+            raise ArtifactError("The stored maps don't fit each other. Fit the translator anew.")

@@ -20,8 +20,9 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
+from hf_kvcaches.stores.reading import checked_layers
 from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
-from hf_kvcaches.translate.head import CodesHead, PartHead, Row
+from hf_kvcaches.translate.head import CodesHead, PartHead, Row, check_dtype
 from hf_kvcaches.translate.maps import Maps, to_tensors
 from hf_kvcaches.translate.routing import Route
 from hf_kvcaches.translate.states import State, Tokens, read_states
@@ -258,9 +259,15 @@ class CacheTranslator(Artifact):
 
     @classmethod
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
+        settings = TranslatorSettings(**metadata["settings"])
+        check_dtype(settings.dtype)
+        if checked_layers(settings.recompute_layers) > checked_layers(settings.layers):
+            raise ArtifactError(f"recompute_layers: expected at most {settings.layers}, got {settings.recompute_layers}. Fit it anew.")
+        if settings.group is not None and (type(settings.group) is not int or settings.group < 1):
+            raise ArtifactError(f"group: expected a number of tokens or None, got {settings.group!r}. Fit it anew.")
         return cls(
             Maps.from_tensors(tensors, metadata["maps"]),
-            TranslatorSettings(**metadata["settings"]),
+            settings,
             Route.from_json(metadata["route"]),
             ModelFingerprint.from_dict(metadata["producer"]),
             ModelFingerprint.from_dict(metadata["consumer"]),

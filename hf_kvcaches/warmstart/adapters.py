@@ -166,6 +166,8 @@ class Adapters:
             tensors: By name.
         """
         layers = range(len(tensors) // 2)
+        if any(each.ndim != 3 or each.shape[1] != each.shape[2] for each in tensors.values()):
+            raise ArtifactError(f"The stored adapters have the shapes {[tuple(each.shape) for each in tensors.values()]}.")
         try:
             return cls(tuple(tensors[f"keys.{layer}"] for layer in layers), tuple(tensors[f"values.{layer}"] for layer in layers))
         except KeyError as error:

@@ -7,7 +7,7 @@ import hashlib
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,10 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable, open_blobs
+from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, StoreUnavailable, open_blobs
+from hf_kvcaches.stores.reading import not_finite
 from hf_kvcaches.stores.vectors import VectorIndex
-from hf_kvcaches.stores.worth import Worth
+from hf_kvcaches.stores.worth import Worth, evict
 
 Embedding = npt.NDArray[np.float32]
 
@@ -115,16 +116,20 @@ class EntryStore:
         scope: All that has to be the same for an entry to be of use: the model, the tokenizer, the encoder, the format. Entries of
             other scopes may lie in the same place; they count for the cap, and otherwise are left alone.
         max_bytes: What all entries may take, but for pinned ones. Beyond, those go that saved the fewest tokens a byte, and not lately.
+        timeout: Seconds that all look-ups of a request may wait for Redis together; see `open_blobs`.
     """
 
-    def __init__(self, location: str, scope: str, max_bytes: int | None = None) -> None:
+    def __init__(self, location: str, scope: str, max_bytes: int | None = None, timeout: float = TIMEOUT) -> None:
         if not isinstance(scope, str) or not scope:
             raise ConfigError.of("scope", "a string that names the model and all else that entries depend on", scope)
         if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
             raise ConfigError.of("max_bytes", "a number of bytes, at least 1, or None", max_bytes)
+        # Entries are put into an index as soon as there are any.
+        require("faiss", "retrieval", "A store of prompts")
         self.scope, self.max_bytes = scope, max_bytes
-        self._blobs: BlobStore = open_blobs(location)
-        self._lock = threading.RLock()
+        self._blobs: BlobStore = open_blobs(location, timeout)
+        # Under the first one nobody waits for a server; under the second, changes are asked for and taken over in their order.
+        self._lock, self._following = threading.RLock(), threading.RLock()
         self._heads: dict[str, EntryHead] = {}
         self._news: tuple[list[str], list[str]] = [], []
         self._index: VectorIndex | None = None
@@ -144,7 +149,10 @@ class EntryStore:
         if _IDS in entry.tensors:
             raise ConfigError.of("entry.tensors", f"names other than {_IDS!r}, which is taken", sorted(entry.tensors))
         key = self._key(ids)
-        sizes = {name: tensor.nbytes for name, tensor in entry.tensors.items() if isinstance(tensor, Tensor)}
+        dense = {name: tensor for name, tensor in entry.tensors.items() if isinstance(tensor, Tensor)}
+        if (name := not_finite({name: tensor.cpu() for name, tensor in dense.items()})) is not None:
+            raise ConfigError.of(f"entry.tensors[{name!r}]", "finite numbers", "infinities or NaN", "Look for them in the model.")
+        sizes = {name: tensor.nbytes for name, tensor in dense.items()}
         if self.max_bytes is not None and sum(sizes.values()) + ids.nbytes > self.max_bytes:
             self._say(
                 "large", f"A prompt of {len(ids)} tokens takes more than all of the {self.max_bytes} bytes allowed; it is not stored."
@@ -161,10 +169,11 @@ class EntryStore:
             # In the head, so that who opens the store need not read the tensors of all entries.
             "embedding": base64.b64encode(embedding.astype("<f4").tobytes()).decode(),
         }
+        self._blobs.begin()
         try:
             if key not in self:
-                self._blobs.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors})
-                self._count("written")
+                size = self._blobs.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors})
+                self._count("written", size > 0)
         except StoreUnavailable as error:
             self._failed(error)
             return None
@@ -174,8 +183,6 @@ class EntryStore:
 
     def get(self, key: str) -> Entry | None:
         """An entry, or None where there is none of that id and scope, or none any more, or a damaged one.
-
-        From a folder its tensors are mapped into memory and not copied.
 
         Args:
             key: Its id.
@@ -190,11 +197,21 @@ class EntryStore:
             return None
         self._count("loads")
         embedding = None if self._index is None else self._index.get(key)
+        if found is not None and (fault := _fault(found, head.length)):
+            self._blobs.discard(key, fault)
+            found = None
         if found is None or embedding is None:
             self._follow()
             return None
         ids = found.pop(_IDS)
         return Entry(head.text, ids.tolist(), embedding, found, head.provenance)
+
+    def all(self) -> Iterator[Entry]:
+        """All entries, each read as a request of its own."""
+        for key in self.ids():
+            self._blobs.begin()
+            if (entry := self.get(key)) is not None:
+                yield entry
 
     def head(self, key: str) -> EntryHead | None:
         """What is known of an entry without reading it, or None.
@@ -256,6 +273,7 @@ class EntryStore:
         Args:
             key: Its id.
         """
+        self._blobs.begin()
         self._blobs.pin(key)
 
     def unpin(self, key: str) -> None:
@@ -264,6 +282,7 @@ class EntryStore:
         Args:
             key: Its id.
         """
+        self._blobs.begin()
         self._blobs.pin(key, False)
 
     def delete(self, key: str) -> bool:
@@ -272,18 +291,21 @@ class EntryStore:
         Args:
             key: Its id.
         """
+        self._blobs.begin()
         gone = key in self and self._blobs.delete(key)
         self._follow()
         return gone
 
     def refresh(self) -> None:
-        """Learns what other processes did, and evicts what is too much."""
+        """Begins a request: learns what other processes did, and evicts what is too much."""
+        self._blobs.begin()
         self._follow()
-        self._evict()
+        evict(self._leaving, self._evict, self._follow)
 
     def report(self) -> EntryReport:
         """What the store holds now."""
         self.refresh()
+        pinned = self._pinned()
         with self._lock:
             return EntryReport(
                 location=self._blobs.place,
@@ -291,7 +313,7 @@ class EntryStore:
                 foreign=len(self._worth.sizes) - len(self._heads),
                 bytes=self._worth.total,
                 max_bytes=self.max_bytes,
-                pinned=len(self._pinned() & self._heads.keys()),
+                pinned=len(pinned & self._heads.keys()),
                 damaged=self._blobs.damaged,
                 **self._counts,
             )
@@ -335,19 +357,22 @@ class EntryStore:
     def _follow(self) -> None:
         """Learns what came and went, by this process too: what the back-end tells is all that is known."""
         try:
-            with self._lock:
+            with self._following:
                 changes = self._blobs.changes()
-                for key in changes.removed:
-                    self._worth.remove(key)
-                    if self._heads.pop(key, None) is not None:
-                        self._news[1].append(key)
-                if self._index is not None:
-                    self._index.remove(changes.removed)
-                self._learn(changes.added)
+                with self._lock:
+                    for key in changes.removed:
+                        self._worth.remove(key)
+                        if self._heads.pop(key, None) is not None:
+                            self._news[1].append(key)
+                    if self._index is not None:
+                        self._index.remove(changes.removed)
+                    self._learn(changes.added)
         except StoreUnavailable as error:
             self._failed(error)
         if self._blobs.damaged:
             self._say("damaged", f"A damaged entry is made anew. {self._blobs.complaints[0]}")
+        for sentence in list(self._blobs.unreadable.values())[:1]:
+            self._say("unusable", sentence)
 
     def _learn(self, added: Sequence[Stored]) -> None:
         vectors: dict[str, Embedding] = {}
@@ -384,19 +409,26 @@ class EntryStore:
             self._failed(error)
             return frozenset()
 
-    def _evict(self) -> None:
+    def _leaving(self, stuck: Collection[str]) -> list[str]:
         if self.max_bytes is None or self._worth.total <= self.max_bytes:
-            return
+            return []
         try:
             pinned = self._blobs.pinned()
-            with self._lock:
-                leaving = self._worth.least(self._worth.total - self.max_bytes, keep=pinned)
-            for key in leaving:
-                self._count("evicted", self._blobs.delete(key))
         except StoreUnavailable as error:
             # Without its pins nothing may go.
             self._failed(error)
-        self._follow()
+            return []
+        with self._lock:
+            return self._worth.least(self._worth.total - self.max_bytes, keep=pinned.union(stuck))
+
+    def _evict(self, key: str) -> bool:
+        try:
+            gone = self._blobs.delete(key)
+        except StoreUnavailable as error:
+            self._failed(error)
+            return False
+        self._count("evicted", gone)
+        return gone
 
     def _count(self, what: str, number: int = 1) -> None:
         with self._lock:
@@ -412,6 +444,15 @@ class EntryStore:
                 return
             self._said.add(kind)
         warnings.warn(sentence, RuntimeWarning, stacklevel=3)
+
+
+def _fault(tensors: Mapping[str, Tensor], length: int) -> str | None:
+    """What is wrong with the tensors of an entry that has so many tokens, or None."""
+    ids = tensors.get(_IDS)
+    if ids is None or ids.dtype != torch.int32 or ids.shape != (length,):
+        return "it does not hold its tokens"
+    name = not_finite(tensors)
+    return None if name is None else f"its tensor {name!r} has infinities or NaN"
 
 
 def _as_ids(ids: Sequence[int]) -> npt.NDArray[np.int32]:

@@ -109,6 +109,7 @@ class WarmStartGate(Artifact):
 
     artifact_type: ClassVar[str] = "warm-start-gate"
     format_version: ClassVar[int] = 1
+    may_be_infinite: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
     tau: float = 0.9
     lengths: tuple[float, float] = (0.5, 2.0)

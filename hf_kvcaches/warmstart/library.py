@@ -22,6 +22,7 @@ from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
 from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.warmstart.adapters import Adapters
 from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
@@ -80,6 +81,7 @@ class WarmStartLibrary:
         full: How all keys and values are stored: `"int8"`, `"int4"`, `"exact"`, or None for slots only.
         location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
         max_bytes: The most that all entries may take; above it, those go first that saved least work a byte.
+        timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take.
         adapters: Maps for pooled slots, from `scripts/train_compressor.py`, or None.
         correct_positions: Experimental. For models with learned positions (GPT-2), where keys can't be turned: slots are moved by what a
             position adds to a key, as far as that is linear.
@@ -97,6 +99,7 @@ class WarmStartLibrary:
         full: Full = "int8",
         location: str = "memory",
         max_bytes: int | None = None,
+        timeout: float = TIMEOUT,
         adapters: TrainedAdapters | Adapters | None = None,
         correct_positions: bool = False,
     ) -> None:
@@ -122,7 +125,7 @@ class WarmStartLibrary:
         self.encoder = encoder_of(encoder, self.model, tokenizer)
         self.location = location
         self.digest = digest_of_model(self.model)
-        self.entries = EntryStore(location, self._scope(), max_bytes)
+        self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
         self._known: dict[str, _Known] = {}
         self._order: list[tuple[bytes, str]] = []
         self._lock = threading.RLock()
@@ -204,8 +207,11 @@ class WarmStartLibrary:
                 if head is None:
                     continue
                 facts = head.provenance
-                ids = np.frombuffer(base64.b64decode(facts["ids"]), "<u4").astype(np.uint32)
-                self._known[key] = _Known(ids, facts["stored"])
+                try:
+                    ids = np.frombuffer(base64.b64decode(facts["ids"], validate=True), "<u4").astype(np.uint32)
+                    self._known[key] = _Known(ids, facts["stored"])
+                except (LookupError, TypeError, ValueError):  # nothing that a library has put there
+                    continue
                 if len(added) < _FEW:
                     insort(self._order, (_sortable(ids), key))
                 else:
@@ -282,7 +288,13 @@ class WarmStartLibrary:
         if entry is None:
             self._sync()
             return None
-        return known.stored, {name.removeprefix(_FULL): t for name, t in entry.tensors.items() if name.startswith(_FULL)}
+        tensors = {name.removeprefix(_FULL): t for name, t in entry.tensors.items() if name.startswith(_FULL)}
+        try:
+            codec.check(tensors, known.stored, len(entry.ids))
+        except ArtifactError:
+            self.delete(key)
+            return None
+        return known.stored, tensors
 
     def moved(self, slots: Slots, length: int) -> Slots:
         """Slots at the end of another prompt.
@@ -384,18 +396,21 @@ class WarmStartLibrary:
         library = cls(model, tokenizer, encoder=encoder, location=location, max_bytes=max_bytes, adapters=adapters, **packed.settings)
         if library.encoder.name != packed.encoder:
             raise ConfigError.of("encoder", f"the one that the library was made with, {packed.encoder!r}", library.encoder.name)
-        for entry in packed.entries:
-            library.entries.put(entry)
+        try:
+            for entry in packed.entries:
+                library.entries.put(entry)
+        except ConfigError as error:
+            raise ArtifactError(f"{folder_or_hub_id}: it holds what is no entry: {error}") from error
         library._sync()
         return library
 
     def _packed(self) -> PackedLibrary:
         self._require_same_model()
-        found = [self.entries.get(key) for key in self.entries.ids()]
+        found = list(self.entries.all())
         adapters = {} if self.compressor is None or self.compressor.adapters is None else self.compressor.adapters.tensors()
         settings = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
         settings["correct_positions"] = self.correction is not None
-        packed = PackedLibrary(tuple(entry for entry in found if entry is not None), settings, self.encoder.name, adapters)
+        packed = PackedLibrary(tuple(found), settings, self.encoder.name, adapters)
         packed.fingerprint = ModelFingerprint.of(self.model, self.tokenizer)
         return packed
 

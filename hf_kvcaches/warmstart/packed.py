@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import base64
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
 
 from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.splicing.codec import check
+from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.warmstart.entries import Entry
+
+# Of a library, and whether a value can be one.
+_SETTINGS: dict[str, Callable[[Any], bool]] = {
+    "slots": lambda value: type(value) is int and value >= 0,
+    "layout": lambda value: value in ("salient", "paper"),
+    "tail": lambda value: type(value) is int and value >= 1,
+    "full": lambda value: value in ("int8", "int4", "exact", None),
+    "correct_positions": lambda value: type(value) is bool,
+}
 
 
 class PackedLibrary(Artifact):
@@ -51,12 +63,20 @@ class PackedLibrary(Artifact):
         for name, tensor in tensors.items():
             owner, _, rest = name.partition(".")
             owned.setdefault(owner, {})[rest] = tensor
+        settings = dict(metadata["settings"])
+        if set(settings) != set(_SETTINGS) or not all(sound(settings[name]) for name, sound in _SETTINGS.items()):
+            raise ArtifactError(f"The stored library has the settings {str(settings)[:200]}. Make it anew.")
         entries = []
         for number, prompt in enumerate(metadata["prompts"]):
             own = owned[str(number)]
             ids, embedding = own.pop("ids").tolist(), own.pop("embedding").numpy()
-            entries.append(Entry(prompt["text"], ids, embedding, own, prompt["provenance"]))
-        return cls(tuple(entries), metadata["settings"], metadata["encoder"], owned.get("adapters"))
+            provenance = prompt["provenance"]
+            base64.b64decode(provenance["ids"], validate=True)
+            if provenance["stored"] is not None:
+                full = {name.removeprefix("full."): tensor for name, tensor in own.items() if name.startswith("full.")}
+                check(full, provenance["stored"], len(ids))
+            entries.append(Entry(prompt["text"], ids, embedding, own, provenance))
+        return cls(tuple(entries), settings, metadata["encoder"], owned.get("adapters"))
 
     def describe_calibration(self) -> str:
         return f"{len(self.entries)} prompts, {self.settings['slots']} slots each; encoder: {self.encoder}. Holds the prompts as text."

@@ -10,6 +10,7 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.stores.reading import checked_layers, not_finite
 from hf_kvcaches.warmstart.slots import LayerSlots, Slots, require_layers, turned
 
 Structure = Literal["shared", "per_head", "block_diagonal", "identity"]
@@ -162,13 +163,17 @@ class SlotProjector:
             metadata: All else.
         """
         try:
-            maps = tuple(tensors.get(f"maps.{layer}") for layer in range(metadata["layers"]))
+            maps = tuple(tensors.get(f"maps.{layer}") for layer in range(checked_layers(metadata["layers"])))
             reports = tuple(LayerReport(**each) for each in metadata["reports"])
             structure = metadata["structure"]
         except (KeyError, TypeError) as error:
             raise ArtifactError(f"The stored projector makes no sense: {error!r}.") from error
+        if name := not_finite(tensors):
+            raise ArtifactError(f"The stored projector makes no sense: {name!r} has infinities or NaN.")
         if structure not in get_args(Structure) or sum(each is not None for each in maps) != len(tensors):
-            raise ArtifactError(f"The stored projector makes no sense: {dict(metadata)!r} with {sorted(tensors)}.")
+            raise ArtifactError(f"The stored projector makes no sense: {structure!r} with {sorted(tensors)[:10]}.")
+        if any(each.ndim != (3 if structure == "per_head" else 2) or each.shape[-1] != each.shape[-2] for each in tensors.values()):
+            raise ArtifactError(f"The stored projector has maps of the shapes {[tuple(each.shape) for each in tensors.values()][:10]}.")
         return cls(maps, structure, reports)
 
 

@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.segments.store_helpers import ask, opened, prompt, small
-from tests.stores.conftest import redis_location, server, shared_server
+from tests.stores.conftest import location, proxy, redis_location, server, shared_server
 
-__all__ = ["redis_location", "server", "shared_server"]
+__all__ = ["location", "proxy", "redis_location", "server", "shared_server"]
 
 
 @pytest.fixture(scope="session")

@@ -101,7 +101,7 @@ def said() -> Iterator[list[str]]:
 
 
 def blob_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.kvblob"))
 
 
 def real_bytes(location: str) -> int:

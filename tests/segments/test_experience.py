@@ -97,7 +97,7 @@ def test_what_is_told_is_heard_by_another_and_told_once():
         assert other.verdict("a", 1, IDS, similarity, 0.9) == one.verdict("a", 1, IDS, similarity, 0.9)
 
 
-@pytest.mark.parametrize("rows", [[["a", 1]], [["a", "x", "b", 0.1, 0.2]], 5, [None]])
+@pytest.mark.parametrize("rows", [[["a", 1]], [["a", "x", "b", 0.1, 0.2]], 5, [None], [["", 1, "", "nan", 0.2]], [["", 1, "", 0.1, "inf"]]])
 def test_nonsense_is_not_heard(rows):
     with pytest.raises((TypeError, ValueError)):
         Experience().hear(rows)
@@ -117,6 +117,34 @@ def test_stores_of_one_place_share_what_probes_found(place, tmp_path, redis_loca
             probes.append(len(cache.probes))
             assert store.report().segments == sum(len(index.records) for index in store._indices.values())
     assert probes == [0, 1, 0]
+
+
+def test_blobs_that_tell_of_probes_are_bounded_in_number_and_bytes_and_the_oldest_go(location, monkeypatch):
+    monkeypatch.setattr(experience, "_MOST_BLOBS", 5)
+    store = SegmentStore(location, quantization=None)
+    heads = 0
+    for number in range(20):
+        store.experience.learn("scope", 1, np.full(8, number, np.uint32), 0.0, 1.0)
+        store.put([])
+        heads = max(heads, len(store._worth.sizes))
+    assert heads <= 6
+    assert len(store._worth.sizes) == 5
+    if location == "memory":
+        return
+    other = SegmentStore(location, quantization=None)
+    other.refresh()
+    known = [other.experience.verdict("scope", 1, np.full(8, number, np.uint32), 0.5, 0.9) for number in range(20)]
+    assert known == [None] * 15 + [True] * 5
+    monkeypatch.setattr(experience, "_MOST_BYTES", store._worth.total - 1)
+    other.refresh()
+    store.refresh()
+    assert len(store._worth.sizes) == len(other._worth.sizes) == 4
+
+
+def test_no_more_findings_than_a_blob_is_to_hold_wait_to_be_told(monkeypatch):
+    monkeypatch.setattr(experience, "_UNTOLD", 3)
+    known = learned([(number / 10, 1.0) for number in range(10)])
+    assert [row[3] for row in known.untold()] == [0.7, 0.8, 0.9]
 
 
 def test_experience_is_evicted_before_segments():

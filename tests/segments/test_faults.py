@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from hf_kvcaches import SegmentStore
+from hf_kvcaches.stores.blobs import open_blobs
 from tests import tiny
 from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, blob_files, opened, prompt, right, said
 
 
 def segments_of(model, folder: Path) -> list[Path]:
     """The files that prompt 0 needs, in its order."""
-    return [folder / f"{key}.safetensors" for key in ask(model, prompt(0), opened(folder)).keys]
+    return [folder / f"{key}.kvblob" for key in ask(model, prompt(0), opened(folder)).keys]
 
 
 def fields(content: bytes) -> dict[str, int]:
@@ -138,7 +139,7 @@ def test_any_of_a_prompts_segments_may_be_gone(model, folder, which):
 
 def test_a_blob_under_anothers_key_is_damaged_and_goes(model, folder):
     paths = segments_of(model, folder)
-    stranger = folder / f"{'ab' * 16}.safetensors"
+    stranger = folder / f"{'ab' * 16}.kvblob"
     shutil.copy(paths[0], stranger)
     shutil.copy(paths[1], paths[2])
     store = opened(folder)
@@ -253,3 +254,62 @@ def test_each_adapter_and_none_have_segments_of_their_own(tmp_path):
             assert right(model, ids, last, tokenizer=tokenizer).reused == WHOLE
         assert right(model, ids, last, tokenizer=changed).reused == WHOLE
     assert sentences == []
+
+
+# Segments with right checksums that somebody wrote who is no store
+
+
+def nan(tensors, head):
+    tensors["keys.0"][0, 0, 0, 0] = float("nan")
+
+
+def short(tensors, head):
+    tensors["values.0"] = tensors["values.0"][:, :, :-1]
+
+
+def lacking(tensors, head):
+    del tensors["values.0"]
+
+
+def flat(tensors, head):
+    tensors["keys.0"] = tensors["keys.0"].flatten()
+
+
+@pytest.mark.parametrize("forge", [nan, short, lacking, flat])
+def test_a_segment_that_is_not_what_its_head_says_is_a_miss_and_is_mended(model, folder, forge):
+    path = segments_of(model, folder)[1]
+    blobs = open_blobs(f"disk:{folder}")
+    head = next(stored.head for stored in blobs.changes().added if stored.key == path.stem)
+    tensors = {name: tensor.clone() for name, tensor in blobs.tensors(path.stem).items()}
+    forge(tensors, head)
+    blobs.delete(path.stem)
+    blobs.put(path.stem, head, tensors)
+    heals(model, folder, path, opened(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"stored": {}},
+        {"stored": {"quantization": None, "dtype": "float32", "piles": [[0, 10**9]], "dims": [], "cuts": []}},
+        {"stored": {"quantization": None, "dtype": "float32", "piles": 3, "dims": [], "cuts": []}},
+        {"stored": {"quantization": "int3", "dtype": "float32", "piles": [[0, 1]], "dims": [], "cuts": []}},
+        {"start": -1},
+        {"start": 1.5},
+        {"ids": "!"},
+        {"ids": None},
+        {"signature": "AAAA"},
+        {"surroundings": "AAAA"},
+        {"origin": "somewhere"},
+    ],
+)
+def test_a_head_that_makes_no_sense_is_a_miss(model, folder, change):
+    key = segments_of(model, folder)[1].stem
+    blobs = open_blobs(f"disk:{folder}")
+    head = next(stored.head for stored in blobs.changes().added if stored.key == key)
+    tensors = {name: tensor.clone() for name, tensor in blobs.tensors(key).items()}
+    blobs.delete(key)
+    blobs.put(key, head | change, tensors)
+    with said() as sentences:
+        assert right(model, prompt(0), opened(folder)).reused < WHOLE
+    assert len(sentences) == 1

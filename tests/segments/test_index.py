@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -359,3 +360,20 @@ def test_what_shares_a_shingle_with_a_stored_segment_is_never_overlooked(family,
     asked = as_ids(probe)
     shared = sum(tuple(probe[i : i + SHINGLE]) in known for i in range(len(probe) - SHINGLE + 1))
     assert index.shares_with(asked) >= shared
+
+
+def test_segments_that_resemble_one_are_found_without_any_optional_package_also_those_that_came_later(monkeypatch):
+    for name in ("datasketch", "faiss", "redis"):
+        monkeypatch.setitem(sys.modules, name, None)
+    random = np.random.default_rng(0)
+    index, signatures = SegmentIndex(), random.integers(0, 2**32, (3, 64), dtype=np.uint32)
+    for number, signature in enumerate(signatures):
+        ids = as_ids(random.integers(0, 99, 20))
+        record = Record("scope", ids, "", str(number), 0, ids[:0], "exact", True, signature=signature)
+        index.add(str(number), record)
+        assert index.near(signature) == [record]
+    alike = signatures[1].copy()
+    alike[::8] += 1
+    assert index.near(alike) == [index.records["1"]]
+    index.remove("1")
+    assert index.near(alike) == []

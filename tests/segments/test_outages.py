@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
-from tests.segments.store_helpers import WHOLE, ask, ask_with_little_room, blob_files, opened, prompt, right, run_apart, said
+from hf_kvcaches.stores.blobs import StoreUnavailable
+from tests.segments.store_helpers import PART, WHOLE, ask, ask_with_little_room, blob_files, opened, prompt, right, run_apart, said
 
 # A folder that can't be used
 
@@ -158,6 +160,109 @@ def test_a_server_that_was_away_and_kept_its_data_goes_on_where_it_was(model, se
     assert right(model, prompt(0), store).reused == WHOLE
     assert right(model, prompt(1), store).reused == 0
     assert right(model, prompt(1), store).reused == WHOLE
+
+
+def test_a_server_that_hangs_is_waited_for_once_a_request_whatever_the_request_looks_up(model, proxy):
+    store = SegmentStore(proxy.location, quantization=None, timeout=0.3)
+    for seed in range(3):
+        # Behind other texts, so that likeness is asked for too.
+        ask(model, prompt(seed, 8), store, mode="approximate")
+    store.flush()
+    proxy.hangs = True
+    with said() as sentences:
+        for seed in (0, 3, 4):
+            assert ask(model, prompt(seed, 8), store, mode="approximate").reused == 0
+            store.flush()
+            assert proxy.waits() == 1
+            assert ask(model, prompt(seed, 16), store, mode="approximate").reused >= 0
+            assert proxy.waits() == 0
+            forget_pause(store)
+    assert len(sentences) == 1
+    proxy.hangs = False
+    assert right(model, prompt(0, 8), store).reused == WHOLE
+
+
+def test_nobody_else_waits_while_one_thread_waits_for_a_server(model, proxy):
+    store = SegmentStore(proxy.location, quantization=None, timeout=5.0)
+    keys = ask(model, prompt(0), store).keys
+    proxy.hangs = True
+    with ThreadPoolExecutor(1) as other, said():
+        waiting = other.submit(store.refresh)
+        assert proxy.unanswered.acquire(timeout=30)
+        assert store.reading().acquire(blocking=False)
+        store.reading().release()
+        for key in keys:
+            store.used(key, 1)
+        assert not waiting.done()
+        proxy.close()
+        waiting.result()
+
+
+def test_a_slow_server_costs_a_request_no_more_than_its_time(model, proxy):
+    store = SegmentStore(proxy.location, quantization=None, timeout=0.5)
+    for seed in range(2):
+        ask(model, prompt(seed), store)
+    store.flush()
+    proxy.delay = 0.2
+    for seed in (0, 1, 0):
+        before = proxy.asked
+        with said():
+            assert right(model, prompt(seed), store).reused < WHOLE
+            # One more may be asked before the time is over; nothing is written, for nothing is new.
+            assert proxy.asked - before <= 2 * 4
+            store.flush()
+    proxy.delay = 0.0
+    assert right(model, prompt(0), store).reused == WHOLE
+
+
+# Things that can't be used in a folder that can
+
+
+def test_a_folder_named_like_a_segment_costs_that_segment_alone_and_the_cap_holds(model, tmp_path):
+    probe = opened(tmp_path / "probe")
+    ask(model, prompt(0), probe)
+    probe.flush()
+    cap = int(2.5 * probe.report().bytes)
+    folder = tmp_path / "segments"
+    store = SegmentStore(f"disk:{folder}", max_bytes=cap, quantization=None)
+    ask(model, prompt(0), store)
+    lost = ask(model, prompt(0), store).keys[1]
+    (folder / f"{lost}.kvblob").unlink()
+    (folder / f"{lost}.kvblob").mkdir()
+    for opened_store in (store, SegmentStore(f"disk:{folder}", max_bytes=cap, quantization=None)):
+        with said() as sentences:
+            for _ in range(2):
+                assert PART <= right(model, prompt(0), opened_store).reused < WHOLE
+                opened_store.flush()
+            for seed in range(1, 6):
+                right(model, prompt(seed), opened_store)
+                right(model, prompt(seed), opened_store)
+            opened_store.flush()
+        assert [lost in sentence and "left alone" in sentence for sentence in sentences] == [True]
+        assert 0 < sum(path.stat().st_size for path in blob_files(folder) if path.is_file()) <= cap
+        assert opened_store.report().evicted > 0
+        right(model, prompt(0), opened_store)
+    assert (folder / f"{lost}.kvblob").is_dir()
+
+
+def test_what_can_not_be_deleted_is_replaced_by_others_when_the_cap_is_reached(model, tmp_path):
+    store = SegmentStore(f"disk:{tmp_path}", quantization=None)
+    for seed in range(4):
+        ask(model, prompt(seed), store)
+    whole = store.report()
+    stuck = ask(model, prompt(0), store).keys
+    deleting = store._blobs.delete
+
+    def delete(key: str) -> bool:
+        if key in stuck:
+            raise StoreUnavailable("Operation not permitted")
+        return deleting(key)
+
+    store._blobs.delete = delete
+    store.max_bytes = whole.bytes // 2
+    with said():
+        assert store.report().bytes <= whole.bytes // 2
+    assert right(model, prompt(0), store).reused == WHOLE
 
 
 def test_passwords_are_in_no_message(model, server):

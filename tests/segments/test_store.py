@@ -83,13 +83,6 @@ def test_other_bad_arguments_are_refused(options, message):
 # The cap
 
 
-@pytest.fixture(params=["memory", "disk", "redis"])
-def location(request, tmp_path):
-    if request.param == "redis":
-        return request.getfixturevalue("redis_location")
-    return f"disk:{tmp_path / 'segments'}" if request.param == "disk" else "memory"
-
-
 def test_after_each_flush_the_segments_take_no_more_than_the_cap(model, location):
     cap = int(2.4 * size_of_a_prompt(model))
     store = SegmentStore(location, max_bytes=cap, quantization=None)
@@ -199,7 +192,7 @@ def test_a_segment_that_only_its_header_makes_too_large_drives_out_no_other(tmp_
     store = SegmentStore(f"disk:{tmp_path / 'store'}", max_bytes=cap, quantization=None)
     store.put([segment(1, tokens=10)])
     store.put([segment(0, tokens=400)])
-    assert blob_files(tmp_path / "store") == [tmp_path / "store" / f"{segment(1, tokens=10).record.key}.safetensors"]
+    assert blob_files(tmp_path / "store") == [tmp_path / "store" / f"{segment(1, tokens=10).record.key}.kvblob"]
     report = store.report()
     assert (report.segments, report.written, report.evicted) == (1, 2, 1)
 

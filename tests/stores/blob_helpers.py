@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -114,6 +115,58 @@ class Server:
         import redis
 
         return redis.Redis(port=self.port)
+
+
+class Proxy:
+    """A door to a server that may stop answering: it goes on taking connections and what is sent, and hands nothing on.
+
+    Args:
+        port: Of the server, on this machine.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.hangs, self.delay = False, 0.0
+        # How often something was sent while it hung, and in all.
+        self.unanswered, self.asked = threading.Semaphore(0), 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def location(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def waits(self) -> int:
+        """How often somebody has waited in vain since this was asked."""
+        count = 0
+        while self.unanswered.acquire(blocking=False):
+            count += 1
+        return count
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                theirs, _ = self._listener.accept()
+                ours = socket.create_connection(("127.0.0.1", self._port))
+                for source, sink, asking in ((theirs, ours, True), (ours, theirs, False)):
+                    threading.Thread(target=self._pump, args=(source, sink, asking), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, asking: bool) -> None:
+        with contextlib.suppress(OSError):
+            while content := source.recv(1 << 20):
+                if asking:
+                    self.asked += 1
+                    time.sleep(self.delay)
+                if asking and self.hangs:
+                    self.unanswered.release()
+                elif not self.hangs:
+                    sink.sendall(content)
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
 
 
 # What other processes do. They are started by name, so these stand in a module.

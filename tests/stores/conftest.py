@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores.blob_helpers import Server
+from tests.stores.blob_helpers import Proxy, Server
 
 _numbers = itertools.count()
 
@@ -29,6 +29,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    """A door to the test's own server that may stop answering."""
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.close()
 
 
 @pytest.fixture

@@ -254,7 +254,7 @@ def test_of_threads_that_read_a_damaged_blob_at_once_one_complains(kind, tmp_pat
 def damage(location: str, key: str) -> None:
     """Flips a bit in the tensors of a blob."""
     if location.startswith("disk:"):
-        path = Path(location.removeprefix("disk:")) / f"{key}.safetensors"
+        path = Path(location.removeprefix("disk:")) / f"{key}.kvblob"
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     else:

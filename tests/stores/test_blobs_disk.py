@@ -11,7 +11,7 @@ import torch
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.blobs import StoreUnavailable, open_blobs
-from hf_kvcaches.stores.blobs_disk import _JOURNAL, _LONGEST_JOURNAL
+from hf_kvcaches.stores.blobs_disk import _LONGEST_JOURNAL, JOURNAL
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX
 from tests.stores.blob_helpers import HEAD, PROCESSES, Follower, blob, key_of, put_on_and_on, put_with_little_room, same
 
@@ -19,7 +19,7 @@ KEY = key_of(7)
 
 
 def file_of(folder: Path, key: str = KEY) -> Path:
-    return folder / f"{key}.safetensors"
+    return folder / f"{key}.kvblob"
 
 
 def names(folder: Path) -> set[str]:
@@ -98,7 +98,7 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
     store.put(KEY, HEAD, blob())
     assert [stored.key for stored in store.changes().added] == [KEY]
     store.clear()
-    assert names(tmp_path) == {*others, _JOURNAL}
+    assert names(tmp_path) == {*others, JOURNAL}
     assert store.damaged == 0
 
 
@@ -106,11 +106,11 @@ def test_put_and_delete_leave_no_other_files_than_blob_pin_and_journal(tmp_path)
     store = open_blobs(f"disk:{tmp_path}")
     store.put(KEY, HEAD, blob())
     store.pin(KEY)
-    assert names(tmp_path) == {f"{KEY}.safetensors", f"{KEY}.pin", _JOURNAL}
+    assert names(tmp_path) == {f"{KEY}.kvblob", f"{KEY}.kvblob-pin", JOURNAL}
     assert store.put("ab", {}, {}) == file_of(tmp_path, "ab").stat().st_size
     store.delete(KEY)
     store.delete("ab")
-    assert names(tmp_path) == {f"{KEY}.pin", _JOURNAL}
+    assert names(tmp_path) == {f"{KEY}.kvblob-pin", JOURNAL}
 
 
 # Changes
@@ -160,7 +160,7 @@ def test_whatever_happens_to_the_journal_the_folder_is_the_truth(tmp_path, spoil
     second.follow()
     first.store.put(key_of(3), {"n": 3}, blob(3))
     file_of(tmp_path, key_of(0)).unlink()
-    spoil(tmp_path / _JOURNAL)
+    spoil(tmp_path / JOURNAL)
     first.follow()
     second.follow()
     assert first.known == second.known == {key_of(number): {"n": number} for number in (1, 2, 3)}
@@ -173,7 +173,7 @@ def test_whatever_happens_to_the_journal_the_folder_is_the_truth(tmp_path, spoil
 def test_a_journal_that_was_deleted_is_begun_anew_by_the_next_put(tmp_path):
     store, other = open_blobs(f"disk:{tmp_path}"), open_blobs(f"disk:{tmp_path}")
     other.changes()
-    (tmp_path / _JOURNAL).unlink()
+    (tmp_path / JOURNAL).unlink()
     store.put(KEY, HEAD, blob())
     assert [stored.key for stored in other.changes().added] == [KEY]
 
@@ -181,7 +181,7 @@ def test_a_journal_that_was_deleted_is_begun_anew_by_the_next_put(tmp_path):
 def test_a_line_of_a_killed_writer_spoils_no_later_change(tmp_path):
     first, second = (Follower(open_blobs(f"disk:{tmp_path}")) for _ in range(2))
     second.follow()
-    with open(tmp_path / _JOURNAL, "ab") as journal:
+    with open(tmp_path / JOURNAL, "ab") as journal:
         journal.write(b"+abc")
     second.follow()
     first.store.put(KEY, HEAD, blob())
@@ -195,11 +195,11 @@ def test_a_line_that_is_written_in_two_parts_is_read_when_it_is_whole(tmp_path):
     other = open_blobs(f"disk:{tmp_path}")
     other.put(KEY, HEAD, blob())
     line = f"+{KEY}\n".encode()
-    content = (tmp_path / _JOURNAL).read_bytes()
-    (tmp_path / _JOURNAL).write_bytes(content[:-5])
+    content = (tmp_path / JOURNAL).read_bytes()
+    (tmp_path / JOURNAL).write_bytes(content[:-5])
     assert content.endswith(line)
     assert store.changes() == ([], [])
-    with open(tmp_path / _JOURNAL, "ab") as journal:
+    with open(tmp_path / JOURNAL, "ab") as journal:
         journal.write(content[-5:])
     assert [stored.key for stored in store.changes().added] == [KEY]
 
@@ -209,12 +209,12 @@ def test_a_long_journal_is_replaced_when_the_store_is_opened_and_who_reads_it_mi
     for number in range(3):
         first.store.put(key_of(number), {"n": number}, blob(number))
     second.follow()
-    with open(tmp_path / _JOURNAL, "ab") as journal:
+    with open(tmp_path / JOURNAL, "ab") as journal:
         journal.write(f"-{KEY}\n".encode() * (_LONGEST_JOURNAL // 32))
     first.store.put(key_of(3), {"n": 3}, blob(3))
     first.store.delete(key_of(0))
     third = Follower(open_blobs(f"disk:{tmp_path}"))
-    assert (tmp_path / _JOURNAL).stat().st_size < 100
+    assert (tmp_path / JOURNAL).stat().st_size < 100
     third.store.put(key_of(4), {"n": 4}, blob(4))
     for follower in (first, second, third):
         follower.follow()
@@ -265,14 +265,14 @@ def test_a_writer_killed_at_any_moment_leaves_all_that_it_had_put_and_no_damage(
 
 
 def test_temporaries_of_killed_writers_are_swept_when_they_are_old(tmp_path):
-    old, young = (tmp_path / f".{key_of(n)}.safetensors.{n:016x}{TEMPORARY_SUFFIX}" for n in range(2))
+    old, young = (tmp_path / f".{key_of(n)}.kvblob.{n:016x}{TEMPORARY_SUFFIX}" for n in range(2))
     other = tmp_path / "old.tmp"
     for path in (old, young, other):
         path.write_bytes(b"x" * 1000)
     for path in (old, other):
         os.utime(path, (time.time() - 700, time.time() - 700))
     store = open_blobs(f"disk:{tmp_path}")
-    assert names(tmp_path) == {young.name, other.name, _JOURNAL}
+    assert names(tmp_path) == {young.name, other.name, JOURNAL}
     assert store.changes() == ([], [])
 
 
@@ -285,7 +285,7 @@ def test_a_full_disk_refuses_a_blob_and_leaves_nothing_half_written(tmp_path):
     writer.join()
     assert [outcome.split(":")[0] for outcome in outcomes] == ["stored", "unavailable", "stored", "unavailable", "stored"]
     assert "File too large" in outcomes[1]
-    assert names(tmp_path) == {_JOURNAL, *(f"{key_of(number)}.safetensors" for number in (0, 2, 4))}
+    assert names(tmp_path) == {JOURNAL, *(f"{key_of(number)}.kvblob" for number in (0, 2, 4))}
     store = open_blobs(f"disk:{tmp_path}")
     assert sorted(stored.key for stored in store.changes().added) == [key_of(number) for number in (0, 2, 4)]
     assert same(store.tensors(key_of(4)), {"x": torch.arange(300)})
@@ -294,15 +294,15 @@ def test_a_full_disk_refuses_a_blob_and_leaves_nothing_half_written(tmp_path):
 @pytest.mark.parametrize("room", [0, 5])
 def test_a_blob_that_others_could_not_be_told_of_is_not_stored(tmp_path, room):
     store = open_blobs(f"disk:{tmp_path}")
-    with open(tmp_path / _JOURNAL, "ab") as journal:
+    with open(tmp_path / JOURNAL, "ab") as journal:
         journal.write(f"-{KEY}\n".encode() * 200)
     told, out = PROCESSES.Pipe(duplex=False)
-    limit = (tmp_path / _JOURNAL).stat().st_size + room
+    limit = (tmp_path / JOURNAL).stat().st_size + room
     writer = PROCESSES.Process(target=put_with_little_room, args=(f"disk:{tmp_path}", out, limit, [10]))
     writer.start()
     assert told.recv().startswith("unavailable")
     writer.join()
-    assert names(tmp_path) == {_JOURNAL}
+    assert names(tmp_path) == {JOURNAL}
     assert store.changes() == ([], [])
     store.put(KEY, HEAD, blob())
     assert [stored.key for stored in store.changes().added] == [KEY]

@@ -152,7 +152,7 @@ def test_a_head_that_json_would_change_is_refused(head):
     "tensors",
     [
         {"x": [1.0]},
-        {"x": torch.zeros(2, dtype=torch.complex64)},
+        {"x": torch.zeros(2, dtype=torch.complex128)},
         {"x": torch.zeros(2, device="meta")},
         {"x": torch.eye(2).to_sparse()},
         {3: torch.zeros(2)},

@@ -1,28 +1,20 @@
-"""Signatures against datasketch's and a slow loop; the index against a comparison of all bands, in this process and in a real Redis."""
+"""Signatures against datasketch's and a slow loop; the index against a comparison of all bands."""
 
 from __future__ import annotations
 
-import contextlib
-import pickle
-import shutil
-import socket
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.errors import ConfigError, MissingDependencyError
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores import signatures
 from hf_kvcaches.stores.signatures import MinHasher, SignatureIndex
 
 datasketch = pytest.importorskip("datasketch")
-redis = pytest.importorskip("redis")
 
 HASHES = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -114,44 +106,6 @@ def test_a_hasher_refuses_what_makes_no_sense(changes: dict[str, object]) -> Non
 # --- the index -----------------------------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The URL of a Redis server of our own."""
-    if shutil.which("redis-server") is None:
-        pytest.skip("needs redis-server on PATH")
-    port = free_port()
-    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        for _ in range(100):
-            try:
-                redis.Redis(port=port).ping()
-                break
-            except redis.ConnectionError:
-                time.sleep(0.05)
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.terminate()
-        process.wait()
-
-
-@pytest.fixture(params=["memory", "redis"])
-def location(request: pytest.FixtureRequest) -> str | None:
-    return request.getfixturevalue("server") if request.param == "redis" else None
-
-
-def emptied(location: str | None, **options: object) -> SignatureIndex:
-    if location is not None:
-        redis.Redis.from_url(location).flushdb()
-    return SignatureIndex(redis_url=location, **options)
-
-
 def bands_of(threshold: float, permutations: int) -> list[slice]:
     return [slice(*band) for band in datasketch.MinHashLSH(threshold, permutations).hashranges]
 
@@ -161,11 +115,10 @@ SIGNATURES = st.lists(st.integers(0, 2), min_size=16, max_size=16).map(lambda va
 KEYS = st.sampled_from(["a", "b", "é", "an id with spaces", ""])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(["add", "remove", "near"]), KEYS, SIGNATURES), max_size=12))
-@pytest.mark.parametrize("place", ["memory", "redis"])
-def test_the_index_finds_exactly_what_shares_a_band(place: str, steps: list, request: pytest.FixtureRequest) -> None:
-    index = emptied(request.getfixturevalue("server") if place == "redis" else None, permutations=16)
+def test_the_index_finds_exactly_what_shares_a_band(steps: list) -> None:
+    index = SignatureIndex(permutations=16)
     bands = bands_of(0.5, 16)
     held: dict[str, np.ndarray] = {}
     for step, key, signature in steps:
@@ -182,11 +135,22 @@ def test_the_index_finds_exactly_what_shares_a_band(place: str, steps: list, req
         assert (key in index) == (key in held)
 
 
-def test_near_duplicates_are_found_among_many_and_strangers_are_not(location: str | None) -> None:
+@pytest.mark.parametrize(("threshold", "permutations"), [(0.5, 64), (0.5, 16), (0.3, 64), (0.8, 128), (0.9, 32)])
+def test_bands_are_those_of_datasketch(threshold: float, permutations: int) -> None:
+    bands = bands_of(threshold, permutations)
+    index = SignatureIndex(threshold, permutations)
+    index.add("key", np.zeros(permutations, np.uint32))
+    for band in [*bands, slice(bands[-1].stop, permutations)]:
+        other = np.ones(permutations, np.uint32)
+        other[band] = 0
+        assert index.near(other) == (["key"] if band in bands else [])
+
+
+def test_near_duplicates_are_found_among_many_and_strangers_are_not() -> None:
     random = np.random.RandomState(0)
     pools = random.randint(0, 2**32, (200, 120), dtype=np.uint32)
     hasher = MinHasher(64)
-    index = emptied(location)
+    index = SignatureIndex()
     for number, made in enumerate(hasher.signatures(list(pools))):
         index.add(str(number), made)
     nearly = hasher.signatures([np.concatenate([pool[:108], random.randint(0, 2**32, 12, dtype=np.uint32)]) for pool in pools[:50]])
@@ -195,15 +159,15 @@ def test_near_duplicates_are_found_among_many_and_strangers_are_not(location: st
     assert sum(len(index.near(made)) for made in strangers) <= 2
 
 
-def test_removing_what_is_not_there_does_nothing(location: str | None) -> None:
-    index = emptied(location)
+def test_removing_what_is_not_there_does_nothing() -> None:
+    index = SignatureIndex()
     index.remove("nobody")
     assert len(index) == 0
     assert "nobody" not in index
 
 
-def test_threads_may_share_an_index(location: str | None) -> None:
-    index = emptied(location)
+def test_threads_may_share_an_index() -> None:
+    index = SignatureIndex()
     made = MinHasher().signatures(as_sets([[number // 16] for number in range(64)]))
     failures: list[BaseException] = []
 
@@ -231,151 +195,6 @@ def test_threads_may_share_an_index(location: str | None) -> None:
     assert sorted(key for signature in made[::16] for key in index.near(signature)) == sorted(str(key) for key in range(64) if key % 8 > 3)
 
 
-def test_in_this_process_nothing_is_added_while_another_thread_looks() -> None:
-    index = SignatureIndex()
-    [made] = MinHasher().signatures(as_sets([[1]]))
-    adding = threading.Thread(target=index.add, args=["key", made])
-    inside = index._lsh.query
-    seen: list[bool] = []
-
-    def query(signature: object) -> list[bytes]:
-        adding.start()
-        adding.join(0.1)
-        seen.append(adding.is_alive())
-        return inside(signature)
-
-    index._lsh.query = query
-    assert index.near(made) == []
-    adding.join()
-    assert seen == [True]
-    assert "key" in index
-
-
-def test_another_process_sees_what_is_in_redis_and_takes_it_out(server: str) -> None:
-    index = emptied(server, name="shared")
-    [made] = MinHasher().signatures(as_sets([[1, 2, 3]]))
-    index.add("here", made)
-    script = f"""
-import numpy as np
-from hf_kvcaches.stores.signatures import MinHasher, SignatureIndex
-index = SignatureIndex(redis_url={server!r}, name="shared")
-[made] = MinHasher().signatures([np.array([1, 2, 3], dtype=np.uint32)])
-assert index.near(made) == ["here"] and len(index) == 1
-index.remove("here")
-index.add("there", made)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)
-    assert index.near(made) == ["there"]
-    index.remove("here")
-    assert SignatureIndex(redis_url=server, name="shared").near(made) == ["there"]
-
-
-def buckets_in_redis(url: str) -> tuple[dict[bytes, set[bytes]], dict[bytes, list[bytes]]]:
-    """What is in each bucket, and the buckets that each key is said to be in."""
-    client = redis.Redis.from_url(url)
-    sets = {name: client.smembers(name) for name in client.scan_iter() if client.type(name) == b"set"}
-    lists = {name.partition(b"_keys")[2]: client.lrange(name, 0, -1) for name in client.scan_iter() if client.type(name) == b"list"}
-    return sets, lists
-
-
-def test_writers_of_the_same_key_leave_it_where_one_of_them_put_it(server: str) -> None:
-    indexes = [emptied(server), SignatureIndex(redis_url=server), SignatureIndex(redis_url=server)]
-    made = MinHasher().signatures(as_sets([[number] for number in range(3)]))
-    failures: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for turn in range(30):
-                indexes[number].add("key", made[number])
-                if turn % 3 == number:
-                    indexes[number].remove("key")
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=[number]) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
-    sets, lists = buckets_in_redis(server)
-    assert sum(len(members) for members in sets.values()) == sum(map(len, lists.values()))
-    assert all(name.endswith(tuple(lists[b":key"])) for name in sets)
-    assert [len(index.near(signature)) for index in indexes for signature in made].count(1) in (0, 3)
-
-
-def test_datasketch_itself_reads_and_changes_what_is_in_redis(server: str) -> None:
-    index = emptied(server, name="open")
-    made = MinHasher().signatures(as_sets([[1], [2]]))
-    index.add("a", made[0])
-    index.add("a", made[1])
-    index.add("b", made[1])
-    bands = bands_of(0.5, 64)
-    rows = bands[0].stop
-    basename = f"hf_kvcaches:open:64:{len(bands)}x{rows}".encode()
-    storage = {"type": "redis", "basename": basename, "redis": {"port": int(server.rpartition(":")[2].partition("/")[0])}}
-    theirs = datasketch.MinHashLSH(num_perm=64, params=(len(bands), rows), storage_config=storage, prepickle=False)
-    asked = [index._checked(signature) for signature in made]
-    assert [sorted(theirs.query(signature)) for signature in asked] == [[], [b":a", b":b"]]
-    assert [list(counts.values()) for counts in theirs.get_counts()] == [[2]] * len(bands)
-    theirs.remove(b":a")
-    theirs.insert(b":c", asked[0])
-    assert [index.near(signature) for signature in made] == [["c"], ["b"]]
-    index.remove("b")
-    index.remove("c")
-    assert [list(counts.values()) for counts in theirs.get_counts()] == [[]] * len(bands)
-    assert redis.Redis.from_url(server).dbsize() == 0
-
-
-def test_indexes_of_other_names_and_layouts_are_apart_in_redis(server: str) -> None:
-    index = emptied(server)
-    [made] = MinHasher().signatures(as_sets([[1, 2]]))
-    index.add("key", made)
-    assert SignatureIndex(redis_url=server, name="other").near(made) == []
-    assert len(SignatureIndex(threshold=0.8, redis_url=server)) == 0
-    assert len(SignatureIndex(permutations=128, redis_url=server)) == 0
-
-
-def test_nothing_from_redis_is_unpickled(server: str) -> None:
-    index = emptied(server)
-    [made] = MinHasher().signatures(as_sets([[1, 2]]))
-    index.add("key", made)
-    client = redis.Redis.from_url(server)
-    harmful = pickle.dumps(Harmful())
-    for name in client.scan_iter("*_bucket_*"):
-        if client.type(name) == b"set":
-            assert client.smembers(name) == {b":key"}
-            client.sadd(name, harmful)
-    with contextlib.suppress(UnicodeDecodeError):
-        index.near(made)
-    assert not Harmful.ran
-
-
-class Harmful:
-    ran = False
-
-    def __reduce__(self):
-        return harm, ()
-
-
-def harm() -> None:
-    Harmful.ran = True
-
-
-def test_errors_of_the_connection_pass_through() -> None:
-    index = SignatureIndex(redis_url=f"redis://127.0.0.1:{free_port()}/0")
-    [made] = MinHasher().signatures(as_sets([[1]]))
-    for call in (
-        lambda: index.near(made),
-        lambda: index.add("a", made),
-        lambda: index.remove("a"),
-        lambda: len(index),
-        lambda: "a" in index,
-    ):
-        with pytest.raises(redis.ConnectionError):
-            call()
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -384,9 +203,6 @@ def test_errors_of_the_connection_pass_through() -> None:
         ({"threshold": "0.5"}, "threshold: expected a similarity"),
         ({"threshold": 0.99, "permutations": 4}, "more permutations or a lower threshold"),
         ({"permutations": 1}, "permutations: expected"),
-        ({"name": ""}, "name: expected"),
-        ({"redis_url": "http://localhost"}, "redis_url: expected a URL such as redis://"),
-        ({"redis_url": 6379}, "redis_url: expected"),
     ],
 )
 def test_an_index_refuses_what_makes_no_sense(changes: dict, words: str) -> None:
@@ -400,10 +216,3 @@ def test_a_signature_of_another_shape_or_type_is_refused(wrong: object) -> None:
     for call in (lambda: index.near(wrong), lambda: index.add("key", wrong)):
         with pytest.raises(ConfigError, match="signature: expected an array of 64 uint32"):
             call()
-
-
-@pytest.mark.parametrize(("module", "extra"), [("datasketch", "retrieval"), ("redis", "distributed")])
-def test_a_missing_dependency_says_which_extra_brings_it(monkeypatch: pytest.MonkeyPatch, module: str, extra: str) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingDependencyError, match=rf"hf-kvcaches\[{extra}\]"):
-        SignatureIndex(redis_url="redis://localhost:6379/0")

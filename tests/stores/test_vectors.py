@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, MissingDependencyError
+from hf_kvcaches.errors import ConfigError, MissingDependencyError
 from hf_kvcaches.stores import vectors as module
 from hf_kvcaches.stores.vectors import VectorIndex
 
@@ -73,7 +73,6 @@ operations = st.lists(
         st.tuples(st.just("add"), st.lists(st.integers(0, 30), unique=True, max_size=8), st.integers(0, 999)),
         st.tuples(st.just("remove"), st.lists(st.integers(0, 30), max_size=8), st.just(0)),
         st.tuples(st.just("search"), st.lists(st.integers(0, 999), max_size=3), st.integers(1, 12)),
-        st.tuples(st.just("save"), st.just([]), st.just(0)),
     ),
     max_size=30,
 )
@@ -95,8 +94,6 @@ def test_any_sequence_of_changes_and_searches_gives_what_brute_force_gives(kind,
             assert index.remove([str(number) for number in numbers]) == len(removed)
             for name in removed:
                 del oracle.vectors[name]
-        elif what == "save":
-            index = VectorIndex.from_bytes(index.to_bytes())
         else:
             queries = unit([np.random.default_rng(seed).standard_normal(6) for seed in numbers]) if numbers else np.zeros((0, 6))
             answers = index.search(queries, extra)
@@ -237,38 +234,6 @@ def test_an_empty_index_finds_nothing(kind):
     assert index.search([1, 0]) == [[]]
     index.add([], np.zeros((0, 2)))
     assert len(index) == 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("small")
-def test_what_was_saved_answers_as_before_and_can_be_changed(kind):
-    index = VectorIndex(32, kind)
-    index.add(names(300), clustered(300))
-    index.remove(names(30))
-    again = VectorIndex.from_bytes(index.to_bytes())
-    queries = clustered(20, seed=1)
-    assert again.search(queries, 5) == index.search(queries, 5)
-    assert (again.kind, again.asked, len(again)) == (index.kind, kind, 270)
-    again.add(["new"], queries[:1])
-    assert again.search(queries[0])[0][0][0] == "new"
-    again.remove(names(200))
-    assert len(again) == 101
-
-
-def test_damage_to_saved_bytes_is_refused():
-    index = VectorIndex(4)
-    index.add(names(3), np.eye(4)[:3])
-    content = index.to_bytes()
-    for place in range(len(content)):
-        damaged = bytearray(content)
-        damaged[place] ^= 1 << place % 8
-        with pytest.raises(ArtifactError, match=r"content: .*Build the index anew"):
-            VectorIndex.from_bytes(bytes(damaged))
-    for length in range(len(content)):
-        with pytest.raises(ArtifactError):
-            VectorIndex.from_bytes(content[:length])
-    with pytest.raises(ArtifactError):
-        VectorIndex.from_bytes(content + b"\0")
 
 
 @pytest.mark.parametrize(

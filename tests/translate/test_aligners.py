@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.files import read_safetensors
+from hf_kvcaches.stores.reading import read_safetensors
 from hf_kvcaches.translate.aligners import MLPAligner, Trained, fit_ridge, train_aligner
 
 RUN = {"steps": 40, "lr": 5e-3, "seed": 3, "every": 8, "rows": 16}

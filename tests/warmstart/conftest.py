@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_kvcaches.warmstart import serving
-from tests.stores.conftest import location, redis_location, server, shared_server
+from tests.stores.conftest import location, proxy, redis_location, server, shared_server
 
-__all__ = ["location", "redis_location", "server", "shared_server"]
+__all__ = ["location", "proxy", "redis_location", "server", "shared_server"]
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, MissingDependencyError
 from hf_kvcaches.stores.blobs import StoreUnavailable, open_blobs
 from hf_kvcaches.warmstart.entries import Entry, EntryStore
 from tests.stores.blob_helpers import PROCESSES
@@ -132,13 +134,10 @@ def test_an_empty_store_finds_nothing():
     assert not store.delete("ab")
 
 
-def test_what_is_got_is_mapped_and_writing_to_it_does_not_reach_the_store(tmp_path):
+def test_writing_to_what_was_got_does_not_reach_the_store(tmp_path):
     store = EntryStore(f"disk:{tmp_path}", "scope")
     key = store.put(entry(1))
     got = store.get(key)
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if f"{key}.safetensors" in line]
-    places = [[int(end, 16) for end in line[0].split("-")] for line in maps]
-    assert any(start <= got.tensors["keys"].data_ptr() < stop for start, stop in places)
     got.tensors["keys"].zero_()
     assert same(store.get(key), entry(1))
 
@@ -322,12 +321,12 @@ def test_a_flipped_bit_anywhere_is_a_miss_that_is_told_of_and_can_be_put_again(t
     whole = tmp_path / "whole"
     with EntryStore(f"disk:{whole}", "scope") as store:
         key = store.put(entry(1))
-    size = (whole / f"{key}.safetensors").stat().st_size
+    size = (whole / f"{key}.kvblob").stat().st_size
     for number, place in enumerate(range(0, size, size // 25)):
         folder = Path(shutil.copytree(whole, tmp_path / str(number)))
-        content = bytearray((folder / f"{key}.safetensors").read_bytes())
+        content = bytearray((folder / f"{key}.kvblob").read_bytes())
         content[place] ^= 1
-        (folder / f"{key}.safetensors").write_bytes(content)
+        (folder / f"{key}.kvblob").write_bytes(content)
         with said() as sentences:
             store = EntryStore(f"disk:{folder}", "scope")
             assert store.get(key) is None
@@ -381,6 +380,56 @@ def test_bad_arguments_are_refused(options, message):
         EntryStore(**{"location": "memory", "scope": "scope", **options})
 
 
+def test_without_faiss_a_store_is_refused_when_it_is_made(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'hf-kvcaches\[retrieval\]'"):
+        EntryStore(f"disk:{tmp_path / 'entries'}", "scope")
+    assert not (tmp_path / "entries").exists()
+
+
+def test_a_server_that_hangs_is_waited_for_once_and_others_do_not_wait_with_it(proxy):
+    store = EntryStore(proxy.location, "scope", max_bytes=10**6, timeout=1.0)
+    key = store.put(entry(1))
+    proxy.hangs = True
+    with ThreadPoolExecutor(1) as other, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        waiting = other.submit(store.refresh)
+        assert proxy.unanswered.acquire(timeout=30)
+        # All of it is known.
+        assert store.near(embedding(1))[0][0] == key
+        assert store.head(key).length == 20
+        store.used(key)
+        assert not waiting.done()
+        waiting.result()
+        assert store.get(key) is None
+        assert store.put(entry(2)) is None
+    assert proxy.waits() == 0
+    assert len(said) == 1
+
+
+def forged(tensors):
+    yield {**tensors, "keys": torch.full((2, 100), float("nan"), dtype=torch.bfloat16)}
+    yield {name: tensor for name, tensor in tensors.items() if name != "ids"}
+    yield {**tensors, "ids": tensors["ids"][:-1]}
+    yield {**tensors, "ids": tensors["ids"].float()}
+
+
+def test_an_entry_with_right_checksums_that_is_none_is_a_miss_and_is_deleted(tmp_path):
+    store, blobs = EntryStore(f"disk:{tmp_path}", "scope"), open_blobs(f"disk:{tmp_path}")
+    key = store.put(entry(1))
+    head, tensors = blobs.changes().added[0].head, blobs.tensors(key)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for content in forged(tensors):
+            blobs.delete(key)
+            blobs.put(key, head, content)
+            store.refresh()
+            assert store.get(key) is None
+            assert key not in store
+    store.put(entry(1))
+    assert same(store.get(key), entry(1))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -395,6 +444,8 @@ def test_bad_arguments_are_refused(options, message):
         ({"embedding": embedding(1)[None]}, "entry.embedding"),
         ({"tensors": {"ids": torch.ones(1)}}, "entry.tensors: expected names other than 'ids'"),
         ({"tensors": {"x": [1]}}, "tensors"),
+        ({"tensors": {"x": torch.tensor([1.0, float("nan")])}}, "entry.tensors.*finite numbers"),
+        ({"provenance": {"x": float("inf")}}, "head: expected a dict that JSON can hold"),
         ({"provenance": {"x": {1, 2}}}, "head: expected a dict that JSON can hold"),
     ],
 )

@@ -269,7 +269,7 @@ def test_libraries_that_differ_do_not_see_each_other_in_one_place(tmp_path: Path
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+    return sorted(folder.glob("*.kvblob"))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

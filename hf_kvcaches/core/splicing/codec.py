@@ -9,8 +9,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.kernels.splice import Packed
+from hf_kvcaches.stores.reading import MOST_LAYERS, not_finite
 
 Quantization = Literal["int8", "int4"] | None
 
@@ -83,6 +84,44 @@ def encode(
     dims = [[keys, values] for _, keys, values in shapes]
     stored = {"quantization": quantization, "dtype": dtype, "piles": list(shapes.values()), "dims": dims, "cuts": sorted(hidden)}
     return tensors, stored
+
+
+def check_stored(stored: Mapping[str, Any]) -> None:
+    """Raises an `ArtifactError` unless this is such as `encode` gives with tensors.
+
+    Args:
+        stored: From JSON.
+    """
+    try:
+        check_quantization(stored["quantization"])
+        dtype_of(stored)
+        indices = sorted(index for members in stored["piles"] for index in members)
+        dims = [dim for _, pair in zip(stored["piles"], stored["dims"], strict=True) for dim in pair]
+        # Compared with integers: `True` and 1.0 are equal to some, and are none.
+        plain = all(type(number) is int for number in (*indices, *dims, *stored["cuts"]))
+        if not plain or len(indices) > MOST_LAYERS or indices != list(range(len(indices))) or len(dims) != 2 * len(stored["dims"]):
+            raise ArtifactError(f"its layers are {str(indices)[:100]}, its dimensions {str(dims)[:100]}")
+    except (LookupError, TypeError, ValueError) as error:
+        raise ArtifactError(f"it is stored in a way that makes no sense: {error!r}") from error
+
+
+def check(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], tokens: int) -> None:
+    """Raises an `ArtifactError` unless tensors are finite and what `encode` makes of so many tokens.
+
+    Args:
+        tensors: Of a blob.
+        stored: What should be in it.
+        tokens: How many.
+    """
+    check_stored(stored)
+    counts = {f"{name}.{number}": len(members) for number, members in enumerate(stored["piles"]) for name in ("keys", "values")}
+    for name, count in (counts | {f"hidden.{cut}": 1 for cut in stored["cuts"]}).items():
+        names = [name] if stored["quantization"] is None else [name, f"{name}.scale", f"{name}.zero"]
+        shapes = [tuple(tensors[part].shape) if part in tensors else () for part in names]
+        if any(len(shape) != 4 or shape[0] != count or shape[2] != tokens or shape[1] != shapes[0][1] for shape in shapes):
+            raise ArtifactError(f"its tensor {name!r} has the shapes {shapes}, expected {count} layers of {tokens} tokens")
+    if (spoilt := not_finite(tensors)) is not None:
+        raise ArtifactError(f"its tensor {spoilt!r} has infinities or NaN")
 
 
 def part_of(tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:

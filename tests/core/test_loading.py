@@ -1,0 +1,295 @@
+"""Whatever a file says that has the right checksums, loading it gives an object or an `ArtifactError`, soon and without much memory."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import cache as remembered
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_kvcaches import (
+    EquipCache,
+    GrowingCache,
+    KVCache,
+    SegmentPolicy,
+    SegmentReuseCache,
+    SegmentStore,
+    SubspaceBases,
+    SubspaceCache,
+    WarmStartGate,
+    WarmStartLibrary,
+)
+from hf_kvcaches.core.saving import FORMAT, _checksum
+from hf_kvcaches.errors import ArtifactError, UnsupportedError
+from hf_kvcaches.stores.files import write_safetensors
+from hf_kvcaches.stores.reading import read_safetensors, sha256_of
+from hf_kvcaches.translate.translator import CacheTranslator
+from hf_kvcaches.warmstart.adapters import Adapters
+from hf_kvcaches.warmstart.trained import TrainedAdapters
+from tests import tiny
+from tests.core.artifact_helpers import MANIFEST, Basis, basis, rewrite_manifest, tensor_file
+from tests.translate.pairs import fitted
+from tests.warmstart.warm import library_of, words
+
+# Seconds of the processor for one load: no load that ends in an error may take longer than some that doesn't.
+SECONDS = 5.0
+HOSTILE = [10**9, 10**18, 10**250, -1, 0, 1e308, 0.5, True, None, "", "x" * 1000, "1e400", [], {}, [[[]]], {"a": []}, [10**9, 10**9]]
+
+
+@remembered
+def model() -> Any:
+    return tiny.llama(num_hidden_layers=2)
+
+
+@remembered
+def bases() -> SubspaceBases:
+    return SubspaceBases.calibrate(model(), None, [tiny.ids(1, 60)[0].tolist()], rank=3, progress=False)
+
+
+class Kind(NamedTuple):
+    """How one is made in a folder, and loaded."""
+
+    save: Callable[[Path], Any]
+    load: Callable[[Path], Any]
+
+
+def adapters() -> TrainedAdapters:
+    return TrainedAdapters(Adapters(*((torch.eye(4).repeat(2, 1, 1),) * 2,) * 2), 4, "salient", 1, ({"kl": 0.5},))
+
+
+ARTIFACTS = {
+    "bases": Kind(lambda folder: bases().save_pretrained(folder), SubspaceBases.from_pretrained),
+    "policy": Kind(lambda folder: SegmentPolicy(bound=0.1, measured=({"kl": 0.1},)).save_pretrained(folder), SegmentPolicy.from_pretrained),
+    "gate": Kind(lambda folder: WarmStartGate(measured=({"kl": 0.1},)).save_pretrained(folder), WarmStartGate.from_pretrained),
+    "translator": Kind(lambda folder: fitted().save_pretrained(folder), CacheTranslator.from_pretrained),
+    "adapters": Kind(lambda folder: adapters().save_pretrained(folder), TrainedAdapters.from_pretrained),
+    "library": Kind(
+        lambda folder: library_of(model(), tiny.ids(1, 12), slots=4).save_pretrained(folder),
+        lambda folder: WarmStartLibrary.from_pretrained(folder, model(), words()),
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=list(ARTIFACTS))
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Kind, Path]:
+    kind, folder = ARTIFACTS[request.param], tmp_path_factory.mktemp("saved")
+    kind.save(folder)
+    assert kind.load(folder) is not None
+    return kind, folder
+
+
+def copied(saved: tuple[Kind, Path], to: Path) -> Path:
+    shutil.rmtree(to, ignore_errors=True)
+    return Path(shutil.copytree(saved[1], to))
+
+
+def holders(value: Any) -> Iterator[tuple[Any, Any]]:
+    """All dicts and lists inside, each with the name or number of something in it."""
+    for name, inside in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, name
+        if isinstance(inside, dict | list):
+            yield from holders(inside)
+
+
+def outcome(load: Callable[[], Any]) -> str:
+    """Why something is refused, or nothing where it is loaded. A setting of a policy or model that is elsewhere is refused as such."""
+    before, reason = time.process_time(), ""
+    try:
+        load()
+    except (ArtifactError, UnsupportedError) as error:
+        reason = str(error)
+    assert time.process_time() - before < SECONDS
+    assert len(reason) < 3000
+    return reason
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_metadata_with_a_hostile_value_anywhere(saved, tmp_path, data):
+    folder = copied(saved, tmp_path / "copy")
+    metadata = json.loads((folder / MANIFEST).read_text())["metadata"]
+    # Another encoder than the library's is the mistake of who loads it.
+    holder, name = data.draw(st.sampled_from([place for place in holders(metadata) if place[1] != "encoder"]))
+    what = data.draw(st.sampled_from(["replace", "remove", "add"]))
+    if what == "replace":
+        holder[name] = data.draw(st.sampled_from(HOSTILE))
+    elif what == "remove":
+        del holder[name]
+    elif isinstance(holder, dict):
+        holder["more"] = 1
+    else:
+        holder.append(copy.deepcopy(holder[name]))
+    rewrite_manifest(folder, metadata=metadata)
+    outcome(lambda: saved[0].load(folder))
+
+
+def forge(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    path = tensor_file(folder)
+    write_safetensors(path, tensors)
+    digest = sha256_of(path)
+    final = path.rename(folder / f"tensors-{digest[:16]}.safetensors")
+    rewrite_manifest(folder, tensors={"file": final.name, "sha256": digest, "bytes": final.stat().st_size})
+
+
+SHAPES = {
+    "flat": lambda tensor: tensor.flatten(),
+    "longer": lambda tensor: torch.cat([tensor, tensor]) if tensor.ndim else tensor[None],
+    "shorter": lambda tensor: tensor[:-1] if tensor.ndim else tensor[None],
+    "empty": lambda tensor: tensor.new_zeros(1 << 20, 0),
+    "long": lambda tensor: tensor.new_zeros(1 << 20, 1),
+    "deep": lambda tensor: tensor[(None,) * 8],
+    "whole numbers": lambda tensor: tensor.long(),
+    "bits": lambda tensor: tensor.bool(),
+}
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_tensors_of_other_shapes_and_types(saved, tmp_path, data):
+    folder = copied(saved, tmp_path / "copy")
+    tensors = read_safetensors(tensor_file(folder))[0]
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    what = data.draw(st.sampled_from([*SHAPES, "gone", "one more"]))
+    if what == "gone":
+        del tensors[name]
+    elif what == "one more":
+        tensors["layers.1000000000.more"] = tensors[name]
+    else:
+        tensors[name] = SHAPES[what](tensors[name])
+    forge(folder, tensors or {"none": torch.zeros(1)})
+    outcome(lambda: saved[0].load(folder))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(saved, tmp_path, value):
+    tensors = read_safetensors(tensor_file(saved[1]))[0]
+    for name in [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.numel()][:6]:
+        folder = copied(saved, tmp_path / "copy")
+        spoilt = tensors[name].clone()
+        spoilt.view(-1)[0] = value
+        forge(folder, tensors | {name: spoilt})
+        with pytest.raises(ArtifactError):
+            saved[0].load(folder)
+
+
+def test_a_gate_may_allow_any_length(tmp_path):
+    WarmStartGate(lengths=(0.0, float("inf"))).save_pretrained(tmp_path)
+    assert WarmStartGate.from_pretrained(tmp_path).lengths == (0.0, float("inf"))
+
+
+# What any artifact's files may be
+
+
+def endless(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def huge(path: Path) -> None:
+    with open(path, "ab") as file:
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("damage", [endless, fifo, huge])
+@pytest.mark.parametrize("which", ["manifest", "tensors"])
+def test_a_file_that_is_none_or_endless_is_refused_at_once(tmp_path, damage, which):
+    basis().save_pretrained(tmp_path)
+    damage(tmp_path / MANIFEST if which == "manifest" else tensor_file(tmp_path))
+    assert outcome(lambda: Basis.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ['{"x": 1e400}', '{"x": NaN}', '{"x": [-Infinity]}', '{"x": ' + "9" * 400 + "}", '{"x": ' + "[" * 70 + "]" * 70 + "}"],
+    ids=range(5),
+)
+def test_a_manifest_with_numbers_or_a_depth_that_nothing_can_hold_is_refused(tmp_path, metadata):
+    basis().save_pretrained(tmp_path)
+    text = (tmp_path / MANIFEST).read_text()
+    (tmp_path / MANIFEST).write_text(text.replace('"metadata": {}', f'"metadata": {metadata}'))
+    assert (tmp_path / MANIFEST).read_text() != text
+    with pytest.raises(ArtifactError, match="expected JSON"):
+        Basis.from_pretrained(tmp_path)
+
+
+def test_an_artifact_behind_links_is_loaded_as_from_a_hub_cache(tmp_path):
+    basis(3.0).save_pretrained(tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(Path("..") / "blobs" / path.name)
+    assert torch.equal(Basis.from_pretrained(tmp_path / "snapshot").content["basis"], torch.full((3, 4), 3.0))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_saved(tmp_path, value):
+    with pytest.raises(ValueError, match="expected finite values"):
+        basis(value).save_pretrained(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Saved caches
+
+
+def equip() -> KVCache:
+    return EquipCache(model(), policy="h2o", budget=6)
+
+
+CACHES: dict[str, Callable[[], KVCache]] = {
+    "growing": lambda: GrowingCache(model()),
+    "equip": equip,
+    "subspace": lambda: SubspaceCache(model(), bases()),
+    "segments": lambda: SegmentReuseCache(model(), SegmentStore("memory"), mode="exact"),
+}
+
+
+@pytest.fixture(scope="module", params=list(CACHES))
+def saved_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[type[KVCache], Path]:
+    cache, path = CACHES[request.param](), tmp_path_factory.mktemp("saved") / "cache"
+    model().generate(tiny.ids(1, 9), past_key_values=cache, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    cache.save(path)
+    assert type(cache).load(path, model()).seen == cache.seen
+    return type(cache), path
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_saved_cache_with_a_hostile_value_anywhere(saved_cache, tmp_path, data):
+    cls, path = saved_cache
+    tensors, metadata = read_safetensors(path)
+    header = json.loads(metadata[FORMAT])
+    del header["checksum"]
+    inside = {name: header[name] for name in ("settings", "layers")}
+    holder, name = data.draw(st.sampled_from(list(holders(inside))))
+    holder[name] = data.draw(st.sampled_from(HOSTILE))
+    header |= inside
+    if data.draw(st.booleans()):
+        changed = data.draw(st.sampled_from(sorted(tensors)))
+        tensors[changed] = SHAPES[data.draw(st.sampled_from(list(SHAPES)))](tensors[changed])
+    header["checksum"] = _checksum(header, tensors)
+    forged = tmp_path / "forged"
+    write_safetensors(forged, tensors, {FORMAT: json.dumps(header)})
+    outcome(lambda: cls.load(forged, model()))
+
+
+@pytest.mark.parametrize("damage", [endless, fifo, huge])
+def test_a_saved_cache_that_is_no_file_or_endless_is_refused_at_once(tmp_path, damage):
+    cache = GrowingCache(model())
+    model().generate(tiny.ids(1, 5), past_key_values=cache, max_new_tokens=1, pad_token_id=0)
+    cache.save(tmp_path / "cache")
+    damage(tmp_path / "cache")
+    assert outcome(lambda: GrowingCache.load(tmp_path / "cache", model()))
