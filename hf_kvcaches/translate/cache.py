@@ -144,6 +144,7 @@ class TranslatedCache(GrowingCache):
             return self._take(*self._find(Tokens.of(input_ids, attention_mask)))
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        super().observe(input_ids, attention_mask, position_ids)
         self._coming = None
         if self.codes is not None and self.seen == 0 and _is_padding(attention_mask, input_ids):
             self._coming = self._find(Tokens.of(input_ids, attention_mask))
@@ -168,7 +169,7 @@ class TranslatedCache(GrowingCache):
     def _take(self, tokens: Tokens, places: Places, slots: int) -> int:
         assert self.codes is not None
         assert self.translator is not None
-        self.translator.check_consumer(self.model)
+        self.translator.check_consumer(self.model, self.identity_of_pass(tokens.ids.shape[1]))
         if any(pad >= slots for pad in places.padding):
             return 0
         filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
@@ -178,8 +179,6 @@ class TranslatedCache(GrowingCache):
             # What came so far is of no use, and half a prompt must not be taken for one.
             self.reset()
             raise
-        if self._filled_under is None:
-            self._filled_under = self._adapters()
         self._translated = sum(slots - pad for pad in places.padding)
         return slots
 

@@ -388,7 +388,7 @@ def test_a_policy_of_another_model_is_refused():
 def _through_mlp(model, run) -> list[int]:
     """How many tokens the last layer's MLP sees in each of its calls."""
     seen: list[int] = []
-    handle = model.model.layers[-1].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    handle = model.model.layers[-1].mlp.register_forward_pre_hook(tiny.observing(lambda module, args: seen.append(args[0].shape[1])))
     run()
     handle.remove()
     return seen

@@ -71,6 +71,7 @@ class SplicingCache(KVCache):
         return self.seen
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        super().observe(input_ids, attention_mask, position_ids)
         self.history.observe(input_ids, attention_mask, position_ids, self.seen)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
