@@ -56,6 +56,7 @@ def test_files_adapters_patched_layers_and_layers_that_are_run(tmp_path):
     assert (made.patched_layers, made.sent_layers, made.settings.recompute_layers) == ((3,), (2, 3), 1)
 
 
+@pytest.mark.full
 def test_two_processes_give_what_one_gives(tmp_path):
     pytest.importorskip("accelerate")
     both = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
