@@ -44,6 +44,8 @@ FOR_ALL_HEADS: tuple[Row, ...] = (
     state_rows.inference_mode_mixed,
     model_rows.gradients,
 )
+# A compiler takes seconds for each cache: at once the rows of one that loses nothing, and of one that drops tokens.
+COMPILED_AT_ONCE = ("growing", "equip_h2o")
 # Rows with given tokens: in low precision a free choice between two near ties says nothing.
 FOR_BFLOAT16: tuple[Row, ...] = (
     state_rows.forced_tokens,
@@ -74,13 +76,19 @@ def cases_of(family: str, dtype: torch.dtype, of: Sequence[Row], fast: Collectio
             family,
             dtype,
             id=f"{entry.name}-{row.__name__}-{family}-{name}",
-            marks=() if fast is None or row in fast else pytest.mark.full,
+            marks=() if _is_fast(entry, row, fast) else pytest.mark.full,
         )
         for entry in ENTRIES
         if family == "llama" or entry.every_family or of is FOR_ALL_HEADS
         for row in of
         if family not in entry.without and f"{row.__name__}@{name}" not in entry.without
     ]
+
+
+def _is_fast(entry: Entry, row: Row, fast: Collection[Row] | None) -> bool:
+    if row is model_rows.compiled_forward and entry.name not in COMPILED_AT_ONCE:
+        return False
+    return fast is None or row in fast
 
 
 def cases_of_families() -> Iterator[Any]:
