@@ -24,15 +24,19 @@ DEVICE ?= cpu
 
 # Twice quiet: errors are shown, pip's warnings about its own sources are not.
 PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-check
+# $(call pytest,FOLDER): a file's tests run in one process, which makes their fixtures once.
+pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format test-floor wheel-check bench clean
+.PHONY: help demo test test-rest test-full lint format test-floor wheel-check bench clean
 # Two environments that build the same tree at once would write the same egg-info.
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo         install into $(VENV) and run the demo on the embedded model'
-	@echo 'make test         install into $(VENV) and run the whole test suite'
+	@echo 'make test         install into $(VENV) and run the tests of the fast tier'
+	@echo 'make test-rest    run what make test leaves out, and its property tests again with more examples'
+	@echo 'make test-full    both'
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make test-floor   the conformance suite (but for pages) against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
@@ -44,7 +48,12 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/python scripts/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(call pytest,$(VENV)) -m 'not full' $(PYTEST_ARGS)
+
+test-rest: $(VENV)/.installed
+	$(call pytest,$(VENV)) -m 'full or hypothesis' --hypothesis-profile=full $(PYTEST_ARGS)
+
+test-full: test test-rest
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
@@ -57,7 +66,7 @@ format: $(VENV)/.installed
 
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
-	OMP_NUM_THREADS=1 $(VENV_FLOOR)/bin/python -m pytest tests/conformance -n $(WORKERS) -k 'not paged' $(PYTEST_ARGS)
+	$(call pytest,$(VENV_FLOOR)) tests/conformance -k 'not paged' $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \

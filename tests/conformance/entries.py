@@ -29,7 +29,6 @@ from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.translator import CacheTranslator
 from tests.translate.pairs import lossless
 from tests.warmstart.warm import words
 
@@ -107,16 +106,37 @@ SAVING = frozenset({"saved_and_loaded", "device_map_and_saving"})
 NOT_ON_PAGES = frozenset({"gradients", "offload_and_prefetch"})
 
 
-def subspace(model: Any, **options: Any) -> SubspaceCache:
-    """A cache in bases of the model's own random text; all directions unless told otherwise."""
-    ranks = {"rank": options.pop("rank", None), "bytes_ratio": options.pop("bytes_ratio", None)}
+# What is calibrated to a model, by its digest and settings: it takes a while, and every test makes caches.
+_CALIBRATED: dict[tuple[Any, ...], Any] = {}
+
+
+def calibrated(model: Any, calibrate: Callable[..., Any], **options: Any) -> Any:
+    """What `calibrate` makes of a model, once for all models with the same weights.
+
+    Args:
+        model: Or a wrapper of it.
+        calibrate: Is given the model and the options.
+        **options: That can be told apart by their values.
+    """
+    key = (identity_of(compat.base_model(model)).digest, calibrate, *sorted(options.items()))
+    if key not in _CALIBRATED:
+        _CALIBRATED[key] = calibrate(model, **options)
+    return _CALIBRATED[key]
+
+
+def bases_of(model: Any, **options: Any) -> SubspaceBases:
+    """Bases of the model's own random text; all directions unless told otherwise."""
     config = model.config.get_text_config(decoder=True)
-    if ranks["rank"] is None and ranks["bytes_ratio"] is None:
-        ranks["rank"] = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
+    if options.keys().isdisjoint({"rank", "bytes_ratio"}):
+        options["rank"] = config.head_dim if getattr(config, "head_dim", None) else config.hidden_size // config.num_attention_heads
     texts = [torch.randint(3, config.vocab_size, (48,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(2)]
-    rotation = options.pop("rotation", "aware")
-    bases = SubspaceBases.calibrate(model, None, texts, rotation=rotation, multiple_of=1, progress=False, **ranks)
-    return SubspaceCache(model, bases, **options)
+    return SubspaceBases.calibrate(model, None, texts, multiple_of=1, progress=False, **options)
+
+
+def subspace(model: Any, **options: Any) -> SubspaceCache:
+    """A cache in such bases."""
+    how = {name: options.pop(name) for name in ("rank", "bytes_ratio") if name in options}
+    return SubspaceCache(model, calibrated(model, bases_of, rotation=options.pop("rotation", "aware"), **how), **options)
 
 
 def adaptive(model: Any, **options: Any) -> SubspaceCache:
@@ -180,22 +200,10 @@ class ReadBefore(TranslatedCache):
         return super().take_prefill(call)
 
 
-# By the digest of the model: a fit takes a while, and every test makes caches.
-_TRANSLATORS: dict[str, CacheTranslator] = {}
-
-
-def own_translator(model: Any) -> CacheTranslator:
-    """From a model to itself."""
-    digest = identity_of(compat.base_model(model)).digest
-    if digest not in _TRANSLATORS:
-        _TRANSLATORS[digest] = lossless(model)
-    return _TRANSLATORS[digest]
-
-
 def translated(model: Any) -> ReadBefore:
     """A cache whose every prompt comes as codes that lose nothing."""
     cache = ReadBefore(model, None, None)
-    cache.translator = own_translator(model)
+    cache.translator = calibrated(model, lossless)
     return cache
 
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.conformance import rows, state_rows
 from tests.conformance.entries import Entry
-from tests.conformance.test_matrix import Row, run_row
+from tests.conformance.selection import Row, run_row
 
 GUIDE = Path(__file__).parents[2] / "docs" / "writing-a-cache.md"
 

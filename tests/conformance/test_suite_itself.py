@@ -16,7 +16,7 @@ from hf_kvcaches.errors import UnsupportedError
 from tests.conformance import model_rows, models, rows, state_rows
 from tests.conformance.driving import TOLERANCES, feed, generate, tokens
 from tests.conformance.entries import BEAMS, CROPPING, ROW_CHANGES, Entry, no_prompts, same_prompt
-from tests.conformance.test_matrix import FOR_ALL_FAMILIES, FOR_BFLOAT16, ROWS, Row, run_row
+from tests.conformance.selection import FOR_ALL_FAMILIES, FOR_BFLOAT16, ROWS, Row, run_row
 
 
 def cache_of(layer: type[KVLayer]) -> type[KVCache]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -31,7 +31,6 @@ def saved(tmp_path_factory):
     return folder, artifact, tmp_path_factory.mktemp("copies")
 
 
-@settings(max_examples=250, deadline=None)
 @given(data=st.data())
 def test_any_flipped_byte_is_refused_or_harmless(saved, data):
     folder, artifact, copies = saved
@@ -42,7 +41,6 @@ def test_any_flipped_byte_is_refused_or_harmless(saved, data):
     check_damaged(folder, artifact, copies, name, bytes(content))
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_truncation_is_refused_or_harmless(saved, data):
     folder, artifact, copies = saved
@@ -189,6 +187,7 @@ def whole(artifact: Basis) -> bool:
     return bool((artifact.content["basis"] == artifact.notes.get("value", 1.0)).all())
 
 
+@pytest.mark.full
 def test_two_writers_and_a_reader_never_meet_a_torn_artifact_and_a_kill_leaves_a_whole_one(tmp_path):
     basis(1.0).save_pretrained(tmp_path)
     one = writer(tmp_path, 0)
@@ -244,6 +243,7 @@ print(sorted(os.listdir(folder)))
 """
 
 
+@pytest.mark.full
 def test_a_kill_before_any_step_of_a_save_leaves_the_old_or_the_new_artifact(tmp_path):
     basis(0.0, value=0.0).save_pretrained(tmp_path)
     root = Path(__file__).parents[2]

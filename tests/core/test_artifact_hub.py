@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
 from tests.core.artifact_helpers import MANIFEST, Basis, same, tensor_file
@@ -91,6 +92,7 @@ assert Basis.from_pretrained("someone/basis", cache_dir=sys.argv[2], local_files
 """
 
 
+@pytest.mark.full
 def test_what_is_pushed_is_exactly_the_artifact_and_comes_back_by_its_id(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()

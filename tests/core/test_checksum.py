@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.checksum import digest_of, row_dots, row_products
@@ -95,7 +95,6 @@ def test_state_that_cannot_be_read_is_refused_by_name(value):
         digest_of(value, "some.place")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.binary(min_size=1, max_size=300), st.data())
 def test_every_single_byte_counts(content, data):
     place = data.draw(st.integers(0, len(content) - 1))

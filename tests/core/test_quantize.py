@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -44,7 +44,6 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return x.clamp(-torch.finfo(dtype).max / 4, torch.finfo(dtype).max / 4).to(dtype)
 
 
-@settings(max_examples=150, deadline=None)
 @given(x=tensors(), bits=st.sampled_from([8, 4]), group=st.sampled_from([None, 1, 2, 3, 7, 64]), data=st.data())
 def test_every_element_comes_back_within_the_bound(x: torch.Tensor, bits: int, group: int | None, data: st.DataObject) -> None:
     axis = data.draw(st.integers(-x.ndim, x.ndim - 1))

@@ -10,7 +10,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoConfig,
@@ -209,7 +209,6 @@ SHIFTS = st.integers(-10_000_000, 10_000_000)
 GEOMETRIES = {name: RotaryGeometry.from_config(config, layer_type) for name, (config, _, layer_type) in CONFIGS.items()}
 
 
-@settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(sorted(GEOMETRIES)), a=SHIFTS, b=SHIFTS)
 def test_two_shifts_are_one(name: str, a: int, b: int) -> None:
     geometry = GEOMETRIES[name]
@@ -217,7 +216,6 @@ def test_two_shifts_are_one(name: str, a: int, b: int) -> None:
     torch.testing.assert_close(geometry.shift(geometry.shift(x, a), b), geometry.shift(x, a + b), rtol=0, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(sorted(GEOMETRIES)), start=SHIFTS, delta=SHIFTS)
 def test_rotating_is_rotating_elsewhere_and_shifting(name: str, start: int, delta: int) -> None:
     geometry = GEOMETRIES[name]
@@ -226,7 +224,6 @@ def test_rotating_is_rotating_elsewhere_and_shifting(name: str, start: int, delt
     torch.testing.assert_close(geometry.unrotate(geometry.rotate(x, start), start), x, rtol=0, atol=3e-6)
 
 
-@settings(max_examples=40, deadline=None)
 @given(name=st.sampled_from(sorted(GEOMETRIES)), q=SHIFTS, k=SHIFTS, delta=SHIFTS)
 def test_scores_depend_on_distance_alone(name: str, q: int, k: int, delta: int) -> None:
     geometry = GEOMETRIES[name]

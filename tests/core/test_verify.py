@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
@@ -254,7 +254,6 @@ def test_the_model_is_called_as_generate_calls_it(model):
                 assert ours[name].tolist() == theirs[name].tolist(), name
 
 
-@settings(max_examples=15, deadline=None)
 @given(chunk=st.integers(1, 16), length=st.integers(1, 13), padding=st.integers(0, 4))
 def test_the_prompt_in_pieces_of_any_size_changes_nothing(chunk, length, padding):
     model = shared_model("mistral-window")
@@ -279,6 +278,7 @@ def test_a_half_precision_model_is_compared_in_full_precision():
     assert 0 < verify(model, FadingCache, random_ids(2, 9), max_new_tokens=3).max_kl < math.inf
 
 
+@pytest.mark.full
 def test_a_compiled_model_is_run_like_the_plain_one(model):
     ids = random_ids(1, 9)
     compiled = torch.compile(model, backend="eager")

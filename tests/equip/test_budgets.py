@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.equip.budgets import check_budget, pyramid_budgets, resolve_budgets, slots_for
@@ -63,7 +63,6 @@ def test_protected_numbers_of_tokens_are_not_negative_integers(values):
     beta=st.floats(1, 100),
     floor=st.one_of(st.none(), st.integers(0, 5000)),
 )
-@settings(deadline=None, max_examples=200)
 def test_a_pyramid_falls_and_sums_up_to_the_budget_of_all_layers(layers, budget, beta, floor):
     floor = None if floor is None else min(floor, budget)
     found = pyramid_budgets(layers, budget, beta=beta, floor=floor)

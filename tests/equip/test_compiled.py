@@ -103,6 +103,7 @@ def test_compiled_steps_equal_uncompiled_ones_and_are_compiled_once(model: Any, 
     assert one.layers[0].offset > LIMIT or positions == "original"  # the graph has gone past the limit
 
 
+@pytest.mark.full
 def test_inductor_gives_the_same(model: Any, plain: Any) -> None:
     text, spans = tokens(8 + MORE, seed=2), [8] + [1] * MORE
     expected = feed(plain, make(plain), text, spans)
@@ -114,6 +115,7 @@ def test_inductor_gives_the_same(model: Any, plain: Any) -> None:
     assert graphs() == 1
 
 
+@pytest.mark.full
 def test_a_budget_beyond_the_first_buffer_is_compiled_once_more_and_no_further(model: Any, plain: Any) -> None:
     text, spans = tokens(260, seed=3), [5] + [1] * 255
     one, other = EquipCache(model, "streaming", 80), EquipCache(plain, "streaming", 80)
@@ -125,6 +127,7 @@ def test_a_budget_beyond_the_first_buffer_is_compiled_once_more_and_no_further(m
     assert graphs() == 2
 
 
+@pytest.mark.full
 def test_switching_between_compiled_and_uncompiled_steps_changes_nothing(model: Any, plain: Any) -> None:
     one, other = make(model), make(plain)
     text = tokens(100, seed=4)
@@ -179,6 +182,7 @@ def test_generate_compiles_steps_by_itself_once_for_all_texts(model: Any, plain:
         assert graphs() == 1
 
 
+@pytest.mark.full
 def test_generate_with_a_forward_that_compiles_prompts_too(model: Any, plain: Any) -> None:
     with compiled(model):
         for length in (30, 5, 17):
@@ -203,6 +207,7 @@ def test_inference_mode_may_end_between_prompt_and_steps(model: Any, plain: Any)
     torch.testing.assert_close(actual, expected[:, 1:], atol=1e-4, rtol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", [(20, 20), (4, 20)], ids=["ring", "rows_differ"])
 def test_what_happens_to_rows_between_compiled_steps_is_followed(model: Any, plain: Any, tmp_path: Path, lengths: tuple[int, int]) -> None:
     changes: list[Callable[[EquipCache], EquipCache | None]] = [
@@ -299,6 +304,7 @@ def test_where_the_flag_says_no_a_graph_is_refused_with_the_reason(model: Any) -
         feed(model, cache, tokens(1, seed=9))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_angles_are_exact_far_into_a_text(plain: Any, backend: str) -> None:
     frames = make(plain).layers[0].frames

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -154,7 +154,6 @@ ONE_LAYER = models.build("llama", num_hidden_layers=1)
     taken_back=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=60)
 def test_a_key_turned_back_from_where_it_stands_is_the_key_of_its_token(
     policy: str, spans: list[int], recent: int | None, limit: int, taken_back: bool, seed: int
 ) -> None:

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -385,7 +385,6 @@ def test_a_copy_on_a_shared_pool_has_pages_of_its_own() -> None:
     assert same_state(before, state(made))
 
 
-@settings(max_examples=12, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["feed", "block", "reset", "reorder", "repeat", "select", "delete", "copy"]), st.integers(0, 2)),

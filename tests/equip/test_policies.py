@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -118,7 +118,6 @@ def cases(draw) -> Case:
 
 
 @given(cases())
-@settings(deadline=None, max_examples=150)
 def test_a_block_keeps_what_is_protected_and_the_highest_scores(case):
     kept = StreamingPolicy().keep(case.scores, case.positions, case.budget, sinks_end=case.sinks_end, recent=case.recent)
     for b in range(case.scores.shape[0]):
@@ -136,7 +135,6 @@ def test_a_block_keeps_what_is_protected_and_the_highest_scores(case):
 
 
 @given(cases(), st.booleans())
-@settings(deadline=None, max_examples=200)
 def test_a_step_overwrites_an_empty_slot_or_the_lowest_score_that_is_not_protected_of_equals_the_oldest(case, shared):
     policy = StreamingPolicy()
     scores = case.scores.nan_to_num(nan=0.0)
@@ -186,7 +184,6 @@ def test_the_newest_tokens_are_counted_and_not_measured_so_padding_in_between_do
 
 @each_policy
 @given(seed=st.integers(0, 10**6), slots=st.integers(1, 20), data=st.data())
-@settings(deadline=None, max_examples=20)
 def test_other_slots_do_not_change_what_a_token_is_worth(policy, seed, slots, data):
     padding = tuple(data.draw(st.lists(st.integers(0, slots - 1), min_size=2, max_size=2)))
     tokens = tokens_of(seed, slots, padding=padding)

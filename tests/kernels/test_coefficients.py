@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -49,7 +49,6 @@ OPTIONS = {
 REFERENCE: dict[str, Any] = {"backend": "reference"}
 
 
-@settings(max_examples=60, deadline=None)
 @given(shape=st.fixed_dictionaries(CASES), chosen=st.fixed_dictionaries(OPTIONS))
 def test_attention_equals_the_reference(shape: dict[str, Any], chosen: dict[str, Any]) -> None:
     case = Case(**shape)
@@ -189,7 +188,6 @@ def test_positions_that_skip_valid_tokens_are_followed() -> None:
     assert_same(coefficient_attention(case.query, case.keys, case.values, 0.3, **options), expected, torch.float32)
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     frequencies=st.lists(st.floats(0, 3.2), min_size=1, max_size=12),
     rest=st.booleans(),
@@ -238,7 +236,6 @@ def test_a_row_without_valid_tokens_gives_zeros_and_minus_infinity_and_so_does_a
         assert (empty[1] == -torch.inf).all()
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.sampled_from([1, 1, 2, 5, 40]), min_size=1, max_size=6),
     size=st.sampled_from([1.0, 1e4]),
@@ -307,7 +304,6 @@ def test_parts_of_coefficients_merge_to_the_whole() -> None:
     assert_same(merge_attention(parts), whole, torch.float32)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     tiles=st.integers(0, 3),
     rank=st.sampled_from([1, 3, 20]),

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 from hf_kvcaches.kernels._launch import padded
 from tests.kernels.triton_process import SHARED_MEMORY, STRIDES, assert_compiles, assert_passes, compile_all
 
+pytestmark = pytest.mark.full
+
 
 def test_every_kernel_equals_the_reference() -> None:
     assert_passes("coefficients_on_triton.py")

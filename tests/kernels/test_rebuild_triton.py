@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton_process import SHARED_MEMORY, STRIDES, assert_compiles, assert_passes, compile_all
 
+pytestmark = pytest.mark.full
+
 
 def test_the_kernel_writes_what_the_slow_way_writes() -> None:
     assert_passes("rebuild_on_triton.py")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -34,7 +34,6 @@ OPTIONS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
 @given(shape=st.fixed_dictionaries(CASES), chosen=st.fixed_dictionaries(OPTIONS))
 def test_attention_equals_the_reference(shape: dict[str, Any], chosen: dict[str, Any]) -> None:
     case = Case(**shape)
@@ -55,7 +54,6 @@ def test_attention_equals_the_reference_at_lengths_about_a_block(slots: int, far
     assert_same(slot_attention(*arguments, **options), slot_attention(*arguments, **options, backend="reference"), dtype)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     shape=st.fixed_dictionaries(CASES),
     chosen=st.fixed_dictionaries(OPTIONS | {"valid": st.just(True)}),
@@ -194,7 +192,6 @@ def test_buffers_may_lie_in_memory_in_any_order(layout: str) -> None:
     assert_same(slot_attention(case.query, *given, 0.3), expected, case.dtype)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     shape=st.fixed_dictionaries(CASES | {"slots": st.sampled_from([3, 8])}),
     tokens=st.integers(1, 3),
@@ -213,7 +210,6 @@ def test_writing_equals_the_reference_and_touches_nothing_else(shape: dict[str, 
         assert int((~one[0, 0, :, 0].isnan()).sum()) == tokens
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     shape=st.fixed_dictionaries(CASES | {"slots": st.sampled_from([3, 8])}),
     tokens=st.integers(1, 3),

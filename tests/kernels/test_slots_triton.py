@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 
 from tests.kernels.triton_process import SHARED_MEMORY, STRIDES, assert_compiles, assert_passes, compile_all
 
+pytestmark = pytest.mark.full
+
 
 def test_every_kernel_equals_the_reference() -> None:
     assert_passes("slots_on_triton.py")

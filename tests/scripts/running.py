@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import os
+import runpy
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_script(name: str, *options: Any, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """A script in a process of its own, on one core.
+def run_script(name: str, *options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a script as `__main__` of this process, which has imported already what takes seconds to import.
+
+    Args:
+        name: Without folder and ending.
+        *options: Of its command line.
+    """
+    path = ROOT / "scripts" / f"{name}.py"
+    command = [str(path), *map(str, options)]
+    out, err = io.StringIO(), io.StringIO()
+    with _unchanged_process(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", command)
+        patch.syspath_prepend(path.parent)
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            err.write("" if end.code is None or isinstance(end.code, int) else f"{end.code}\n")
+    return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """Restore what scripts set for their whole process."""
+    threads, verbosity, progress = torch.get_num_threads(), logging.get_verbosity(), logging.is_progress_bar_enabled()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        logging.set_verbosity(verbosity)
+        if progress:
+            logging.enable_progress_bar()
+
+
+def run_process(name: str, *options: Any, before: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    """Run a script in a process of its own, on one core.
 
     Args:
         name: Without folder and ending.

@@ -47,6 +47,7 @@ def values(rows, measure):
     return {(row["variant"], int(row["layer"])): float(row["value"]) for row in rows if row["measure"] == measure}
 
 
+@pytest.mark.full
 def test_layers_that_the_consumer_has_for_nothing_have_no_error_and_the_others_some(rows):
     errors = values(rows, "attention input, relative error")
     assert set(errors) == {(name, layer) for name in {*REUSES, "raw keys and values"} for layer in range(4)}
@@ -59,6 +60,7 @@ def test_layers_that_the_consumer_has_for_nothing_have_no_error_and_the_others_s
     assert all(held[name, 0] < 1e-3 < held[name, 2] for name in REUSES)
 
 
+@pytest.mark.full
 def test_what_is_measured_stays_within_its_bound(rows):
     errors, bounds = values(rows, "state, error"), values(rows, "state, bound")
     assert set(errors) == set(bounds) == {(name, layer) for name in {*REUSES, "raw keys and values"} for layer in range(5)}
@@ -74,6 +76,7 @@ def test_what_is_measured_stays_within_its_bound(rows):
     assert all(alphas[key] > papers[key] > 1 for key in papers)
 
 
+@pytest.mark.full
 def test_the_map_has_a_place_for_each_state_and_the_target_is_at_no_distance_from_itself(rows):
     places = [row for row in rows if row["measure"] == "place"]
     names = {row["variant"] for row in places}
@@ -84,6 +87,7 @@ def test_the_map_has_a_place_for_each_state_and_the_target_is_at_no_distance_fro
     assert away["target", 2] == 0 < min(away[name, 2] for name in names - {"target"})
 
 
+@pytest.mark.full
 def test_it_prints_tables_and_draws_a_picture(done, rows):
     out = done[1].stdout
     assert "errors: attention input, relative error, by layer  0" in out

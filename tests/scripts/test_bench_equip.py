@@ -24,6 +24,7 @@ def quick(tmp_path_factory):
     return folder, bench("--quick", "--csv", folder / "equip.csv", "--plot", folder / "equip.png")
 
 
+@pytest.mark.full
 def test_it_proves_equality_first_then_prints_a_row_for_each_cell_and_a_line_for_each_bar(quick):
     _, done = quick
     assert done.returncode == 0, done.stderr
@@ -35,6 +36,7 @@ def test_it_proves_equality_first_then_prints_a_row_for_each_cell_and_a_line_for
         assert bar in done.stdout
 
 
+@pytest.mark.full
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(quick):
     rows = rows_of(quick[0] / "equip.csv")
     assert {row["measure"] for row in rows} == {"decode", "write", "memory", "flat", "far"}
@@ -51,6 +53,7 @@ def test_its_numbers_stand_in_a_file_with_what_they_depend_on(quick):
     assert max(errors) <= 1e-4
 
 
+@pytest.mark.full
 def test_it_draws_a_picture(quick):
     assert (quick[0] / "equip.png").read_bytes().startswith(b"\x89PNG")
 
@@ -61,6 +64,7 @@ def script(monkeypatch):
     return importlib.import_module("bench_equip")
 
 
+@pytest.mark.full
 def test_what_its_file_has_already_is_not_measured_again(quick, script, tmp_path):
     path = tmp_path / "equip.csv"
     lines = (quick[0] / "equip.csv").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -77,6 +81,7 @@ def test_what_its_file_has_already_is_not_measured_again(quick, script, tmp_path
     assert path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1] == kept
 
 
+@pytest.mark.full
 def test_numbers_of_another_computer_stay_in_the_file_and_out_of_the_tables(quick, script):
     path = quick[0] / "equip.csv"
     fixed = next(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))

@@ -62,6 +62,7 @@ def policy(parts):
     return parts.load_policy(None)
 
 
+@pytest.mark.full
 def test_it_proves_equality_first_then_prints_a_table_for_each_part_and_a_line_for_each_bar(quick):
     _, done = quick
     assert done.returncode == 0, done.stderr
@@ -77,6 +78,7 @@ def test_it_proves_equality_first_then_prints_a_table_for_each_part_and_a_line_f
     assert sum(line.startswith("a second process reuses as much") and line.endswith("not measured") for line in lines) == 2
 
 
+@pytest.mark.full
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
     assert {row["section"] for row in rows} == set(PARTS)
     assert all(
@@ -102,6 +104,7 @@ def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
     }
 
 
+@pytest.mark.full
 def test_every_phase_of_a_request_has_its_time_and_together_they_are_all_of_it(rows, sides, small):
     own = [row for row in rows if row["section"] == "phases" and (row["workload"], row["side"]) == ("agents", "auto")]
     everywhere = {place[0] for place in sides.places_of(small.plain)} | {sides.REST}
@@ -112,10 +115,12 @@ def test_every_phase_of_a_request_has_its_time_and_together_they_are_all_of_it(r
     assert set(bare) == {"layers", sides.REST}
 
 
+@pytest.mark.full
 def test_it_draws_a_picture(quick):
     assert (quick[0] / "segments.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("redis-server") is None, reason="needs redis-server on PATH")
 def test_a_second_process_finds_in_redis_what_the_first_one_stored(parts, report):
     pytest.importorskip("redis")

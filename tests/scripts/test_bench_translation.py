@@ -48,6 +48,7 @@ def small(script, timing):
     return pair, sides, torch.randint(1, 64, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.full
 def test_it_compares_answers_first_then_prints_tables_the_break_even_and_a_line_for_the_bar(quick):
     _, done = quick
     assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ def test_it_compares_answers_first_then_prints_tables_the_break_even_and_a_line_
     assert "codes in hand at least 3x as fast as the consumer's prefill, 900 tokens: not measured" in out.splitlines()
 
 
+@pytest.mark.full
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
     assert {row["section"] for row in rows} == SECTIONS
     assert all(
@@ -85,6 +87,7 @@ def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
     assert {row["side"] for row in rows if row["measure"] == "KL"} == SIDES - {"consumer's prefill"}
 
 
+@pytest.mark.full
 def test_phases_together_are_all_of_the_time(rows, timing):
     own = [row for row in rows if row["section"] == "phases" and row["length"] == "60"]
     assert {row["side"] for row in own} == SIDES
@@ -104,6 +107,7 @@ def test_phases_together_are_all_of_the_time(rows, timing):
     assert phases["consumer's prefill"] == {"the model's pass", timing.REST}
 
 
+@pytest.mark.full
 def test_all_ways_through_the_socket_are_measured(rows):
     own = {row["side"]: row for row in rows if (row["section"], row["length"]) == ("socket", "60")}
     assert set(own) == {"consumer's prefill", "socket, streamed", "socket, all at once", "socket, raw"}
@@ -111,6 +115,7 @@ def test_all_ways_through_the_socket_are_measured(rows):
     assert float(own["socket, raw"]["value"]) == 2 * 59 * 4 * 2 * 64 * 2
 
 
+@pytest.mark.full
 def test_it_draws_a_picture(quick):
     assert (quick[0] / "some.png").read_bytes().startswith(b"\x89PNG")
 

@@ -58,6 +58,7 @@ def small(script):
     return pair, library, ids[None]
 
 
+@pytest.mark.full
 def test_it_compares_answers_first_then_prints_a_table_for_each_part_and_a_line_for_each_bar(quick):
     _, done = quick
     assert done.returncode == 0, done.stderr
@@ -79,6 +80,7 @@ def test_it_compares_answers_first_then_prints_a_table_for_each_part_and_a_line_
     assert "look-up among 100000 prompts in at most 5 ms: not measured" in lines
 
 
+@pytest.mark.full
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
     assert {row["section"] for row in rows} == set(SECTIONS)
     assert all(
@@ -97,6 +99,7 @@ def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
     assert {row["side"] for row in own if row["group"] == "hits"} == SIDES - {"cold"}
 
 
+@pytest.mark.full
 def test_each_kind_is_served_as_its_side_says(rows):
     own = [row for row in rows if row["section"] == "hits" and row["group"] == "all" and row["length"] == "800"]
     served = {(row["workload"], row["side"]): row["served"] for row in own}
@@ -109,6 +112,7 @@ def test_each_kind_is_served_as_its_side_says(rows):
     assert not any(how in text for text in misses.values() for how in ("align", "slots", "exact"))
 
 
+@pytest.mark.full
 def test_long_answers_are_swapped_as_their_side_says(rows):
     own = [row for row in rows if (row["section"], row["workload"], row["group"]) == ("answers", "changed_fact", "all")]
     assert {row["side"] for row in own} == LONG_SIDES
@@ -117,6 +121,7 @@ def test_long_answers_are_swapped_as_their_side_says(rows):
     assert {row["value"] for row in own if row["side"] == "auto"} == {""}
 
 
+@pytest.mark.full
 def test_phases_together_are_all_of_the_time(rows, timing, small):
     places = {place[0] for place in timing.places_of(small[0].plain)}
     for side, more in (("align", {"encode", "search", "align", "load", "splice"}), ("slots", {"put slots in", "load the summary"})):
@@ -127,6 +132,7 @@ def test_phases_together_are_all_of_the_time(rows, timing, small):
     assert bare == {"layers", timing.REST}
 
 
+@pytest.mark.full
 def test_it_draws_a_picture(quick):
     assert (quick[0] / "warm.png").read_bytes().startswith(b"\x89PNG")
 

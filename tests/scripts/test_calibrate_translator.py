@@ -10,7 +10,7 @@ import pytest
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import testbed
-from tests.scripts.running import ROOT, run_script
+from tests.scripts.running import ROOT, run_process, run_script
 
 FAST = ["--prefixes", "4", "--length", "64", "--metric", "plain", "--device", "cpu"]
 
@@ -26,8 +26,8 @@ def tokenizer():
     return testbed.load()[1]
 
 
-def run(*options, **more):
-    return run_script("calibrate_translator", *options, **more)
+def run(*options):
+    return run_script("calibrate_translator", *options)
 
 
 def pair(folder, producer="base", consumer="tuned"):
@@ -56,12 +56,13 @@ def test_files_adapters_patched_layers_and_layers_that_are_run(tmp_path):
     assert (made.patched_layers, made.sent_layers, made.settings.recompute_layers) == ((3,), (2, 3), 1)
 
 
+@pytest.mark.full
 def test_two_processes_give_what_one_gives(tmp_path):
     pytest.importorskip("accelerate")
     both = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     both += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
     same = [*FAST, "--patch-layers", "none", "--dtype", "float32"]
-    together = run(*pair(tmp_path / "two"), *same, before=both)
+    together = run_process("calibrate_translator", *pair(tmp_path / "two"), *same, before=both)
     assert together.returncode == 0, together.stderr
     assert together.stdout.count("written to") == 1, "one process of the two writes and tells"
     alone = run(*pair(tmp_path / "one"), *same)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.scripts.running import run_script
 
 
-def demo(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--device", "cpu", *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env, check=False)
+def demo(*arguments: str | Path | int) -> subprocess.CompletedProcess[str]:
+    return run_script("demo", "--device", "cpu", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +65,10 @@ def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_prompt_of_ones_own_is_continued_and_without_matplotlib_there_is_no_picture(folder, tmp_path):
-    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError('not here', name='matplotlib')\n", encoding="utf-8")
+def test_a_prompt_of_ones_own_is_continued_and_without_matplotlib_there_is_no_picture(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     picture = tmp_path / "demo.png"
-    done = demo("--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", 3, "--plot", picture, PYTHONPATH=str(tmp_path))
+    done = demo("--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", 3, "--plot", picture)
     assert done.returncode == 0, done.stderr
     assert "1 rows of up to 16 tokens, 3 new tokens each" in done.stdout
     assert "the notes say" not in done.stdout
@@ -89,7 +86,7 @@ def test_a_prompt_of_ones_own_is_continued_and_without_matplotlib_there_is_no_pi
     ],
 )
 def test_a_wrong_argument_is_named_without_a_traceback(arguments, said):
-    done = demo(*arguments, HF_HUB_OFFLINE="1")
+    done = demo(*arguments)
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr

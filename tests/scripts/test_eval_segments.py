@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -40,6 +40,7 @@ def evaluated(tmp_path_factory):
     return new, done.stdout, rows_of(new / "segments-quality.csv")
 
 
+@pytest.mark.full
 def test_each_side_has_a_row_for_each_workload_in_the_table_and_in_the_file(evaluated):
     _, printed, rows = evaluated
     for workload in ("agents", "hanging", "adversarial", "no repeats"):
@@ -49,6 +50,7 @@ def test_each_side_has_a_row_for_each_workload_in_the_table_and_in_the_file(eval
     assert all(row["torch"] and row["model"] == "base" and row["probe"] == "0.9" for row in rows)
 
 
+@pytest.mark.full
 def test_rows_agree_with_each_other(evaluated):
     _, _, rows = evaluated
     for row in rows:
@@ -64,6 +66,7 @@ def test_rows_agree_with_each_other(evaluated):
         assert 0 < float(capped["mib"]) <= float(by_name["agents", side, "int8", ""]["mib"]) / 2
 
 
+@pytest.mark.full
 def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
     folder, printed, _ = evaluated
     bars = printed.partition("Bars\n")[2].strip().splitlines()
@@ -105,7 +108,6 @@ def test_prompts_are_read_as_text_as_ids_and_as_objects(script, tmp_path):
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=6))
-@settings(deadline=None)
 def test_prefixes_are_the_longest_shared_with_any_earlier_prompt(prompts):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "scripts")

@@ -36,6 +36,7 @@ def script(monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.full
 def test_every_cache_has_a_row_in_both_tables_and_in_the_files(quick):
     _, done, files = quick
     names = [
@@ -52,6 +53,7 @@ def test_every_cache_has_a_row_in_both_tables_and_in_the_files(quick):
     )
 
 
+@pytest.mark.full
 def test_the_full_caches_perplexity_is_that_of_one_forward_pass_over_text_behind_the_calibrations(quick):
     row = quick[2]["perplexity"][0]
     model, tokenizer = testbed.load()
@@ -63,6 +65,7 @@ def test_the_full_caches_perplexity_is_that_of_one_forward_pass_over_text_behind
     assert (row["variant"], row["from"], row["to"], row["tokens"]) == ("full cache", "2", "96", "190")
 
 
+@pytest.mark.full
 def test_all_falsifiers_and_bars_are_judged_or_said_not_to_be_measured(quick):
     lines = quick[1].stdout.splitlines()
     start = next(index for index, line in enumerate(lines) if line.startswith("The paper's falsifiers"))
@@ -72,24 +75,28 @@ def test_all_falsifiers_and_bars_are_judged_or_said_not_to_be_measured(quick):
     assert "not measured: adaptive mode" in judged[1]
 
 
+@pytest.mark.full
 def test_no_measured_error_is_above_its_bound(quick):
     assert {row["what"] for row in quick[2]["bounds"]} == {"logits", "output"}
     bounds = [row for row in quick[2]["bounds"] if row["bound"] != "sketch"]
     assert all(row["above_bound"] == "0" and 0 < float(row["share_of_bound"]) <= 1 for row in bounds)
 
 
+@pytest.mark.full
 def test_what_sketches_guarantee_is_held_against_the_errors_of_each_layer(quick):
     sketches = [row for row in quick[2]["bounds"] if row["bound"] == "sketch"]
     assert {(row["layer"], row["what"]) for row in sketches} == {(str(layer), what) for layer in range(4) for what in ("logits", "output")}
     assert all(-1 <= float(row["spearman"]) <= 1 and int(row["points"]) == 2 * 2 * 2 for row in sketches)
 
 
+@pytest.mark.full
 def test_the_whole_space_keeps_all_energy(quick):
     whole = [row for row in quick[2]["spectra"] if row["rank"] == "64"]
     assert len(whole) == 12  # four layers of three kinds
     assert all(float(row["energy"]) == pytest.approx(1, abs=1e-6) for row in whole)
 
 
+@pytest.mark.full
 def test_it_draws_pictures(quick):
     for task in TASKS:
         assert (quick[0] / f"subspace-{task}.png").read_bytes().startswith(b"\x89PNG")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -49,6 +49,7 @@ def evaluated(tmp_path_factory):
     return folder, done.stdout, rows_of(folder / "translation-quality.csv")
 
 
+@pytest.mark.full
 def test_each_side_has_a_row_for_each_workload_in_the_file_and_one_in_a_table(evaluated, script):
     _, printed, rows = evaluated
     sides = script("_translation_sides")
@@ -59,6 +60,7 @@ def test_each_side_has_a_row_for_each_workload_in_the_file_and_one_in_a_table(ev
     assert all(row["torch"] and row["hardware"] and row["pair"] == PAIR and row["texts"] == "1" for row in rows)
 
 
+@pytest.mark.full
 def test_rows_agree_with_each_other(evaluated):
     _, _, rows = evaluated
     for row in rows:
@@ -79,6 +81,7 @@ def test_rows_agree_with_each_other(evaluated):
         assert max(layers) < float(by_name["zero bytes", workload]["kl"])
 
 
+@pytest.mark.full
 def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
     folder, printed, _ = evaluated
     lines = printed.partition("Bars\n")[2].strip().splitlines()
@@ -252,7 +255,6 @@ def test_selective_recompute_takes_the_neighbours_that_help_most(script, worksho
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
-@settings(deadline=None)
 def test_the_front_is_of_points_that_no_other_one_beats(points):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "scripts")

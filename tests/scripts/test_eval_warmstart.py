@@ -41,6 +41,7 @@ def evaluated(tmp_path_factory):
     return folder, done.stdout, files
 
 
+@pytest.mark.full
 def test_each_side_has_a_row_for_each_kind_in_the_table_and_in_the_file(evaluated, script):
     _, printed, files = evaluated
     sides = [side.name for side in (*script("_warmstart_sides").SIDES, script("_warmstart_sides").PREFIX_TUNED)]
@@ -52,6 +53,7 @@ def test_each_side_has_a_row_for_each_kind_in_the_table_and_in_the_file(evaluate
     assert len(files["pairs"]) == 2 * len(KINDS) * len(sides)
 
 
+@pytest.mark.full
 def test_rows_agree_with_each_other(evaluated):
     _, _, files = evaluated
     for row in files["quality"]:
@@ -73,6 +75,7 @@ def test_rows_agree_with_each_other(evaluated):
     )
 
 
+@pytest.mark.full
 def test_controls_every_bar_and_the_papers_criteria_are_printed_and_a_picture_is_drawn(evaluated):
     folder, printed, _ = evaluated
     controls = printed.partition("Controls\n")[2].partition("\n\n")[0].splitlines()

@@ -23,8 +23,6 @@ from hf_kvcaches.segments.store import NewSegment
 from tests import tiny
 from tests.stores.blob_helpers import PROCESSES
 
-PROCESSES.set_forkserver_preload(["tests.stores.blob_helpers", "tests.segments.store_helpers"])
-
 # Tokens of a prompt, and of each of its segments: the last is cut off, because the cut ends there.
 LENGTH, PART = 48, 16
 # All but the last token, which is always computed.

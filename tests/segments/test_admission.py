@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_suffix
@@ -51,7 +51,6 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(mosaic=mosaics(), policy=POLICIES, mode=st.sampled_from(["exact", "approximate", "auto"]), begin=st.integers(0, 30))
 def test_every_new_token_is_in_one_part_with_the_tokens_that_are_stored_for_it(mosaic, policy, mode: Mode, begin: int) -> None:
     rows, asked = mosaic
@@ -83,7 +82,6 @@ def test_every_new_token_is_in_one_part_with_the_tokens_that_are_stored_for_it(m
     assert not any(len(part.rerun) or part.probe for part in found.parts if part.start < found.prefix)
 
 
-@settings(max_examples=40, deadline=None)
 @given(mosaic=mosaics(), policy=POLICIES)
 def test_exact_means_the_start_of_an_earlier_prompt_and_nothing_else(mosaic, policy: SegmentPolicy) -> None:
     rows, asked = mosaic
@@ -185,7 +183,6 @@ def slow_similarity(a: list[int], b: list[int]) -> float:
 TOKENS = st.lists(st.integers(0, 3), max_size=160)
 
 
-@settings(max_examples=100, deadline=None)
 @given(a=TOKENS, b=TOKENS, end=TOKENS)
 def test_similarity_is_that_of_the_sets_of_shingles(a: list[int], b: list[int], end: list[int]) -> None:
     for first, second in ((a, b), (a + end, b + end), (a[:6], b[:6]), (a, a)):

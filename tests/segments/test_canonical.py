@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
@@ -67,7 +67,6 @@ PIECES = [*MASKED, *KEPT, *"0159aefzTZ:-+./,_ \n\0¤é中İΣ\u0661\ud800", "10:
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join) | st.text(max_size=30)
 
 
-@settings(max_examples=250, deadline=None)
 @given(text=TEXTS)
 @example("10:30:99999 1/2/2024-10:20 p.m.12345")
 def test_canonical_twice_is_as_once(text: str) -> None:
@@ -103,7 +102,6 @@ def characters(ids: list[int]) -> list[str]:
     return [chr(token) for token in ids]
 
 
-@settings(max_examples=250, deadline=None)
 @given(texts=st.lists(TEXTS, max_size=5), length=st.sampled_from([1, 2, 8]))
 @example(texts=["on Monday, January  12,\n2024 at 9:05 p.m. utc in 1 2 3 4 5 6 fri, 2024-01-02", "x 12:30"], length=2)
 def test_shingles_are_runs_of_words_of_the_canonical_text(texts: list[str], length: int) -> None:
@@ -113,7 +111,6 @@ def test_shingles_are_runs_of_words_of_the_canonical_text(texts: list[str], leng
     assert_same_up_to_names(hashes, [runs_of(words_of(text), length) for text in texts])
 
 
-@settings(max_examples=60, deadline=None)
 @given(ids=st.lists(st.integers(0, 4) | st.integers(-(2**40), 2**40), max_size=30), length=st.sampled_from([1, 3]), data=st.data())
 def test_without_a_tokenizer_shingles_are_runs_of_tokens(ids: list[int], length: int, data: st.DataObject) -> None:
     places = st.integers(0, len(ids))
@@ -123,7 +120,6 @@ def test_without_a_tokenizer_shingles_are_runs_of_tokens(ids: list[int], length:
     assert [some.tolist() for some in Signer(shingle=length).shingles(ids, spans)] == [some.tolist() for some in hashes]
 
 
-@settings(max_examples=100, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=5))
 def test_a_span_has_the_same_signature_alone_and_in_any_prompt(texts: list[str]) -> None:
     signer = Signer(characters, shingle=2, permutations=8)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -136,7 +136,6 @@ LINE = st.integers(1, 4) | st.integers(1, 12) | st.integers(1, 60)
 SECTIONS = st.lists(st.lists(st.lists(LINE, min_size=1, max_size=7), min_size=1, max_size=6), min_size=1, max_size=3)
 
 
-@settings(max_examples=200, deadline=None)
 @given(sections=SECTIONS, sizes=st.sampled_from([(16, 128), (8, 8), (6, 9), (5, 30), (1, 3), (20, 21)]))
 def test_spans_follow_from_lines_blocks_and_walls_as_the_docstring_says(sections: list[list[list[int]]], sizes: tuple[int, int]) -> None:
     # A token for each character. A block ends in a blank line, a section begins with a separator.
@@ -188,7 +187,6 @@ def discovery_of(shortest: int, longest: int) -> Discovery:
     return Discovery(tokenizer_of_testbed(), shortest=shortest, longest=longest)
 
 
-@settings(max_examples=150, deadline=None)
 @given(chosen=st.lists(st.sampled_from([*LONG, *SHORT]), min_size=1, max_size=9), longest=st.sampled_from([128, 40]))
 def test_a_block_is_cut_in_the_same_way_wherever_it_stands(chosen: list[str], longest: int) -> None:
     discovery = discovery_of(16, longest)
@@ -204,7 +202,6 @@ def test_a_block_is_cut_in_the_same_way_wherever_it_stands(chosen: list[str], lo
     assert not [span for span in alone if span not in spans]
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     texts=st.lists(st.sampled_from([*LONG, *SHORT]), max_size=4),
     odd=st.lists(st.integers(0, 2047) | st.sampled_from([0, 1, 2, 5000, 10**9, 2**40, -1]), max_size=30),

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
@@ -17,7 +17,6 @@ from hf_kvcaches.segments.index import ALIKE, ANCHOR, SHINGLE, Run, SegmentIndex
 from hf_kvcaches.segments.records import CONTEXT, Chain, Record, Tier
 
 SURE = 2 * ANCHOR - 1
-MODEST = settings(max_examples=70, deadline=None)
 
 
 def add(index: SegmentIndex, row: Ids, cuts: Iterable[int], begin: int = 0, origin: Tier = "exact", fresh: bool = True) -> list[str]:
@@ -77,7 +76,6 @@ def families(draw: st.DrawFn) -> list[tuple[Ids, list[int]]]:
 # What stands left of them
 
 
-@MODEST
 @given(family=families(), wanted=st.data())
 def test_the_prefix_is_the_longest_that_any_earlier_prompt_had_however_those_were_cut(family, wanted: st.DataObject) -> None:
     index, stored = SegmentIndex(), []
@@ -90,7 +88,6 @@ def test_the_prefix_is_the_longest_that_any_earlier_prompt_had_however_those_wer
         assert assert_holds(index, as_ids(asked), 0, exact_only=False) == longest(asked, stored)
 
 
-@MODEST
 @given(family=families())
 def test_rows_that_were_stored_at_the_same_time_hide_nothing_of_each_other(family) -> None:
     index = SegmentIndex()
@@ -101,7 +98,6 @@ def test_rows_that_were_stored_at_the_same_time_hide_nothing_of_each_other(famil
         assert assert_holds(index, asked, 0, exact_only=True) == longest(asked, [other for other, _ in family])
 
 
-@MODEST
 @given(family=families(), data=st.data())
 def test_what_was_stored_again_after_an_eviction_goes_on_into_what_was_left(family, data: st.DataObject) -> None:
     index, keys = SegmentIndex(), []
@@ -120,7 +116,6 @@ def test_what_was_stored_again_after_an_eviction_goes_on_into_what_was_left(fami
         assert end == reached
 
 
-@MODEST
 @given(family=families(), data=st.data())
 def test_exact_requests_find_all_that_exact_requests_stored_and_nothing_else(family, data: st.DataObject) -> None:
     index = SegmentIndex()
@@ -145,7 +140,6 @@ def test_exact_segments_are_taken_as_far_as_they_reach_and_approximations_only_b
     ]
 
 
-@MODEST
 @given(family=families(), start=st.integers(0, 12))
 def test_what_follows_the_tokens_in_a_cache_is_found_where_a_segment_began_there(family, start: int) -> None:
     index = SegmentIndex()
@@ -207,7 +201,6 @@ def mosaics(draw: st.DrawFn) -> tuple[list[tuple[Ids, list[int], bool]], Ids]:
     return rows, as_ids(np.concatenate(parts))
 
 
-@MODEST
 @given(mosaic=mosaics(), start=st.integers(0, 20), shortest=st.sampled_from([1, 24, 40]))
 def test_runs_hold_what_they_say_and_leave_out_no_stretch_that_holds_an_anchor(mosaic, start: int, shortest: int) -> None:
     rows, asked = mosaic
@@ -225,7 +218,6 @@ def test_runs_hold_what_they_say_and_leave_out_no_stretch_that_holds_an_anchor(m
                 assert any(run.start < stop and run.stop > before for run in found), (before, stop)
 
 
-@MODEST
 @given(data=st.data(), shortest=st.sampled_from([24, 40]))
 def test_a_stretch_of_one_stored_text_is_taken_from_its_first_token_to_its_last(data: st.DataObject, shortest: int) -> None:
     """No token comes twice here, so that there is only one place where each could have come from."""
@@ -324,7 +316,6 @@ def told(index: SegmentIndex) -> dict[str, object]:
     return {name: value for name, value in vars(index).items() if name != "_seen"}
 
 
-@MODEST
 @given(family=families(), mosaic=mosaics(), data=st.data())
 def test_removal_leaves_no_trace(family, mosaic, data: st.DataObject) -> None:
     index, empty = SegmentIndex(), SegmentIndex()
@@ -347,7 +338,6 @@ def test_the_same_segment_twice_is_one() -> None:
     assert told(index) == told(SegmentIndex())
 
 
-@settings(max_examples=40, deadline=None)
 @given(family=families(), probe=st.lists(st.integers(0, 3), max_size=40))
 def test_what_shares_a_shingle_with_a_stored_segment_is_never_overlooked(family, probe) -> None:
     index = SegmentIndex()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.artifact import MANIFEST_NAME
@@ -32,7 +32,6 @@ POLICIES = st.builds(
 )
 
 
-@settings(max_examples=15, deadline=None)
 @given(policy=POLICIES)
 def test_a_policy_comes_back_as_it_was_saved(tmp_path_factory: pytest.TempPathFactory, policy: SegmentPolicy) -> None:
     folder = tmp_path_factory.mktemp("policy")
@@ -84,7 +83,6 @@ def test_what_can_not_work_is_refused_with_a_hint(name: str, value: Any) -> None
         SegmentPolicy(**{name: value})
 
 
-@settings(max_examples=100, deadline=None)
 @given(guard=GUARDS, layers=st.integers(1, 40), same=st.integers(0, 700))
 def test_so_many_layers_are_safe_as_have_a_window_that_is_not_longer(guard, layers: int, same: int) -> None:
     policy = SegmentPolicy(guard=guard)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix, common_suffix
@@ -45,13 +45,11 @@ def same(a: Ids | None, b: Ids | None) -> bool:
     return a is b if a is None or b is None else bool(np.array_equal(a, b)) and a.dtype == b.dtype == np.uint32
 
 
-@settings(max_examples=60, deadline=None)
 @given(a=TOKENS, b=TOKENS, c=TOKENS)
 def test_equal_tokens_have_equal_names_however_they_are_cut(a: list[int], b: list[int], c: list[int]) -> None:
     assert name(a, b, c) == name(a + b, c) == name(a, b + c) == name(a + b + c) == name([], a, [], b + c)
 
 
-@settings(max_examples=60, deadline=None)
 @given(a=FEW, b=FEW)
 def test_other_tokens_have_other_names(a: list[int], b: list[int]) -> None:
     assert (name(a) == name(b)) == (a == b)
@@ -77,7 +75,6 @@ def test_names_do_not_hang_on_how_ids_lie_in_memory() -> None:
     assert Chain().extend(as_ids(ids)[::2].astype(">u4")).name == expected  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
 @given(a=FEW, b=FEW)
 def test_common_starts_and_ends_are_counted(a: list[int], b: list[int]) -> None:
     count = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -99,7 +96,6 @@ def test_ids_of_segments_tell_apart_what_must_not_be_mixed_and_nothing_else() ->
     assert {other.key for other in alike} == {base.key}
 
 
-@settings(max_examples=40, deadline=None)
 @given(ids=TOKENS.filter(len), context=TOKENS, signature=st.none() | TOKENS, surroundings=st.none() | TOKENS, start=st.integers(0, 2**40))
 def test_records_come_back_from_json(ids, context, signature, surroundings, start: int) -> None:
     arrays = {

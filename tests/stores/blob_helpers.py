@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
 
-# A process that has torch loaded and forks from then on: a killed child costs milliseconds.
+# A process that has loaded what its children are asked to do, and forks from then on: a killed child costs milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.stores.blob_helpers"])
+PROCESSES.set_forkserver_preload(["tests.segments.store_helpers", "tests.warmstart.test_library"])
 HEAD = {"tokens": [1, 2, 3], "name": "größe", "share": 0.5, "nothing": None}
 DTYPES = (torch.int8, torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.float64, torch.bool)
 

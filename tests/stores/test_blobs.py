@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
@@ -147,7 +147,6 @@ OPERATION = st.tuples(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @given(operations=st.lists(OPERATION, max_size=25), kind=st.sampled_from(["memory", "disk", "redis"]))
 def test_any_order_of_calls_by_two_handles_does_as_a_dict_does(shared_server, operations, kind):
     with tempfile.TemporaryDirectory() as folder:

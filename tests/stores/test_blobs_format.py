@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
@@ -29,7 +29,6 @@ def header_of(content) -> bytes:
     return bytes(content[: header_length(bytes(content), len(content))])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     shapes=st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=4)), max_size=5),
     head=st.dictionaries(st.text(max_size=5), st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=4)),

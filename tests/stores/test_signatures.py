@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
@@ -36,7 +36,6 @@ def slow_signature(hashes: list[int], permutations: int, seed: int) -> list[int]
     return [min([(a * value + b) % 2**32 for value in mixed], default=2**32 - 1) for a, b in zip(factors, offsets, strict=True)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     lists=st.lists(HASHES, max_size=6),
     permutations=st.sampled_from([1, 3, 64]),
@@ -54,7 +53,6 @@ def test_signatures_are_those_of_the_slow_loop_however_many_fit_at_once(
     assert made.tolist() == [slow_signature(hashes, permutations, seed) for hashes in lists]
 
 
-@settings(max_examples=30, deadline=None)
 @given(hashes=HASHES, permutations=st.sampled_from([2, 64, 100]), seed=st.integers(0, 5))
 def test_signatures_are_datasketchs(hashes: list[int], permutations: int, seed: int) -> None:
     try:
@@ -67,7 +65,6 @@ def test_signatures_are_datasketchs(hashes: list[int], permutations: int, seed: 
     assert (ours == theirs.hashvalues).all()
 
 
-@settings(max_examples=30, deadline=None)
 @given(hashes=HASHES, data=st.data())
 def test_neither_order_nor_repetition_matters(hashes: list[int], data: st.DataObject) -> None:
     again = data.draw(st.permutations(hashes + hashes[:5]))
@@ -115,7 +112,6 @@ SIGNATURES = st.lists(st.integers(0, 2), min_size=16, max_size=16).map(lambda va
 KEYS = st.sampled_from(["a", "b", "é", "an id with spaces", ""])
 
 
-@settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(["add", "remove", "near"]), KEYS, SIGNATURES), max_size=12))
 def test_the_index_finds_exactly_what_shares_a_band(steps: list) -> None:
     index = SignatureIndex(permutations=16)

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, MissingDependencyError
@@ -79,7 +79,6 @@ operations = st.lists(
 
 
 @pytest.mark.parametrize("kind", ["flat", "auto", "hnsw"])
-@settings(max_examples=40, deadline=None)
 @given(operations)
 def test_any_sequence_of_changes_and_searches_gives_what_brute_force_gives(kind, steps):
     # So few vectors are all within the width of the graph's search.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.stores.worth import Worth
@@ -42,7 +42,6 @@ STEP = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(steps=st.lists(STEP, max_size=30))
 def test_totals_and_evictions_are_those_of_the_slow_way(steps) -> None:
     worth, slow = Worth(), Slow()

@@ -7,15 +7,13 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.subspace import bounds
 from tests import testbed
-
-FEW = settings(max_examples=80, deadline=None)
 
 
 def covers(bound: torch.Tensor | float, found: torch.Tensor | float, scale: torch.Tensor | float = 0.0) -> bool:
@@ -130,7 +128,6 @@ MEASURES = {
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-@FEW
 @given(case=cases())
 def test_attention_over_chunks_is_never_further_off_than_the_bounds_say(measure: str, case: Case) -> None:
     logits, weights, output, logits_, weights_, output_ = case.attention()
@@ -145,7 +142,6 @@ def test_attention_over_chunks_is_never_further_off_than_the_bounds_say(measure:
     assert covers(found.output, (output - output_).norm(), (1 + size) * case.values.norm(dim=1).max() * (1 + stretch))
 
 
-@FEW
 @given(case=cases())
 def test_residuals_from_tokens_and_from_their_gram_matrix_are_those_of_a_plain_loop(case: Case) -> None:
     for chunk, encode, decode in zip(case.chunks, case.encodes, case.decodes, strict=True):
@@ -213,7 +209,6 @@ def test_the_bound_on_logits_is_reached_by_a_query_along_the_largest_residual() 
     assert rows.amax() < norm < 30**0.5 * rows.amax()
 
 
-@FEW
 @given(case=cases())
 def test_the_residual_with_gamma_follows_from_the_one_without(case: Case) -> None:
     encode, decode, x = case.encodes[0][0], case.decodes[0][0], case.keys[case.chunks[0]]
@@ -240,7 +235,6 @@ def weights_error(logits: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     return (logits.softmax(-1) - (logits + errors).softmax(-1)).abs().sum(-1)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     count=st.integers(1, 12),
@@ -315,7 +309,6 @@ def sketched(x: torch.Tensor, size: int, buffer: int) -> tuple[torch.Tensor, flo
     return torch.stack(rows) if rows else x.new_zeros(1, x.shape[1]), taken
 
 
-@FEW
 @given(data=st.data(), seed=st.integers(0, 2**31), size=st.integers(1, 6), extra=st.sampled_from(["none", "as many", "half"]))
 def test_sketches_stay_within_their_bounds_and_so_do_bases_taken_from_them(data: st.DataObject, seed: int, size: int, extra: str) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -376,7 +369,6 @@ def test_a_basis_from_a_sketch_misses_what_the_papers_bound_has_no_room_for() ->
     assert float(bounds.sketched_residual_bound(1.0, epsilon)) >= missed
 
 
-@FEW
 @given(seed=st.integers(0, 2**31), size=st.integers(2, 6), share=st.floats(0, 1), near=st.booleans())
 def test_any_other_sketch_needs_its_error_twice(seed: int, size: int, share: float, near: bool) -> None:
     generator = torch.Generator().manual_seed(seed)

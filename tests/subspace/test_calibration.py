@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import BloomConfig, DynamicCache, MistralConfig, T5Config, T5ForConditionalGeneration
 
@@ -283,7 +283,6 @@ def test_without_an_output_projection_the_heads_outputs_count_and_the_artifact_s
 # How texts are read
 
 
-@settings(deadline=None, max_examples=60)
 @given(lengths=st.lists(st.integers(1, 20), max_size=6), block=st.integers(2, 8), limit=st.one_of(st.none(), st.integers(2, 60)))
 def test_blocks_hold_the_texts_in_order_and_only_single_tokens_are_left_out(lengths: list[int], block: int, limit: int | None) -> None:
     texts = [torch.arange(100 * index, 100 * index + length) for index, length in enumerate(lengths)]
@@ -298,7 +297,6 @@ def test_blocks_hold_the_texts_in_order_and_only_single_tokens_are_left_out(leng
     assert all(len(each) >= 2 for each in found)
 
 
-@settings(deadline=None, max_examples=40)
 @given(lengths=st.lists(st.integers(2, 5), max_size=12), size=st.integers(1, 4))
 def test_batches_hold_every_block_once_and_nothing_is_padded(lengths: list[int], size: int) -> None:
     blocks = [(index, torch.full((length,), index)) for index, length in enumerate(lengths)]

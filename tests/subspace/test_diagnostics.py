@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import SubspaceBases, SubspaceCache
@@ -23,7 +23,6 @@ from hf_kvcaches.subspace.layer import SubspaceLayer, decoded
 from hf_kvcaches.subspace.sketch import FrequentDirections, Gram
 from tests import testbed, tiny
 
-FEW = settings(max_examples=40, deadline=None)
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 SMALL: dict[str, Any] = {"rank": (3, 4), "warmup": 32, "chunk": 16}
 MODES: dict[str, Any] = {
@@ -248,7 +247,6 @@ class Recorded:
 RecordedGram, RecordedDirections = (type(f"Recorded{kind.__name__}", (Recorded, kind), {}) for kind in (Gram, FrequentDirections))
 
 
-@FEW
 @given(data=st.data())
 def test_sketch_bounds_hold_on_any_stream(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
@@ -276,7 +274,6 @@ def test_sketch_bounds_hold_on_any_stream(data: st.DataObject) -> None:
         assert float(torch.linalg.svdvals(plain)[0]) <= float(found.operator_norm[0, head]) + rounding * float(back[0, head].norm())
 
 
-@FEW
 @given(data=st.data())
 def test_the_bound_over_chunks_holds_for_a_bank_of_bases(data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels.coefficients import TILE
@@ -126,7 +126,6 @@ def test_each_head_equals_the_plain_walk(
     compare(oracle, texts(seed), root, [40, 41, 42, 90, 160, 161, 200])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 40),
     cuts=st.lists(st.integers(32, TOKENS), max_size=12) | st.just(list(range(32, TOKENS))),
@@ -245,7 +244,6 @@ def test_an_older_track_is_as_it_was_and_goes_on_alike(directions: tuple[int, in
     assert all(torch.equal(a, b) for a, b in zip(ends[0][1:], ends[1][1:], strict=True))
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 40), rank=st.integers(1, DIM - 1), at=st.integers(0, 10), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_a_loss_is_what_lengths_of_coefficients_leave_of_those_of_vectors(seed: int, rank: int, at: int, dtype: torch.dtype) -> None:
     """The paper's residual: |k|^2 - |c|^2, for the plain metric."""

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -75,7 +75,6 @@ def test_principal_of_nothing_keeps_all_of_it() -> None:
     assert torch.allclose(best.encode @ best.decode, torch.eye(2, dtype=torch.float64).expand(2, 2, 2))
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**20), rank=st.integers(1, 5))
 def test_no_projection_of_the_same_rank_loses_less_in_the_metric(seed: int, rank: int) -> None:
     gram, metric = moment_of(cloud(seed, 40, 6)), moment_of(cloud(seed + 1, 40, 6))
@@ -159,7 +158,6 @@ def remaining(losses: list[torch.Tensor], ranks: tuple[int, ...] | list[int]) ->
 energy_lists = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=6), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None)
 @given(numbers=energy_lists, multiple_of=st.sampled_from([1, 2]), minimum=st.integers(0, 2), data=st.data())
 def test_allocation_is_the_best_for_equal_costs_and_a_step_from_it_otherwise(
     numbers: list[list[int]], multiple_of: int, minimum: int, data: st.DataObject

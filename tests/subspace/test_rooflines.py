@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -192,7 +192,6 @@ def requests(draw: st.DrawFn) -> dict:
 SIZE = 24
 
 
-@settings(max_examples=120, deadline=None)
 @given(request=requests())
 def test_flops_bytes_and_memory_are_those_of_a_plain_implementation(request: dict) -> None:
     request = dict(request)

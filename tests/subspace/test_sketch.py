@@ -56,7 +56,8 @@ def streams(draw: st.DrawFn) -> torch.Tensor:
     return (rows * 10.0 ** draw(st.sampled_from([-42, -25, -3, 0, 3, 18, 30]))).float()
 
 
-@settings(max_examples=1500, deadline=None)
+# Rounding that breaks the bound is rare.
+@settings(max_examples=8 * settings.default.max_examples)
 @given(rows=streams(), size=st.integers(1, 14), buffer=st.sampled_from([None, 1, 2, 9]), data=st.data())
 def test_frequent_directions_keeps_its_bound_in_any_blocks(rows: torch.Tensor, size: int, buffer: int | None, data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, rows.shape[-2]), max_size=12) | st.just(list(range(rows.shape[-2]))))
@@ -91,7 +92,6 @@ def test_one_shrink_is_that_of_the_singular_values(slots_and_new: int, dim: int)
     assert (state[:, 4:] == 0).all()
 
 
-@settings(max_examples=80, deadline=None)
 @given(rows=streams(), data=st.data())
 def test_gram_is_the_sum_of_outer_products_in_any_blocks(rows: torch.Tensor, data: st.DataObject) -> None:
     state = fed(Gram(), rows, data.draw(st.lists(st.integers(0, rows.shape[-2]), max_size=12)))
@@ -172,7 +172,6 @@ def test_basis_and_energies_are_the_top_right_singular_directions(sketch: Sketch
     assert ((basis * directions[:, :2]).sum(-1).abs() > 0.999).all()
 
 
-@settings(max_examples=150, deadline=None)
 @given(rows=streams(), size=st.integers(1, 6), factor=st.sampled_from([0.0, 1e-60, 0.3, 4.0]))
 def test_scaling_weighs_what_came_before_and_keeps_the_bound(rows: torch.Tensor, size: int, factor: float) -> None:
     sketch, early, late = FrequentDirections(size), rows[:, : rows.shape[1] // 2], rows[:, rows.shape[1] // 2 :]

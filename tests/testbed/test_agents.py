@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import testbed
@@ -62,7 +62,6 @@ def test_requests_are_as_many_as_asked_for_and_begin_alike_when_more_are(tokeniz
     assert fewer[:begin] == made[workload][:begin]
 
 
-@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 10**6), length=st.integers(850, 1000))
 def test_prompts_and_continuations_stay_within_the_length(tokenizer, seed, length):
     for request in agents.agent_workload(tokenizer, requests=30, seed=seed, length=length):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import testbed
@@ -73,7 +73,6 @@ def test_the_same_seed_makes_the_same_pairs_and_another_seed_makes_others(tokeni
     assert pairs.make_pairs(tokenizer, kind, 3, seed=1, length=SHORT) == made[kind, SHORT, "same"][:3]
 
 
-@settings(max_examples=6, deadline=None)
 @given(kind=st.sampled_from(KINDS), length=st.integers(128, 900), seed=st.integers(0, 10**6))
 def test_prompts_have_the_length(tokenizer, kind, length, seed):
     for pair in pairs.make_pairs(tokenizer, kind, 2, seed=seed, length=length):

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import ModelFingerprint
@@ -74,7 +74,6 @@ def test_names_and_values_are_single_tokens(base):
         assert len(base[1].encode(f" {word}", add_special_tokens=False)) == 1
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), tokens=st.integers(130, 1000), facts=st.integers(1, 12))
 def test_documents_fit_and_hold_every_fact_once(base, seed, tokens, facts):
     tokenizer = base[1]

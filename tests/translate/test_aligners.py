@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -50,7 +50,6 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     inputs=st.integers(1, 8),
     outputs=st.integers(1, 5),
@@ -242,6 +241,7 @@ train_aligner(ridge(data()), Killing(data(), 40), state=sys.argv[1], **RUN)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system has no SIGKILL")
 def test_a_killed_process_leaves_a_state_that_another_goes_on_from(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "state")], cwd=Path(__file__).parents[2], check=False)

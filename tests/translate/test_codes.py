@@ -8,7 +8,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
@@ -38,7 +38,6 @@ def test_codes_come_back_bit_by_bit(dtype, group, lengths):
             assert torch.equal(part.decoded(name, torch.bfloat16), twin.decoded(name, torch.bfloat16))
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_codes_of_any_head_come_back(data):
     text = st.text(min_size=1, max_size=9)
@@ -79,7 +78,6 @@ def test_the_bytes_are_those_of_the_description_and_bodies_are_safetensors_files
 END, LEAST = 3.4028234663852886e38, 1.401298464324817e-45
 
 
-@settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=7, max_size=7), strided=st.booleans())
 @example(values=[END, -END, LEAST, -LEAST, -0.0, 2.0**-126, 65520.0], strided=True)
 def test_float32_codes_are_the_same_numbers_to_the_bit(values, strided):
@@ -260,7 +258,6 @@ def test_a_part_quantised_in_other_groups_is_a_fault_of_ours_even_where_shapes_a
 # Arriving
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 2000), max_size=40), dtype=st.sampled_from(DTYPES), kind=st.sampled_from([bytes, bytearray, memoryview])
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
@@ -233,13 +233,11 @@ def check(data: bytes, original: bytes) -> None:
         assert data == original
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.binary(max_size=300), start=st.sampled_from([b"", b"HFKVCODE", b"HFKVCODE\1\0\0\0", b"HFKVCODE\1\0\0\0\2\0\0\0{}"]))
 def test_random_bytes_are_refused(data, start):
     refused(start + data)
 
 
-@settings(max_examples=200, deadline=None)
 @given(data=st.data(), dtype=st.sampled_from(DTYPES))
 def test_random_edits_are_refused(data, dtype):
     original = codes_of(head_of(dtype)).to_bytes()
@@ -263,7 +261,6 @@ def test_random_edits_are_refused(data, dtype):
     check(bytes(edited), original)
 
 
-@settings(max_examples=150, deadline=None)
 @given(edits=st.lists(st.tuples(st.integers(0, 2000), st.binary(min_size=1, max_size=8)), max_size=3), dtype=st.sampled_from(DTYPES))
 def test_random_edits_of_head_and_bodies_under_right_digests_give_codes_of_the_right_form_or_are_refused(edits, dtype):
     codes = codes_of(head_of(dtype))

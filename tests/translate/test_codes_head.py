@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
@@ -211,7 +211,6 @@ def test_one_other_token_makes_another_text_unless_it_is_behind_the_last_mark_or
     assert begins(row, text) == (known if place >= known else None)
 
 
-@settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_the_tokens_of_a_row_that_a_text_begins_with_are_those_that_a_comparison_of_both_finds(data):
     token = st.integers(0, 2) | st.integers(0, (1 << 32) - 1)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.translate.cache import TranslatedCache
@@ -39,7 +39,6 @@ ends = st.lists(st.integers(1, 3), max_size=4)
 texts = st.lists(st.builds(lambda beginning, end: beginning + end, st.sampled_from(BEGINNINGS), ends), min_size=1, max_size=4)
 
 
-@settings(deadline=None, max_examples=300)
 @given(coded=texts, wanted=texts)
 def test_each_slot_that_is_filled_gets_the_codes_of_its_own_token(coded: list[list[int]], wanted: list[list[int]]) -> None:
     tokens, head = batch_of(wanted), head_of(coded)

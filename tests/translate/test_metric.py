@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -27,7 +27,6 @@ def spd(*shape: int, seed: int = 0) -> torch.Tensor:
     return roots @ roots.mT
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),

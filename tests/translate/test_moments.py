@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from tests.translate.models import MODELS
 PLACES = (0.0, 0.25, 0.5, 0.75)
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 99))
 def test_moments_are_the_mean_products_of_all_rows_at_once(lengths, widths, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,7 +78,6 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-4) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
 
 
-@settings(deadline=None, max_examples=25)
 @given(seed=SEEDS, producer=st.integers(1, 7), consumer=st.integers(1, 7), side=st.integers(1, 5))
 def test_at_full_rank_it_is_least_squares_on_all_that_is_known_and_all_states(seed, producer, consumer, side):
     rows = rows_of(seed, side=side, producer=producer, consumer=consumer)
@@ -88,7 +87,6 @@ def test_at_full_rank_it_is_least_squares_on_all_that_is_known_and_all_states(se
     close(said(fit, rows, 0), least_squares(rows.known, rows.consumer))
 
 
-@settings(deadline=None, max_examples=15)
 @given(seed=SEEDS, rank=st.integers(1, 4))
 def test_no_other_codes_of_a_rank_do_better(seed, rank):
     """Against least squares for random codes, and alternating minimisation from there."""
@@ -108,7 +106,6 @@ def test_no_other_codes_of_a_rank_do_better(seed, rank):
     assert found == pytest.approx(min(others), rel=0.05)
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS)
 def test_each_direction_takes_the_square_of_its_strength_off_the_error(seed):
     rows, metric = rows_of(seed), metric_of(seed, 5)
@@ -120,7 +117,6 @@ def test_each_direction_takes_the_square_of_its_strength_off_the_error(seed):
     assert fit.strengths.tolist() == sorted(fit.strengths.tolist(), reverse=True)
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, scale=st.sampled_from([1e-12, 1e-3, 1e6]))
 def test_the_unit_of_the_metric_does_not_matter(seed, scale):
     rows, metric = rows_of(seed), metric_of(seed, 5)
@@ -130,7 +126,6 @@ def test_the_unit_of_the_metric_does_not_matter(seed, scale):
         close(said(other, rows, rank), said(one, rows, rank))
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS)
 def test_the_basis_of_the_producers_states_does_not_matter(seed):
     rows, metric = rows_of(seed), metric_of(seed, 5)
@@ -142,7 +137,6 @@ def test_the_basis_of_the_producers_states_does_not_matter(seed):
         close(said(other, turned, rank), said(one, rows, rank), 1e-3)
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, ridge=st.sampled_from([1e-6, 1e-3, 1e-1]))
 def test_where_states_are_centred_does_not_matter(seed, ridge):
     """Regularisation pulls maps towards 0, and no mean with them."""
@@ -153,7 +147,6 @@ def test_where_states_are_centred_does_not_matter(seed, ridge):
         close(said(other, moved, rank) + 11.0, said(one, rows, rank), 1e-3)
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, ridge=st.sampled_from([1e-9, 1e-4]))
 def test_where_what_is_known_says_it_all_codes_take_nothing_off(seed, ridge):
     rows = rows_of(seed)
@@ -166,7 +159,6 @@ def test_where_what_is_known_says_it_all_codes_take_nothing_off(seed, ridge):
         close(said(fit, rows, rank), rows.consumer, 10 * ridge + 1e-4)
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, ridge=st.sampled_from([1e-10, 1e-7, 1e-4]), half=st.booleans())
 def test_states_that_depend_on_each_other_or_on_what_is_known_do_no_harm(seed, ridge, half):
     """Also with sums of float32's precision, in which what depends looks a little as if it did not."""
@@ -185,7 +177,6 @@ def test_states_that_depend_on_each_other_or_on_what_is_known_do_no_harm(seed, r
         assert left[1] == pytest.approx(left[0], rel=2e-2, abs=1e-6 * cost(rows.consumer, metric))
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, scale=st.sampled_from([1e-5, 1.0, 1e5]), determined=st.booleans())
 def test_codes_are_about_as_large_as_one(seed, scale, determined):
     rows = rows_of(seed, noise=1e-2 if determined else 0.5)
@@ -229,7 +220,6 @@ def svd_by_hand(x: Tensor, y: Tensor, rank: int) -> Tensor:
     return least_squares(x, latents) @ directions[:rank, x.shape[1] :]
 
 
-@settings(deadline=None, max_examples=25)
 @given(seed=SEEDS, heads=st.sampled_from([1, 2, 3]), size=st.integers(1, 3), rank=st.integers(1, 9), begin=st.integers(0, 2))
 def test_the_papers_factorisation_is_an_svd_of_both_models_states_side_by_side(seed, heads, size, rank, begin):
     width = heads * size
@@ -254,7 +244,6 @@ def test_models_of_other_widths_have_a_factorisation_too():
     close(rows.producer @ made.encode.double() @ made.decode.double(), torch.cat(pieces, dim=1), 1e-3)
 
 
-@settings(deadline=None, max_examples=60)
 @given(strengths=st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=4), min_size=1, max_size=3), total=st.integers(0, 12))
 def test_a_budget_is_shared_out_as_trying_all_ways_would(strengths, total):
     own = {3 * number: torch.tensor(sorted(each, reverse=True), dtype=torch.float64) for number, each in enumerate(strengths)}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
@@ -57,7 +57,6 @@ def slow_greedy(table: Table, pool: list[int], most: int, least: int) -> list[in
     return order
 
 
-@settings(max_examples=150, deadline=None)
 @given(case=tables())
 def test_restore_one_is_each_layers_gain_alone_and_asks_for_every_set_once(case: tuple[int, Table]) -> None:
     layers, table = case
@@ -67,7 +66,6 @@ def test_restore_one_is_each_layers_gain_alone_and_asks_for_every_set_once(case:
     assert score.asked == Counter({frozenset(): 1} | {frozenset({layer}): 1 for layer in range(layers)})
 
 
-@settings(max_examples=300, deadline=None)
 @given(case=tables(), data=st.data())
 def test_greedy_takes_what_a_plain_search_takes_and_scores_no_set_twice(case: tuple[int, Table], data: st.DataObject) -> None:
     layers, table = case
@@ -83,7 +81,6 @@ def test_greedy_takes_what_a_plain_search_takes_and_scores_no_set_twice(case: tu
     assert max(score.asked.values(), default=0) <= 1
 
 
-@settings(max_examples=300, deadline=None)
 @given(case=tables(), data=st.data())
 def test_select_is_the_most_efficient_set_on_the_greedy_way(case: tuple[int, Table], data: st.DataObject) -> None:
     layers, table = case

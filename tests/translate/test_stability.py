@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
@@ -198,7 +198,6 @@ def test_what_attention_changes_goes_through_the_mlp() -> None:
     assert (constants.paper_alpha, constants.paper_beta) == (8.0, 7.0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 40), columns=st.integers(1, 40), rank=st.integers(0, 40), seed=st.integers(0, 999))
 def test_power_iteration_finds_the_largest_singular_value(rows: int, columns: int, rank: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -309,7 +308,6 @@ def chains(draw: st.DrawFn) -> tuple[list[float], list[float], list[float], dict
     return *numbers, {layer: draw(st.floats(0, 2)) for layer in sorted(patched)}
 
 
-@settings(max_examples=200, deadline=None)
 @given(chain=chains())
 def test_the_segmented_bound_is_equation_17(chain: tuple[list[float], list[float], list[float], dict[int, float]]) -> None:
     alphas, betas, errors, patches = chain

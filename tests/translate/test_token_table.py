@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.translate import token_table
@@ -27,7 +27,6 @@ def made_of(ids: torch.Tensor) -> list[torch.Tensor]:
 batches = st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=20, unique=True), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=200)
 @given(asked=batches, places=st.sampled_from([0, 1, 5, 12, 30, 1000]))
 def test_rows_are_those_of_their_tokens_and_only_unknown_ones_are_run(asked: list[list[int]], places: int) -> None:
     table, known = TokenTable(VOCABULARY, torch.device("cpu")), set[int]()

@@ -548,6 +548,7 @@ PartialState().destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_two_processes_get_the_translators_of_one(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     with socket.socket() as free:

@@ -69,6 +69,7 @@ def test_two_codes_come_from_another_process_over_one_connection():
         sock.sendall(b"!")
 
 
+@pytest.mark.full
 def test_a_part_is_received_before_the_producer_makes_the_next():
     """The other process waits for an answer before each part: a reader that wants more than it needs waits in vain."""
     codes, names = codes_of(), []
@@ -83,6 +84,7 @@ def test_a_part_is_received_before_the_producer_makes_the_next():
     assert names == ["layer.1", "layer.2", "all"]
 
 
+@pytest.mark.full
 def test_a_process_that_ends_in_the_middle_is_said():
     start, first, *_ = codes_of().chunks()
     with producer("broken_off", str(len(start + first) + 40)) as sock:
@@ -201,6 +203,7 @@ def test_parts_are_not_held_back_by_tcp():
 # torch.distributed
 
 
+@pytest.mark.full
 def test_codes_go_between_processes_of_torch_distributed(tmp_path):
     with process("distributed", str(tmp_path / "meeting")):
         start_group(str(tmp_path / "meeting"), rank=0)

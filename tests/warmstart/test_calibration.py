@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
@@ -43,7 +43,6 @@ def kl(p, q):
 
 
 @given(st.integers(0, 2**32 - 1))
-@settings(deadline=None, max_examples=20)
 def test_divergence_is_that_of_the_definition(seed):
     made = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, 3, 7, generator=made)
@@ -54,7 +53,6 @@ seen = st.lists(st.tuples(st.sampled_from([0.1, 0.3, 0.5, 0.7, 0.9, 1.0]), st.sa
 
 
 @given(seen, st.sampled_from([0.0, 0.1, 0.25, 0.5]), st.sampled_from([0.0, 0.4, 0.95]))
-@settings(deadline=None, max_examples=200)
 def test_the_limit_is_the_lowest_of_those_that_keep_the_budget(seen, budget, standing):
     found, rows = limit(seen, budget, standing)
 

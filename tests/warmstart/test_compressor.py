@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
@@ -75,7 +75,6 @@ def assert_same(slots: LayerSlots, slow: list[list[tuple]]) -> None:
 
 
 @given(kv_heads=st.integers(1, 3), group=st.integers(1, 3), tokens=st.integers(2, 40), slots=st.integers(1, 24), seed=st.integers(0, 999))
-@settings(max_examples=60, deadline=None)
 def test_slots_are_those_of_a_slow_loop(kv_heads: int, group: int, tokens: int, slots: int, seed: int) -> None:
     prompt = made_up(kv_heads, group, tokens + 1, 8, seed=seed)
     keys, values, query, length = prompt.before(1)
@@ -96,7 +95,6 @@ def test_slots_are_those_of_a_slow_loop(kv_heads: int, group: int, tokens: int, 
 
 
 @given(tokens=st.integers(1, 60), data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_each_triangle_has_tokens_and_each_token_is_under_one(tokens: int, data: st.DataObject) -> None:
     weights = triangles(data.draw(st.integers(1, tokens)), tokens)
     torch.testing.assert_close(weights.sum(-1), torch.ones(len(weights)))
@@ -106,7 +104,6 @@ def test_each_triangle_has_tokens_and_each_token_is_under_one(tokens: int, data:
 
 
 @given(tokens=st.integers(9, 80), slots=st.integers(1, 40), tail=st.integers(1, 4), size=st.sampled_from([0.0, 1.0, 300.0]))
-@settings(max_examples=60, deadline=None)
 def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, tail: int, size: float) -> None:
     prompt = made_up(2, 2, tokens, 8, seed=tokens)
     keys, values, query, length = prompt.before(tail)

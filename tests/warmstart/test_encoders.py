@@ -203,6 +203,7 @@ def test_hidden_takes_no_more_tokens_than_the_model_has_positions_for():
 # A sentence-transformers model
 
 
+@pytest.mark.full
 def test_minilm_tells_other_wordings_from_other_prompts_and_paraphrases_from_strangers(bed, minilm):
     model, tokenizer = bed
     encoder = encoder_of(minilm, model, tokenizer)
@@ -215,6 +216,7 @@ def test_minilm_tells_other_wordings_from_other_prompts_and_paraphrases_from_str
     assert bread @ loaf > 0.5 > 0.2 > bread @ chess
 
 
+@pytest.mark.full
 def test_short_texts_are_encoded_as_the_library_does_itself(minilm):
     from sentence_transformers import SentenceTransformer
 
@@ -229,6 +231,7 @@ def test_short_texts_are_encoded_as_the_library_does_itself(minilm):
     assert encoder_of(library, tiny.llama()).name != named.name
 
 
+@pytest.mark.full
 def test_all_of_a_long_text_counts(minilm):
     """The model alone would read 256 tokens and find these equal."""
     encoder = encoder_of(minilm, tiny.llama())
@@ -252,6 +255,7 @@ def test_without_sentence_transformers_the_error_names_the_extra(monkeypatch):
         encoder_of("all-MiniLM-L6-v2", tiny.llama())
 
 
+@pytest.mark.full
 def test_the_parts_of_a_long_text_count_by_their_tokens(minilm):
     """252 tokens fit into a part, so the second part has 20."""
     encoder = encoder_of(minilm, tiny.llama())

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, MissingDependencyError
@@ -142,7 +142,6 @@ def test_writing_to_what_was_got_does_not_reach_the_store(tmp_path):
     assert same(store.get(key), entry(1))
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("put delete used pin unpin".split()), st.integers(0, 7)), max_size=30))
 def test_any_sequence_of_changes_leaves_a_store_that_agrees_with_a_dict_and_stays_in_its_cap(steps):
     size = EntryStore("memory", "scope")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
@@ -188,7 +188,6 @@ def test_a_prompt_and_its_slots_are_as_many_as_asked_for() -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=9))
-@settings(max_examples=150, deadline=None)
 def test_the_longest_beginning_is_found_as_by_looking_at_all(prompts: list[list[int]], asked: list[int]) -> None:
     library = WarmStartLibrary.__new__(WarmStartLibrary)
     library._lock = threading.RLock()

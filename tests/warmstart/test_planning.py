@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.splicing.alignment import Block, align
@@ -61,7 +61,6 @@ def prompts(draw: st.DrawFn) -> tuple[Ids, Ids]:
 
 
 @given(prompts(), st.integers(0, 12), st.integers(0, 20))
-@settings(max_examples=300, deadline=None)
 def test_what_is_reused_is_equal_guarded_and_before_the_tail(case: tuple[Ids, Ids], guard: int, tail: int) -> None:
     source, target = case
     blocks = reusable_blocks(source, target, guard=guard, tail=tail)
@@ -79,14 +78,12 @@ def test_what_is_reused_is_equal_guarded_and_before_the_tail(case: tuple[Ids, Id
 
 
 @given(prompts(), st.integers(0, 12), st.integers(0, 20))
-@settings(max_examples=200, deadline=None)
 def test_all_that_the_rule_allows_is_reused(case: tuple[Ids, Ids], guard: int, tail: int) -> None:
     source, target = case
     assert pairs_of(reusable_blocks(source, target, guard=guard, tail=tail)) == slow(source, target, guard, tail)
 
 
 @given(st.integers(0, 119), st.integers(1, 10), st.integers(0, 12), st.integers(0, 20))
-@settings(max_examples=100, deadline=None)
 def test_around_one_change_all_but_the_change_the_guard_and_the_tail_is_reused(place: int, size: int, guard: int, tail: int) -> None:
     target = TEXT.copy()
     stop = min(place + size, 120)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -22,7 +22,6 @@ def rows_and_bound(draw) -> tuple[list[int], int]:
 
 
 @given(rows_and_bound())
-@settings(max_examples=200, deadline=None)
 def test_repaired_positions_differ_stay_inside_and_keep_their_ranks(case: tuple[list[int], int]) -> None:
     row, last = case
     fixed = repaired(torch.tensor(row), last).tolist()
@@ -41,7 +40,6 @@ def test_repaired_positions_differ_stay_inside_and_keep_their_ranks(case: tuple[
 
 
 @given(st.sets(st.integers(0, 50), min_size=1, max_size=12), st.integers(0, 10), st.randoms())
-@settings(max_examples=100, deadline=None)
 def test_positions_that_are_fine_stay(places: set[int], more: int, rng) -> None:
     row = sorted(places)
     assert repaired(torch.tensor(row), row[-1] + more).tolist() == row
@@ -123,7 +121,6 @@ def test_without_a_layer_norm_the_first_layer_is_exact() -> None:
 
 
 @given(delta=st.integers(-20, 150))
-@settings(max_examples=25, deadline=None)
 def test_moved_slots_stay_before_the_last_token_at_places_of_their_own(model, correction: PositionCorrection, delta: int) -> None:
     keys = keys_at(model, tiny.ids(61, seed=3), 0)
     query = [torch.randn(4, 8, generator=torch.Generator().manual_seed(1)) for _ in keys]

@@ -356,6 +356,7 @@ def test_tokens_that_the_cache_was_not_told_of_leave_it_as_it_is() -> None:
     assert not cache.report().swapped
 
 
+@pytest.mark.full
 def test_a_process_that_ends_while_the_thread_runs_ends_well() -> None:
     program = """
 import torch

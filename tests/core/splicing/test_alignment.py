@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -63,14 +63,12 @@ def edited(draw: st.DrawFn, alphabet: int = 9, longest: int = 40) -> tuple[list[
     return source, target
 
 
-@settings(max_examples=300, deadline=None)
 @given(pair=edited(), shortest=st.integers(1, 5))
 def test_blocks_in_order_are_those_of_difflib(pair, shortest):
     source, target = pair
     assert align(source, target, shortest) == slow_align(source, target, shortest)
 
 
-@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10**6), edits=st.integers(0, 12), shortest=st.integers(1, 8))
 def test_blocks_of_book_text_are_those_of_difflib(book, seed, edits, shortest):
     rng = random.Random(seed)
@@ -83,7 +81,6 @@ def test_blocks_of_book_text_are_those_of_difflib(book, seed, edits, shortest):
     assert align(source, target, shortest) == slow_align(source, target, shortest)
 
 
-@settings(max_examples=300, deadline=None)
 @given(pair=edited(), shortest=st.integers(1, 5), moved=st.booleans(), far=st.sampled_from([1, -1, 2**40]))
 def test_blocks_hold_equal_tokens_and_do_not_overlap(pair, shortest, moved, far):
     source, target = ([token * far for token in row] for row in pair)
@@ -98,7 +95,6 @@ def test_blocks_hold_equal_tokens_and_do_not_overlap(pair, shortest, moved, far)
         end, s_end = t + length, s + length
 
 
-@settings(max_examples=200, deadline=None)
 @given(pair=edited(), shortest=st.integers(1, 5))
 def test_every_token_that_stands_in_a_long_enough_run_between_blocks_is_covered_when_blocks_may_move(pair, shortest):
     source, target = pair

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig
 
@@ -83,7 +83,6 @@ def test_layers_come_back(way: str | None, plan: str, dtype: torch.dtype) -> Non
     read(layers, tensors, json.loads(json.dumps(stored)), 0, 6, None, way)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), way=st.sampled_from(WAYS), tokens=st.integers(1, 9), seed=st.integers(0, 99))
 def test_any_tokens_of_any_lowest_layers_come_back(data: st.DataObject, way: str | None, tokens: int, seed: int) -> None:
     shapes = [(1, 4, 4), (2, 4, 4), (1, 4, 6), (1, 40, 4)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.splicing.history import History
@@ -54,7 +54,6 @@ def check(history: History, plain: Plain, padding: list[int]) -> None:
         assert history.padding(plain.seen) is None
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data(), padded=st.booleans())
 def test_it_follows_whatever_is_done_to_the_cache(data: st.DataObject, padded: bool) -> None:
     history, plain, padding = History(), Plain(), []

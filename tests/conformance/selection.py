@@ -1,0 +1,121 @@
+"""Which cache is run in which row, on which family, in which tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches.errors import UnsupportedError
+from tests.conformance import model_rows, models, rows, state_rows
+from tests.conformance.entries import ENTRIES, Entry
+
+Row = Callable[[Entry, PreTrainedModel, torch.dtype], None]
+
+ROWS: tuple[Row, ...] = (*rows.GENERATING, *state_rows.STATE, *model_rows.MODEL)
+FOR_ALL_FAMILIES: tuple[Row, ...] = (
+    rows.greedy,
+    rows.left_padded_batch,
+    rows.chunked_prefill,
+    rows.beam_search,
+    rows.assisted_by_a_model,
+    rows.chat,
+    state_rows.forced_tokens,
+    state_rows.crop,
+    state_rows.deepcopy_forks,
+    state_rows.saved_and_loaded,
+    state_rows.reset,
+    state_rows.reorder_cache,
+    state_rows.interleaved_caches,
+    state_rows.refusals_change_nothing,
+)
+# What differs between families is how positions, masks and windows reach attention. A cache's rows are cut, copied and moved alike.
+THAT_DIFFER: tuple[Row, ...] = (rows.left_padded_batch, state_rows.forced_tokens)
+# With windows on every other layer and a soft cap, so that its rows are those of two kinds of layers.
+HYBRID = "gemma2"
+FOR_ALL_HEADS: tuple[Row, ...] = (
+    rows.chat_of_a_padded_batch,
+    rows.num_return_sequences,
+    rows.prompt_lookup,
+    state_rows.batch_select_indices,
+    state_rows.inference_mode_mixed,
+    model_rows.gradients,
+)
+# A compiler takes seconds for each cache: at once the rows of one that loses nothing, and of one that drops tokens.
+COMPILED_AT_ONCE = ("growing", "equip_h2o")
+# Rows with given tokens: in low precision a free choice between two near ties says nothing.
+FOR_BFLOAT16: tuple[Row, ...] = (
+    state_rows.forced_tokens,
+    state_rows.left_padded_steps,
+    state_rows.crop,
+    state_rows.deepcopy_forks,
+    state_rows.pickled,
+    state_rows.saved_and_loaded,
+    state_rows.reset,
+    state_rows.interleaved_caches,
+)
+
+
+def cases_of(family: str, dtype: torch.dtype, of: Sequence[Row], fast: Collection[Row] | None = None) -> list[Any]:
+    """Parameters of a test: every cache in some rows, on one family.
+
+    Args:
+        family: One of `models.FAMILIES`.
+        dtype: Of the model.
+        of: The rows.
+        fast: Those among them that are not left to the full tier; None for all.
+    """
+    name = str(dtype).removeprefix("torch.")
+    return [
+        pytest.param(
+            entry,
+            row,
+            family,
+            dtype,
+            id=f"{entry.name}-{row.__name__}-{family}-{name}",
+            marks=() if _is_fast(entry, row, fast) else pytest.mark.full,
+        )
+        for entry in ENTRIES
+        if family == "llama" or entry.every_family or of is FOR_ALL_HEADS
+        for row in of
+        if family not in entry.without and f"{row.__name__}@{name}" not in entry.without
+    ]
+
+
+def _is_fast(entry: Entry, row: Row, fast: Collection[Row] | None) -> bool:
+    if row is model_rows.compiled_forward and entry.name not in COMPILED_AT_ONCE:
+        return False
+    return fast is None or row in fast
+
+
+def cases_of_families() -> Iterator[Any]:
+    """Parameters of a test: all families but the one that is run in all rows."""
+    for family in models.FAMILIES:
+        if family != "llama":
+            fast = FOR_ALL_FAMILIES if family == HYBRID else THAT_DIFFER
+            yield from cases_of(family, torch.float32, FOR_ALL_FAMILIES, fast)
+    # Without groups no copy is made of keys on the way to attention, and with one group only.
+    for family in ("llama_mha", "llama_mqa"):
+        yield from cases_of(family, torch.float32, FOR_ALL_HEADS, (model_rows.gradients, state_rows.inference_mode_mixed))
+    for family in (HYBRID, "gpt2"):
+        yield from cases_of(family, torch.bfloat16, FOR_BFLOAT16, ())
+
+
+def run_row(entry: Entry, row: Row, family: str, dtype: torch.dtype) -> None:
+    """Runs a row, or asserts that the cache refuses it.
+
+    Args:
+        entry: The cache.
+        row: What is asked of it.
+        family: Of the model.
+        dtype: Of the model.
+    """
+    model = models.tiny(family, dtype)
+    if entry.refuses_row(row.__name__, family):
+        with pytest.raises(UnsupportedError):
+            row(entry, model, dtype)
+    else:
+        row(entry, model, dtype)
