@@ -7,13 +7,11 @@ besides stands in `special.py`.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 import transformers
+from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -109,6 +107,23 @@ SIZES: dict[str, Any] = {
     ),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size", "window_size", "attention_chunk_size"), WINDOW),
     **dict.fromkeys(("pad_token_id",), 0),
+    **dict.fromkeys(
+        (
+            "out_hidden_size",
+            "text_hidden_size",
+            "projector_hidden_size",
+            "projection_hidden_size",
+            "projection_hidden_dim",
+            "vision_hidden_size",
+            "projection_intermediate_size",
+            "alignment_intermediate_size",
+            "image_token_embed_dim",
+            "vision_output_dim",
+        ),
+        64,
+    ),
+    "base_channels": 32,
+    "num_embeddings": VOCABULARY,
     "local_attention": 2 * WINDOW,  # on both sides
     "is_decoder": True,
     **dict.fromkeys(("eos_token_id", "bos_token_id", "decoder_start_token_id", "forced_eos_token_id"), None),
@@ -158,7 +173,7 @@ def _shrunk(kind: type[PreTrainedConfig], **given: Any) -> dict[str, Any]:
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     specials = special.SPECIAL.get(kind.model_type, {})
-    values = {name: value for name, value in given.items() if name not in SIZES and isinstance(value, bool | str | int) and value not in range(17, 10**9)}
+    values = {name: value for name, value in given.items() if name not in SIZES and _is_small(value)}
     values |= {name: SIZES[name] for name in fields if name in SIZES}
     if "sliding_window" in fields and fields["sliding_window"].default is None and "layer_types" not in fields:
         del values["sliding_window"]
@@ -175,6 +190,10 @@ def _shrunk(kind: type[PreTrainedConfig], **given: Any) -> dict[str, Any]:
         inner = spec.get_config_class(spec.model_type)
         values[name] = {"model_type": inner.model_type} | _shrunk(inner, **(spec.init_kwargs or {}))
     return values | specials
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, bool | str) or (isinstance(value, int) and value <= 16)
 
 
 def _token_ids(fields: dict[str, Any]) -> dict[str, int]:

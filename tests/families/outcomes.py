@@ -58,6 +58,8 @@ def outcomes(family: Family, kinds: Iterable[Kind] = KINDS) -> list[Outcome]:
     """
     kinds = list(kinds)
     model = build(family)
+    reach = _reach(model)
+    assert reach > 10 * TOLERANCE, f"{family.name}: early tokens change nothing ({reach:.1e}), so nothing can be seen"
     expected = _expected(model, {scenario for kind in kinds for scenario in kind.scenarios})
     before = _state(model)
     found: list[Outcome] = []
@@ -123,6 +125,15 @@ def _distance(actual: Logits, wanted: Logits) -> float:
             return float("inf")
         worst = max(worst, float((mine - theirs)[finite].abs().max() / theirs[finite].std()))
     return worst
+
+
+@torch.no_grad()
+def _reach(model: PreTrainedModel) -> float:
+    """How much the first four tokens change what comes behind the last."""
+    other = PROMPT.clone()
+    other[:, :4] = (PROMPT[:, :4] + 7) % 90 + 3
+    first, second = (model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, -1:] for ids in (PROMPT, other))
+    return _distance([second], [first])
 
 
 @torch.no_grad()

@@ -20,13 +20,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "blt": {"encoder_hash_byte_group_vocab": 64, "num_hidden_layers": 4},
     "codegen": {"rotary_dim": 8},
     "gptj": {"rotary_dim": 8},
-    "cohere_compass_text": {"rope_parameters": {kind: _MROPE for kind in ("full_attention", "sliding_attention")}},
+    "cohere_compass_text": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _MROPE)},
     "cosmos3_edge_text": {"rope_parameters": _MROPE},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
         "rope_parameters": _ROPE,
     },
+    "dots3_note_vision_encoder": {"per_layer_config": {}, "adapter_in_dim": 64, "adapter_out_dim": 64, "mlp_layer_types": ["dense"] * 4},
+    "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_out_dim": 64},
     "dots3_note_text": _INDEXER | {"per_layer_config": {}, "use_dsa": True, "head_dim": 32},
     "deepseek_v32": _INDEXER,
     "glm_moe_dsa": _INDEXER,
@@ -42,8 +44,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 16,
         "laurel_rank": 16,
     },
-    "gemma4_text": {"global_head_dim": 32, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2, "layer_types": [
-        "sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+    "gemma4_text": {
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma4_unified_text": {
+        "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "qwen4_exp_text": _LINEAR
@@ -86,10 +96,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "florence_vision": {},
     "granite4_vision": {"deepstack_layer_map": [(1, 1)], "downsample_rate": "1/2"},
-    "granite_docling_vision": {"out_hidden_size": 64},
-    "inkling2_vision": {"text_hidden_size": 64},
     "molmo2_adapter": {"vision_feature_layer": [1, 2]},
-    "muse_spark_audio": {"out_hidden_size": 64},
+    "moshi": {"sliding_window": 512},  # only its cache knows of the window, its mask does not
+    "pixtral": {"image_size": 28},
+    "muse_spark_audio": {"hidden_sizes": (16, 16, 16, 64)},
+    "janus_vision_model": {"projection_dim": 64},
+    "llama4_vision_model": {"projector_output_dim": 64, "projector_input_dim": 64},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 125},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 125},
     "blt_local_encoder": {"hidden_size_global": 64},
@@ -104,7 +117,8 @@ _PICTURE = "answers only with a picture"
 LEFT_OUT: dict[str, str] = {
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "openai-gpt", "xlm", "xlnet", "rwkv", "reformer", "xlstm"), _NO_CACHE),
     **dict.fromkeys(
-        ("t5gemma2@image", "udop@image", "pix2struct@image", "florence2@image", "vision-encoder-decoder@image", "pp_formulanet@image"), _ENCODER
+        ("t5gemma2@image", "udop@image", "pix2struct@image", "florence2@image", "vision-encoder-decoder@image", "pp_formulanet@image"),
+        _ENCODER,
     ),
     **dict.fromkeys(
         ("blip@image", "blip-2@image", "instructblip@image", "instructblipvideo@image", "idefics@image", "kosmos-2@image"), _PICTURE
