@@ -1,0 +1,200 @@
+"""The caches that every family is run with, each in a setting that must equal a `DynamicCache` (a pruned one where it prunes)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches import (
+    AdaptiveSubspace,
+    EquipCache,
+    GrowingCache,
+    SegmentReuseCache,
+    SegmentStore,
+    SubspaceBases,
+    SubspaceCache,
+    WarmStartCache,
+    WarmStartLibrary,
+)
+from tests.conformance.entries import ReadBefore
+from tests.families.models import TOKEN_LIMIT, VOCABULARY
+from tests.translate.pairs import fit
+from tests.warmstart.warm import words
+
+BUDGET, SINKS = 16, 4
+
+
+class Bench:
+    """What the caches of one model share: bases, a store, a library, a translator.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def make(self, **options: Any) -> Any:
+        """An empty cache."""
+        raise NotImplementedError
+
+    def prepare(self, prompts: Iterable[torch.Tensor]) -> None:
+        """What must have been there before a prompt comes, once for each of its rows.
+
+        Args:
+            prompts: (1, tokens) each.
+        """
+
+    def settle(self) -> None:
+        """Waits for what is stored in the background."""
+
+    def stored(self) -> int:
+        """How many things are stored for later requests."""
+        return 0
+
+
+class Growing(Bench):
+    def make(self, **options: Any) -> GrowingCache:
+        return GrowingCache(self.model)
+
+
+class Equip(Bench):
+    """A budget that nothing outgrows, unless a scenario asks for less. Of a window alone, compact positions differ by a number."""
+
+    sinks = 0
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make(self, **options: Any) -> EquipCache:
+        return EquipCache(self.model, **{"policy": "streaming", "budget": 128, "sinks": self.sinks, **self.options, **options})
+
+
+class EquipOriginal(Equip):
+    sinks = SINKS
+    options: ClassVar[dict[str, Any]] = {"positions": "original"}
+
+
+class EquipScored(Equip):
+    """A policy that looks at attention weights."""
+
+    options: ClassVar[dict[str, Any]] = {"policy": "h2o"}
+
+
+def _texts() -> list[list[int]]:
+    return [torch.randint(3, TOKEN_LIMIT, (48,), generator=torch.Generator().manual_seed(90 + seed)).tolist() for seed in range(2)]
+
+
+class Subspace(Bench):
+    rotation = "aware"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.bases: SubspaceBases | None = None
+
+    def make(self, **options: Any) -> SubspaceCache:
+        if self.bases is None:
+            self.bases = SubspaceBases.calibrate(
+                self.model, None, _texts(), rotation=self.rotation, bytes_ratio=1.0, multiple_of=1, progress=False
+            )
+        return SubspaceCache(self.model, self.bases, sinks=1, recent=3)
+
+
+class SubspacePost(Subspace):
+    rotation = "post"
+
+
+class Adaptive(Bench):
+    def make(self, **options: Any) -> SubspaceCache:
+        return SubspaceCache(self.model, adaptive=AdaptiveSubspace(bytes_ratio=1.0, warmup=16, chunk=16), sinks=1, recent=3)
+
+
+class Segments(Bench):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.store = SegmentStore("memory", max_bytes="64MiB", quantization=None)
+
+    def make(self, **options: Any) -> SegmentReuseCache:
+        return SegmentReuseCache(self.model, self.store, mode="exact", **options)
+
+    def settle(self) -> None:
+        self.store.flush()
+
+    def stored(self) -> int:
+        return self.store.report().segments
+
+
+class Moved(Segments):
+    """Takes segments from anywhere as they are."""
+
+    def make(self, **options: Any) -> SegmentReuseCache:
+        return SegmentReuseCache(self.model, self.store, mode="approximate", repair=0.0, **options)
+
+
+class WarmStart(Bench):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.library: WarmStartLibrary | None = None
+
+    def make(self, **options: Any) -> WarmStartCache:
+        return WarmStartCache(self.model, self._library(), strategy="exact")
+
+    def _library(self) -> WarmStartLibrary:
+        if self.library is None:
+            self.library = WarmStartLibrary(self.model, words(VOCABULARY), slots=0, full="exact")
+        return self.library
+
+    def prepare(self, prompts: Iterable[torch.Tensor]) -> None:
+        self._library().add([prompt[0] for prompt in prompts])
+
+    def stored(self) -> int:
+        return 0 if self.library is None else len(self.library)
+
+
+class Translated(Bench):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        self.translator: Any = None
+
+    def make(self, **options: Any) -> ReadBefore:
+        if self.translator is None:
+            lossless: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None, "ridge": 1e-8}
+            texts = [_texts()[seed % 2] for seed in range(2)]
+            self.translator = fit(self.model, self.model, texts, **lossless)
+        cache = ReadBefore(self.model, None, None)
+        cache.translator = self.translator
+        return cache
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A column of the table.
+
+    Args:
+        name: Its name.
+        bench: What makes it.
+        scenarios: That it is run through.
+    """
+
+    name: str
+    bench: Callable[[PreTrainedModel], Bench]
+    scenarios: tuple[str, ...]
+
+
+_ALL = ("single", "padded", "second", "chunks", "chat", "beams", "lookup", "loop")
+_FEW = ("single", "padded", "chat", "loop")
+KINDS = (
+    Kind("growing", Growing, _ALL),
+    Kind("equip", Equip, (*_ALL, "pruned")),
+    Kind("equip_original", EquipOriginal, (*_FEW, "pruned")),
+    Kind("equip_scored", EquipScored, ("single", "padded")),
+    Kind("subspace", Subspace, _ALL),
+    Kind("subspace_post", SubspacePost, _FEW),
+    Kind("subspace_adaptive", Adaptive, _FEW),
+    Kind("segments", Segments, _ALL),
+    Kind("segments_moved", Moved, ("moved",)),
+    Kind("warmstart", WarmStart, _ALL),
+    Kind("translated", Translated, _ALL),
+)

@@ -1,0 +1,212 @@
+"""What is asked of a cache. Each scenario gives logits, which must be those that a `DynamicCache` gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_kvcaches.errors import UnsupportedError
+from tests.families.caches import BUDGET, Bench
+from tests.families.models import TOKEN_LIMIT
+
+Logits = list[torch.Tensor]
+
+
+def tokens(length: int, seed: int) -> torch.Tensor:
+    """Text, (1, length).
+
+    Args:
+        length: In tokens.
+        seed: Another seed is another text.
+    """
+    return torch.randint(3, TOKEN_LIMIT, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(*rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of several lengths as one batch, and its mask."""
+    width = max(row.shape[1] for row in rows)
+    ids = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (width - row.shape[1], 0)) for row in rows])
+    return ids, mask
+
+
+PROMPT, SHORT = tokens(24, 1), tokens(15, 2)
+CONTINUED = torch.cat([PROMPT[:, :18], tokens(7, 3)], 1)
+REPEATING = torch.cat([PROMPT[:, :10], PROMPT[:, :10], PROMPT[:, :4]], 1)
+SEGMENT, BEFORE, AFTER = tokens(20, 4), 5, 11
+FIRST = torch.cat([tokens(BEFORE, 5), SEGMENT, tokens(4, 6)], 1)
+SECOND = torch.cat([tokens(AFTER, 7), SEGMENT, tokens(6, 8)], 1)
+
+
+class Oracle(Bench):
+    """Transformers' own."""
+
+    def make(self, **options: Any) -> DynamicCache:
+        return DynamicCache(config=self.model.config)
+
+
+def takes(model: PreTrainedModel, name: str) -> bool:
+    """Whether a model's forward has an argument.
+
+    Args:
+        model: The model.
+        name: Of the argument.
+    """
+    return name in inspect.signature(model.forward).parameters
+
+
+def generate(model: PreTrainedModel, ids: torch.Tensor, cache: Any, new: int = 4, mask: torch.Tensor | None = None, **options: Any) -> Any:
+    """`model.generate`, greedy, with logits.
+
+    Args:
+        model: The model.
+        ids: (rows, tokens).
+        cache: The cache.
+        new: How many tokens to write.
+        mask: 1 where a token is real.
+        **options: For `generate`.
+    """
+    return model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        past_key_values=cache,
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+def single(bench: Bench) -> Logits:
+    """One prompt."""
+    cache = bench.make()
+    bench.prepare([PROMPT])
+    return list(generate(bench.model, PROMPT, cache).logits)
+
+
+def padded(bench: Bench) -> Logits:
+    """Two prompts of different lengths."""
+    cache = bench.make()
+    bench.prepare([PROMPT, SHORT])
+    ids, mask = left_padded(PROMPT, SHORT)
+    return list(generate(bench.model, ids, cache, mask=mask).logits)
+
+
+def second(bench: Bench) -> Logits:
+    """A prompt that begins like one that was there."""
+    first = generate(bench.model, PROMPT, bench.make(), new=2).logits
+    bench.settle()
+    again = generate(bench.model, PROMPT, bench.make(), new=2).logits
+    bench.settle()
+    return [*first, *again, *generate(bench.model, CONTINUED, bench.make(), new=3).logits]
+
+
+def chunks(bench: Bench) -> Logits:
+    """A prompt in pieces."""
+    return list(generate(bench.model, PROMPT, bench.make(), prefill_chunk_size=9).logits)
+
+
+def chat(bench: Bench) -> Logits:
+    """A second turn with the same cache."""
+    cache = bench.make()
+    bench.prepare([PROMPT])
+    first = generate(bench.model, PROMPT, cache, new=3)
+    turn = torch.cat([PROMPT, torch.stack(first.logits, 1).argmax(-1)[:1], tokens(5, 9)], 1)
+    return [*first.logits, *generate(bench.model, turn, cache, new=3).logits]
+
+
+def beams(bench: Bench) -> Logits:
+    """Two beams."""
+    return list(generate(bench.model, PROMPT, bench.make(), num_beams=2, new=3).logits)
+
+
+def lookup(bench: Bench) -> Logits:
+    """Guesses from the prompt, which are taken back."""
+    return list(generate(bench.model, REPEATING, bench.make(), prompt_lookup_num_tokens=2, new=5).logits)
+
+
+@torch.no_grad()
+def loop(bench: Bench) -> Logits:
+    """A loop of the user's own: padding on the left, logits of the last token, and no positions."""
+    model, cache = bench.model, bench.make()
+    bench.prepare([PROMPT, SHORT])
+    ids, mask = left_padded(PROMPT, SHORT)
+    text, found = ids, []
+    extra = {"logits_to_keep": 1} if takes(model, "logits_to_keep") else {}
+    for step in range(4):
+        output = model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **extra)
+        found.append(output.logits[:, -1])
+        ids = torch.cat([tokens(1, 20 + step), tokens(1, 30 + step)])
+        text, mask = torch.cat([text, ids], 1), torch.cat([mask, torch.ones_like(ids)], 1)
+    if isinstance(bench, Oracle):
+        whole = model(input_ids=text[:, :-1], attention_mask=mask[:, :-1], use_cache=False).logits[:, -1]
+        if float((whole - found[-1]).abs().max() / whole.std()) > 1e-3:
+            raise UnsupportedError("without positions, the model itself answers otherwise with a cache than without")
+    return found
+
+
+def moved(bench: Bench) -> Logits:
+    """A segment that stood elsewhere in an earlier prompt, taken as it is."""
+    if isinstance(bench, Oracle):
+        return _moved_by_hand(bench)
+    stop = BEFORE + SEGMENT.shape[1]
+    generate(bench.model, FIRST, bench.make(spans=[[(BEFORE, stop)]]), new=1)
+    bench.settle()
+    cache = bench.make(spans=[[(AFTER, AFTER + stop - BEFORE)]])
+    found = list(generate(bench.model, SECOND, cache, new=3).logits)
+    assert cache.report().reused_tokens == SEGMENT.shape[1], f"reused {cache.report().reused_tokens} tokens"
+    return found
+
+
+@torch.no_grad()
+def _moved_by_hand(bench: Bench) -> Logits:
+    """The model itself computes the earlier prompt where its segment stands in the later one, which is the same with relative positions."""
+    model = bench.model
+    plain, source = model(input_ids=FIRST, past_key_values=DynamicCache(), use_cache=True).logits, DynamicCache()
+    places = torch.arange(FIRST.shape[1])[None] + AFTER - BEFORE
+    shifted = model(input_ids=FIRST, position_ids=places, past_key_values=source, use_cache=True).logits
+    if float((plain - shifted).abs().max() / plain.std()) > 1e-3:
+        raise UnsupportedError("positions are not relative")
+    cache, slots = DynamicCache(), slice(BEFORE, BEFORE + SEGMENT.shape[1])
+    model(input_ids=SECOND[:, :AFTER], past_key_values=cache, use_cache=True)
+    for layer, other in zip(cache.layers, source.layers, strict=True):
+        layer.keys = torch.cat([layer.keys, other.keys[:, :, slots]], -2)
+        layer.values = torch.cat([layer.values, other.values[:, :, slots]], -2)
+    return list(generate(model, SECOND, cache, new=3).logits)
+
+
+@torch.no_grad()
+def pruned(bench: Bench, sinks: int | None = None) -> Logits:
+    """More tokens than the budget; what is dropped is hidden by the mask from a `DynamicCache` that keeps it.
+
+    Args:
+        bench: The caches.
+        sinks: For the oracle.
+    """
+    model, cache = bench.model, bench.make(budget=BUDGET)
+    if sinks == 0 and "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        raise UnsupportedError("chunks are counted from the first token that the mask shows")
+    ids, mask = PROMPT, torch.ones_like(PROMPT)
+    found, keeps_all = [], isinstance(bench, Oracle)
+    for step in range(6):
+        seen = mask.shape[1]
+        shown = mask.clone()
+        if keeps_all and step:
+            shown[:, sinks : seen - (BUDGET - sinks)] = 0
+        extra = {"position_ids": torch.arange(seen - ids.shape[1], seen)[None]} if takes(model, "position_ids") else {}
+        output = model(input_ids=ids, attention_mask=shown, past_key_values=cache, use_cache=True, **extra)
+        found.append(output.logits[:, -1])
+        ids = tokens(1, 40 + step)
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    return found
+
+
+SCENARIOS: dict[str, Callable[..., Logits]] = {
+    function.__name__: function for function in (single, padded, second, chunks, chat, beams, lookup, loop, moved, pruned)
+}
