@@ -160,7 +160,8 @@ def _attend(
                 "The cache was built with another model than the one that it is used with. Build a cache with this model, or pass it to "
                 "the model that it was built with."
             )
-    return key.attend(module, query, attention_mask, **kwargs)
+    output, weights = key.attend(module, query, attention_mask, **kwargs)
+    return output.contiguous(), weights  # some models take a view of it
 
 
 def previous_attention(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
@@ -110,7 +111,15 @@ class Passes(Generic[P]):
         """Says that another pass begins."""
         self._current = None
 
-    def enter(self, mask: Any, position_ids: torch.Tensor | None, seen: int, tokens: int, device: torch.device) -> P:
+    def enter(
+        self,
+        mask: Any,
+        position_ids: torch.Tensor | None,
+        seen: int,
+        tokens: int,
+        device: torch.device,
+        real_before: torch.Tensor | None = None,
+    ) -> P:
         """The pass with these arguments: the running one, or a new one.
 
         Args:
@@ -119,11 +128,14 @@ class Passes(Generic[P]):
             seen: Tokens fed in before.
             tokens: New ones.
             device: Of keys and queries.
+            real_before: How many tokens of each row are real as far as the layer knows, (batch, 1), where the mask does not tell.
         """
         arguments = (seen, tokens, device)
         # Masks by identity: a model may have several in one pass, and what is kept here is not freed meanwhile.
         if self._current is None or self._arguments[0] is not mask or self._arguments[1:] != arguments:
             read = TokenMask.read(mask, seen, tokens)
+            if read.real_before is None and real_before is not None:
+                read = replace(read, real_before=real_before)
             self._current = self.kind(_on(read, device), _text_positions(position_ids), seen, tokens, device)
             self._arguments = (mask, *arguments)
         return self._current

@@ -66,7 +66,7 @@ class EquipLayer(PlacedSlots):
         if torch.compiler.is_compiling():
             return compiled.attend(self, query, keys, values, call)
         tokens = keys.shape[-2]
-        running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
+        running = self.enter(call, tokens, keys.device)
         if self.inserting is not None:
             return editing.insert_block(self, query, keys, values, call, running)
         self._check_padding(running)
@@ -83,6 +83,17 @@ class EquipLayer(PlacedSlots):
         self.seen += tokens
         self.wind(not block and tokens == 1 and running.valid is None)
         return output
+
+    def enter(self, call: Call, tokens: int, device: torch.device) -> TurningPass:
+        """The pass that new tokens belong to.
+
+        Args:
+            call: What the model said.
+            tokens: How many are new.
+            device: Of the keys.
+        """
+        real_before = None if self.first is None else (self.fed - self.first)[:, None]
+        return self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, device, real_before)
 
     def _check_padding(self, running: TurningPass) -> None:
         """Refuses masks that hide what the cache took for text: it read them without this attention, or the caller changed them."""

@@ -259,7 +259,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
         call.check("EquipCache")
         self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
         rows, tokens = keys.shape[0], keys.shape[-2]
-        running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
+        running = self.enter(call, tokens, keys.device)
         block = self.passes.block_length(tokens, begun=bool(self.fed), recording=self.recording is not None)
         try:
             real, prompt = running.shared(("pages", id(self.book)), lambda: self._provide_all(running, rows, tokens, block))
