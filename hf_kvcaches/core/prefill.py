@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.attention import close_window
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.partial import Masks, RunningLayer, SkippedLayer, with_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -124,6 +125,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
             raise RuntimeError(f"take_prefill took {taken} of {most} tokens, and the cache went from {before} to {cache.seen} tokens")
         cache.filling = False
     except BaseException:
+        close_window()
         cache.abandon_prefill(before)
         raise
     per_token = ("input_ids", "position_ids")

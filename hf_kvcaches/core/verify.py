@@ -104,6 +104,7 @@ def verify(
     max_new_tokens: int = 64,
     *,
     prefill_chunk_size: int | None = None,
+    position_ids: bool = True,
 ) -> VerifyReport:
     """Compares a cache with the full cache, on what the model itself would write.
 
@@ -124,8 +125,10 @@ def verify(
             or `(seq,)`.
         max_new_tokens: How many steps to compare at most.
         prefill_chunk_size: Feeds the prompt to the cache under test in pieces of this many tokens.
+        position_ids: Whether both runs pass `position_ids`, as `generate` does. False checks a loop of your own that leaves them out: most
+            models then number tokens by their slots in the cache, padding included.
     """
-    runner = _Runner(model, *_checked(model, make_cache, inputs, max_new_tokens, prefill_chunk_size))
+    runner = _Runner(model, *_checked(model, make_cache, inputs, max_new_tokens, prefill_chunk_size), position_ids)
     with evaluating(runner.model):
         reference = DynamicCache(config=runner.model.config)
         steps, reference_seconds = runner.greedy(reference, max_new_tokens)
@@ -203,13 +206,13 @@ class _Step:
 class _Runner:
     """Calls a model the way that `generate` does."""
 
-    def __init__(self, model: Any, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    def __init__(self, model: Any, ids: torch.Tensor, mask: torch.Tensor | None, position_ids: bool) -> None:
         # `generate` on a PEFT wrapper calls the model inside it, whose layers carry the adapters; only there do its forward hooks run.
         self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
         device = ids.device if self.model.device.type == "meta" else self.model.device
         self.ids = ids.to(device)
         accepted = inspect.signature(compat.base_model(self.model).forward).parameters
-        self.takes_positions = "position_ids" in accepted
+        self.takes_positions = position_ids and "position_ids" in accepted
         self.always: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in accepted:
             self.always["logits_to_keep"] = 1

@@ -172,6 +172,7 @@ class WarmStartCache(SplicingCache):
         return ids, mask, positions.clamp_min(0)
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        self.history.crop(self.seen)  # a pass that did not run to its end
         if self._exact is not None and self.seen:
             self._go_on(attention_mask)
         super().observe(input_ids, attention_mask, position_ids)

@@ -101,6 +101,25 @@ def feed(
     return torch.cat(logits, dim=1)
 
 
+@torch.no_grad()
+def loop(model: Any, cache: Any, ids: torch.Tensor, more: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Feeds a prompt and then single tokens without `position_ids`; the logits behind each, (rows, 1 + tokens, vocabulary).
+
+    Args:
+        model: The model.
+        cache: An empty cache.
+        ids: The prompt, (rows, tokens).
+        more: What follows, (rows, tokens).
+        mask: 1 where a token of the prompt is real; None to pass none.
+    """
+    found = []
+    for part in (ids, *more.split(1, dim=1)):
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, cache.get_seq_length() + part.shape[1] - mask.shape[1]), value=1)
+        found.append(model(input_ids=part, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1).logits)
+    return torch.cat(found, 1)
+
+
 def generate(model: Any, ids: torch.Tensor, cache: Any, *, new: int = 8, mask: torch.Tensor | None = None, **options: Any) -> Any:
     """`model.generate` with a fixed seed and everything returned.
 

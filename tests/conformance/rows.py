@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.conformance import models
-from tests.conformance.driving import close, feed, generate, left_padded, replay, tokens
+from tests.conformance.driving import close, feed, generate, left_padded, loop, replay, tokens
 from tests.conformance.entries import Entry
 
 PROMPTS = tuple(tokens(length, seed=length) for length in (13, 7, 10))
@@ -59,6 +59,19 @@ def left_padded_batch(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) 
     output = generate(model, ids, entry.make(model), mask=mask, new=10)
     _same_as_dynamic(entry, model, dtype, output, ids, mask=mask, new=10)
     _same_as_replayed(entry, model, dtype, output, list(PROMPTS))
+
+
+def padded_loop_without_positions(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """A loop of the user's own that leaves the numbering of tokens to the model: most count the padding, and so must the cache."""
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        ids, mask = left_padded(prompts)
+        more = torch.cat([tokens(5, seed=80 + row) for row in range(len(prompts))])
+        padding = mask if len(prompts) > 1 else None
+        logits = loop(model, entry.make(model), ids, more, padding)
+        assert torch.isfinite(logits).all()
+        if entry.lossless:
+            twin = models.twin_of(model)
+            close(entry, dtype, logits, loop(twin, DynamicCache(config=twin.config), ids, more, padding), "logits beside DynamicCache")
 
 
 def chunked_prefill(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -251,6 +264,7 @@ def conflicting_arguments(entry: Entry, model: PreTrainedModel, dtype: torch.dty
 GENERATING = (
     greedy,
     left_padded_batch,
+    padded_loop_without_positions,
     chunked_prefill,
     chunked_prefill_of_a_padded_batch,
     sampling,

@@ -19,6 +19,7 @@ ROWS: tuple[Row, ...] = (*rows.GENERATING, *state_rows.STATE, *model_rows.MODEL)
 FOR_ALL_FAMILIES: tuple[Row, ...] = (
     rows.greedy,
     rows.left_padded_batch,
+    rows.padded_loop_without_positions,
     rows.chunked_prefill,
     rows.beam_search,
     rows.assisted_by_a_model,
@@ -33,7 +34,7 @@ FOR_ALL_FAMILIES: tuple[Row, ...] = (
     state_rows.refusals_change_nothing,
 )
 # What differs between families is how positions, masks and windows reach attention. A cache's rows are cut, copied and moved alike.
-THAT_DIFFER: tuple[Row, ...] = (rows.left_padded_batch, state_rows.forced_tokens)
+THAT_DIFFER: tuple[Row, ...] = (rows.left_padded_batch, rows.padded_loop_without_positions, state_rows.forced_tokens)
 # With windows on every other layer and a soft cap, so that its rows are those of two kinds of layers.
 HYBRID = "gemma2"
 FOR_ALL_HEADS: tuple[Row, ...] = (

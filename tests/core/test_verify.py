@@ -461,3 +461,32 @@ def test_a_learned_prompt_is_refused(model):
     wrapped = get_peft_model(make_model("llama-gqa"), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
     with pytest.raises(UnsupportedError, match="learned prompt"):
         verify(wrapped, DynamicCache, random_ids(1, 5))
+
+
+def test_a_loop_without_positions_is_one_in_which_nobody_passes_any(model):
+    ids = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    calls = []
+    handle = model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    make = functools.partial(DynamicCache, config=model.config)
+    reports = [verify(model, make, inputs, max_new_tokens=4, position_ids=given) for given in (True, False)]
+    handle.remove()
+    assert ["position_ids" in kwargs for kwargs in calls] == [True] * 8 + [False] * 8
+    assert [report.max_logit_error for report in reports] == [0.0, 0.0]
+
+
+def test_a_cache_that_counts_without_padding_shows_where_the_model_counts_with_it():
+    class Counting(hf_kvcaches.GrowingCache):
+        """Says that it has seen only real tokens, and so moves what follows."""
+
+        def get_seq_length(self, layer_idx=0):
+            seen = super().get_seq_length(layer_idx)
+            return max(0, seen - 5)
+
+    model = make_model("gpt2")
+    ids = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(3))
+    errors = [verify(model, lambda: Counting(model), ids, 4, position_ids=given).max_logit_error for given in (True, False)]
+    assert errors[0] < 1e-4
+    assert errors[1] > 1e-2

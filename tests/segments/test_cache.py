@@ -413,3 +413,45 @@ def test_padded_rows_of_a_fresh_batch_get_the_logits_of_each_alone():
     found = first_logits(model, ids, cache, attention_mask=mask)
     for line, row in zip(found, rows, strict=True):
         assert torch.allclose(line[None], plain(model, row), atol=1e-4)
+
+
+@torch.no_grad()
+def loop(model, cache, ids, mask=None):
+    """A user's own loop, which leaves the numbering of tokens to the model; the logits behind the prompt and two more tokens."""
+    found = []
+    for part in (ids, *tiny.ids(len(ids), 2, seed=7).split(1, dim=1)):
+        inputs = {"input_ids": part, "past_key_values": cache, "logits_to_keep": 1}
+        if mask is not None:
+            mask = torch.nn.functional.pad(mask, (0, cache.get_seq_length() + part.shape[1] - mask.shape[1]), value=1)
+            inputs["attention_mask"] = mask
+        found.append(model(**inputs).logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("seen", [[], [joined(A, B)], [joined(A, B, C), joined(A, B)]], ids=["empty", "the prompt", "longer"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "partial"])
+def test_a_loop_without_positions_gets_what_a_full_cache_gives(name, seen):
+    model, prompts = MODELS[name](), [joined(A, B), joined(A, B)[:, -60:]]
+    store = stored(model, *seen) if seen else SegmentStore("memory", quantization=None)
+    ids = torch.cat([prompts[0], torch.nn.functional.pad(prompts[1], (16, 0))])
+    mask = torch.cat([torch.ones(1, 76), torch.nn.functional.pad(torch.ones(1, 60), (16, 0))]).long()
+    for inputs in ((ids, mask), (ids, None), (prompts[0], torch.ones_like(prompts[0])), (prompts[0], None)):
+        for _ in range(2):  # what the first one stored must not mislead the second
+            got = loop(model, SegmentReuseCache(model, store, mode="exact"), *inputs)
+            assert torch.allclose(got, loop(model, DynamicCache(config=model.config), *inputs), atol=1e-4)
+    # Nor those that number their tokens.
+    got = first_logits(model, ids, SegmentReuseCache(model, store, mode="exact"), attention_mask=mask)
+    assert torch.allclose(got, plain(model, ids, attention_mask=mask), atol=1e-4)
+
+
+@pytest.mark.parametrize("repair_by", ["first", "deviation"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_refused_probes_leave_nothing_of_what_was_stored(quantization, repair_by):
+    model = tiny.llama()
+    policy = SegmentPolicy(guard=(), similarity=1.01, probe=1.0, probing=1.0, repair_by=repair_by)
+    prompt = joined(D, B, C[:, :20], A, D[:, ::2])
+    cache = SegmentReuseCache(model, stored(model, joined(A, B, C), quantization=quantization), policy=policy)
+    got = first_logits(model, prompt, cache)
+    assert cache.probes
+    assert cache.report().tiers == {"computed": prompt.shape[1] - 1}
+    assert torch.allclose(got, plain(model, prompt), atol=1e-5)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, PreTrainedModel, Qwen2Config
+from transformers import DynamicCache, MistralConfig, PreTrainedModel, Qwen2Config
 
 from hf_kvcaches import ModelFingerprint, SlotProjector, WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.splicing.rotation import rotation_of
@@ -17,7 +17,7 @@ from hf_kvcaches.warmstart import serving
 from hf_kvcaches.warmstart.slots import Slots
 from tests import testbed, tiny
 from tests.segments.reference import Source, step_by_step
-from tests.segments.test_cache import MODELS, A, B, C, D, joined
+from tests.segments.test_cache import MODELS, A, B, C, D, joined, loop
 from tests.warmstart.warm import OPEN, SHUT, answer, behind_slots, forced, left_padded, library_of, logits_of, taken, tokens_run, words
 
 E = tiny.ids(1, 40, seed=11)
@@ -709,3 +709,14 @@ def test_a_ready_mask_behind_a_summary_is_one_of_all_tokens() -> None:
     close(*found)
     with pytest.raises(ConfigError, match="mask"):
         model(D[:, :1], attention_mask=torch.ones(1, 1, 1, LIKE.shape[1], dtype=torch.bool), past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "partial"])
+def test_a_loop_without_positions_gets_what_a_full_cache_gives(name: str) -> None:
+    model, prompts = MODELS[name](), (joined(A, B, C), joined(A, B))
+    library = library_of(model, *prompts)
+    ids, mask = left_padded(*prompts)
+    for inputs in ((ids, mask), (ids, None), (prompts[0], torch.ones_like(prompts[0])), (prompts[0], None)):
+        cache = WarmStartCache(model, library, strategy="exact")
+        close(loop(model, cache, *inputs), loop(model, DynamicCache(config=model.config), *inputs))
+        assert (cache.report().reused_tokens == 0) == (inputs[1] is mask)

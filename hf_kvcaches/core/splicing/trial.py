@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.answerable import why_not_answering
 from hf_kvcaches.core.attention import previous_implementation
 from hf_kvcaches.core.partial import StandIn, with_layers
 from hf_kvcaches.core.prefill import run_module
@@ -36,21 +37,21 @@ def parts_refused(model: PreTrainedModel) -> str:
 
 
 def _refusal(model: PreTrainedModel, implementation: str) -> str:
-    name = type(model).__name__
-    if not compat.can_switch_attention(model):
-        return f"{name} computes attention its own way"
+    reason = why_not_answering(model)
+    if reason is not None:
+        return reason
     if implementation not in ("sdpa", "eager"):
         return f"attention {implementation!r} takes no ready masks; load the model with attn_implementation='sdpa'"
     layers = compat.decoder_layers(model)[2]
     if len(compat.layer_plan(compat.decoder_config(model.config))) != len(layers):
-        return f"layers of {name} share keys and values with others"
+        return f"not all layers of {type(model).__name__} have keys and values"
     asking = next((kind for kind in _kinds(layers) if _LENGTHS & set(_names_in(kind))), None)
     if asking is not None:
         return f"{asking.__name__} computes with the number of tokens in the cache"
     try:
         return _of_trial(model, layers)
     except Exception as error:  # whatever a model that is not made for this may raise is the reason
-        return f"a pass without layers fails in {name} ({type(error).__name__}: {error})"
+        return f"a pass without layers fails in {type(model).__name__} ({type(error).__name__}: {error})"
 
 
 def _kinds(layers: nn.ModuleList) -> list[type[nn.Module]]:

@@ -1,0 +1,158 @@
+"""Whatever interrupts a prompt that a cache takes over, and whenever: the model is as it was, and the cache is of use after reset()."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache as remembered
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from transformers import DynamicCache
+
+from hf_kvcaches import KVCache
+from hf_kvcaches.errors import ConfigError
+from tests.interrupts.cases import CASES, EARLIER, answer, model
+
+
+class Interrupt(BaseException):
+    """What is not an `Exception`, as a KeyboardInterrupt."""
+
+
+@remembered
+def case(name: str) -> tuple[torch.Tensor, Callable[[], KVCache], torch.Tensor]:
+    """A prompt, what makes its caches, and what is answered where nothing happens."""
+    prompt, make = CASES[name]()
+    return prompt, make, answer(prompt, make())
+
+
+@remembered
+def before() -> tuple[Any, torch.Tensor]:
+    """Of the model, before anything happens."""
+    with torch.no_grad():
+        return traces(), model()(EARLIER).logits
+
+
+def traces() -> Any:
+    """All that an interrupted pass might leave in a model."""
+    hooks = [len(module._forward_hooks) for module in model().modules()]
+    return list(model().state_dict()), [id(module) for module in model().modules()], hooks
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls of PyTorch's functions, the cache's own among them, and interrupts at one of them."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__()
+        self.stop, self.count = stop, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.stop:
+            raise Interrupt
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def modules(stop: int) -> Iterator[list[int]]:
+    """Counts calls of the model's modules, and interrupts at one of them."""
+    count, thread = [0], threading.get_ident()
+
+    def called(module: torch.nn.Module, args: Any) -> None:
+        if threading.get_ident() == thread:
+            count[0] += 1
+            if count[0] == stop:
+                raise Interrupt
+
+    handle = register_module_forward_pre_hook(called)
+    try:
+        yield count
+    finally:
+        handle.remove()
+
+
+def check(name: str, cache: KVCache) -> None:
+    """Asserts that nothing is left behind."""
+    prompt, make, expected = case(name)
+    made, logits = before()
+    assert traces() == made
+    with torch.no_grad():
+        torch.testing.assert_close(model()(EARLIER).logits, logits, rtol=0, atol=0)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(answer(prompt, make())), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert found, "another thread waits for something that the interrupted one has"
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-4)
+    if cache.get_seq_length() < prompt.shape[1]:
+        try:
+            found.append(answer(prompt, cache))
+            # Where the exact prefill was to take over next, it has.
+            assert any(torch.allclose(found[1], each, rtol=0, atol=1e-4) for each in (expected, answer(prompt, DynamicCache())))
+        except ConfigError as error:
+            assert "reset()" in str(error)  # noqa: PT017
+    cache.reset()
+    torch.testing.assert_close(answer(prompt, cache), expected, rtol=0, atol=1e-4)
+
+
+def chosen(count: int, most: int, seed: int) -> list[int]:
+    """Some of the calls, the first and the last among them."""
+    inner = random.Random(seed).sample(range(2, count), min(most - 2, count - 2))
+    return [1, *sorted(inner), count]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_interrupt_in_any_module_leaves_nothing_behind(name: str) -> None:
+    before()
+    prompt, make, _ = case(name)
+    cache = make()
+    with modules(0) as count:
+        answer(prompt, cache)
+    for stop in chosen(count[0], 24, seed=1):
+        cache = make()
+        with modules(stop), pytest.raises(Interrupt):
+            answer(prompt, cache)
+        check(name, cache)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_interrupt_in_any_function_leaves_nothing_behind(name: str) -> None:
+    before()
+    prompt, make, _ = case(name)
+    cache = make()
+    with Calls(0) as calls:
+        answer(prompt, cache)
+    for stop in chosen(calls.count, 24, seed=2):
+        cache = make()
+        with Calls(stop), pytest.raises(Interrupt):
+            answer(prompt, cache)
+        check(name, cache)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ctrl_c_at_any_time_leaves_nothing_behind(name: str) -> None:
+    """The time is the processor's, so that a busy machine changes nothing."""
+    before()
+    prompt, make, _ = case(name)
+    draw, previous = random.Random(3), signal.signal(signal.SIGVTALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    interrupted = 0
+    try:
+        for _ in range(12):
+            cache = make()
+            signal.setitimer(signal.ITIMER_VIRTUAL, draw.uniform(0.001, 0.04))
+            try:
+                answer(prompt, cache)
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            check(name, cache)
+    finally:
+        signal.signal(signal.SIGVTALRM, previous)
+    assert interrupted
