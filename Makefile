@@ -86,7 +86,7 @@ bench: $(VENV)/.installed
 define IMPORT_CHECK
 import sys
 import hf_kvcaches
-optional = {"triton", "faiss", "datasketch", "sentence_transformers", "peft", "redis", "accelerate", "matplotlib"}
+optional = {"triton", "faiss", "sentence_transformers", "peft", "redis", "accelerate", "matplotlib"}
 found = sorted(optional & set(sys.modules))
 assert not found, f"importing hf_kvcaches imported {found}"
 assert "site-packages" in hf_kvcaches.__file__, hf_kvcaches.__file__

@@ -20,7 +20,6 @@ HEAVY = {
     "transformers",
     "triton",
     "faiss",
-    "datasketch",
     "sentence_transformers",
     "peft",
     "redis",

@@ -8,7 +8,6 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -21,88 +20,12 @@ from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, StoreUnavailabl
 from hf_kvcaches.stores.reading import not_finite
 from hf_kvcaches.stores.vectors import VectorIndex
 from hf_kvcaches.stores.worth import Worth, evict
-
-Embedding = npt.NDArray[np.float32]
+from hf_kvcaches.warmstart.entry import Embedding, Entry, EntryHead, EntryReport
 
 _KIND = "warm-start entry, version 1"
 _IDS = "ids"
 # The fields of a blob's head and their types. Others may be added without a new version.
 _FIELDS = {"kind": str, "scope": str, "text": str, "length": int, "created": float, "provenance": dict, "sizes": dict, "embedding": str}
-
-
-@dataclass(frozen=True, eq=False)
-class Entry:
-    """A prompt and what is stored of it.
-
-    Args:
-        text: The prompt.
-        ids: Its tokens, at least one.
-        embedding: `(dim,)`, of length 1.
-        tensors: By name, other than `ids`. Those of a stored entry must not be written to.
-        provenance: How it came about, as JSON can hold it.
-    """
-
-    text: str
-    ids: Sequence[int]
-    embedding: Embedding
-    tensors: Mapping[str, Tensor]
-    provenance: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EntryHead:
-    """What is known of a stored entry without reading its tensors.
-
-    Args:
-        text: The prompt.
-        length: Its tokens.
-        provenance: As it was put.
-        created: When, in seconds since 1970.
-        sizes: The bytes of each of its tensors.
-        bytes: What all of it takes in the store.
-    """
-
-    text: str
-    length: int
-    provenance: dict[str, Any]
-    created: float
-    sizes: dict[str, int]
-    bytes: int
-
-
-@dataclass(frozen=True)
-class EntryReport:
-    """What a store holds, and what this process did with it.
-
-    Args:
-        location: Without passwords.
-        entries: Of this scope.
-        foreign: Of other scopes.
-        bytes: That all of them take.
-        max_bytes: The cap, or None.
-        pinned: Entries of this scope that are never evicted.
-        hits: How often `used` was called.
-        saved_tokens: That `used` was told of.
-        loads: How often tensors were read.
-        written: Entries that this process stored.
-        evicted: That it evicted.
-        damaged: That it found damaged, and deleted.
-        failures: How often the back-end failed it.
-    """
-
-    location: str
-    entries: int
-    foreign: int
-    bytes: int
-    max_bytes: int | None
-    pinned: int
-    hits: int
-    saved_tokens: int
-    loads: int
-    written: int
-    evicted: int
-    damaged: int
-    failures: int
 
 
 class EntryStore:

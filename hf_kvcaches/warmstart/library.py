@@ -7,11 +7,9 @@ import hashlib
 import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-import numpy as np
 import torch
 
 from hf_kvcaches import compat
@@ -26,7 +24,8 @@ from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.warmstart.adapters import Adapters
 from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
-from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
+from hf_kvcaches.warmstart.entries import EntryStore
+from hf_kvcaches.warmstart.entry import Entry, EntryReport, Facts
 from hf_kvcaches.warmstart.packed import PackedLibrary
 from hf_kvcaches.warmstart.prompts import Prompt, listed, token_ids
 from hf_kvcaches.warmstart.reading import correction_for, read_prompt
@@ -54,14 +53,6 @@ class Neighbour(NamedTuple):
     key: str
     ids: Ids
     similarity: float | None = None
-
-
-@dataclass(frozen=True)
-class _Known:
-    """What is kept of an entry outside of its tensors."""
-
-    ids: Ids
-    stored: Mapping[str, Any] | None
 
 
 class WarmStartLibrary:
@@ -126,7 +117,7 @@ class WarmStartLibrary:
         self.location = location
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Facts] = {}
         self._order: list[tuple[bytes, str]] = []
         self._lock = threading.RLock()
         self._sync()
@@ -204,18 +195,14 @@ class WarmStartLibrary:
                     del self._order[bisect_left(self._order, (_sortable(known.ids), key))]
             for key in added:
                 head = None if key in self._known else self.entries.head(key)
-                if head is None:
+                facts = None if head is None else Facts.of(head.provenance)
+                if facts is None:
                     continue
-                facts = head.provenance
-                try:
-                    ids = np.frombuffer(base64.b64decode(facts["ids"], validate=True), "<u4").astype(np.uint32)
-                    self._known[key] = _Known(ids, facts["stored"])
-                except (LookupError, TypeError, ValueError):  # nothing that a library has put there
-                    continue
+                self._known[key] = facts
                 if len(added) < _FEW:
-                    insort(self._order, (_sortable(ids), key))
+                    insort(self._order, (_sortable(facts.ids), key))
                 else:
-                    self._order.append((_sortable(ids), key))
+                    self._order.append((_sortable(facts.ids), key))
             if len(added) >= _FEW:
                 self._order.sort()
 

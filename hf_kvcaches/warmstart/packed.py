@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -11,7 +10,7 @@ import torch
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.splicing.codec import check
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.warmstart.entries import Entry
+from hf_kvcaches.warmstart.entry import Entry, Facts
 
 # Of a library, and whether a value can be one.
 _SETTINGS: dict[str, Callable[[Any], bool]] = {
@@ -71,10 +70,12 @@ class PackedLibrary(Artifact):
             own = owned[str(number)]
             ids, embedding = own.pop("ids").tolist(), own.pop("embedding").numpy()
             provenance = prompt["provenance"]
-            base64.b64decode(provenance["ids"], validate=True)
-            if provenance["stored"] is not None:
+            facts = Facts.of(provenance)
+            if facts is None:
+                raise ArtifactError(f"Prompt {number} of the stored library has no tokens. Make it anew.")
+            if facts.stored is not None:
                 full = {name.removeprefix("full."): tensor for name, tensor in own.items() if name.startswith("full.")}
-                check(full, provenance["stored"], len(ids))
+                check(full, facts.stored, len(ids))
             entries.append(Entry(prompt["text"], ids, embedding, own, provenance))
         return cls(tuple(entries), settings, metadata["encoder"], owned.get("adapters"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from dataclasses import replace
 
@@ -218,6 +219,24 @@ def test_a_body_that_does_not_fit_its_head_is_refused_though_its_digest_is_right
         refused(message(head, [other]))
         # A body of the expected length gets further.
         refused(message(head, [(other + b"\0" * len(body))[: len(body)]]))
+
+
+@pytest.mark.parametrize("head", [b"1e400", b'{"translator":1e400}', b"[" * 65 + b"]" * 65, b'{"group":' + b"9" * 400 + b"}"], ids=range(4))
+def test_a_head_with_numbers_or_a_depth_that_nothing_can_hold_is_refused(head):
+    assert len(refused(message(head, []))) < 1000
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "endless device", "folder", "link to itself"])
+def test_what_is_no_file_is_refused_without_waiting_for_it(tmp_path, kind):
+    path = tmp_path / "codes"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero" if kind == "endless device" else "codes")
+    with pytest.raises(ArtifactError, match="expected a file of semantic codes"):
+        SemanticCodes.load(path)
 
 
 # Fuzzing

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.splicing.tokens import as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
-from hf_kvcaches.warmstart.library import _Known, _sortable
+from hf_kvcaches.warmstart.entry import Facts
+from hf_kvcaches.warmstart.library import _sortable
 from tests import tiny
 from tests.segments.test_cache import A, B, C, D, joined
 from tests.stores.blob_helpers import PROCESSES
@@ -192,7 +193,7 @@ def test_the_longest_beginning_is_found_as_by_looking_at_all(prompts: list[list[
     library = WarmStartLibrary.__new__(WarmStartLibrary)
     library._lock = threading.RLock()
     rows = {str(number): as_ids(row) for number, row in enumerate(prompts)}
-    library._known = {key: _Known(row, None) for key, row in rows.items()}
+    library._known = {key: Facts(row, None) for key, row in rows.items()}
     library._order = sorted((_sortable(row), key) for key, row in rows.items())
     best, shared = library.beginning(as_ids(asked))
     assert shared == max(common_prefix(row, as_ids(asked)) for row in rows.values())

@@ -1,0 +1,117 @@
+"""A prompt with what is stored of it, what is known of it without reading that, and what a store of them reports."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from hf_kvcaches.core.splicing.tokens import Ids
+
+Embedding = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A prompt and what is stored of it.
+
+    Args:
+        text: The prompt.
+        ids: Its tokens, at least one.
+        embedding: `(dim,)`, of length 1.
+        tensors: By name, other than `ids`. Those of a stored entry must not be written to.
+        provenance: How it came about, as JSON can hold it.
+    """
+
+    text: str
+    ids: Sequence[int]
+    embedding: Embedding
+    tensors: Mapping[str, Tensor]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EntryHead:
+    """What is known of a stored entry without reading its tensors.
+
+    Args:
+        text: The prompt.
+        length: Its tokens.
+        provenance: As it was put.
+        created: When, in seconds since 1970.
+        sizes: The bytes of each of its tensors.
+        bytes: What all of it takes in the store.
+    """
+
+    text: str
+    length: int
+    provenance: dict[str, Any]
+    created: float
+    sizes: dict[str, int]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class EntryReport:
+    """What a store holds, and what this process did with it.
+
+    Args:
+        location: Without passwords.
+        entries: Of this scope.
+        foreign: Of other scopes.
+        bytes: That all of them take.
+        max_bytes: The cap, or None.
+        pinned: Entries of this scope that are never evicted.
+        hits: How often `used` was called.
+        saved_tokens: That `used` was told of.
+        loads: How often tensors were read.
+        written: Entries that this process stored.
+        evicted: That it evicted.
+        damaged: That it found damaged, and deleted.
+        failures: How often the back-end failed it.
+    """
+
+    location: str
+    entries: int
+    foreign: int
+    bytes: int
+    max_bytes: int | None
+    pinned: int
+    hits: int
+    saved_tokens: int
+    loads: int
+    written: int
+    evicted: int
+    damaged: int
+    failures: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a library keeps of an entry outside of its tensors.
+
+    Args:
+        ids: Its tokens.
+        stored: What `codec` needs to read its keys and values, or None where it has none.
+    """
+
+    ids: Ids
+    stored: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, Any]) -> Self | None:
+        """Those in an entry's provenance, or None where no library has put them there.
+
+        Args:
+            provenance: From JSON.
+        """
+        try:
+            ids = np.frombuffer(base64.b64decode(provenance["ids"], validate=True), "<u4").astype(np.uint32)
+            return cls(ids, provenance["stored"])
+        except (LookupError, TypeError, ValueError):
+            return None
