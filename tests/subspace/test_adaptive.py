@@ -22,6 +22,8 @@ from tests.subspace.test_cache import run
 
 # What is the same but for the order of arithmetic in float64, and the float32 of the sketches.
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+# The rows of levels are those of coefficients, which other tests hold to their reference.
+CODED = [None, pytest.param("int8", marks=pytest.mark.full)]
 SIZE = 8
 
 
@@ -145,7 +147,7 @@ def alone(real: torch.Tensor, chunks: list[int]) -> list[int]:
     return [tokens for tokens in own if tokens]
 
 
-@pytest.mark.parametrize("coefficients", [None, "int8"])
+@pytest.mark.parametrize("coefficients", CODED)
 @pytest.mark.parametrize(
     ("follow", "recent"), [({}, 6), ({}, 24), ({"rotation": "post", "sketch": "fd"}, 0), ({"rotation": "post"}, 6), ({"lookahead": 12}, 6)]
 )
@@ -172,7 +174,7 @@ def test_ranks_out_of_a_budget_are_found_for_padded_rows(chunks: list[int]) -> N
 
 
 @pytest.mark.parametrize("follow", [{"warmup": 48}, {}, {"bytes_ratio": 0.5, "multiple_of": 1}])
-@pytest.mark.parametrize("coefficients", [None, "int8"])
+@pytest.mark.parametrize("coefficients", CODED)
 @pytest.mark.parametrize(("before", "drafts", "kept"), [(49, 5, 0), (45, 20, 2), (12, 24, 9), (17, 5, 1), (17, 9, 0), (60, 20, 19)])
 def test_recorded_tokens_are_taken_back_exactly(before: int, drafts: int, kept: int, coefficients: Any, follow: dict[str, Any]) -> None:
     """Also where the warm-up ended among them, or a basis."""
@@ -238,7 +240,7 @@ def test_what_was_not_recorded_is_not_taken_back(before: int) -> None:
 
 
 @pytest.mark.parametrize("follow", [{}, {"bytes_ratio": 0.5, "multiple_of": 1}, {"sketch": "fd", "rotation": "post"}])
-@pytest.mark.parametrize("coefficients", [None, "int8"])
+@pytest.mark.parametrize("coefficients", CODED)
 @pytest.mark.parametrize("before", [[9, 1], [10, 30, 1]])
 def test_copies_and_files_go_on_alike(before: list[int], coefficients: Any, follow: dict[str, Any], tmp_path: Path) -> None:
     """From within the warm-up and from behind it."""

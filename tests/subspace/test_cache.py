@@ -18,6 +18,8 @@ from tests import tiny
 from tests.reference.subspace import SubspaceOracle
 
 TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
+# The rows of levels are those of coefficients, which other tests hold to their reference.
+CODED = [None, pytest.param("int8", marks=pytest.mark.full)]
 # A coefficient halfway between two levels may be rounded either way.
 BITS_TOLERANCE = {"atol": 3e-3, "rtol": 3e-3}
 PROMPT = 40
@@ -119,7 +121,7 @@ def test_full_rank_in_bfloat16_is_no_further_from_float32_than_a_dynamic_cache(r
     assert ours < 1.25 * usual
 
 
-@pytest.mark.parametrize("coefficients", [None, "int8"])
+@pytest.mark.parametrize("coefficients", CODED)
 @pytest.mark.parametrize("rotation", ["aware", "post"])
 @pytest.mark.parametrize("recent", [0, 6])
 @pytest.mark.parametrize("chunks", [[30, *STEPS], [60], [7, 13, 20, *([1] * 20)], [1] * 60])
