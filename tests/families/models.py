@@ -7,6 +7,7 @@ besides stands in `special.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -138,11 +139,13 @@ class Family:
         name: The model type, with "@image" behind it where it is of `AutoModelForImageTextToText`.
         model_type: As transformers has it.
         class_name: Of the model.
+        changes: What its config is given beyond what the architecture's is.
     """
 
     name: str
     model_type: str
     class_name: str
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def families() -> list[Family]:
@@ -152,7 +155,8 @@ def families() -> list[Family]:
     found = [Family(kind, kind, name) for kind, name in causal.items()]
     # Some stand in both lists with one class.
     found += [Family(f"{kind}@image", kind, name) for kind, name in pictures.items() if causal.get(kind) != name]
-    return found
+    # What an architecture does only with another config than its default.
+    return found + [Family(f"{kind}+{name}", kind, causal[kind], changes) for (kind, name), changes in special.VARIANTS.items()]
 
 
 def config_of(family: Family) -> PreTrainedConfig:
@@ -161,7 +165,8 @@ def config_of(family: Family) -> PreTrainedConfig:
     Args:
         family: The architecture.
     """
-    return CONFIG_MAPPING[family.model_type](**_shrunk(CONFIG_MAPPING[family.model_type]))
+    kind = CONFIG_MAPPING[family.model_type]
+    return kind(**_shrunk(kind) | dict(family.changes))
 
 
 def _shrunk(kind: type[PreTrainedConfig], **given: Any) -> dict[str, Any]:
@@ -222,7 +227,7 @@ def build(family: Family) -> PreTrainedModel:
     """
     torch.manual_seed(0)
     config, kind = config_of(family), getattr(transformers, family.class_name)
-    if not isinstance(config, kind.config_class):
+    if isinstance(config.get_text_config(), kind.config_class):
         config = config.get_text_config()
     model = kind._from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(sum(family.model_type.encode()))

@@ -24,6 +24,8 @@ RECOMMENDED = {
     "rotation='post'": "subspace_post",
     "mode='exact'": "segments",
 }
+# Refusals that follow an error of our own, and say nothing of the reason.
+MISLEADING = ("a forward pass or a crop failed",)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def _verdict(bench: Any, scenario: str, wanted: Logits) -> tuple[str, str]:
         bench.settle()
         if bench.stored() != stored and scenario not in ("second", "moved"):
             return "wrong", f"refused after something was stored: {error}"
-        return "refused", str(error)
+        return "wrong" if any(phrase in str(error) for phrase in MISLEADING) else "refused", str(error)
     except Exception as error:  # What a user would see.
         return "error", _said(error)
     distance = _distance(actual, wanted)

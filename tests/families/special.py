@@ -35,6 +35,24 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "axk2": _INDEXER,
     "hy_v4": _INDEXER,
     "mistral_large4_text": _INDEXER,
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "rotary_dim": 8,
+    },
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "index_topk": 4,
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+    },
+    "inkling_text": {"rel_extent": 16, "log_scaling_n_floor": 8},
+    "inkling2_text": {"rel_extent": 16, "log_scaling_n_floor": 8},
     "glm5_next_text": _INDEXER | {"qk_rope_head_dim": 0, "index_kpool": 4, "linear_head_dim": 16, "linear_num_heads": 4},
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 4},
     "gemma3n_text": {
@@ -97,6 +115,23 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "florence_vision": {},
     "granite4_vision": {"deepstack_layer_map": [(1, 1)], "downsample_rate": "1/2"},
     "molmo2_adapter": {"vision_feature_layer": [1, 2]},
+    # Short texts have a temperature too.
+    "llama4_text": {"floor_scale": 4},
+    "ministral3": {"rope_parameters": _ROPE | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 8}},
+    "mistral4": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "max_position_embeddings": 512,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        }
+    },
     "moshi": {"sliding_window": 512},  # only its cache knows of the window, its mask does not
     "pixtral": {"image_size": 28},
     "muse_spark_audio": {"hidden_sizes": (16, 16, 16, 64)},
@@ -108,6 +143,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "blt_local_encoder": {"hidden_size_global": 64},
     "blt_local_decoder": {"hidden_size_global": 64},
     "evolla": {"protein_encoder_config": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}},
+}
+
+# Further configs, by model type and a name.
+VARIANTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("falcon", "alibi"): {"alibi": True},
+    ("mistral", "full"): {"sliding_window": None},
 }
 
 # Architectures that don't run with a `DynamicCache` as a text's cache, and why.
