@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers import Gemma2Config, GPT2Config, LlamaConfig, PreTrainedModel
 from transformers.models.auto import AutoModelForCausalLM
@@ -13,6 +15,12 @@ def build(config, seed: int = 0) -> PreTrainedModel:
     """A model with random weights, spread wide enough that its logits differ."""
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def observing(hook: Callable[..., object]) -> Callable[..., object]:
+    """A hook that changes nothing, marked as such, so that caches go on sharing what they compute."""
+    hook.only_observes = True
+    return hook
 
 
 _SHAPE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_kvcaches.core._model_state import AdapterLayer, ModelState
-from hf_kvcaches.core._tensor_digest import Deferred, DigestCache, digest_of
+from hf_kvcaches.core._plain import attributes, plain, type_name
+from hf_kvcaches.core.checksum import Deferred, describe, digest_of
 from hf_kvcaches.errors import ConfigError
 
 
@@ -54,42 +55,16 @@ def digest_of_part(part: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
 
 
-def plain(value: Any) -> Any:
-    """The value as JSON, without what has no effect on what the model computes."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else repr(value)
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items() if _counts(key)}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted((plain(item) for item in value), key=str)
-    if isinstance(value, Tensor):
-        return digest_of(value)
-    if isinstance(value, torch.dtype):
-        return str(value)
-    if hasattr(value, "to_dict"):
-        return plain(value.to_dict())
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def _counts(key: Any) -> bool:
-    # Dropout, under whichever of its many names, is for training.
-    return not (str(key).startswith("_") or key in _WITHOUT_EFFECT or "dropout" in str(key))
-
-
 def config_parts(config: Any) -> dict[str, Part]:
     """The configuration, sorted into `rope`, `attention`, `geometry` and `architecture`."""
     text = config.get_text_config(decoder=True)
     parts: dict[str, Part] = {"rope": {}, "attention": {}, "geometry": {}, "architecture": {}}
-    for key, value in plain(text.to_dict()).items():
+    for key, value in plain(text.to_dict(), _WITHOUT_EFFECT).items():
         home = "rope" if key in _ROPE else "attention" if key in _ATTENTION else "geometry" if key in _GEOMETRY else "architecture"
         parts[home][key] = value
     if text is not config:
         inner = {name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text}
-        for key, value in plain(config.to_dict()).items():
+        for key, value in plain(config.to_dict(), _WITHOUT_EFFECT).items():
             if isinstance(value, dict) and key not in inner:
                 parts["architecture"] |= {f"{key}.{name}": item for name, item in value.items()}
             elif key not in inner:
@@ -97,33 +72,65 @@ def config_parts(config: Any) -> dict[str, Part]:
     return parts
 
 
-def attention_modules(state: ModelState) -> Part:
-    """What the attention modules really hold, which may have been changed after the configuration was read."""
-    part: Part = {}
-    for path, module in state.modules.items():
-        if hasattr(module, "is_causal") and hasattr(module, "layer_idx"):
-            names = ("is_causal", "sliding_window", "scaling", "attn_logit_softcapping", "head_dim")
-            part[path] = " ".join(f"{name}={plain(getattr(module, name))}" for name in names if hasattr(module, name))
-    return part
+def weights_part(state: ModelState) -> Part:
+    """The parameters and buffers of the base, but for frequencies of rotary embeddings, which `modules_parts` compares."""
+    rotary = {f"{path}.{name}".lstrip(".") for path, module in state.modules.items() for name in _frequencies(module)}
+    return dict(describe({name: value for name, value in state.base.items() if name not in rotary}))
 
 
-def rotary_modules(state: ModelState) -> Part:
-    """What the rotary modules really hold: "as configured", or a digest of the frequencies where they are others."""
-    part: Part = {}
+def modules_parts(state: ModelState, config: Any) -> dict[str, Part]:
+    """What the modules really hold, which may have been changed after the configuration was read: `rope`, `attention`, `architecture`.
+
+    An attribute of modules that differ in nothing but the numbers in their names is one field.
+    """
+    fields: dict[str, dict[str, dict[str, Any]]] = {"rope": {}, "attention": {}, "architecture": {}}
+    configs = _configs_within(config)
     for path, module in state.modules.items():
-        buffers = {name: value for name, value in module._buffers.items() if name.endswith("inv_freq") and value is not None}
-        if not buffers:
-            continue
-        fresh = _fresh_rotary(module)
-        for name, value in buffers.items():
-            kind = _rope_type(module, name)
-            if kind in _CHANGING_ROPE and not name.endswith("original_inv_freq"):
-                continue
-            part[f"{path}.{name}"] = "as configured" if _same_frequencies(value, fresh.get(name)) else digest_of(value)
-        for name, factor in vars(module).items():
-            if name.endswith("attention_scaling"):
-                part[f"{path}.{name}"] = plain(factor)
-    return part
+        own = {name: plain(value, _WITHOUT_EFFECT) for name, value in attributes(module).items()}
+        own["class"] = type_name(type(module))
+        steps = path.split(".")
+        numbers = ".".join(step for step in steps if step.isdigit())
+        if own.get("layer_idx", "") in (int(step) for step in steps if step.isdigit()):
+            own["layer_idx"] = "as named"
+        other = vars(module).get("config")
+        if other is not None and id(other) not in configs and hasattr(other, "to_dict"):
+            own["config"] = digest_of_part(plain(other.to_dict(), _WITHOUT_EFFECT))
+        frequencies = _frequencies(module)
+        own |= _frequencies_in_use(module, frequencies)
+        home = "rope" if frequencies else "attention" if hasattr(module, "is_causal") and hasattr(module, "layer_idx") else "architecture"
+        pattern = ".".join("*" if step.isdigit() else step for step in steps) or "model"
+        for name, value in own.items():
+            fields[home].setdefault(f"{pattern}.{name}", {})[numbers] = value
+    return {home: {name: _joined(values) for name, values in group.items()} for home, group in fields.items()}
+
+
+def _joined(values: Mapping[str, Any]) -> Any:
+    """The value that most modules of a kind have, and which have others."""
+    texts = {numbers: str(value) for numbers, value in values.items()}
+    common = Counter(texts.values()).most_common(1)[0][0]
+    others = [f"{text} in {numbers}" for numbers, text in texts.items() if text != common]
+    return "; ".join([common, *others]) if others else next(iter(values.values()))
+
+
+def _configs_within(config: Any) -> set[int]:
+    """The model's configuration and those in it, which are read for themselves."""
+    inside = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return {id(config), *(number for part in inside if part is not None for number in _configs_within(part))}
+
+
+def _frequencies(module: nn.Module) -> dict[str, Tensor]:
+    """The frequencies of a rotary embedding that a forward does not change, by their buffers' names."""
+    return {name: value for name, value in module._buffers.items() if name.endswith("inv_freq") and value is not None}
+
+
+def _frequencies_in_use(module: nn.Module, frequencies: Mapping[str, Tensor]) -> Part:
+    """For each, "as configured", or a digest where they are others."""
+    fresh = _fresh_rotary(module) if frequencies else {}
+    return {
+        name: "as configured" if _same_frequencies(value, fresh.get(name)) else digest_of(value)
+        for name, value in frequencies.items()
+        if name.endswith("original_inv_freq") or _rope_type(module, name) not in _CHANGING_ROPE
+    }
 
 
 def _rope_type(module: nn.Module, buffer: str) -> str:
@@ -148,7 +155,7 @@ def _same_frequencies(here: Tensor, configured: Tensor | None) -> bool:
     """Accelerators round powers otherwise than CPUs in the last place, and that must not make another model of the same one."""
     if configured is None or here.is_meta or here.dtype != configured.dtype or here.shape != configured.shape:
         return False
-    return torch.allclose(here.detach().cpu(), configured, rtol=1e-6, atol=0.0)
+    return torch.allclose(here.detach().cpu(), configured, rtol=5e-7, atol=0.0)
 
 
 def precision_part(state: ModelState, config: Any) -> Part:
@@ -171,15 +178,14 @@ def precision_part(state: ModelState, config: Any) -> Part:
     return {"tensors by dtype": dict(sorted(counts.items())), "quantization_config": plain(quantization)}
 
 
-def adapters_part(state: ModelState, cache: DigestCache, refresh: bool) -> Part:
+def adapters_part(state: ModelState) -> Part:
     """The adapters that take part in the forward, in order, with their weights and scaling; merged ones by name."""
     active = list(dict.fromkeys(name for layer in state.layers for name in layer.active))
     part: Part = {"active": active, "merged": list(dict.fromkeys(name for layer in state.layers for name in layer.merged))}
     for name in active:
         layers = [layer for layer in state.layers if name in layer.active]
         entries = {entry: value for layer in layers for entry, value in layer.state[name].items()}
-        digests = cache.digests(state.root, f"adapter {name}", entries, refresh)
-        part[f"weights of {name!r}"] = digest_of_part(digests)
+        part[f"weights of {name!r}"] = digest_of_part(describe(entries))
         part[f"scaling of {name!r}"] = _one_or_each({layer.path: layer.settings[name].get("scaling") for layer in layers})
         part[f"kind of {name!r}"] = digest_of_part({layer.path: [layer.kind, layer.settings[name]] for layer in layers})
     part |= _irregular(state.layers, active, part["merged"])

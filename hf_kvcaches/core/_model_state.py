@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_kvcaches import compat
-from hf_kvcaches.core._tensor_digest import Deferred
+from hf_kvcaches.core._plain import attributes, plain
+from hf_kvcaches.core.checksum import Deferred
 
 # What PEFT's wrappers call the module that they wrap.
 _WRAPPED = ("base_layer", "original_module", "token_adapter")
 # Its classes around a whole model, and in the place of a module.
 _MODELS, _TUNERS = ("PeftModel", "PeftMixedModel"), ("BaseTuner",)
 _LAYERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")
-# Classes that were looked at and are none of these, for as long as they live.
-_others: weakref.WeakSet[type] = weakref.WeakSet()
+# What says which of a wrapper's adapters take part, which is read for itself, and what says nothing about the forward.
+_NOT_SETTINGS = frozenset(("merged_adapters", "kwargs"))
 
 
 @dataclass
@@ -32,7 +30,7 @@ class AdapterLayer:
         active: The adapters that take part in the forward, in order.
         merged: The adapters that are added into the base weights.
         state: Adapter name -> entry name -> tensor.
-        settings: Adapter name -> scaling and what else is a plain number.
+        settings: Adapter name -> scaling and what else the wrapper has as plain values.
     """
 
     path: str
@@ -67,22 +65,6 @@ def take_apart(model: nn.Module) -> ModelState:
     _walk(root, "", state)
     state.layers += prompts
     return state
-
-
-def adapters_in_force(model: nn.Module, modules: Iterable[nn.Module] | None = None) -> list[Any]:
-    """The adapters that the next forward pass runs with: where they sit, in order, with their settings, and which are merged.
-
-    Args:
-        model: A transformers model. Where the program has not imported PEFT this costs nothing, and little where no module is PEFT's.
-        modules: All of the model's, where they are at hand.
-    """
-    if "peft" not in sys.modules:
-        return []
-    kinds = [kind for kind in set(map(type, modules or compat.modules_of(model))) if kind not in _others]
-    if not any(_is_peft(kind, *_MODELS, *_TUNERS, *_LAYERS) for kind in kinds):
-        _others.update(kinds)
-        return []
-    return [(layer.path, layer.active, layer.merged, layer.settings) for layer in take_apart(model).layers if layer.active or layer.merged]
 
 
 def _is_peft(kind: type, *names: str) -> bool:
@@ -132,17 +114,19 @@ def _walk(module: nn.Module, path: str, state: ModelState) -> None:
 def _walk_wrapper(module: Any, path: str, state: ModelState) -> None:
     containers: dict[str, nn.Module] = {}
     for name, child in module._modules.items():
+        if child is None:
+            continue
         if name in _WRAPPED:
             _walk(child, path, state)
-        elif child is not None:
+        else:
             containers[name] = child
     entries: dict[str, dict[str, Any]] = {}
     for kind, container in containers.items():
         for inner_path, inner in container.named_modules():
-            for entry, value in _own_entries(inner, inner_path, persistent_only=False):
+            for entry, value in _own_entries(inner, inner_path):
                 adapter, _, rest = entry.partition(".")
                 entries.setdefault(adapter, {})[f"{path}.{kind}.{rest}".rstrip(".")] = value
-    settings = {adapter: _settings(module, adapter) for adapter in entries}
+    settings = {adapter: _settings(module, adapter, entries) for adapter in entries}
     merged = [name for name in getattr(module, "merged_adapters", []) if name in entries]
     # Once something is merged the layer computes with its base weights alone.
     idle = bool(module.disable_adapters) or bool(merged)
@@ -150,27 +134,23 @@ def _walk_wrapper(module: Any, path: str, state: ModelState) -> None:
     state.layers.append(AdapterLayer(path, type(module).__name__, active, merged, entries, settings))
 
 
-def _settings(module: Any, adapter: str) -> dict[str, Any]:
+def _settings(module: nn.Module, adapter: str, adapters: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("scaling", *getattr(module, "other_param_names", ())):
-        values = getattr(module, name, None)
-        value = values.get(adapter) if isinstance(values, Mapping) else None
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, bool | int | float | str):
-            found[name] = value
-    # Where there is a scaling, the rank and alpha that it came from say nothing more.
-    return {"scaling": found["scaling"]} if "scaling" in found else found
+    for name, value in attributes(module).items():
+        if name in _NOT_SETTINGS:
+            continue
+        if isinstance(value, Mapping) and set(value) & set(adapters):
+            value = value.get(adapter)
+        found[name] = plain(value)
+    return found
 
 
-def _own_entries(module: nn.Module, path: str, persistent_only: bool = True) -> Iterator[tuple[str, Any]]:
-    """What a module itself contributes to the state dict, which for quantised modules is more than its parameters."""
+def _own_entries(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
+    """What a module itself contributes to the state dict, which for quantized modules is more than its parameters, and its other buffers."""
     prefix = f"{path}." if path else ""
     entries: dict[str, Any] = {}
     module._save_to_state_dict(entries, prefix, True)
-    if not persistent_only:
-        # PEFT keeps shared projections in buffers that it doesn't save; the forward reads them all the same.
-        entries.update((f"{prefix}{name}", value) for name, value in module._buffers.items() if value is not None)
+    entries.update((f"{prefix}{name}", value) for name, value in module._buffers.items() if value is not None)
     for name, value in entries.items():
         deferred = _offloaded(module, name.removeprefix(prefix), value) if isinstance(value, Tensor) and value.is_meta else None
         yield name, value if deferred is None else deferred

@@ -18,12 +18,15 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import attention, prefill, saving
-from hf_kvcaches.core._model_state import adapters_in_force
 from hf_kvcaches.core.answerable import require_answering
+from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 __all__ = ["CacheReport", "KVCache", "KVLayer"]
+
+# Passes of assisted decoding bring at most so many drafted tokens.
+_DRAFTED = 32
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ class KVCache(Cache, ABC):
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self._starts_at = 0
-        self._filled_under: list[Any] | None = None
+        self.provenance = Provenance()
+        self._drafting = False
         self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
@@ -93,6 +97,8 @@ class KVCache(Cache, ABC):
             for index, (layer_type, arguments) in enumerate(compat.layer_plan(self.config))
         ]
         super().__init__(layers=layers, **({"offloading": True} if offloading else {}))
+        # Layers of linear attention are not told of tokens.
+        self._lowest = next((index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)), 0)
         if base is not None and self.takes_over_prefill:
             prefill.install(base, self)
 
@@ -133,6 +139,27 @@ class KVCache(Cache, ABC):
             attention_mask: As the model got it.
             position_ids: Likewise.
         """
+        self.enter_pass(input_ids.shape[1])
+
+    def enter_pass(self, tokens: int) -> None:
+        """Takes the identity of the model before a pass, unless it is a decode step, or one that checks a few drafted tokens.
+
+        Args:
+            tokens: How many the pass adds.
+        """
+        if not self.provenance.taken or not (tokens == 1 or (self._drafting and tokens <= _DRAFTED)):
+            self.identity_of_pass(tokens)
+
+    def identity_of_pass(self, tokens: int) -> Identity:
+        """Under which all tokens are computed, those of a pass that begins included, or why there is none.
+
+        Args:
+            tokens: How many the pass adds.
+        """
+        model, seen = None if self._model is None else self._model(), self.seen
+        if model is not None and not torch.compiler.is_compiling() and (not self.provenance.taken or seen + tokens > self.provenance.until):
+            self.provenance.begin_pass(model, seen, tokens)
+        return self.provenance.identity
 
     def take_prefill(self, call: prefill.PrefillCall) -> int:
         """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
@@ -162,11 +189,6 @@ class KVCache(Cache, ABC):
             )
         return model
 
-    def _adapters(self) -> list[Any]:
-        """Which adapters are in force, by name, with where and how strongly; empty where there are none."""
-        model = None if self._model is None else self._model()
-        return [] if model is None else adapters_in_force(model)
-
     @property
     def seen(self) -> int:
         """The number of tokens that the model has fed in."""
@@ -191,19 +213,14 @@ class KVCache(Cache, ABC):
     def save(self, path: str | Path) -> None:
         """Writes the cache to one safetensors file, with the fingerprint of the model that filled it.
 
-        Weights are read now, not when the cache was filled: save before you train them on. Adapters that were switched since then are
-        noticed and refused.
+        The fingerprint is that of the passes that filled it. The model must still be the same, because the last tokens may be newer; where
+        it is another, or was another for some of the tokens, that is a `FingerprintMismatch`.
 
         Args:
             path: The file; replaced in one step.
         """
         if self._learned_prompt:
             raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
-        if self._filled_under is not None and self._filled_under != self._adapters():
-            raise FingerprintMismatch(
-                f"The cache was filled under the adapters {self._filled_under}, and now {self._adapters()} are in force. "
-                "Activate those that filled it, then save."
-            )
         saving.save(self, Path(path))
 
     @classmethod
@@ -237,8 +254,8 @@ class KVCache(Cache, ABC):
                 f"The cache was built for {len(self.layers)} layers and the model has a layer {layer_idx}. "
                 "Build it with this model or its config."
             )
-        if self._filled_under is None and not torch.compiler.is_compiling():
-            self._filled_under = self._adapters()
+        if layer_idx == self._lowest and not torch.compiler.is_compiling():
+            self.enter_pass(key_states.shape[-2])
         held: tuple[torch.Tensor, torch.Tensor]
         if self.offloading:
             held = super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -253,7 +270,8 @@ class KVCache(Cache, ABC):
 
     def reset(self) -> None:
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
-        self._filled_under = None
+        self.provenance = Provenance()
+        self._drafting = False
         for layer in self.layers:
             if isinstance(layer, KVLayer):
                 layer.reset()
@@ -270,6 +288,7 @@ class KVCache(Cache, ABC):
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self._own_layers_first():
             layer.crop(tokens_to_remove)
+        self.provenance.crop(self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for layer in self._own_layers_first():
@@ -280,6 +299,7 @@ class KVCache(Cache, ABC):
             layer.batch_select_indices(indices)
 
     def activate_past_recording(self) -> None:
+        self._drafting = True
         for layer in self._own_layers_first():
             if hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()

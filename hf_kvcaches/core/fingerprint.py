@@ -13,22 +13,21 @@ from torch import Tensor, nn
 from hf_kvcaches.core._model_parts import (
     Part,
     adapters_part,
-    attention_modules,
     config_parts,
     digest_of_part,
+    modules_parts,
     precision_part,
-    rotary_modules,
     tokenizer_part,
+    weights_part,
 )
 from hf_kvcaches.core._model_state import ModelState, take_apart
-from hf_kvcaches.core._tensor_digest import Deferred, DigestCache
+from hf_kvcaches.core.checksum import Deferred
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _COMPONENTS = ("weights", "adapters", "tokenizer", "rope", "attention", "geometry", "architecture", "precision")
 # Differing fields of one component that are spelled out.
 _SHOWN_FIELDS = 3
-_DIGESTS = DigestCache()
 
 
 @dataclass(frozen=True)
@@ -40,17 +39,18 @@ class ModelFingerprint:
     `require_same`, which compare the tokenizers only where both fingerprints have one.
 
     Args:
-        weights: Name, dtype, shape and every byte of the base model's parameters and saved buffers. Tied tensors count as if they
-            were copies. Adapters do not show here, unless they are merged.
-        adapters: The PEFT adapters that take part in the forward: names, order, weights, scaling, and the names of merged ones.
+        weights: Name, dtype, shape and checksum of the base model's parameters and buffers. Tied tensors count as if they were copies.
+            Adapters do not show here, unless they are merged.
+        adapters: The PEFT adapters that take part in the forward: names, order, weights, settings, and the names of merged ones.
             Adapters that are loaded but not active, or disabled, do not count.
         tokenizer: Vocabulary, merges, normaliser and the other stages, added and special tokens, chat template. `None` if it was
             made without a tokenizer.
-        rope: RoPE parameters of the configuration, and the frequencies that the model really uses.
-        attention: Windows, layer types, caps, scaling and causality. Not the implementation (sdpa, eager, ...), which computes the
-            same thing.
+        rope: RoPE parameters of the configuration, and the frequencies and scales that the model really uses.
+        attention: Windows, layer types, caps, scaling and causality, as configured and as the attention modules have them. Not the
+            implementation (sdpa, eager, ...), which computes the same thing.
         geometry: Model type, layers, heads and their sizes.
-        architecture: All other configuration values with an effect on what the model computes.
+        architecture: All other configuration values with an effect on what the model computes, and the classes and plain attributes
+            (numbers, strings, functions) of all other modules.
         precision: The dtypes of the weights, and how they are quantised.
         details: Component -> field -> JSON value, from which the digests follow and from which `differs_from` explains. Not compared.
         facts: What a person wants to know: name, class, size. Not compared.
@@ -68,19 +68,15 @@ class ModelFingerprint:
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any = None, *, refresh: bool = False) -> ModelFingerprint:
-        """Reads every byte of the model's weights, about 0.6 s per GB on one core with SHA instructions.
+    def of(cls, model: nn.Module, tokenizer: Any = None) -> ModelFingerprint:
+        """Reads all of the model's weights, each time: nothing announces every write. That takes about 0.2 s of processor time per GB.
 
-        What was read is remembered for as long as the model lives, and read again when a tensor was replaced, moved, cast or
-        written to, or when adapters were switched or merged. Writes are noticed by PyTorch's version counter, which `.data`, NumPy
-        views and fused optimizers pass by, and for those by 64 elements of every tensor: a write through `.data` that changes a
-        few other elements only, or a change of offloaded weights in place, is not seen without `refresh=True`. Adapters that were
-        merged and unmerged again leave rounding errors in the base weights, which then are others, and so is the fingerprint.
+        Hooks, replaced `forward`s and autocast can't be read; see `core.identity`. Adapters that were merged and unmerged again leave
+        rounding errors in the base weights, which then are others, and so is the fingerprint.
 
         Args:
-            model: A transformers model, also one with PEFT adapters, compiled, quantised, or offloaded by accelerate.
+            model: A transformers model, also one with PEFT adapters, compiled, quantized, or offloaded by accelerate.
             tokenizer: Its tokenizer or processor. Give it where the stored state depends on texts and not only on token ids.
-            refresh: Reads all weights again, whether they seem changed or not.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError.of("model", "a transformers model", type(model).__name__, "Pass what from_pretrained returned.")
@@ -89,10 +85,10 @@ class ModelFingerprint:
         if not hasattr(config, "get_text_config"):
             raise ConfigError.of("model", "a transformers model with a config", type(model).__name__, "Pass what from_pretrained returned.")
         parts = config_parts(config)
-        parts["rope"] |= rotary_modules(state)
-        parts["attention"] |= attention_modules(state)
-        parts["weights"] = dict(_DIGESTS.digests(state.root, "base", state.base, refresh))
-        parts["adapters"] = adapters_part(state, _DIGESTS, refresh)
+        for name, part in modules_parts(state, config).items():
+            parts[name] |= part
+        parts["weights"] = weights_part(state)
+        parts["adapters"] = adapters_part(state)
         parts["precision"] = precision_part(state, config)
         if tokenizer is not None:
             parts["tokenizer"] = tokenizer_part(tokenizer)
@@ -174,17 +170,32 @@ class ModelFingerprint:
         hint = "Make it anew with ModelFingerprint.of(model, tokenizer)."
         if not isinstance(data, Mapping) or not isinstance(data.get("format_version"), int):
             raise ArtifactError(f"fingerprint: expected a dict with a format_version, got {type(data).__name__}. {hint}")
-        if data["format_version"] > _FORMAT_VERSION:
+        if data["format_version"] != _FORMAT_VERSION:
+            newer = data["format_version"] > _FORMAT_VERSION
             raise ArtifactError(
-                f"fingerprint: expected format version {_FORMAT_VERSION} or older, got {data['format_version']}. Upgrade hf-kvcaches."
+                f"fingerprint: expected format version {_FORMAT_VERSION}, got {data['format_version']}. "
+                + (
+                    "Upgrade hf-kvcaches."
+                    if newer
+                    else "Older ones knew less of a model and can't be compared: make what it belongs to anew."
+                )
             )
         details, facts = data.get("details"), data.get("facts")
-        if data["format_version"] < 1 or not _is_complete(details) or not isinstance(facts, Mapping) or details is None:
+        if not _is_complete(details) or not isinstance(facts, Mapping) or details is None:
             raise ArtifactError(f"fingerprint: expected components, details and facts, got keys {sorted(map(str, data))}. {hint}")
         read = cls._from_parts(details, facts)
         if data.get("components") != {name: getattr(read, name) for name in _COMPONENTS}:
             raise ArtifactError(f"fingerprint: the digests do not follow from the details, so it is damaged. {hint}")
         return read
+
+
+def digest_of_tokenizer(tokenizer: Any) -> str:
+    """What `ModelFingerprint.tokenizer` would be.
+
+    Args:
+        tokenizer: A tokenizer or processor.
+    """
+    return digest_of_part(tokenizer_part(tokenizer))
 
 
 def _is_complete(details: Any) -> bool:

@@ -10,10 +10,11 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core._tensor_digest import digest_of
+from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.identity import Provenance, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.errors import ArtifactError, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.stores.files import write_atomically, write_safetensors
 from hf_kvcaches.stores.reading import parse_json, read_safetensors
 
@@ -23,16 +24,17 @@ if TYPE_CHECKING:
     SomeCache = TypeVar("SomeCache", bound=KVCache)
 
 FORMAT = "hf_kvcaches.cache"
-VERSION = 1
+VERSION = 2
 
 
 def save(cache: KVCache, path: Path) -> None:
     """Writes a cache and the fingerprint of its model.
 
     Args:
-        cache: A cache that was built with its model.
+        cache: A cache that was built with its model, which is still as it was when it filled the cache.
         path: The file.
     """
+    fingerprint = _fingerprint(cache)
     tensors = {f"shared.{name}": tensor for name, tensor in cache.shared_state().items()}
     layers = []
     for index, layer in enumerate(cache.layers):
@@ -45,10 +47,28 @@ def save(cache: KVCache, path: Path) -> None:
         "class": type(cache).__name__,
         "settings": cache.settings(),
         "layers": layers,
-        "fingerprint": ModelFingerprint.of(cache.model).to_dict(),
+        "fingerprint": fingerprint.to_dict(),
     }
     header["checksum"] = _checksum(header, tensors)
     write_atomically(path, lambda temporary: write_safetensors(temporary, tensors, {FORMAT: json.dumps(header)}))
+
+
+def _fingerprint(cache: KVCache) -> ModelFingerprint:
+    """Of the model that filled the cache, and is still the same."""
+    here = identity_of(cache.model)
+    filled = cache.provenance.identity if cache.seen else here
+    for identity in (filled, here):
+        if identity.fingerprint is None:
+            raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
+    assert filled.fingerprint is not None
+    assert here.fingerprint is not None
+    reasons = here.fingerprint.differs_from(filled.fingerprint)
+    if reasons:
+        raise FingerprintMismatch(
+            f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled the cache). "
+            "Bring back what it had then (adapters, weights, settings), or fill the cache anew, and save it then."
+        )
+    return filled.fingerprint
 
 
 def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
@@ -65,14 +85,17 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
         raise ArtifactError(f"{path} is damaged: its checksum doesn't fit its content. Copy it again, or save the cache again.")
     if header["class"] != cls.__name__:
         raise ArtifactError(f"{path} holds a {header['class']}, not a {cls.__name__}. Load it with {header['class']}.load.")
-    ModelFingerprint.from_dict(header["fingerprint"]).require_same(ModelFingerprint.of(model), f"The cache in {path}")
+    fingerprint = require_identity(compat.base_model(model), f"The cache in {path}")
+    fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {path}")
     try:
-        return _rebuilt(cls, path, model, header, tensors)
+        cache = _rebuilt(cls, path, model, header, tensors)
     except (ArtifactError, UnsupportedError, torch.OutOfMemoryError):
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         raise ArtifactError(f"{path}: its content doesn't make a {cls.__name__} ({reason}). Save the cache again.") from error
+    cache.provenance = Provenance.of(fingerprint, cache.seen)
+    return cache
 
 
 def _rebuilt(cls: type[SomeCache], path: Path, model: Any, header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> SomeCache:
@@ -100,8 +123,9 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
         version = int(header["version"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path} has a damaged header: {error}. Save the cache again.") from error
-    if version > VERSION:
-        raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads up to {VERSION}. Upgrade hf-kvcaches.")
+    if version != VERSION:
+        hint = "Upgrade hf-kvcaches." if version > VERSION else "Its fingerprint knows too little of a model: fill and save the cache anew."
+        raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads {VERSION}. {hint}")
     missing = {"class", "settings", "layers", "fingerprint", "checksum"} - set(header)
     if missing:
         raise ArtifactError(f"{path} has a header without {sorted(missing)}. Save the cache again.")

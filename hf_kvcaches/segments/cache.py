@@ -56,6 +56,7 @@ class SegmentReport(CacheReport):
         tiers: Tokens by tier.
         flops_saved: Share of the operations in the decoder layers that a prefill without reuse needs.
         spans: Each prompt's, in order.
+        reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
     """
 
     reused_tokens: int = 0
@@ -64,6 +65,7 @@ class SegmentReport(CacheReport):
     tiers: dict[str, int] | None = None
     flops_saved: float = 0.0
     spans: tuple[ReusedSpan, ...] = ()
+    reason: str = ""
 
 
 class SegmentReuseCache(SplicingCache):
@@ -126,6 +128,7 @@ class SegmentReuseCache(SplicingCache):
         self._parts: list[tuple[int, Part]] = []
         self._flops = [0.0, 0.0]
         self.probes: list[Looked] = []
+        self.reason = ""
         self._watch()
 
     def settings(self) -> dict[str, Any]:
@@ -141,6 +144,7 @@ class SegmentReuseCache(SplicingCache):
         super().observe(input_ids, attention_mask, position_ids)
 
     def take_prefill(self, call: PrefillCall) -> int:
+        self.reason = ""
         return Taking(self, call).take()
 
     def earlier_parts(self, row: int) -> tuple[Part, ...]:
@@ -182,12 +186,13 @@ class SegmentReuseCache(SplicingCache):
             tiers=dict(tiers),
             flops_saved=1 - self._flops[0] / self._flops[1] if self._flops[1] else 0.0,
             spans=spans,
+            reason=self.reason,
         )
 
     def reset(self) -> None:
         self.remembering.release()
         super().reset()
-        self._parts, self._flops, self.probes = [], [0.0, 0.0], []
+        self._parts, self._flops, self.probes, self.reason = [], [0.0, 0.0], [], ""
 
     def crop(self, tokens_to_remove: int) -> None:
         # New tokens are going to be written where these were, and the store's thread may be reading there.

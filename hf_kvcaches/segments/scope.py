@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.watching import digest_of_model
+from hf_kvcaches.core.fingerprint import digest_of_tokenizer
+from hf_kvcaches.core.identity import Identity, require_identity
 from hf_kvcaches.segments.canonical import Signer
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.policy import SegmentPolicy
@@ -17,10 +17,7 @@ from hf_kvcaches.segments.policy import SegmentPolicy
 # Tokens of a stored segment: each one costs time to look up and to load, and what is alike inside of them is found anyway.
 SHORTEST, LONGEST = 64, 128
 # The format of what is stored; raised when older segments can't be read any more.
-FORMAT = 1
-
-
-_fitting: set[tuple[str, str]] = set()
+FORMAT = 2
 
 
 def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
@@ -30,12 +27,8 @@ def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
         model: With the adapters that are active now.
         policy: Any policy; one without a fingerprint fits all models.
     """
-    if policy.fingerprint is None:
-        return
-    pair = (digest_of_model(model), policy.fingerprint.digest)
-    if pair not in _fitting:
-        ModelFingerprint.of(model).require_same(policy.fingerprint, "The policy")
-        _fitting.add(pair)
+    if policy.fingerprint is not None:
+        require_identity(model, "The policy").require_same(policy.fingerprint, "The policy")
 
 
 class Reader(NamedTuple):
@@ -54,27 +47,28 @@ _tokenizers: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDi
 _readers: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Reader]] = weakref.WeakKeyDictionary()
 
 
-def scope_of(model: PreTrainedModel, tokenizer: Any, quantization: str | None, depth: int | None) -> str:
+def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: str | None, depth: int | None) -> str:
     """The name of all that must be the same for a stored segment to be of use.
 
     Args:
-        model: With the adapters that are active now.
+        identity: Under which its tokens are computed.
+        model: That computes them.
         tokenizer: Its tokenizer, or None.
         quantization: How segments are stored.
         depth: Of how many layers.
     """
-    parts = (str(FORMAT), digest_of_model(model), _tokenizer_name(model, tokenizer), str(quantization), str(depth), str(model.dtype))
+    parts = (str(FORMAT), identity.digest, _tokenizer_name(tokenizer), str(quantization), str(depth), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _tokenizer_name(model: PreTrainedModel, tokenizer: Any) -> str:
+def _tokenizer_name(tokenizer: Any) -> str:
     """Reading a tokenizer takes longer than a short prompt, so it is read again only where it has visibly changed."""
     if tokenizer is None:
         return ""
     seen = (len(tokenizer), tokenizer.chat_template, tokenizer.special_tokens_map) if hasattr(tokenizer, "__len__") else None
     kept = _tokenizers.get(tokenizer)
     if seen is None or kept is None or kept[0] != seen:
-        kept = (seen, ModelFingerprint.of(model, tokenizer).tokenizer or "")
+        kept = (seen, digest_of_tokenizer(tokenizer))
         _tokenizers[tokenizer] = kept
     return kept[1]
 

@@ -72,7 +72,11 @@ class Taking:
         padding = cache.padding_of(self.call)
         if padding is None:
             return 0
-        scope = scope_of(cache.model, cache.tokenizer, store.quantization, store.depth)
+        identity = cache.identity_of_pass(self.call.input_ids.shape[1])
+        if identity.fingerprint is None:
+            cache.reason = identity.reason
+            return 0
+        scope = scope_of(identity, cache.model, cache.tokenizer, store.quantization, store.depth)
         store.refresh(scope)
         rows = self._rows(padding, scope)
         total = cache.seen + self.call.input_ids.shape[1]

@@ -169,6 +169,7 @@ class TranslatedCache(GrowingCache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        super().observe(input_ids, attention_mask, position_ids)
         if input_ids.shape[1] == 1 and not self.seen and self.codes is not None:
             self._leave_to_model("a prompt of one token has nothing before it")
 
@@ -209,11 +210,9 @@ class TranslatedCache(GrowingCache):
         if slots <= max(places.padding):
             self._leave_to_model("a row of the prompt begins behind what all rows have of the codes, or is a short piece of what was coded")
             return 0
-        self.translator.check_consumer(self.model)
+        self.translator.check_consumer(self.model, self.identity_of_pass(tokens.ids.shape[1]))
         filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
         Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
-        if self._filled_under is None:
-            self._filled_under = self._adapters()
         self._translated = sum(slots - pad for pad in places.padding)
         return slots
 

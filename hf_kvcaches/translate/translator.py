@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from hf_kvcaches import compat
-from hf_kvcaches.core._tensor_digest import digest_of
 from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.verify import evaluating
-from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
 from hf_kvcaches.stores.reading import checked_layers
 from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
@@ -219,13 +219,14 @@ class CacheTranslator(Artifact):
         """
         return _checked(model, self.producer, "producer", "consumer", self.consumer)
 
-    def check_consumer(self, model: Any) -> Any:
+    def check_consumer(self, model: Any, identity: Identity | None = None) -> Any:
         """The model without a PEFT wrapper, if this was fitted for it.
 
         Args:
             model: To decode for.
+            identity: Its own, if at hand.
         """
-        return _checked(model, self.consumer, "consumer", "producer", self.producer)
+        return _checked(model, self.consumer, "consumer", "producer", self.producer, identity)
 
     def check_codes(self, head: CodesHead) -> None:
         """Refuses codes that this translator did not make.
@@ -369,16 +370,19 @@ class _Encoding:
             read_states(self.model, self.tokens, take, hidden=hidden, upto=waiting[-1].layers[-1])
 
 
-def _checked(model: Any, expected: ModelFingerprint, role: str, other_role: str, other: ModelFingerprint) -> Any:
+def _checked(
+    model: Any, expected: ModelFingerprint, role: str, other_role: str, other: ModelFingerprint, identity: Identity | None = None
+) -> Any:
     base = compat.base_model(model)
     if compat.has_learned_prompt(model):
         raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
-    digest = digest_of_model(base)
-    if digest != expected.digest:
-        hint = f" It is the {other_role} that the translator was fitted for." if digest == other.digest else ""
+    identity = identity or identity_of(base)
+    if identity.fingerprint is None:
+        raise FingerprintMismatch(f"The translator's {role} is not what it was fitted for: {identity.reason}")
+    if identity.digest != expected.digest:
+        hint = f" It is the {other_role} that the translator was fitted for." if identity.digest == other.digest else ""
         try:
-            ModelFingerprint.of(base).require_same(expected, f"The translator's {role}")
+            identity.fingerprint.require_same(expected, f"The translator's {role}")
         except FingerprintMismatch as error:
             raise FingerprintMismatch(f"{error}{hint}") from None
-        raise FingerprintMismatch(f"The translator's {role} is another model than this one.{hint}")
     return base

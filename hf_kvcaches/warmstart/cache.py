@@ -11,6 +11,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import CacheReport
+from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.prefill import PrefillCall, run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
@@ -115,8 +116,8 @@ class WarmStartCache(SplicingCache):
         if projector is not None and not isinstance(projector, SlotProjector):
             raise ConfigError.of("projector", "a SlotProjector, or None", projector)
         super().__init__(model, offloading=offloading)
-        if self.model is not library.model and not library.fits_model(self.model):
-            raise FingerprintMismatch("The library was made for another model, or with other adapters. Make one with this model.")
+        if self.model is not library.model and (why_not := library.why_not(identity_of(self.model))):
+            raise FingerprintMismatch(f"library: was made for another model. {why_not} Make one with this model.")
         corrected = strategy == "slots" and library.correction is not None
         why = self.parts_refused if corrected else self.moving_refused
         if strategy in ("slots", "align") and why:

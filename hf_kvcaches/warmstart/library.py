@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
+from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
-from hf_kvcaches.core.watching import digest_of_model
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.warmstart.adapters import Adapters
 from hf_kvcaches.warmstart.compressor import SlotCompressor
@@ -124,7 +124,7 @@ class WarmStartLibrary:
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
         self.encoder = encoder_of(encoder, self.model, tokenizer)
         self.location = location
-        self.digest = digest_of_model(self.model)
+        self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
         self._known: dict[str, _Known] = {}
         self._order: list[tuple[bytes, str]] = []
@@ -132,8 +132,8 @@ class WarmStartLibrary:
         self._sync()
 
     def _scope(self) -> str:
-        tokenizer = ModelFingerprint.of(self.model, self.tokenizer).tokenizer
-        parts = ("warm start 1", self.digest, tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
+        tokenizer = digest_of_tokenizer(self.tokenizer)
+        parts = ("warm start 2", self.digest, tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
         adapters = "" if self.compressor is None or self.compressor.adapters is None else _digest_of(self.compressor.adapters.tensors())
         return hashlib.blake2b("|".join(map(str, (*parts, adapters))).encode(), digest_size=16).hexdigest()
 
@@ -414,17 +414,19 @@ class WarmStartLibrary:
         packed.fingerprint = ModelFingerprint.of(self.model, self.tokenizer)
         return packed
 
-    def fits_model(self, model: Any) -> bool:
-        """Whether a model is the one, with the adapters, that the library was made for.
+    def why_not(self, identity: Identity) -> str:
+        """Why entries are of no use to a model; "" where they are.
 
         Args:
-            model: Without a PEFT wrapper.
+            identity: Of the model, with its adapters.
         """
-        return digest_of_model(model) == self.digest
+        changed = "The model has changed since the library was made, or other adapters are active."
+        return identity.reason or ("" if identity.digest == self.digest else changed)
 
     def _require_same_model(self) -> None:
-        if not self.fits_model(self.model):
-            raise ConfigError("The model has changed since the library was made, or other adapters are active. Make a library for it.")
+        why_not = self.why_not(identity_of(self.model))
+        if why_not:
+            raise FingerprintMismatch(f"{why_not} Make a library for the model as it is, or bring back what it had.")
 
     def close(self) -> None:
         """Lets go of files and connections."""

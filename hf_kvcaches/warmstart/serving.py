@@ -65,10 +65,8 @@ class Serving:
         cache, call = self.cache, self.call
         total = call.input_ids.shape[1]
         rows = [slots[pad:] for slots, pad in zip(cache.history.rows(), self.padding, strict=True)]
-        if not self.library.fits_model(cache.model):
-            plans = [
-                RowPlan("cold", refused="The model has changed since the library was made, or other adapters are active.") for _ in rows
-            ]
+        if why_not := self.library.why_not(cache.identity_of_pass(total)):
+            plans = [RowPlan("cold", refused=why_not) for _ in rows]
         else:
             self.library.refresh()
             plans = [self._plan(ids) for ids in rows]

@@ -25,8 +25,8 @@ from hf_kvcaches import (
     WarmStartLibrary,
     compat,
 )
+from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.prefill import PrefillCall
-from hf_kvcaches.core.watching import digest_of_model
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.translator import CacheTranslator
@@ -186,7 +186,7 @@ _TRANSLATORS: dict[str, CacheTranslator] = {}
 
 def own_translator(model: Any) -> CacheTranslator:
     """From a model to itself."""
-    digest = digest_of_model(compat.base_model(model))
+    digest = identity_of(compat.base_model(model)).digest
     if digest not in _TRANSLATORS:
         _TRANSLATORS[digest] = lossless(model)
     return _TRANSLATORS[digest]

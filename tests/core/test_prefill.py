@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core import prefill
-from hf_kvcaches.core.watching import digest_of_model
+from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 
@@ -361,7 +361,7 @@ def test_two_threads_take_over_prompts_of_one_model_at_a_time():
     store = SegmentStore("memory", quantization=None)
     prompts = [torch.cat([tiny.ids(1, 40, seed=number % 3), tiny.ids(1, 30, seed=9)], 1) for number in range(12)]
     expected = [model.generate(ids, max_new_tokens=4, do_sample=False) for ids in prompts]
-    digest = digest_of_model(model)
+    digest = identity_of(model).digest
     faults = []
 
     def ask(offset):
@@ -369,7 +369,7 @@ def test_two_threads_take_over_prompts_of_one_model_at_a_time():
             index = (number + offset) % len(prompts)
             cache = SegmentReuseCache(model, store, mode="exact")
             written = model.generate(prompts[index], past_key_values=cache, max_new_tokens=4, do_sample=False)
-            if not torch.equal(written, expected[index]) or digest_of_model(model) != digest:
+            if not torch.equal(written, expected[index]) or identity_of(model).digest != digest:
                 faults.append(index)
 
     threads = [threading.Thread(target=ask, args=(offset,)) for offset in (0, 5)]

@@ -64,7 +64,7 @@ def last_layer(model: PreTrainedModel) -> Iterator[list[int]]:
     """How many tokens a row enter the model's last layer, pass by pass."""
     seen: list[int] = []
     last = compat.decoder_layers(model)[2][-1]
-    handle = last.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    handle = last.register_forward_pre_hook(tiny.observing(lambda module, args: seen.append(args[0].shape[1])))
     try:
         yield seen
     finally:

@@ -124,7 +124,7 @@ def test_a_part_is_streamed_before_the_producer_has_its_next_layer() -> None:
         return hook
 
     for index, layer in enumerate(producer.model.layers):
-        layer.register_forward_pre_hook(wait(index))
+        layer.register_forward_pre_hook(tiny.observing(wait(index)))
     pieces = translator.stream(producer, PROMPT)
     got = [next(pieces)]  # The head is there before anything is run.
     assert reached == []
@@ -140,7 +140,7 @@ def test_a_part_is_streamed_before_the_producer_has_its_next_layer() -> None:
 
 def test_what_goes_wrong_in_the_producer_is_raised_where_the_stream_is_read() -> None:
     producer, translator = tiny.llama(), fitted()
-    producer.model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)
+    producer.model.layers[2].register_forward_pre_hook(tiny.observing(lambda *_: 1 / 0))
     with pytest.raises(ZeroDivisionError):
         list(translator.stream(producer, PROMPT))
 
@@ -152,7 +152,7 @@ def test_the_producer_runs_no_layer_that_is_not_sent_and_keeps_nothing() -> None
     assert seen == []
     ran: list[int] = []
     mlp = producer.model.layers[-1].mlp
-    handle = mlp.register_forward_pre_hook(lambda *_: ran.append(1))
+    handle = mlp.register_forward_pre_hook(tiny.observing(lambda *_: ran.append(1)))
     fitted().encode(producer, PROMPT)
     handle.remove()
     assert ran == []  # Behind the last keys and values the pass ends.

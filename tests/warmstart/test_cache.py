@@ -522,12 +522,12 @@ def test_the_last_token_is_forwarded_where_it_stands_and_the_length_before_it_is
     model = tiny.llama()
     for tail in (1, 4):
         cache, seen = summary(model, tail=tail), []
-        handle = model.model.register_forward_pre_hook(
+        look = tiny.observing(
             lambda module, args, kwargs, cache=cache, seen=seen: seen.append(
                 (cache.get_seq_length(), kwargs["input_ids"].shape[1], kwargs["position_ids"].tolist())
-            ),
-            with_kwargs=True,
+            )
         )
+        handle = model.model.register_forward_pre_hook(look, with_kwargs=True)
         logits_of(model, LIKE, cache, 2)
         handle.remove()
         length = LIKE.shape[1]

@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             WarmStartLibrary.from_pretrained(folder, model, words())
     with torch.no_grad():
         model.lm_head.weight.add_(1.0)
-    with pytest.raises(ConfigError, match="The model has changed"):
+    with pytest.raises(FingerprintMismatch, match="The model has changed"):
         library.save_pretrained(tmp_path / "changed")
 
 

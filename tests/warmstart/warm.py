@@ -79,7 +79,7 @@ def tokens_run(model: PreTrainedModel) -> Iterator[list[int]]:
     """How many tokens a row enter the model's lowest layer, pass by pass."""
     seen: list[int] = []
     first = compat.decoder_layers(model)[2][0]
-    handle = first.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+    handle = first.register_forward_pre_hook(tiny.observing(lambda module, args: seen.append(args[0].shape[1])))
     try:
         yield seen
     finally:

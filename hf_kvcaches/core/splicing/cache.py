@@ -88,6 +88,7 @@ class SplicingCache(KVCache):
         return self.seen
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        super().observe(input_ids, attention_mask, position_ids)
         self.history.observe(input_ids, attention_mask, position_ids, self.seen)
 
     def padding_of(self, call: PrefillCall) -> list[int] | None:

@@ -10,7 +10,7 @@ from accelerate import cpu_offload, disk_offload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_kvcaches.core._tensor_digest import digest_of
+from hf_kvcaches.core.checksum import digest_of, row_dots, row_products
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import UnsupportedError
 from tests.core.fingerprint_helpers import changed, llama, nudge
@@ -37,7 +37,7 @@ def test_offloaded_weights_are_found_where_accelerate_keeps_them(offload, tmp_pa
     assert next(model.parameters()).is_meta
     assert ModelFingerprint.of(model) == expected
     model(torch.arange(5)[None])
-    assert ModelFingerprint.of(model, refresh=True) == expected
+    assert ModelFingerprint.of(model) == expected
 
 
 def test_weights_that_are_not_there_are_refused():
@@ -133,13 +133,16 @@ def optimizer_step(kind: type[torch.optim.Optimizer], **options: bool) -> Callab
     "write",
     [
         write_through_data,
+        lambda parameter: parameter.data.view(-1)[7].add_(1e-3),
+        lambda parameter: parameter.data.view(torch.int32).view(-1)[11].bitwise_xor_(1),
         write_through_numpy,
+        lambda parameter: parameter.detach().numpy().reshape(-1).__setitem__(3, 0.25),
         replace_data,
         optimizer_step(torch.optim.SGD),
         optimizer_step(torch.optim.AdamW, foreach=True),
         optimizer_step(torch.optim.AdamW, fused=True),
     ],
-    ids=["data", "numpy", "replaced data", "sgd", "adamw foreach", "adamw fused"],
+    ids=["data", "one element", "one bit", "numpy", "one element by numpy", "replaced data", "sgd", "adamw foreach", "adamw fused"],
 )
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
 def test_writes_are_noticed(write, name):
@@ -155,15 +158,6 @@ def test_replaced_parameters_and_other_dtypes_are_noticed():
     model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight * 2)
     assert changed(before, ModelFingerprint.of(model)) == {"weights"}
     assert "precision" in changed(before, ModelFingerprint.of(model.to(torch.bfloat16)))
-
-
-def test_refresh_finds_a_write_that_nothing_announces():
-    model = llama()
-    parameter = model.get_parameter("model.embed_tokens.weight")
-    before = ModelFingerprint.of(model)
-    parameter.detach().numpy()[0, 1] += 1
-    assert ModelFingerprint.of(model) == before
-    assert changed(before, ModelFingerprint.of(model, refresh=True)) == {"weights"}
 
 
 def test_weights_of_inference_mode_can_be_read():
@@ -182,3 +176,42 @@ def test_a_model_is_forgotten_with_its_last_reference():
     del model
     gc.collect()
     assert gone() is None
+
+
+# Checksums
+
+
+def test_rows_are_summed_alike_one_by_one_and_many_at_a_time() -> None:
+    for size in (1, 5, 1 << 15, (1 << 15) + 1, 3 << 15, 100_001):
+        words = torch.randint(-(1 << 62), 1 << 62, (size,), generator=torch.Generator().manual_seed(size))
+        one_by_one, together = row_dots(words), row_products(words)
+        assert torch.equal(one_by_one, together[: len(one_by_one)])
+        assert not together[len(one_by_one) :].any()
+
+
+def signs_of_two(flat: torch.Tensor) -> None:
+    flat[[1, 7]] *= -1
+
+
+def signs_of_two_doubles(flat: torch.Tensor) -> None:
+    flat.view(torch.float64)[[2, 900]] *= -1
+
+
+def exchange(flat: torch.Tensor) -> None:
+    flat[[3, 40_000]] = flat[[40_000, 3]]
+
+
+def exchange_halves(flat: torch.Tensor) -> None:
+    flat.view(2, -1).copy_(flat.view(2, -1).flip(0))
+
+
+def one_more_one_less(flat: torch.Tensor) -> None:
+    flat.view(torch.int32)[[5, 7]] += torch.tensor([1, -1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("change", [signs_of_two, signs_of_two_doubles, exchange, exchange_halves, one_more_one_less, torch.Tensor.neg_])
+def test_changes_that_a_plain_sum_or_high_bits_alone_would_hide_are_seen(change) -> None:
+    flat = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
+    before = digest_of(flat)
+    change(flat)
+    assert digest_of(flat) != before
