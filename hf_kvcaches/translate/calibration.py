@@ -18,6 +18,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core._model_parts import tokenizer_part
 from hf_kvcaches.core.calibrating import Tokenized, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
 from hf_kvcaches.translate.head import CODE_DTYPES
@@ -214,7 +215,7 @@ class Pair:
 
     def fingerprints(self) -> tuple[ModelFingerprint, ModelFingerprint]:
         """Of the producer and the consumer."""
-        return ModelFingerprint.of(self.producer), ModelFingerprint.of(self.consumer)
+        return require_identity(self.producer, "producer: the translator"), require_identity(self.consumer, "consumer: the translator")
 
     def states(
         self, ids: torch.Tensor, lowest: int, hidden: Sequence[int] = (), queries: Callable[..., None] | None = None

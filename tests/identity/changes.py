@@ -1,0 +1,279 @@
+"""Everything that may change about a model between two requests, each with a way back where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from hf_kvcaches import compat
+from tests import tiny
+
+PROMPT = tiny.ids(1, 130, seed=1)
+INVOCATION = [5, 9, 7]
+
+
+@dataclass
+class Setup:
+    """A model on its way through two requests.
+
+    Args:
+        runner: What `generate` is called on, with or without a PEFT wrapper.
+        options: Of `generate`, in the changed state.
+    """
+
+    runner: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return compat.base_model(self.runner)
+
+    @property
+    def first(self) -> Any:
+        """The first decoder layer."""
+        return self.model.model.layers[0]
+
+    @property
+    def weight(self) -> nn.Parameter:
+        return self.first.mlp.down_proj.weight
+
+
+@dataclass(frozen=True)
+class Change:
+    """One way to change a model.
+
+    Args:
+        enter: A context manager that changes it, and changes it back at its end as far as that is possible.
+        make: The model before.
+        comes_back: Whether it is the original again, bit by bit, after the context.
+        seen: Whether a fingerprint tells; else caches share nothing meanwhile.
+        in_call: Whether it takes effect only inside of `generate`.
+        other_type: Whether keys have another type then, which a cache that holds some refuses.
+    """
+
+    enter: Callable[[Setup], contextlib.AbstractContextManager[Any]]
+    make: Callable[[], Any]
+    comes_back: bool = True
+    seen: bool = True
+    in_call: bool = False
+    other_type: bool = False
+
+
+def plain() -> Any:
+    return tiny.llama(max_position_embeddings=1024)
+
+
+def lora(**changes: Any) -> LoraConfig:
+    return LoraConfig(**{"target_modules": ["q_proj", "v_proj"], "r": 4, "lora_alpha": 8, "init_lora_weights": False, **changes})
+
+
+def two_adapters() -> PeftModel:
+    torch.manual_seed(1)
+    model = get_peft_model(plain(), lora(), adapter_name="law")
+    model.add_adapter("medical", lora())
+    return model.eval()
+
+
+def activated() -> PeftModel:
+    torch.manual_seed(2)
+    return get_peft_model(plain(), lora(alora_invocation_tokens=INVOCATION, task_type="CAUSAL_LM")).eval()
+
+
+def with_tokens() -> PeftModel:
+    torch.manual_seed(3)
+    model = get_peft_model(plain(), lora(trainable_token_indices={"embed_tokens": PROMPT[0, :4].tolist()})).eval()
+    with torch.no_grad():
+        model.base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta["default"].add_(0.5)
+    return model
+
+
+@contextlib.contextmanager
+def attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def restored(tensor: torch.Tensor, write: Callable[[torch.Tensor], object]) -> Iterator[None]:
+    before = tensor.detach().clone()
+    write(tensor)
+    yield
+    tensor.data.copy_(before)
+
+
+@contextlib.contextmanager
+def hooked(handle: Any) -> Iterator[None]:
+    yield
+    handle.remove()
+
+
+def one_element(parameter: torch.Tensor) -> None:
+    parameter.data.view(-1)[5] += 3.0
+
+
+def through_numpy(parameter: torch.Tensor) -> None:
+    parameter.detach().numpy()[0, 5] += 3.0
+
+
+@contextlib.contextmanager
+def optimizer_step(setup: Setup) -> Iterator[None]:
+    optimizer = torch.optim.AdamW(setup.model.parameters(), lr=0.02, fused=True)
+    setup.model(PROMPT, labels=PROMPT).loss.backward()
+    optimizer.step()
+    yield
+
+
+@contextlib.contextmanager
+def other_weights(setup: Setup) -> Iterator[None]:
+    before = {name: tensor.clone() for name, tensor in setup.model.state_dict().items()}
+    setup.model.load_state_dict(tiny.llama(seed=4, max_position_embeddings=1024).state_dict())
+    yield
+    setup.model.load_state_dict(before)
+
+
+@contextlib.contextmanager
+def other_type(setup: Setup) -> Iterator[None]:
+    setup.model.to(torch.bfloat16)
+    yield
+
+
+def shifted(_module: Any, _args: Any, output: Any) -> Any:
+    return output + 0.3
+
+
+@contextlib.contextmanager
+def hook_on_all(setup: Setup) -> Iterator[None]:
+    target = setup.first.mlp
+    with hooked(register_module_forward_hook(lambda module, args, output: output + 0.3 if module is target else None)):
+        yield
+
+
+@contextlib.contextmanager
+def own_forward(setup: Setup) -> Iterator[None]:
+    mlp = setup.first.mlp
+    original = mlp.forward
+    mlp.forward = lambda hidden: original(hidden) * 0.5
+    yield
+    del mlp.forward
+
+
+@contextlib.contextmanager
+def class_forward(setup: Setup) -> Iterator[None]:
+    original = LlamaMLP.forward
+    with attribute(LlamaMLP, "forward", lambda self, hidden: original(self, hidden) * 0.5):
+        yield
+
+
+@contextlib.contextmanager
+def dropout(setup: Setup) -> Iterator[None]:
+    with contextlib.ExitStack() as changes:
+        for layer in setup.model.model.layers:
+            changes.enter_context(attribute(layer.self_attn, "attention_dropout", 0.5))
+        setup.model.train()
+        yield
+        setup.model.eval()
+
+
+@contextlib.contextmanager
+def own_attention(setup: Setup) -> Iterator[None]:
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_ATTENTION_FUNCTIONS.register("doubled", lambda *args, **kwargs: (sdpa(*args, **kwargs)[0] * 2, None))
+    AttentionMaskInterface.register("doubled", AttentionMaskInterface._global_mapping["sdpa"])
+    before = setup.model.config._attn_implementation
+    setup.model.set_attn_implementation("doubled")
+    yield
+    setup.model.set_attn_implementation(before)
+
+
+@contextlib.contextmanager
+def added(setup: Setup) -> Iterator[None]:
+    torch.manual_seed(1)
+    setup.runner = get_peft_model(setup.model, lora()).eval()
+    yield
+    setup.runner = setup.runner.unload()
+
+
+@contextlib.contextmanager
+def switched(setup: Setup) -> Iterator[None]:
+    setup.runner.set_adapter("medical")
+    yield
+    setup.runner.set_adapter("law")
+
+
+@contextlib.contextmanager
+def scaled(setup: Setup) -> Iterator[None]:
+    layers = [module for module in setup.model.modules() if hasattr(module, "scale_layer")]
+    for layer in layers:
+        layer.scale_layer(0.5)
+    yield
+    for layer in layers:
+        layer.scale_layer(2.0)
+
+
+@contextlib.contextmanager
+def merged(setup: Setup) -> Iterator[None]:
+    setup.runner.merge_adapter()
+    yield
+
+
+@contextlib.contextmanager
+def mixed_rows(setup: Setup) -> Iterator[None]:
+    setup.options = {"adapter_names": ["medical"]}
+    yield
+    setup.options = {}
+
+
+@contextlib.contextmanager
+def nothing(_setup: Setup) -> Iterator[None]:
+    yield
+
+
+CHANGES: dict[str, Change] = {
+    "one element through .data": Change(lambda s: restored(s.weight, one_element), plain),
+    "one element through numpy": Change(lambda s: restored(s.weight, through_numpy), plain),
+    "one embedding": Change(
+        lambda s: restored(s.model.get_input_embeddings().weight, lambda w: w.data[PROMPT[0, 0]].add_(0.5)), plain
+    ),
+    "fused optimizer step": Change(optimizer_step, plain, comes_back=False),
+    "loaded weights": Change(other_weights, plain),
+    "dtype": Change(other_type, plain, comes_back=False, other_type=True),
+    "attention scaling": Change(lambda s: attribute(s.first.self_attn, "scaling", 1.0), plain),
+    "rotary attention scaling": Change(lambda s: attribute(s.model.model.rotary_emb, "attention_scaling", 1.7), plain),
+    "inv_freq": Change(lambda s: restored(s.model.model.rotary_emb.inv_freq, lambda f: f.data.mul_(0.5)), plain),
+    "norm epsilon": Change(lambda s: attribute(s.first.input_layernorm, "variance_epsilon", 2.0), plain),
+    "activation module": Change(lambda s: attribute(s.first.mlp, "act_fn", nn.Tanh()), plain),
+    "adapter added": Change(added, plain),
+    "adapter switched": Change(switched, two_adapters),
+    "adapter disabled": Change(lambda s: s.runner.disable_adapter(), two_adapters),
+    "adapter scaled": Change(scaled, two_adapters),
+    "adapter merged": Change(merged, two_adapters, comes_back=False),
+    "adapter weight": Change(lambda s: restored(s.first.self_attn.v_proj.lora_A["law"].weight, one_element), two_adapters),
+    "adapter of tokens": Change(lambda s: s.runner.disable_adapter(), with_tokens),
+    "adapter by row": Change(mixed_rows, two_adapters, seen=False, in_call=True),
+    "hook": Change(lambda s: hooked(s.first.mlp.register_forward_hook(shifted)), plain, seen=False),
+    "pre-hook": Change(lambda s: hooked(s.first.mlp.register_forward_pre_hook(lambda _, args: (args[0] * 2,))), plain, seen=False),
+    "hook on all modules": Change(hook_on_all, plain, seen=False),
+    "replaced forward": Change(own_forward, plain, seen=False),
+    "forward of the class": Change(class_forward, plain, seen=False),
+    "autocast": Change(lambda _: torch.autocast("cpu", torch.bfloat16), plain, seen=False, other_type=True),
+    "dropout": Change(dropout, plain, seen=False),
+    "registered attention": Change(own_attention, plain, seen=False),
+}
+BACK = {name: change for name, change in CHANGES.items() if change.comes_back}
+UNSEEN = {name: change for name, change in CHANGES.items() if not change.seen}
+LASTING = {name: change for name, change in CHANGES.items() if not change.in_call}

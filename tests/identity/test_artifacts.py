@@ -1,0 +1,125 @@
+"""Saved caches and translators belong to the model that computed them, at the time when it did."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore, TranslatedCache
+from hf_kvcaches.errors import FingerprintMismatch
+from tests import tiny
+from tests.identity.changes import CHANGES, LASTING, PROMPT, Setup, two_adapters
+from tests.identity.test_requests import ask, assert_like, plainly
+from tests.translate.pairs import lossless
+
+FEW = PROMPT[:, :20]
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_a_cache_is_saved_by_the_model_that_filled_it_alone(name: str, tmp_path: Path) -> None:
+    change, path = LASTING[name], tmp_path / "cache.safetensors"
+    setup = Setup(change.make())
+    cache = GrowingCache(setup.runner)
+    ask(setup, cache, FEW)
+    cache.save(path)
+    with change.enter(setup):
+        with pytest.raises(FingerprintMismatch):
+            cache.save(tmp_path / "later.safetensors")
+        with pytest.raises(FingerprintMismatch):
+            GrowingCache.load(path, setup.runner)
+        assert not (tmp_path / "later.safetensors").exists()
+    if change.comes_back:
+        cache.save(tmp_path / "later.safetensors")
+        assert GrowingCache.load(path, setup.runner).seen == cache.seen
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_cache_filled_under_a_change_is_saved_as_the_changed_models_or_not_at_all(name: str, tmp_path: Path) -> None:
+    change, path = CHANGES[name], tmp_path / "cache.safetensors"
+    setup = Setup(change.make())
+    untouched = copy.deepcopy(setup.runner)
+    with change.enter(setup):
+        cache = GrowingCache(setup.runner)
+        ask(setup, cache, FEW)
+        if change.seen:
+            cache.save(path)
+            assert GrowingCache.load(path, setup.runner).seen == cache.seen
+        else:
+            with pytest.raises(FingerprintMismatch, match="can't be saved"):
+                cache.save(path)
+    if change.comes_back:
+        with pytest.raises(FingerprintMismatch):
+            cache.save(path)
+    if change.seen:
+        with pytest.raises(FingerprintMismatch):
+            GrowingCache.load(path, untouched)
+
+
+def test_a_chat_whose_turns_had_different_adapters_is_not_saved(tmp_path: Path) -> None:
+    setup = Setup(two_adapters())
+    cache = GrowingCache(setup.runner)
+    first = ask(setup, cache, FEW)[0]
+    setup.runner.set_adapter("medical")
+    ask(setup, cache, torch.cat([first, FEW], dim=1))
+    for adapter in ("medical", "law"):
+        setup.runner.set_adapter(adapter)
+        with pytest.raises(FingerprintMismatch, match="changed behind the first 22 tokens"):
+            cache.save(tmp_path / "cache.safetensors")
+    # Without the turn that the other adapter computed, all is of one model.
+    cache.crop(22 - cache.seen)
+    cache.save(tmp_path / "cache.safetensors")
+
+
+def test_a_loaded_cache_goes_on_under_the_identity_that_filled_it(tmp_path: Path) -> None:
+    setup = Setup(two_adapters())
+    with SegmentStore("memory", quantization=None) as store:
+        cache = SegmentReuseCache(setup.runner, store, mode="exact")
+        first = ask(setup, cache, PROMPT)[0]
+        cache.save(tmp_path / "cache.safetensors")
+    loaded = SegmentReuseCache.load(tmp_path / "cache.safetensors", setup.runner)
+    setup.runner.set_adapter("medical")
+    ask(setup, loaded, torch.cat([first, FEW], dim=1))
+    with pytest.raises(FingerprintMismatch, match="changed behind"):
+        loaded.save(tmp_path / "cache.safetensors")
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_a_changed_producer_is_refused(name: str) -> None:
+    change = LASTING[name]
+    setup = Setup(change.make())
+    translator = lossless(setup.runner)
+    before = translator.encode(setup.runner, FEW).to_bytes()
+    with change.enter(setup), pytest.raises(FingerprintMismatch, match="producer"):
+        translator.encode(setup.runner, FEW)
+    with change.enter(setup), pytest.raises(FingerprintMismatch, match="producer"):
+        next(translator.stream(setup.runner, FEW))
+    if change.comes_back:
+        assert translator.encode(setup.runner, FEW).to_bytes() == before
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_a_changed_consumer_is_refused_when_the_cache_is_made_and_when_it_is_filled(name: str) -> None:
+    change = LASTING[name]
+    setup = Setup(change.make())
+    before = plainly(setup, FEW)
+    translator = lossless(setup.runner)
+    codes = translator.encode(setup.runner, FEW)
+    cache = TranslatedCache(setup.runner, translator, codes)
+    with change.enter(setup):
+        with pytest.raises(FingerprintMismatch, match="consumer"):
+            TranslatedCache(setup.runner, translator, codes)
+        with pytest.raises(FingerprintMismatch, match="consumer"):
+            ask(setup, cache, FEW)
+    if change.comes_back:
+        cache.reset()
+        assert_like(ask(setup, cache, FEW), before)
+
+
+def test_a_model_with_a_hook_is_no_producer_to_fit_a_translator_to() -> None:
+    model = tiny.llama()
+    model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(FingerprintMismatch, match="may change what it computes"):
+        lossless(model)

@@ -1,0 +1,192 @@
+"""Whatever changes about a model between two requests: caches answer like the model as it is, and share only what it computed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_kvcaches import SegmentReuseCache, SegmentStore, WarmStartCache
+from tests import tiny
+from tests.identity.changes import BACK, CHANGES, INVOCATION, PROMPT, UNSEEN, Setup, activated, plain, two_adapters
+from tests.warmstart.warm import OPEN, library_of
+
+QUESTION = torch.cat([PROMPT, tiny.ids(1, 12, seed=2)], dim=1)
+GREEDY: dict[str, Any] = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+
+
+def ask(setup: Setup, cache: Any, ids: torch.Tensor = QUESTION, new: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the logits of the new ones."""
+    torch.manual_seed(0)  # for dropout
+    found = setup.runner.generate(
+        input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, min_new_tokens=new, **GREEDY, **setup.options
+    )
+    return found.sequences, torch.stack(found.logits, 1).float()
+
+
+def plainly(setup: Setup, ids: torch.Tensor = QUESTION) -> tuple[torch.Tensor, torch.Tensor]:
+    return ask(setup, DynamicCache(config=setup.model.config), ids)
+
+
+def assert_like(found: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(found[0], expected[0])
+    assert torch.allclose(found[1], expected[1], atol=1e-3, rtol=1e-3)
+
+
+def store_in(folder: Path) -> SegmentStore:
+    return SegmentStore(f"disk:{folder}", quantization=None)
+
+
+Segments = Callable[[Setup, SegmentStore], SegmentReuseCache]
+
+
+@pytest.fixture(params=["exact", "approximate"])
+def segments(request: pytest.FixtureRequest) -> Segments:
+    return lambda setup, store: SegmentReuseCache(setup.runner, store, mode=request.param)
+
+
+def filled_by(setup: Setup, store: SegmentStore, make: Segments, ids: torch.Tensor = PROMPT) -> None:
+    ask(setup, make(setup, store), ids)
+    store.flush()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_segments_are_shared_by_what_computed_them_alone(name: str, segments: Segments, tmp_path: Path) -> None:
+    change = CHANGES[name]
+    setup = Setup(change.make())
+    untouched = copy.deepcopy(setup.runner)
+    before = plainly(setup)
+    with store_in(tmp_path) as store:
+        filled_by(setup, store, segments)
+        with change.enter(setup):
+            expected = plainly(setup)
+            assert not torch.equal(expected[1], before[1])
+            for _ in range(2):
+                cache = segments(setup, store)
+                assert_like(ask(setup, cache), expected)
+                store.flush()
+            assert (cache.report().reused_tokens > 0) == change.seen
+            assert (cache.report().reason == "") == change.seen
+        if change.comes_back:
+            cache = segments(setup, store)
+            assert_like(ask(setup, cache), before)
+            assert cache.report().reused_tokens >= 64
+    with store_in(tmp_path) as store:
+        cache = segments(Setup(untouched), store)
+        assert_like(ask(Setup(untouched), cache), before)
+        assert cache.report().reused_tokens >= 64
+
+
+@pytest.mark.parametrize("name", [name for name, change in CHANGES.items() if not change.other_type])
+def test_a_chat_that_goes_on_under_a_change_stores_nothing_of_the_later_turns(name: str, segments: Segments, tmp_path: Path) -> None:
+    change = CHANGES[name]
+    setup = Setup(change.make())
+    untouched = Setup(copy.deepcopy(setup.runner))
+    cache, reference = None, DynamicCache(config=setup.model.config)
+    with store_in(tmp_path) as store:
+        cache = segments(setup, store)
+        first = ask(setup, cache, PROMPT)[0]
+        ask(setup, reference, PROMPT)
+        later = torch.cat([first, tiny.ids(1, 80, seed=3)], dim=1)
+        with change.enter(setup):
+            assert_like(ask(setup, cache, later), ask(setup, reference, later))
+            assert cache.report().reason
+        if change.comes_back and name != "adapter added":
+            last = torch.cat([later, tiny.ids(1, 80, seed=4)], dim=1)
+            assert_like(ask(setup, cache, last, 1), ask(setup, reference, last, 1))
+            assert cache.report().reason
+            later = last
+        cache.reset()
+        store.flush()
+    with store_in(tmp_path) as store:
+        again = segments(untouched, store)
+        assert_like(ask(untouched, again, later), plainly(untouched, later))
+        assert 64 <= again.report().reused_tokens <= PROMPT.shape[1]
+
+
+def test_rows_with_adapters_of_their_own_are_not_shared(segments: Segments, tmp_path: Path) -> None:
+    setup = Setup(two_adapters())
+    rows = QUESTION.expand(3, -1)
+    before = plainly(setup)
+    with store_in(tmp_path) as store:
+        mixed = Setup(setup.runner, {"adapter_names": ["law", "medical", "__base__"]})
+        cache = segments(setup, store)
+        assert_like(ask(mixed, cache, rows), plainly(mixed, rows))
+        assert "adapter" in cache.report().reason
+        store.flush()
+        for _ in range(2):
+            cache = segments(setup, store)
+            assert_like(ask(setup, cache), before)
+            store.flush()
+        assert cache.report().reused_tokens >= 64
+
+
+def test_an_activated_adapter_is_not_shared(segments: Segments, tmp_path: Path) -> None:
+    setup = Setup(activated())
+    base = Setup(plain())
+    calls = [torch.cat([PROMPT, torch.tensor([INVOCATION]), tiny.ids(1, 30, seed=seed)], dim=1) for seed in (5, 6)]
+    with store_in(tmp_path) as store:
+        for ids in (*calls, calls[0]):
+            cache = segments(setup, store)
+            assert_like(ask(setup, cache, ids), plainly(setup, ids))
+            assert cache.report().reason
+            store.flush()
+        for _ in range(2):
+            cache = segments(base, store)
+            assert_like(ask(base, cache, calls[0]), plainly(base, calls[0]))
+            store.flush()
+
+
+def test_what_is_written_in_the_background_belongs_to_the_model_that_computed_it(segments: Segments, tmp_path: Path) -> None:
+    setup = Setup(plain())
+    untouched = Setup(copy.deepcopy(setup.runner))
+    with store_in(tmp_path) as store:
+        ask(setup, segments(setup, store), PROMPT)
+        for parameter in setup.model.parameters():
+            parameter.data.mul_(1.5)
+        store.flush()
+        cache = segments(setup, store)
+        assert_like(ask(setup, cache), plainly(setup))
+        assert cache.report().reused_tokens == 0
+    with store_in(tmp_path) as store:
+        cache = segments(untouched, store)
+        assert_like(ask(untouched, cache), plainly(untouched))
+        assert cache.report().reused_tokens >= 64
+
+
+def same(texts: list[str]) -> torch.Tensor:
+    """An encoder to which all prompts are alike."""
+    return torch.ones(len(texts), 1)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_library_serves_the_model_that_it_was_made_with_alone(name: str) -> None:
+    change = CHANGES[name]
+    setup = Setup(change.make())
+    before = plainly(setup)
+    # Embeddings of which some are learned are no table.
+    library = library_of(setup.runner, PROMPT, encoder=same)
+    with change.enter(setup):
+        cache = WarmStartCache(setup.runner, library, strategy="align", gate=OPEN)
+        assert_like(ask(setup, cache), plainly(setup))
+        report = cache.report()
+        assert (report.reused_tokens, report.strategy) == (0, "cold")
+        assert report.refused
+        if not change.in_call:
+            with pytest.raises(ValueError, match=r"changed|may change|replaced|autocast|training mode|transformers knows"):
+                library.add([QUESTION[0]])
+    assert len(library) == 1
+    if change.comes_back:
+        cache = WarmStartCache(setup.runner, library, strategy="align", gate=OPEN)
+        assert_like(ask(setup, cache), before)
+        assert cache.report().reused_tokens >= 96
+
+
+def test_every_change_that_can_be_undone_is_tried_back() -> None:
+    assert len(BACK) >= 20
+    assert len(UNSEEN) >= 8
