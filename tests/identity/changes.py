@@ -194,10 +194,9 @@ def own_attention(setup: Setup) -> Iterator[None]:
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS.register("doubled", lambda *args, **kwargs: (sdpa(*args, **kwargs)[0] * 2, None))
     AttentionMaskInterface.register("doubled", AttentionMaskInterface._global_mapping["sdpa"])
-    before = setup.model.config._attn_implementation
     setup.model.set_attn_implementation("doubled")
     yield
-    setup.model.set_attn_implementation(before)
+    setup.model.set_attn_implementation("sdpa")
 
 
 @contextlib.contextmanager
