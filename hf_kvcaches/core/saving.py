@@ -65,7 +65,7 @@ def _fingerprint(cache: KVCache) -> ModelFingerprint:
     reasons = here.fingerprint.differs_from(filled.fingerprint)
     if reasons:
         raise FingerprintMismatch(
-            f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled the cache). "
+            f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled it). "
             "Bring back what it had then (adapters, weights, settings), or fill the cache anew, and save it then."
         )
     return filled.fingerprint

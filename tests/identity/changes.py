@@ -60,6 +60,7 @@ class Change:
         seen: Whether a fingerprint tells; else caches share nothing meanwhile.
         in_call: Whether it takes effect only inside of `generate`.
         other_type: Whether keys have another type then, which a cache that holds some refuses.
+        no_masks: Whether attention takes no ready masks then, so that caches that move tokens are refused.
     """
 
     enter: Callable[[Setup], contextlib.AbstractContextManager[Any]]
@@ -68,6 +69,7 @@ class Change:
     seen: bool = True
     in_call: bool = False
     other_type: bool = False
+    no_masks: bool = False
 
 
 def plain() -> Any:
@@ -245,9 +247,7 @@ def nothing(_setup: Setup) -> Iterator[None]:
 CHANGES: dict[str, Change] = {
     "one element through .data": Change(lambda s: restored(s.weight, one_element), plain),
     "one element through numpy": Change(lambda s: restored(s.weight, through_numpy), plain),
-    "one embedding": Change(
-        lambda s: restored(s.model.get_input_embeddings().weight, lambda w: w.data[PROMPT[0, 0]].add_(0.5)), plain
-    ),
+    "one embedding": Change(lambda s: restored(s.model.get_input_embeddings().weight, lambda w: w.data[PROMPT[0, 0]].add_(0.5)), plain),
     "fused optimizer step": Change(optimizer_step, plain, comes_back=False),
     "loaded weights": Change(other_weights, plain),
     "dtype": Change(other_type, plain, comes_back=False, other_type=True),
@@ -271,7 +271,7 @@ CHANGES: dict[str, Change] = {
     "forward of the class": Change(class_forward, plain, seen=False),
     "autocast": Change(lambda _: torch.autocast("cpu", torch.bfloat16), plain, seen=False, other_type=True),
     "dropout": Change(dropout, plain, seen=False),
-    "registered attention": Change(own_attention, plain, seen=False),
+    "registered attention": Change(own_attention, plain, seen=False, no_masks=True),
 }
 BACK = {name: change for name, change in CHANGES.items() if change.comes_back}
 UNSEEN = {name: change for name, change in CHANGES.items() if not change.seen}
