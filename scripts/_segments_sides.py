@@ -313,7 +313,7 @@ def places_of(model: PreTrainedModel) -> list[tuple[str, Any, str]]:
     """What is timed, phase by phase."""
     return [
         ("make the cache", SegmentReuseCache, "__init__"),
-        ("fingerprint", taking, "scope_of"),
+        ("fingerprint", SegmentReuseCache, "enter_pass"),
         ("refresh the store", SegmentStore, "refresh"),
         ("look up", taking, "plan_row"),
         ("look up what is similar", Resembling, "runs"),

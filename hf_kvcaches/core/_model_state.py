@@ -146,7 +146,7 @@ def _settings(module: nn.Module, adapter: str, adapters: Mapping[str, Any]) -> d
 
 
 def _own_entries(module: nn.Module, path: str) -> Iterator[tuple[str, Any]]:
-    """What a module itself contributes to the state dict, which for quantized modules is more than its parameters, and its other buffers."""
+    """What a module contributes to the state dict, which for quantized modules is more than its parameters, and its other buffers."""
     prefix = f"{path}." if path else ""
     entries: dict[str, Any] = {}
     module._save_to_state_dict(entries, prefix, True)

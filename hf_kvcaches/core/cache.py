@@ -139,6 +139,8 @@ class KVCache(Cache, ABC):
             attention_mask: As the model got it.
             position_ids: Likewise.
         """
+        # Anew, because a pass that was told of before may have failed.
+        self.provenance.until = min(self.provenance.until, self.seen)
         self.enter_pass(input_ids.shape[1])
 
     def enter_pass(self, tokens: int) -> None:

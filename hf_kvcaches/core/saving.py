@@ -65,7 +65,7 @@ def _fingerprint(cache: KVCache) -> ModelFingerprint:
     reasons = here.fingerprint.differs_from(filled.fingerprint)
     if reasons:
         raise FingerprintMismatch(
-            f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled the cache). "
+            f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled it). "
             "Bring back what it had then (adapters, weights, settings), or fill the cache anew, and save it then."
         )
     return filled.fingerprint
@@ -124,9 +124,7 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path} has a damaged header: {error}. Save the cache again.") from error
     if version != VERSION:
-        hint = (
-            "Upgrade hf-kvcaches." if version > VERSION else "Its fingerprint knows too little of the model: fill and save the cache anew."
-        )
+        hint = "Upgrade hf-kvcaches." if version > VERSION else "Its fingerprint knows too little of a model: fill and save the cache anew."
         raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads {VERSION}. {hint}")
     missing = {"class", "settings", "layers", "fingerprint", "checksum"} - set(header)
     if missing:

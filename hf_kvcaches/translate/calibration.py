@@ -305,6 +305,7 @@ def fit(
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 8:
         raise ConfigError.of("max_length", "at least 8 tokens", max_length)
     with evaluating(pair.producer), evaluating(pair.consumer):
+        fingerprints = pair.fingerprints()
         prefixes = [ids[:max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]
         routed = wanted.patch_layers is not None and wanted.method != "cross_layer" and len(sent) > 0
         apart = _kept_apart(prefixes) if routed else []
@@ -332,6 +333,8 @@ def fit(
                 wanted = _read(pair, sums, trial, wanted, clock, progress, shared=False)
                 with clock.stage("fit"):
                     maps = Solver(sums, wanted).solve()
+        for role, before, after in zip(("producer", "consumer"), fingerprints, pair.fingerprints(), strict=True):
+            before.require_same(after, f"The first half of what the {role} made of the texts")
     settings = TranslatorSettings(
         method=wanted.method,
         payload=float(wanted.payload),
@@ -347,7 +350,7 @@ def fit(
         measured=measured,
         of_tokens_alone=of_tokens_alone,
     )
-    return maps, settings, route, pair.fingerprints()
+    return maps, settings, route, fingerprints
 
 
 def _kept_apart(prefixes: Sequence[torch.Tensor]) -> list[int]:

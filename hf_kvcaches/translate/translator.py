@@ -217,7 +217,9 @@ class CacheTranslator(Artifact):
         Args:
             model: To encode with.
         """
-        return _checked(model, self.producer, "producer", "consumer", self.consumer)
+        # It is run without dropout, whatever its mode.
+        with evaluating(compat.base_model(model)):
+            return _checked(model, self.producer, "producer", "consumer", self.consumer)
 
     def check_consumer(self, model: Any, identity: Identity | None = None) -> Any:
         """The model without a PEFT wrapper, if this was fitted for it.

@@ -60,6 +60,7 @@ class Change:
         seen: Whether a fingerprint tells; else caches share nothing meanwhile.
         in_call: Whether it takes effect only inside of `generate`.
         other_type: Whether keys have another type then, which a cache that holds some refuses.
+        no_masks: Whether attention takes no ready masks then, so that caches that move tokens are refused.
     """
 
     enter: Callable[[Setup], contextlib.AbstractContextManager[Any]]
@@ -68,6 +69,7 @@ class Change:
     seen: bool = True
     in_call: bool = False
     other_type: bool = False
+    no_masks: bool = False
 
 
 def plain() -> Any:
@@ -194,10 +196,9 @@ def own_attention(setup: Setup) -> Iterator[None]:
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_ATTENTION_FUNCTIONS.register("doubled", lambda *args, **kwargs: (sdpa(*args, **kwargs)[0] * 2, None))
     AttentionMaskInterface.register("doubled", AttentionMaskInterface._global_mapping["sdpa"])
-    before = setup.model.config._attn_implementation
     setup.model.set_attn_implementation("doubled")
     yield
-    setup.model.set_attn_implementation(before)
+    setup.model.set_attn_implementation("sdpa")
 
 
 @contextlib.contextmanager
@@ -270,7 +271,7 @@ CHANGES: dict[str, Change] = {
     "forward of the class": Change(class_forward, plain, seen=False),
     "autocast": Change(lambda _: torch.autocast("cpu", torch.bfloat16), plain, seen=False, other_type=True),
     "dropout": Change(dropout, plain, seen=False),
-    "registered attention": Change(own_attention, plain, seen=False),
+    "registered attention": Change(own_attention, plain, seen=False, no_masks=True),
 }
 BACK = {name: change for name, change in CHANGES.items() if change.comes_back}
 UNSEEN = {name: change for name, change in CHANGES.items() if not change.seen}

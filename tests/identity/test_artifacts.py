@@ -92,10 +92,14 @@ def test_a_changed_producer_is_refused(name: str) -> None:
     setup = Setup(change.make())
     translator = lossless(setup.runner)
     before = translator.encode(setup.runner, FEW).to_bytes()
-    with change.enter(setup), pytest.raises(FingerprintMismatch, match="producer"):
-        translator.encode(setup.runner, FEW)
-    with change.enter(setup), pytest.raises(FingerprintMismatch, match="producer"):
-        next(translator.stream(setup.runner, FEW))
+    with change.enter(setup):
+        if name == "dropout":  # which encoding leaves out
+            assert translator.encode(setup.runner, FEW).to_bytes() == before
+            return
+        with pytest.raises(FingerprintMismatch, match="producer"):
+            translator.encode(setup.runner, FEW)
+        with pytest.raises(FingerprintMismatch, match="producer"):
+            next(translator.stream(setup.runner, FEW))
     if change.comes_back:
         assert translator.encode(setup.runner, FEW).to_bytes() == before
 
