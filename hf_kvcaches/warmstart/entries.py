@@ -86,7 +86,8 @@ class EntryStore:
             "scope": self.scope,
             "text": entry.text,
             "length": len(ids),
-            "created": time.time(),
+            # Whole seconds: with more digits, prompts of one size would take a few bytes more or less, and be worth more or less.
+            "created": float(int(time.time())),
             "provenance": dict(entry.provenance),
             "sizes": sizes,
             # In the head, so that who opens the store need not read the tensors of all entries.

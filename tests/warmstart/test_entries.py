@@ -94,7 +94,7 @@ def test_an_entry_comes_back_as_it_was_put_and_is_found_by_tokens_and_by_likenes
         head = store.head(key)
         assert (head.text, head.length, head.provenance) == (entry(seed).text, 20, entry(seed).provenance)
         assert head.sizes == {"keys": 400, "slots": 24}
-        assert before <= head.created <= time.time()
+        assert int(before) <= head.created <= time.time()
     cosines = [embedding(seed) @ embedding(9) for seed in range(5)]
     assert [key for key, _ in store.near(embedding(9), 10)] == [keys[place] for place in np.argsort(cosines)[::-1]]
     assert store.exact(tokens(0)[:-1]) is None
