@@ -70,12 +70,6 @@ class Entry:
         return row in self.refuses or f"{row}@{family}" in self.refuses
 
 
-class KernelCache(GrowingCache):
-    """Uses the kernel for single tokens however short the text is."""
-
-    kernel_from = 0
-
-
 class RoundedKeyNorm(KeyNormPolicy):
     """A word that comes again has a key of the same length but for rounding, which a batch and a single row do not share."""
 
@@ -219,7 +213,6 @@ ENTRIES = [
     Entry("warmstart_identical", same_prompt, lossless=True, refuses=SAVING),
     # Codes are of tokens that are counted without their padding.
     Entry("translated", translated, lossless=True, refuses=frozenset({"padded_loop_without_positions"})),
-    Entry("growing_kernel", KernelCache, lossless=True),
     *(
         Entry(
             f"equip_{name}",

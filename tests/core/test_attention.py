@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import threading
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from transformers import BloomConfig, DynamicCache, GptOssConfig
 from transformers.cache_utils import Cache, DynamicLayer
 
 import hf_kvcaches
+from hf_kvcaches import GrowingCache
 from hf_kvcaches.core import attention
-from hf_kvcaches.core.attention import LayerView, MaskRecipe, previous_attention
+from hf_kvcaches.core.attention import LayerView, answer_next, close_window, previous_attention
+from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 
@@ -104,14 +107,6 @@ def test_set_by_its_bare_name_it_keeps_attention_sinks():
     assert torch.equal(model(tiny.ids(2, 9)).logits, before)
 
 
-def test_a_mask_is_brought_to_the_device_of_the_layer():
-    arguments = {"batch_size": 1, "q_length": 3, "kv_length": 3, "attention_mask": None, "allow_is_causal_skip": False}
-    recipe = attention.MaskRecipe(arguments)
-    assert recipe.make("sdpa", torch.device("meta")).device.type == "meta"
-    assert recipe.make("sdpa", torch.device("cpu")).device.type == "cpu"
-    assert recipe.make("sdpa", torch.device("meta")) is recipe.make("sdpa", torch.device("meta"))
-
-
 def test_a_model_that_computes_attention_itself_is_refused():
     model = tiny.build(BloomConfig(vocab_size=tiny.VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
     with pytest.raises(UnsupportedError, match="Bloom"):
@@ -121,17 +116,6 @@ def test_a_model_that_computes_attention_itself_is_refused():
 def test_what_is_no_model_is_refused():
     with pytest.raises(ConfigError, match="model"):
         hf_kvcaches.enable("meta-llama/Llama-3.2-1B")
-
-
-@torch.no_grad()
-def test_the_mask_is_made_once_for_all_layers(monkeypatch):
-    made = []
-    original = attention.compat.mask_function("sdpa")
-    monkeypatch.setitem(attention.compat.AttentionMaskInterface._global_mapping, "sdpa", lambda **kw: made.append(1) or original(**kw))
-    model = tiny.llama()
-    attention.enable(model)
-    model(**padded_batch())
-    assert len(made) == 1
 
 
 class RecordingView(LayerView):
@@ -158,7 +142,7 @@ class ViewLayer(DynamicLayer):
 
 @pytest.mark.parametrize("build", [tiny.llama, tiny.gemma2, tiny.gpt2])
 @torch.no_grad()
-def test_a_view_is_asked_and_sees_the_padding_mask(build):
+def test_a_view_is_asked_and_gets_the_mask_that_the_model_made(build):
     model, batch, log = build(), padded_batch(), []
     expected = model(**batch, past_key_values=DynamicCache()).logits
     attention.enable(model)
@@ -166,22 +150,81 @@ def test_a_view_is_asked_and_sees_the_padding_mask(build):
     got = model(**batch, past_key_values=Cache(layers=[ViewLayer(log) for _ in range(layers)])).logits
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert [index for index, _ in log] == list(range(layers))
-    assert all(isinstance(mask, MaskRecipe) and torch.equal(mask.padding, batch["attention_mask"].bool()) for _, mask in log)
+    full = [mask for index, mask in log if build is not tiny.gemma2 or index % 2]  # the others have a window
+    assert all(torch.equal(_shown(mask)[:, 0, -1], batch["attention_mask"].bool()) for mask in full)
 
 
-def test_a_model_that_looks_into_its_mask_is_told_what_to_do():
-    with pytest.raises(AttributeError, match=r"dtype.*disable\(model\)"):
-        _ = MaskRecipe({"attention_mask": None}).dtype
-    copied = copy.deepcopy(MaskRecipe({"attention_mask": None}))
-    assert copied.padding is None
+def _shown(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+class ViewCache(GrowingCache):
+    """Attends like the model would, through views."""
+
+    def make_layer(self, layer_idx):
+        return ViewGrowingLayer()
+
+
+class ViewGrowingLayer(GrowingLayer):
+    def update(self, key_states, value_states, *args, **kwargs):
+        keys, values = super().update(key_states, value_states)
+        view = RecordingView(keys, values, [])
+        return view, view
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_the_model_carries_its_own_attention_but_for_the_call_that_is_answered(implementation):
+    model, names = tiny.llama(), []
+    model.set_attn_implementation(implementation)
+    expected = model(**padded_batch()).logits
+    model.model.layers[1].register_forward_pre_hook(lambda *_: names.append(model.config._attn_implementation))
+    got = model(**padded_batch(), past_key_values=ViewCache(model)).logits
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert names == [implementation]
+    assert type(model.config._attn_implementation) is str
 
 
 @torch.no_grad()
-def test_without_padding_there_is_no_padding_mask():
-    model, log = tiny.llama(), []
-    attention.enable(model)
-    model(tiny.ids(1, 6), past_key_values=Cache(layers=[ViewLayer(log) for _ in range(4)]))
-    assert all(mask.padding is None for _, mask in log)
+def test_an_error_between_a_cache_and_its_attention_leaves_no_trace_behind_the_next_pass():
+    model = tiny.llama()
+    answer_next((model.config,), bound=True)  # as an interrupt leaves it
+    expected = model(tiny.ids(1, 6)).logits  # plain tensors are attended to as ever
+    torch.testing.assert_close(model(tiny.ids(1, 6), past_key_values=ViewCache(model)).logits, expected, atol=1e-5, rtol=1e-5)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@torch.no_grad()
+def test_two_threads_use_one_model_with_caches_that_answer():
+    model, errors = tiny.llama(), []
+    expected = model(tiny.ids(1, 6)).logits
+
+    def work(make):
+        try:
+            for _ in range(40):
+                torch.testing.assert_close(model(tiny.ids(1, 6), past_key_values=make()).logits, expected, atol=1e-5, rtol=1e-5)
+        except Exception as error:
+            errors.append(error)
+
+    with torch.no_grad():
+        threads = [
+            threading.Thread(target=work, args=(make,)) for make in (lambda: ViewCache(model), lambda: ViewCache(model), DynamicCache)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_config_that_is_copied_while_it_is_switched_is_as_before():
+    model = tiny.llama()
+    answer_next((model.config,), bound=True)
+    twin = copy.deepcopy(model.config)
+    close_window()
+    assert twin._attn_implementation == "sdpa"
+    assert type(twin._attn_implementation) is str
 
 
 @torch.no_grad()
