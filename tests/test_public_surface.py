@@ -83,6 +83,7 @@ def test_errors_can_be_caught_without_importing_torch() -> None:
     assert modules_after("from hf_kvcaches import ConfigError, KVCacheError, MissingDependencyError") & HEAVY == set()
 
 
+@pytest.mark.full
 def test_using_every_public_name_imports_no_optional_dependency() -> None:
     # transformers and torch look for accelerate, peft and triton by themselves; what they hold without us is theirs.
     theirs = modules_after("import torch, transformers; from transformers import Cache, PreTrainedModel, GenerationMixin")

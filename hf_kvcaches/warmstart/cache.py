@@ -203,7 +203,15 @@ class WarmStartCache(SplicingCache):
                 "Tokens went by that the cache was not told of, so it goes on without the exact prefill.", RuntimeWarning, stacklevel=2
             )
             return
-        filled, order = exact.result(), exact.rows[:, 0].to(exact.ids.device)
+        filled = exact.result() if identity_of(self.model) == self.provenance.identity else None
+        if filled is None or filled.provenance.identity != self.provenance.identity:
+            warnings.warn(
+                "The model has changed since it read the prompt, so the cache goes on without the exact prefill.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        order = exact.rows[:, 0].to(exact.ids.device)
         if not torch.equal(order.cpu(), torch.arange(exact.ids.shape[0])):
             filled.batch_select_indices(order)
         start, seen = exact.ids.shape[1], self.seen

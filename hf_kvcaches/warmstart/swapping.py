@@ -24,6 +24,11 @@ class ExactCache(SplicingCache):
 
     takes_over_prefill = False
 
+    def enter_pass(self, tokens: int) -> None:
+        # Once, and not before each chunk: who takes the tokens over compares the model again.
+        if not self.provenance.taken:
+            super().enter_pass(tokens)
+
 
 class ExactPrefill:
     """Runs a prompt as if there were no library.

@@ -417,6 +417,7 @@ def test_triton_refuses_what_it_can_not_do() -> None:
         coefficient_attention(case.query, case.keys, case.values, 0.3, backend="triton")
 
 
+@pytest.mark.full
 def test_importing_the_kernels_does_not_import_triton() -> None:
     code = "import sys; import hf_kvcaches.kernels.coefficients; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -227,6 +227,7 @@ def test_triton_is_refused_where_it_cannot_run() -> None:
         rebuild(*fine.arguments(), *fine.outs, fine.spans, backend="triton")
 
 
+@pytest.mark.full
 def test_the_wrapper_alone_imports_no_triton() -> None:
     code = f"import sys, {kernels.__name__}; print('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

@@ -299,6 +299,7 @@ def test_triton_is_refused_where_it_cannot_run() -> None:
         slot_attention(case.query.requires_grad_(), case.keys, case.values, 0.3, backend="triton")
 
 
+@pytest.mark.full
 def test_the_wrapper_alone_imports_no_triton() -> None:
     code = f"import sys, {kernels.__name__}; print('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

@@ -192,6 +192,7 @@ def test_triton_is_refused_where_it_cannot_run() -> None:
         splice(fine.packed, fine.outs(fine.pool), fine.slots, backend="triton")
 
 
+@pytest.mark.full
 def test_the_wrapper_alone_imports_no_triton() -> None:
     code = f"import sys, {kernels.__name__}; print('triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"

@@ -537,6 +537,7 @@ def test_on_a_trained_model_metric_and_allocation_beat_plain_and_uniform_at_equa
     assert errors["uniform"] < errors["paper"]
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_on_a_trained_model_predictions_change_less_with_the_metric_of_the_loss_at_equal_bytes() -> None:
     model, tokenizer = testbed.load()
@@ -701,6 +702,7 @@ PartialState().destroy_process_group()
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("texts", "metric"), [(5, "attention"), (1, "attention"), (5, "loss"), (1, "loss")])
 def test_two_processes_get_the_bases_of_one(tmp_path: Path, texts: int, metric: str) -> None:
     pytest.importorskip("accelerate")

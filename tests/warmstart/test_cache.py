@@ -373,7 +373,7 @@ def test_a_model_that_changed_is_served_cold_and_the_report_says_so() -> None:
     close(logits_of(model, EARLIER, cache), logits_of(model, EARLIER))
     assert cache.report().strategies == ("cold",)
     assert "The model has changed" in cache.report().refusals[0]
-    with pytest.raises(ConfigError, match="The model has changed"):
+    with pytest.raises(FingerprintMismatch, match="The model has changed"):
         cache.library.add(A[0])
 
 
