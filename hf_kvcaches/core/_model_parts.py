@@ -44,7 +44,7 @@ _WITHOUT_EFFECT = _words("""
     task_specific_params name_or_path auto_map embd_pdrop attn_pdrop resid_pdrop layerdrop
 """)
 # RoPE types whose run-time frequencies follow the length of what was read last; their starting frequencies are compared instead.
-_CHANGING_ROPE = ("dynamic", "longrope")
+CHANGING_ROPE = ("dynamic", "longrope")
 
 # Field -> JSON value.
 Part = dict[str, Any]
@@ -129,7 +129,7 @@ def _frequencies_in_use(module: nn.Module, frequencies: Mapping[str, Tensor]) ->
     return {
         name: "as configured" if _same_frequencies(value, fresh.get(name)) else digest_of(value)
         for name, value in frequencies.items()
-        if name.endswith("original_inv_freq") or _rope_type(module, name) not in _CHANGING_ROPE
+        if name.endswith("original_inv_freq") or _rope_type(module, name) not in CHANGING_ROPE
     }
 
 

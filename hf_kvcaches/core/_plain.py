@@ -18,9 +18,9 @@ from transformers import PreTrainedConfig
 from hf_kvcaches.core.checksum import digest_of
 
 # What every module has.
-_INTERNAL = frozenset(vars(nn.Module()))
+INTERNAL = frozenset(vars(nn.Module()))
 # What says nothing about the forward, and what a forward writes. Replaced forwards are looked for elsewhere.
-_BOOKKEEPING = frozenset(
+BOOKKEEPING = frozenset(
     """
     forward to cuda config generation_config
     gradient_checkpointing loss_type all_tied_weights_keys kernel_config hf_device_map hf_quantizer peft_config
@@ -38,7 +38,7 @@ def attributes(module: nn.Module) -> dict[str, Any]:
     Args:
         module: Any.
     """
-    own = {name: value for name, value in vars(module).items() if name not in _INTERNAL and name not in _BOOKKEEPING}
+    own = {name: value for name, value in vars(module).items() if name not in INTERNAL and name not in BOOKKEEPING}
     return {
         name: value
         for name, value in sorted(own.items())

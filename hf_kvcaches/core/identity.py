@@ -8,20 +8,23 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches.core._unseen import unseen
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.glance import Glance, glance_at
 from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What computes keys and values: a fingerprint, or the reason why none tells.
+    """What computes keys and values: a fingerprint, what a quick look saw, or the reason why neither tells.
 
     Args:
-        fingerprint: Of the model, without its tokenizer; None where there is a reason.
+        fingerprint: Of the model, without its tokenizer.
         reason: What takes part in the pass and is in no fingerprint, as a sentence; "" where there is nothing.
+        glance: What was seen of the model, where nobody read its weights.
     """
 
     fingerprint: ModelFingerprint | None = None
     reason: str = ""
+    glance: Glance | None = None
 
     @property
     def digest(self) -> str:
@@ -42,6 +45,16 @@ def identity_of(model: PreTrainedModel) -> Identity:
         return Identity(ModelFingerprint.of(model))
     except UnsupportedError as error:
         return Identity(reason=str(error))
+
+
+def glanced_identity(model: PreTrainedModel) -> Identity:
+    """The identity under which a model would compute now, as far as a quick look tells: enough for what stays with its owner.
+
+    Args:
+        model: Without a PEFT wrapper.
+    """
+    reason = unseen(model)
+    return Identity(reason=reason) if reason else Identity(glance=glance_at(model))
 
 
 def require_identity(model: PreTrainedModel, what: str) -> ModelFingerprint:
@@ -80,16 +93,17 @@ class Provenance:
         """
         return cls(tokens, [(0, Identity(fingerprint))])
 
-    def begin_pass(self, model: PreTrainedModel, seen: int, tokens: int) -> None:
+    def begin_pass(self, model: PreTrainedModel, seen: int, tokens: int, shared: bool) -> None:
         """Takes the model's identity before a pass.
 
         Args:
             model: That runs it.
             seen: How many tokens the cache has before.
             tokens: How many the pass will add.
+            shared: Whether others may be given what the pass computes, so that every weight is read.
         """
         self.crop(seen)
-        identity = identity_of(model)
+        identity = identity_of(model) if shared else glanced_identity(model)
         if not self._turns or self._turns[-1][1] != identity:
             self._turns.append((seen, identity))
         self.until = seen + tokens

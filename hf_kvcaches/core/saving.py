@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from hf_kvcaches import compat
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.identity import Provenance, identity_of, require_identity
+from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.stores.files import write_atomically, write_safetensors
@@ -58,17 +58,29 @@ def _fingerprint(cache: KVCache) -> ModelFingerprint:
     here = identity_of(cache.model)
     filled = cache.provenance.identity if cache.seen else here
     for identity in (filled, here):
-        if identity.fingerprint is None:
+        if identity.reason:
             raise FingerprintMismatch(f"The cache can't be saved with a fingerprint. {identity.reason} Fill it anew, and save it then.")
-    assert filled.fingerprint is not None
     assert here.fingerprint is not None
-    reasons = here.fingerprint.differs_from(filled.fingerprint)
+    reasons = _differences(cache, filled, here.fingerprint)
     if reasons:
         raise FingerprintMismatch(
             f"The model has changed since it filled the cache: {'; '.join(reasons)} (here: the model now, there: when it filled it). "
             "Bring back what it had then (adapters, weights, settings), or fill the cache anew, and save it then."
         )
-    return filled.fingerprint
+    return here.fingerprint
+
+
+def _differences(cache: KVCache, filled: Identity, here: ModelFingerprint) -> list[str]:
+    """In what the model differs from the one that filled the cache.
+
+    Args:
+        cache: With a model.
+        filled: Under which the tokens were computed.
+        here: Of the model now.
+    """
+    if filled.fingerprint is not None:
+        return here.differs_from(filled.fingerprint)
+    return [] if glanced_identity(cache.model) == filled else ["its weights, settings or adapters are others"]
 
 
 def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:

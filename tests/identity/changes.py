@@ -61,6 +61,7 @@ class Change:
         in_call: Whether it takes effect only inside of `generate`.
         other_type: Whether keys have another type then, which a cache that holds some refuses.
         no_masks: Whether attention takes no ready masks then, so that caches that move tokens are refused.
+        small: Whether single elements change, which is noticed where state is shared, and not by caches that share nothing.
     """
 
     enter: Callable[[Setup], contextlib.AbstractContextManager[Any]]
@@ -70,6 +71,7 @@ class Change:
     in_call: bool = False
     other_type: bool = False
     no_masks: bool = False
+    small: bool = False
 
 
 def plain() -> Any:
@@ -245,9 +247,11 @@ def nothing(_setup: Setup) -> Iterator[None]:
 
 
 CHANGES: dict[str, Change] = {
-    "one element through .data": Change(lambda s: restored(s.weight, one_element), plain),
-    "one element through numpy": Change(lambda s: restored(s.weight, through_numpy), plain),
-    "one embedding": Change(lambda s: restored(s.model.get_input_embeddings().weight, lambda w: w.data[PROMPT[0, 0]].add_(0.5)), plain),
+    "one element through .data": Change(lambda s: restored(s.weight, one_element), plain, small=True),
+    "one element through numpy": Change(lambda s: restored(s.weight, through_numpy), plain, small=True),
+    "one embedding": Change(
+        lambda s: restored(s.model.get_input_embeddings().weight, lambda w: w.data[PROMPT[0, 0]].add_(0.5)), plain, small=True
+    ),
     "fused optimizer step": Change(optimizer_step, plain, comes_back=False),
     "loaded weights": Change(other_weights, plain),
     "dtype": Change(other_type, plain, comes_back=False, other_type=True),
@@ -261,7 +265,7 @@ CHANGES: dict[str, Change] = {
     "adapter disabled": Change(lambda s: s.runner.disable_adapter(), two_adapters),
     "adapter scaled": Change(scaled, two_adapters),
     "adapter merged": Change(merged, two_adapters, comes_back=False),
-    "adapter weight": Change(lambda s: restored(s.first.self_attn.v_proj.lora_A["law"].weight, one_element), two_adapters),
+    "adapter weight": Change(lambda s: restored(s.first.self_attn.v_proj.lora_A["law"].weight, one_element), two_adapters, small=True),
     "adapter of tokens": Change(lambda s: s.runner.disable_adapter(), with_tokens),
     "adapter by row": Change(mixed_rows, two_adapters, seen=False, in_call=True),
     "hook": Change(lambda s: hooked(s.first.mlp.register_forward_hook(shifted)), plain, seen=False),
