@@ -124,7 +124,6 @@ class SegmentReuseCache(SplicingCache):
             raise UnsupportedError(f"mode='approximate': {self.moving_refused}. Use mode='exact', or 'auto'.")
         self.reader = reader_for(tokenizer, tuple(separators))
         self.given_spans = spans
-        self._repair = repair
         self._parts: list[tuple[int, Part]] = []
         self._flops = [0.0, 0.0]
         self.probes: list[Looked] = []
@@ -132,12 +131,12 @@ class SegmentReuseCache(SplicingCache):
         self._watch()
 
     def settings(self) -> dict[str, Any]:
-        return {"mode": self.mode, "repair": self._repair}
+        return {"mode": self.mode, "policy": self.policy.to_json()}
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
         # The file holds the tokens' keys and values; the store is not in it, and what the loaded cache stores goes into one of its own.
-        return cls(model, SegmentStore("memory"), **settings)
+        return cls(model, SegmentStore("memory"), mode=settings["mode"], policy=SegmentPolicy.from_json(settings["policy"]))
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self.remembering.release()

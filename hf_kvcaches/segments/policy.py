@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError
 
 RepairBy = Literal["first", "deviation"]
@@ -109,6 +110,24 @@ class SegmentPolicy(Artifact):
     def restore(cls, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Self:
         guard = tuple((share, int(tokens)) for share, tokens in tensors["guard"].tolist())
         return cls(**{**metadata, "guard": guard, "measured": tuple(metadata["measured"])})
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values, for `from_json`."""
+        fingerprint = None if self.fingerprint is None else self.fingerprint.to_dict()
+        return {**self.metadata(), "guard": [list(pair) for pair in self.guard], "fingerprint": fingerprint}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Reads what `to_json` wrote.
+
+        Args:
+            values: From JSON.
+        """
+        fields = dict(values)
+        fingerprint = fields.pop("fingerprint")
+        policy = cls(**fields)
+        object.__setattr__(policy, "fingerprint", None if fingerprint is None else ModelFingerprint.from_dict(fingerprint))
+        return policy
 
     def describe_calibration(self) -> str:
         if self.bound is None:

@@ -76,9 +76,9 @@ class WarmStartCache(SplicingCache):
         model: The model that the library was made for.
         library: Where earlier prompts are.
         tokenizer: The model's; None for the library's.
-        strategy: `"auto"`: the same prompt, else stretches where at least `gate.reusable` of the tokens can be reused, else the summary
-            where the gate lets it, else a common beginning. `"align"`: without summaries. `"slots"`: summaries only, where the gate lets
-            them.
+        strategy: `"auto"`: the same prompt, else stretches where at least `gate.reusable` of the tokens can be reused, else, with a `swap`,
+            the summary where the gate lets it, else a common beginning. `"align"`: without summaries. `"slots"`: summaries only, where the
+            gate lets them, also without a swap.
             `"exact"`: the same prompt and common beginnings only.
         swap: The exact prefill that takes the place of what was reused: `"off"`, `"sync"` (before the second token) or `"background"` (in a
             thread, when it is ready). Only where something inexact was reused.

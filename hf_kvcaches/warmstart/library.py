@@ -35,8 +35,6 @@ from hf_kvcaches.warmstart.trained import TrainedAdapters
 Full = Literal["int8", "int4", "exact"] | None
 
 _SLOTS, _FULL = "slots.", "full."
-# Tokens that prompts are put in order by: those that begin with so many alike are compared further.
-_ORDERED_BY = 1024
 # So many new entries are put in order one by one; more are sorted together with the others.
 _FEW = 64
 
@@ -432,7 +430,7 @@ class WarmStartLibrary:
 
 def _sortable(ids: Ids) -> bytes:
     # With the highest byte first, bytes have the order of the numbers.
-    return ids[:_ORDERED_BY].astype(">u4").tobytes()
+    return ids.astype(">u4").tobytes()
 
 
 def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -117,6 +117,8 @@ class Serving:
             enough = prefix.reused > 0 and prefix.reused >= cache.gate.reusable * len(ids)
             if cache.strategy in ("auto", "slots") and not enough:
                 slots, why = self._summary(near, ids)
+                if slots is not None and cache.strategy == "auto" and cache.swap == "off":
+                    slots, why = None, "A summary answers what follows worse: with strategy='auto' it takes swap='sync' or 'background'."
                 if slots is not None:
                     return slots
                 refused = refused or why

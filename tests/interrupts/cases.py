@@ -58,7 +58,7 @@ CASES: dict[str, Callable[[], tuple[torch.Tensor, Make]]] = {
     "segments, prefix": lambda: segments(LIKE, "exact"),
     "segments, between": lambda: segments(MOVED, "approximate"),
     "segments, probed": lambda: segments(MOVED, "auto", {**PROBING, "probe": -1.0}),
-    "segments, refused": lambda: segments(MOVED, "auto", {**PROBING, "probe": 1.01 - 1e-3}),
+    "segments, refused": lambda: segments(MOVED, "auto", {**PROBING, "probe": 1.0}),
     "segments, cuts": lambda: segments(MOVED, "auto", {"guard": ((0.5, 0),)}, cuts=2),
     "segments, depth": lambda: segments(LIKE, "auto", depth=2),
     "warm start, align": lambda: warm(LIKE, library_of(model(), EARLIER), strategy="align"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,11 @@ class Interrupt(BaseException):
 def case(name: str) -> tuple[torch.Tensor, Callable[[], KVCache], torch.Tensor]:
     """A prompt, what makes its caches, and what is answered where nothing happens."""
     prompt, make = CASES[name]()
-    return prompt, make, answer(prompt, make())
+    cache = make()
+    expected, report = answer(prompt, cache), cache.report()
+    used = [getattr(report, name, 0) for name in ("reused_tokens", "translated")] + [len(getattr(cache, "probes", ()))]
+    assert any(used), "the cache leaves the prompt to the model"
+    return prompt, make, expected
 
 
 @remembered
@@ -42,20 +47,21 @@ def before() -> tuple[Any, torch.Tensor]:
 def traces() -> Any:
     """All that an interrupted pass might leave in a model."""
     hooks = [len(module._forward_hooks) for module in model().modules()]
-    return list(model().state_dict()), [id(module) for module in model().modules()], hooks
+    return list(model().state_dict()), [id(module) for module in model().modules()], hooks, model().config._attn_implementation
 
 
 class Calls(TorchFunctionMode):
-    """Counts calls of PyTorch's functions, the cache's own among them, and interrupts at one of them."""
+    """Counts calls of PyTorch's functions, the cache's own among them, and interrupts at one of them. Those of checksums are too many."""
 
     def __init__(self, stop: int) -> None:
         super().__init__()
         self.stop, self.count = stop, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
-        if self.count == self.stop:
-            raise Interrupt
+        if not sys._getframe(1).f_code.co_filename.endswith("checksum.py"):
+            self.count += 1
+            if self.count == self.stop:
+                raise Interrupt
         return func(*args, **(kwargs or {}))
 
 
@@ -70,6 +76,7 @@ def modules(stop: int) -> Iterator[list[int]]:
             if count[0] == stop:
                 raise Interrupt
 
+    called.only_observes = True  # or caches would leave the model alone
     handle = register_module_forward_pre_hook(called)
     try:
         yield count
@@ -114,7 +121,7 @@ def test_an_interrupt_in_any_module_leaves_nothing_behind(name: str) -> None:
     cache = make()
     with modules(0) as count:
         answer(prompt, cache)
-    for stop in chosen(count[0], 24, seed=1):
+    for stop in chosen(count[0], 16, seed=1):
         cache = make()
         with modules(stop), pytest.raises(Interrupt):
             answer(prompt, cache)
@@ -128,7 +135,7 @@ def test_an_interrupt_in_any_function_leaves_nothing_behind(name: str) -> None:
     cache = make()
     with Calls(0) as calls:
         answer(prompt, cache)
-    for stop in chosen(calls.count, 24, seed=2):
+    for stop in chosen(calls.count, 16, seed=2):
         cache = make()
         with Calls(stop), pytest.raises(Interrupt):
             answer(prompt, cache)
@@ -143,7 +150,7 @@ def test_ctrl_c_at_any_time_leaves_nothing_behind(name: str) -> None:
     draw, previous = random.Random(3), signal.signal(signal.SIGVTALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     interrupted = 0
     try:
-        for _ in range(12):
+        for _ in range(8):
             cache = make()
             signal.setitimer(signal.ITIMER_VIRTUAL, draw.uniform(0.001, 0.04))
             try:

@@ -455,3 +455,17 @@ def test_refused_probes_leave_nothing_of_what_was_stored(quantization, repair_by
     assert cache.probes
     assert cache.report().tiers == {"computed": prompt.shape[1] - 1}
     assert torch.allclose(got, plain(model, prompt), atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["exact", "auto", "approximate"])
+def test_a_saved_cache_goes_on_with_its_policy_and_mode(mode, tmp_path):
+    model = tiny.llama()
+    policy = SegmentPolicy(guard=((0.5, 9),), similarity=0.5, probe=0.7, repair_by="deviation", measured=({"probe": 0.7, "kl": 0.1},))
+    object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model))
+    cache = SegmentReuseCache(model, SegmentStore("memory"), mode=mode, policy=policy, repair=0.4)
+    first_logits(model, joined(A, B), cache)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = SegmentReuseCache.load(tmp_path / "cache.safetensors", model)
+    assert (loaded.mode, loaded.policy, loaded.policy.fingerprint) == (mode, cache.policy, policy.fingerprint)
+    more = joined(A, B, C)
+    assert torch.equal(first_logits(model, more, loaded), first_logits(model, more, cache))

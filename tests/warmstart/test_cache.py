@@ -254,9 +254,9 @@ def test_prefill_by_hand_fills_the_cache_up_to_the_last_token() -> None:
 
 def test_a_cache_that_was_emptied_is_served_again() -> None:
     model = tiny.llama()
-    cache = WarmStartCache(model, library_of(model, EARLIER, slots=8), gate=OPEN)
+    cache = WarmStartCache(model, library_of(model, EARLIER, slots=8), gate=OPEN, swap="sync")
     for number, (prompt, strategy) in enumerate(((EARLIER, "exact"), (CHANGED, "align"), (joined(D, E[:, -1:]), "slots")) * 2):
-        fresh = WarmStartCache(model, cache.library, gate=OPEN)
+        fresh = WarmStartCache(model, cache.library, gate=OPEN, swap="sync")
         prompt = joined(prompt[:, :-1], EARLIER[:, -1:])
         close(logits_of(model, prompt, cache, 3), logits_of(model, prompt, fresh, 3))
         assert cache.report().strategies == (strategy,)
@@ -536,7 +536,7 @@ def test_the_last_token_is_forwarded_where_it_stands_and_the_length_before_it_is
 
 def test_a_summary_serves_the_same_prompt_where_nothing_else_is_stored() -> None:
     model = tiny.llama()
-    cache = WarmStartCache(model, library_of(model, SUMMED, slots=200, full=None))
+    cache = WarmStartCache(model, library_of(model, SUMMED, slots=200, full=None), strategy="slots")
     # With as many slots as tokens the summary is all of them.
     close(logits_of(model, SUMMED, cache, 4), logits_of(model, SUMMED, new=4))
     assert cache.report().strategies == ("slots",)
@@ -694,7 +694,7 @@ def test_batches_are_not_summed_up() -> None:
 def test_auto_takes_the_best_there_is(prompt: torch.Tensor, served: str) -> None:
     model = tiny.llama()
     library = library_of(model, SUMMED, slots=16)
-    cache = WarmStartCache(model, library, gate=WarmStartGate(tau=-1.0, content=None, lexical=False))
+    cache = WarmStartCache(model, library, swap="sync", gate=WarmStartGate(tau=-1.0, content=None, lexical=False))
     logits_of(model, prompt, cache)
     assert cache.report().strategies == (served,)
 
@@ -720,3 +720,21 @@ def test_a_loop_without_positions_gets_what_a_full_cache_gives(name: str) -> Non
         cache = WarmStartCache(model, library, strategy="exact")
         close(loop(model, cache, *inputs), loop(model, DynamicCache(config=model.config), *inputs))
         assert (cache.report().reused_tokens == 0) == (inputs[1] is mask)
+
+
+@pytest.mark.parametrize("swap", ["off", "sync", "background"])
+def test_by_itself_a_summary_only_stands_in_until_an_exact_prefill_takes_over(swap: Any) -> None:
+    model = tiny.llama()
+    library = library_of(model, SUMMED, slots=16, full=None)
+    cache = WarmStartCache(model, library, swap=swap, gate=OPEN)
+    text = answer(model, LIKE, cache, 6)
+    if swap == "off":
+        assert cache.report().strategies == ("cold",)
+        assert "swap='sync'" in cache.report().refused
+        close(torch.stack(text.logits, 1), logits_of(model, LIKE, new=6))
+    else:
+        assert cache.report().strategies == ("slots",)
+        cache.wait()
+        answer(model, text.sequences, cache, 2)
+        assert cache.report().swapped
+    assert WarmStartCache(model, library, strategy="slots", gate=OPEN).prefill(LIKE) == LIKE.shape[1] - 1

@@ -216,7 +216,7 @@ def test_a_library_comes_back_from_its_folder_with_the_same_answers(tmp_path: Pa
     assert (again.slots, again.layout, again.tail, again.full) == (library.slots, "paper", 2, options["full"])
     assert all(again.provenance(key) == {"from": "here"} and again.prompt(key) == library.prompt(key) for key in library.ids())
     for ids in (EARLIER, CHANGED, joined(B, C[:, -9:])):
-        caches = [WarmStartCache(model, each, gate=OPEN) for each in (library, again)]
+        caches = [WarmStartCache(model, each, gate=OPEN, swap="sync") for each in (library, again)]
         found = [answer(model, ids, cache, 4) for cache in caches]
         assert torch.equal(torch.stack(found[0].logits), torch.stack(found[1].logits))
         assert caches[0].report().as_dict() == caches[1].report().as_dict()
@@ -412,3 +412,16 @@ def test_a_process_that_is_killed_while_it_adds_leaves_a_library_that_opens(shar
         library.add(prompt(2000)[0])
         assert served(model, library, prompt(2000)) == "exact"
     assert sentences == []
+
+
+def test_the_longest_common_beginning_is_found_among_entries_that_share_the_first_thousand_tokens() -> None:
+    model = small()
+    library = WarmStartLibrary(model, words(), slots=0, full="int4")
+    shared = tiny.ids(1, 1100, seed=1)[0]
+    for length, seed in ((5, 2), (60, 3), (20, 4), (40, 5)):
+        library.add(torch.cat([shared, tiny.ids(1, 80, seed=9)[0][:length], tiny.ids(1, 30, seed=seed)[0]]).tolist())
+    asked = as_ids(torch.cat([shared, tiny.ids(1, 80, seed=9)[0]]))
+    found, count = library.beginning(asked)
+    longest = max(common_prefix(library._known[key].ids, asked) for key in library.ids())
+    assert found is not None
+    assert count == common_prefix(found.ids, asked) == longest >= 1160
