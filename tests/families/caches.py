@@ -83,8 +83,8 @@ class EquipScored(Equip):
     options: ClassVar[dict[str, Any]] = {"policy": "h2o"}
 
 
-def _texts() -> list[list[int]]:
-    return [torch.randint(3, TOKEN_LIMIT, (48,), generator=torch.Generator().manual_seed(90 + seed)).tolist() for seed in range(2)]
+def _texts(number: int, length: int) -> list[list[int]]:
+    return [torch.randint(3, TOKEN_LIMIT, (length,), generator=torch.Generator().manual_seed(90 + seed)).tolist() for seed in range(number)]
 
 
 class Subspace(Bench):
@@ -97,7 +97,7 @@ class Subspace(Bench):
     def make(self, **options: Any) -> SubspaceCache:
         if self.bases is None:
             self.bases = SubspaceBases.calibrate(
-                self.model, None, _texts(), rotation=self.rotation, bytes_ratio=1.0, multiple_of=1, progress=False
+                self.model, None, _texts(2, 48), rotation=self.rotation, bytes_ratio=1.0, multiple_of=1, progress=False
             )
         return SubspaceCache(self.model, self.bases, sinks=1, recent=3)
 
@@ -161,8 +161,7 @@ class Translated(Bench):
     def make(self, **options: Any) -> ReadBefore:
         if self.translator is None:
             lossless: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None, "ridge": 1e-8}
-            texts = [_texts()[seed % 2] for seed in range(2)]
-            self.translator = fit(self.model, self.model, texts, **lossless)
+            self.translator = fit(self.model, self.model, _texts(6, 64), **lossless)
         cache = ReadBefore(self.model, None, None)
         cache.translator = self.translator
         return cache

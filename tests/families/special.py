@@ -63,13 +63,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "laurel_rank": 16,
     },
     "gemma4_text": {
-        "global_head_dim": 32,
+        "global_head_dim": 8,
         "hidden_size_per_layer_input": 16,
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
     "gemma4_unified_text": {
-        "global_head_dim": 32,
+        "global_head_dim": 8,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
