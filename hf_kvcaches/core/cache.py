@@ -158,9 +158,11 @@ class KVCache(Cache, ABC):
         Args:
             tokens: How many the pass adds.
         """
-        model, seen = None if self._model is None else self._model(), self.seen
-        if model is not None and not torch.compiler.is_compiling() and (not self.provenance.taken or seen + tokens > self.provenance.until):
-            self.provenance.begin_pass(model, seen, tokens, shared=self.takes_over_prefill)
+        model = None if self._model is None else self._model()
+        if model is not None and not torch.compiler.is_compiling():
+            seen = self.seen
+            if not self.provenance.taken or seen + tokens > self.provenance.until:
+                self.provenance.begin_pass(model, seen, tokens, shared=self.takes_over_prefill)
         return self.provenance.identity
 
     def take_prefill(self, call: prefill.PrefillCall) -> int:

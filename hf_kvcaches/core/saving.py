@@ -106,7 +106,8 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         raise ArtifactError(f"{path}: its content doesn't make a {cls.__name__} ({reason}). Save the cache again.") from error
-    cache.provenance = Provenance.of(fingerprint, cache.seen)
+    identity = Identity(fingerprint) if cls.takes_over_prefill else glanced_identity(cache.model)
+    cache.provenance = Provenance.of(identity, cache.seen)
     return cache
 
 

@@ -224,6 +224,6 @@ class SegmentReuseCache(SplicingCache):
         return {**super().__getstate__(), "store": None, "remembering": None, "tokenizer": None, "reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self.store, self.reader = SegmentStore("memory"), reader_for(None, ())
         self._watch()

@@ -142,7 +142,7 @@ class WarmStartCache(SplicingCache):
 
     def take_prefill(self, call: PrefillCall) -> int:
         padding = self.padding_of(call)
-        if padding is None or self.seen:
+        if padding is None or self.seen or self.library is None:  # a cache that came from another process has none
             return 0
         self._swapped = False
         served = Serving(self, call, padding).serve()
