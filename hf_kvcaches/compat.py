@@ -31,6 +31,7 @@ __all__ = [
     "decoder_layers",
     "generated_positions",
     "has_learned_prompt",
+    "layer_configs",
     "layer_device",
     "layer_plan",
     "mask_function",
@@ -78,6 +79,14 @@ def layer_plan(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     # Up to some version there is one dict for all layers.
     each = [arguments] * len(types) if isinstance(arguments, dict) else arguments
     return list(zip(types, each, strict=True))
+
+
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The config of each layer, which differ in models whose layers have different head sizes."""
+    count: int = config.num_hidden_layers
+    if not getattr(config, "is_heterogeneous", False):
+        return [config] * count
+    return [config.per_layer_config[index] for index in range(count)]
 
 
 def transformers_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
@@ -203,9 +212,14 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLis
     # The encoder of an image or a text may have as many layers, and comes first.
     for module in model.get_decoder().modules():
         for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count:
+            if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count and _have_cache(child):
                 return module, name, child
     raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}.")
+
+
+def _have_cache(layers: nn.ModuleList) -> bool:
+    """Whether any layer knows its index, as those do that have keys and values in a cache; layers of an encoder of images don't."""
+    return any(hasattr(module, "layer_idx") for layer in layers for module in layer.modules())
 
 
 def attention_module(layer: nn.Module) -> nn.Module:

@@ -148,7 +148,7 @@ class WarmStartLibrary:
             present = self.entries.exact(ids)
         if present is not None:
             return present
-        states = read_prompt(self.model, torch.tensor([ids], device=self.model.device))
+        states = read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model)))
         tensors: dict[str, torch.Tensor] = {}
         if self.compressor is not None:
             before = [LayerStates(keys[:, : -self.tail], values[:, : -self.tail]) for keys, values in states.layers]
