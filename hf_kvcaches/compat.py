@@ -34,6 +34,7 @@ __all__ = [
     "layer_configs",
     "layer_device",
     "layer_plan",
+    "makes_masks_ahead",
     "mask_function",
     "models_inside",
     "parameter_names",
@@ -176,6 +177,15 @@ def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
 @cache
 def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def makes_masks_ahead(model: PreTrainedModel) -> bool:
+    """Whether a model has a way of its own to make masks for `generate`, beside that of its forward.
+
+    Args:
+        model: Without a PEFT wrapper.
+    """
+    return hasattr(model, "create_masks_for_generate")
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:

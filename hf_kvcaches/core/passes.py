@@ -164,7 +164,7 @@ class Passes(Generic[P]):
 
 
 def _on(mask: TokenMask, device: torch.device) -> TokenMask:
-    tensors = {name: value.to(device) for name, value in vars(mask).items() if isinstance(value, torch.Tensor)}
+    tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(mask).items() if isinstance(value, torch.Tensor)}
     return replace(mask, **tensors)
 
 

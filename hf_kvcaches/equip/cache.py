@@ -88,6 +88,8 @@ class EquipCache(AnsweringCache):
         self._book: PageBook | None = None
         self._frames: list[Frames] = []
         super().__init__(model, offloading=offloading)
+        # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
+        self._masks_differ = self._model is not None and compat.makes_masks_ahead(self.model)
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
@@ -176,7 +178,9 @@ class EquipCache(AnsweringCache):
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile(fullgraph=True)` can take single tokens: see `compiled.py`."""
-        return not self.offloading and all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
+        if self.offloading or self._masks_differ:
+            return False
+        return all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         # Asked between forward passes: the chance for what compiled ones leave undone.
