@@ -59,7 +59,7 @@ class TokenMask:
             allowed = torch.nn.functional.pad(allowed, (first, 0), value=True)
         read = cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~causal[:, -tokens:]).any()))
         if seen:
-            read._require_causal()
+            read.require_causal()
         return read
 
     @classmethod
@@ -102,14 +102,15 @@ class TokenMask:
             stop: The one after the last.
             seen: Tokens before all of the new ones.
         """
-        self._require_causal()
+        self.require_causal()
         valid, before = None if self.valid is None else self.valid[:, start:stop], self.real_before
         if before is not None:
             before = before + (start if self.valid is None else self.valid[:, :start].sum(-1, keepdim=True))
         allowed = None if self.allowed is None else self.allowed[:, :, start:stop, : seen + stop]
         return TokenMask(None if valid is None or bool(valid.all()) else valid, before, allowed)
 
-    def _require_causal(self) -> None:
+    def require_causal(self) -> None:
+        """Refuses what can't be done with tokens that look at later ones."""
         if self.ahead:
             raise UnsupportedError(
                 "attention_mask: the model lets tokens look at later ones (a prefix that is read in both directions, for example), which "

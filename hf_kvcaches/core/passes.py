@@ -150,6 +150,8 @@ class Passes(Generic[P]):
         """
         if not recording:
             return 0 if tokens == 1 and begun else tokens
+        if self._current is not None:
+            self._current.mask.require_causal()
         drafts = self.drafts
         if not begun:
             return max(1, tokens - (drafts or 0))
