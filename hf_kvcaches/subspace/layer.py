@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.core.blocks import Visibility, block_attention
-from hf_kvcaches.core.calls import Call, NewTokens
+from hf_kvcaches.core.calls import Call, hand_out
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -70,11 +70,7 @@ class SubspaceLayer(SubspaceStore):
             *args: Ignored.
             **kwargs: Ignored.
         """
-        self.check_new_tokens(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        view = NewTokens(self, key_states, value_states)
-        return view, view
+        return hand_out(self, key_states, value_states)
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows = self.rows

@@ -1,0 +1,66 @@
+"""Caches that answer queries, in calls that ask for more than attention: other precisions, attention weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from hf_kvcaches import AdaptiveSubspace, EquipCache, SubspaceBases, SubspaceCache
+from tests import tiny
+
+PROMPT, LENGTH = 20, 32
+
+
+@cache
+def bases() -> SubspaceBases:
+    """All directions of the tiny model."""
+    texts = [tiny.ids(1, 96, seed=seed)[0].tolist() for seed in range(3)]
+    return SubspaceBases.calibrate(tiny.llama(), None, texts, rank=8, progress=False)
+
+
+# Each keeps every token, in all directions.
+CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
+    "streaming": lambda model: EquipCache(model, "streaming", 64),
+    "h2o": lambda model: EquipCache(model, "h2o", 64),
+    "tova": lambda model: EquipCache(model, "tova", 64),
+    "snapkv": lambda model: EquipCache(model, "snapkv", 96),
+    "pages": lambda model: EquipCache(model, "h2o", 64, page_size=16),
+    "subspace": lambda model: SubspaceCache(model, bases(), sinks=1, recent=4),
+    "adaptive": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=8, warmup=16, chunk=16), sinks=1, recent=4),
+}
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, held: Cache, autocast: bool) -> torch.Tensor:
+    """Of a prompt and the tokens behind it, one at a time."""
+    text = tiny.ids(2, LENGTH)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        chunks = [text[:, :PROMPT], *text[:, PROMPT:].split(1, 1)]
+        return torch.cat([model(chunk, past_key_values=held).logits for chunk in chunks], 1)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", CACHES)
+def test_under_autocast_a_cache_that_keeps_all_is_as_near_to_the_model_as_autocast_is(name: str, implementation: str) -> None:
+    model = tiny.llama()
+    model.set_attn_implementation(implementation)
+    exact = logits(model, DynamicCache(config=model.config), autocast=False)
+    expected = logits(model, DynamicCache(config=model.config), autocast=True)
+    got = logits(model, CACHES[name](model), autocast=True)
+    assert got.dtype == expected.dtype
+    assert (got - expected).abs().mean() < (expected - exact).abs().mean()
+
+
+@pytest.mark.parametrize("name", ["h2o", "subspace", "adaptive"])
+def test_under_autocast_a_pruned_or_compressed_cache_decodes(name: str) -> None:
+    model = tiny.llama()
+    small: dict[str, Any] = {"h2o": EquipCache(model, "h2o", 8, sinks=1, recent=2), "subspace": SubspaceCache(model, bases(), sinks=0, recent=0)}
+    held = small.get(name) or SubspaceCache(
+        model, adaptive=AdaptiveSubspace(rank=(3, 4), warmup=16, chunk=16), sinks=0, recent=0, coefficients="int8"
+    )
+    assert torch.isfinite(logits(model, held, autocast=True)).all()
