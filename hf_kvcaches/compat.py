@@ -15,6 +15,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils import output_capturing
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -36,6 +37,7 @@ __all__ = [
     "mask_function",
     "models_inside",
     "parameter_names",
+    "records_attentions",
     "set_attention_name",
     "split_model",
     "supports_sdpa",
@@ -60,6 +62,11 @@ def base_model(model: object) -> PreTrainedModel:
             raise ConfigError.of("model", "a transformers model or its config", type(model).__name__, "Pass model or model.config.")
         seen = inner
     return seen
+
+
+def records_attentions() -> bool:
+    """Whether the running forward pass is to return attention weights, by its argument or by its model's config."""
+    return "attentions" in (output_capturing._active_collector.get() or ())
 
 
 def has_learned_prompt(model: object) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from hf_kvcaches import AdaptiveSubspace, EquipCache, SubspaceBases, SubspaceCache
+from hf_kvcaches import AdaptiveSubspace, EquipCache, SubspaceBases, SubspaceCache, UnsupportedError
 from tests import tiny
 
 PROMPT, LENGTH = 20, 32
@@ -59,8 +59,45 @@ def test_under_autocast_a_cache_that_keeps_all_is_as_near_to_the_model_as_autoca
 @pytest.mark.parametrize("name", ["h2o", "subspace", "adaptive"])
 def test_under_autocast_a_pruned_or_compressed_cache_decodes(name: str) -> None:
     model = tiny.llama()
-    small: dict[str, Any] = {"h2o": EquipCache(model, "h2o", 8, sinks=1, recent=2), "subspace": SubspaceCache(model, bases(), sinks=0, recent=0)}
-    held = small.get(name) or SubspaceCache(
-        model, adaptive=AdaptiveSubspace(rank=(3, 4), warmup=16, chunk=16), sinks=0, recent=0, coefficients="int8"
-    )
-    assert torch.isfinite(logits(model, held, autocast=True)).all()
+    adaptive = AdaptiveSubspace(rank=(3, 4), warmup=16, chunk=16)
+    small = {
+        "h2o": EquipCache(model, "h2o", 8, sinks=1, recent=2),
+        "subspace": SubspaceCache(model, bases(), sinks=0, recent=0),
+        "adaptive": SubspaceCache(model, adaptive=adaptive, sinks=0, recent=0, coefficients="int8"),
+    }
+    assert torch.isfinite(logits(model, small[name], autocast=True)).all()
+
+
+def by_argument(model: PreTrainedModel, held: Cache) -> None:
+    model(tiny.ids(1, PROMPT), past_key_values=held, output_attentions=True)
+
+
+def by_config(model: PreTrainedModel, held: Cache) -> None:
+    model.config.output_attentions = True
+    model(tiny.ids(1, PROMPT), past_key_values=held)
+
+
+def by_generate(model: PreTrainedModel, held: Cache, **options: Any) -> None:
+    options |= {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 6}
+    model.generate(tiny.ids(1, PROMPT), past_key_values=held, **options)
+
+
+def by_assisted_generation(model: PreTrainedModel, held: Cache) -> None:
+    by_generate(model, held, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize("ask", [by_argument, by_config, by_generate, by_assisted_generation])
+@pytest.mark.parametrize("build", [tiny.llama, tiny.gemma2])
+@pytest.mark.parametrize("name", ["streaming", "h2o", "adaptive"])
+@torch.no_grad()
+def test_attention_weights_are_refused_before_anything_is_stored(
+    name: str, build: Callable[[], PreTrainedModel], ask: Callable[[PreTrainedModel, Cache], None]
+) -> None:
+    model = build()
+    model.set_attn_implementation("eager")
+    held = CACHES[name](model)
+    with pytest.raises(UnsupportedError, match=r"output_attentions.*DynamicCache"):
+        ask(model, held)
+    assert all(not layer.get_seq_length() for layer in held.layers)
+    model.config.output_attentions = False
+    torch.testing.assert_close(logits(model, held, autocast=False), logits(model, CACHES[name](model), autocast=False))
