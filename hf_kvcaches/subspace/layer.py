@@ -92,6 +92,7 @@ class SubspaceLayer(SubspaceStore):
         call.check("SubspaceCache")
         if call.bias is not None:
             raise UnsupportedError("SubspaceCache does not support attention with a position bias. Use another cache with this model.")
+        self.leave_inference_mode()
         tokens = keys.shape[2]
         running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
         block, outputs = self.passes.block_length(tokens, begun=bool(self.seen), recording=self.recording), []

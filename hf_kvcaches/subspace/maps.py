@@ -141,7 +141,8 @@ class LayerSource:
             even: As in `LayerMaps.of`.
         """
         if (dtype, device, even) not in self._made:
-            self._made[dtype, device, even] = LayerMaps.of(self.bases, dtype, device, even)
+            with torch.inference_mode(mode=False):  # a later backward pass may need them
+                self._made[dtype, device, even] = LayerMaps.of(self.bases, dtype, device, even)
         return self._made[dtype, device, even]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerSource:

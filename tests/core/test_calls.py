@@ -68,6 +68,43 @@ def test_under_autocast_a_pruned_or_compressed_cache_decodes(name: str) -> None:
     assert torch.isfinite(logits(model, small[name], autocast=True)).all()
 
 
+SMALL: dict[str, Callable[[PreTrainedModel], Cache]] = {
+    "streaming": lambda model: EquipCache(model, "streaming", 16, sinks=2, rope="frames"),
+    "tova": lambda model: EquipCache(model, "tova", 16, sinks=2, rope="frames"),
+    "h2o": lambda model: EquipCache(model, "h2o", 16, sinks=2, rope="on_read"),
+    "subspace": lambda model: SubspaceCache(model, bases(), sinks=1, recent=4),
+    "int8": lambda model: SubspaceCache(model, bases(), sinks=1, recent=4, coefficients="int8"),
+    "adaptive": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=(3, 4), warmup=16, chunk=16), sinks=1, recent=4),
+}
+
+
+def read(model: PreTrainedModel, held: Cache) -> torch.Tensor:
+    """Logits of a prompt and the tokens behind it, one at a time, with gradients."""
+    text = tiny.ids(1, LENGTH)
+    return torch.cat([model(chunk, past_key_values=held).logits for chunk in [text[:, :PROMPT], *text[:, PROMPT:].split(1, 1)]], 1)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_what_inference_mode_made_takes_part_in_a_backward_pass(name: str) -> None:
+    model = tiny.llama()
+    expected_cache = SMALL[name](model)
+    with torch.no_grad():
+        read(model, expected_cache)
+    expected = read(model, expected_cache)
+    bases.cache_clear()
+    with torch.inference_mode():
+        held = SMALL[name](model)
+        read(model, held)
+        read(model, SMALL[name](model))
+    for following in (held, SMALL[name](model)):
+        model.zero_grad()
+        got = read(model, following)
+        got.sum().backward()
+        assert all(bool(weight.grad.isfinite().all()) for weight in model.parameters())
+        if following is held:
+            torch.testing.assert_close(got, expected)
+
+
 def by_argument(model: PreTrainedModel, held: Cache) -> None:
     model(tiny.ids(1, PROMPT), past_key_values=held, output_attentions=True)
 
