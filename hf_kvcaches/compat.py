@@ -32,6 +32,7 @@ __all__ = [
     "decoder_layers",
     "generated_positions",
     "has_learned_prompt",
+    "is_tensor_parallel",
     "layer_device",
     "layer_plan",
     "mask_function",
@@ -174,6 +175,11 @@ def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
 @cache
 def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def is_tensor_parallel(model: PreTrainedModel) -> bool:
+    """Whether each of several processes has only some of the model's heads."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:
