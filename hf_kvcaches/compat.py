@@ -15,6 +15,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils import output_capturing
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -31,6 +32,7 @@ __all__ = [
     "decoder_layers",
     "generated_positions",
     "has_learned_prompt",
+    "is_tensor_parallel",
     "layer_configs",
     "layer_device",
     "layer_plan",
@@ -38,6 +40,7 @@ __all__ = [
     "mask_function",
     "models_inside",
     "parameter_names",
+    "records_attentions",
     "set_attention_name",
     "split_model",
     "supports_sdpa",
@@ -62,6 +65,11 @@ def base_model(model: object) -> PreTrainedModel:
             raise ConfigError.of("model", "a transformers model or its config", type(model).__name__, "Pass model or model.config.")
         seen = inner
     return seen
+
+
+def records_attentions() -> bool:
+    """Whether the running forward pass is to return attention weights, by its argument or by its model's config."""
+    return "attentions" in (output_capturing._active_collector.get() or ())
 
 
 def has_learned_prompt(model: object) -> bool:
@@ -186,6 +194,11 @@ def makes_masks_ahead(model: PreTrainedModel) -> bool:
         model: Without a PEFT wrapper.
     """
     return hasattr(model, "create_masks_for_generate")
+
+
+def is_tensor_parallel(model: PreTrainedModel) -> bool:
+    """Whether each of several processes has only some of the model's heads."""
+    return (getattr(model, "_tp_size", None) or 1) > 1
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:

@@ -35,6 +35,11 @@ class AnsweringCache(KVCache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if layer_idx <= self._last_layer and not torch.compiler.is_compiling():
             self.passes.begin()
+            if compat.records_attentions():
+                raise UnsupportedError(
+                    f"output_attentions: {type(self).__name__} computes attention over the tokens as it keeps them, and has no weights for "
+                    "each token of the text. Leave output_attentions out, or use DynamicCache with attn_implementation='eager'."
+                )
             lengths = {int(layer.get_seq_length()) for layer in self.layers if isinstance(layer, CacheLayerMixin)}
             if len(lengths) > 1:
                 raise UnsupportedError(

@@ -119,7 +119,8 @@ def answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> Non
 
 def close_window() -> None:
     """Switches back what this thread has switched with `answer_next`."""
-    configs, _window.configs = _window.configs, ()
+    configs = _window.configs
+    _window.configs, _window.bound = (), False
     thread = threading.get_ident()
     for config in configs:
         with _lock:

@@ -63,6 +63,13 @@ class AnsweringLayer(Protocol):
     """
 
     cache_name: ClassVar[str]
+    is_initialized: bool
+
+    def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Refuses keys and values that don't fit what the layer holds."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Takes dtype and device from the first keys and values."""
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim)."""
@@ -90,7 +97,12 @@ class NewTokens(LayerView):
                 "This cache takes a layer's tokens when they are attended to, so it can't be used with this model."
             )
         self.attended = True
-        return self.layer.attend(query, self.keys, self.values, Call(module, mask, kwargs)), None
+        call = Call(module, mask, kwargs)
+        if not _autocasts(query):
+            return self.layer.attend(query, self.keys, self.values, call), None
+        # The layer computes in the autocast precision throughout, as in a model of that precision.
+        with torch.autocast(query.device.type, enabled=False):
+            return self.layer.attend(query.to(self.keys.dtype), self.keys, self.values, call), None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -113,3 +125,27 @@ class NewTokens(LayerView):
             "with keys and values outside of transformers' AttentionInterface, and needs a cache that returns plain tensors; or the cache "
             "was built without this model: build it with the model, or call hf_kvcaches.enable(model)."
         )
+
+
+def hand_out(layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any]:
+    """What the `update` of such a layer returns. Under autocast, keys and values are cast as the model's own attention would cast them.
+
+    Args:
+        layer: The layer.
+        keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
+        values: Like `keys`.
+    """
+    if _autocasts(keys):
+        dtype = torch.get_autocast_dtype(keys.device.type)
+        keys, values = keys.to(dtype), values.to(dtype)
+    layer.check_new_tokens(keys, values)
+    if not layer.is_initialized:
+        layer.lazy_initialization(keys, values)
+    view = NewTokens(layer, keys, values)
+    return view, view
+
+
+def _autocasts(states: torch.Tensor) -> bool:
+    """Whether autocast is on and would cast queries, keys and values like these. It leaves float64 alone."""
+    device = states.device.type
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and states.dtype != torch.float64

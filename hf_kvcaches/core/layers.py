@@ -212,6 +212,14 @@ class TensorLayer(KVLayer):
                     "Use a new cache, or reset() this one; batch_repeat_interleave and batch_select_indices change its rows."
                 )
 
+    def leave_inference_mode(self) -> None:
+        """Copies what was made under `torch.inference_mode`, where that is over: it can neither be written to nor be part of a graph."""
+        if torch.is_inference_mode_enabled():
+            return
+        made_inside = [name for name, held in vars(self).items() if isinstance(held, torch.Tensor) and held.is_inference()]
+        for name in made_inside:
+            setattr(self, name, getattr(self, name).clone())
+
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for name in self.row_tensors:
             tensor = getattr(self, name, None)

@@ -188,7 +188,8 @@ class RotaryGeometry:
         # Kept per device: a copy from the CPU at every decoding step would wait for the device.
         kept = self._on_device.get(device)
         if kept is None:
-            kept = self._on_device[device] = self.inv_freq.to(device)
+            with torch.inference_mode(mode=False):
+                kept = self._on_device[device] = self.inv_freq.to(device)
         return kept
 
     def _require_keys(self, x: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
@@ -80,6 +81,8 @@ class EquipCache(AnsweringCache):
             raise ConfigError.of("budget", "a number of tokens, a fraction of the prompt, or one of these for each layer", budget)
         self._budget = budget if isinstance(budget, int | float) else list(budget)
         _check_options(self._options)
+        if self.policy.mixes_heads:
+            require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
         if page_size is not None:
             check_page_size(page_size)
         if offloading and (page_size is not None or pool is not None):

@@ -179,7 +179,8 @@ class Frames:
         """
         held = self._tables.get(device)
         if held is None or held.cos.shape[0] < length:
-            held = self._tables[device] = self.by(torch.arange(max(64, 2 * length), device=device))
+            with torch.inference_mode(mode=False):  # a later backward pass may need it
+                held = self._tables[device] = self.by(torch.arange(max(64, 2 * length), device=device))
         return held
 
     def numbers(self, rows: int, capacity: int, start: int, slots: int, device: torch.device) -> torch.Tensor:
@@ -196,8 +197,9 @@ class Frames:
         if key not in self._tables:
             for old in [each for each in self._tables if isinstance(each, tuple) and each[0] == "numbers" and each[1] != rows]:
                 del self._tables[old]  # of another batch
-            places = torch.arange(start, start + slots, device=device)
-            self._tables[key] = (torch.arange(rows, device=device)[:, None] * capacity + places).flatten()
+            with torch.inference_mode(mode=False):
+                places = torch.arange(start, start + slots, device=device)
+                self._tables[key] = (torch.arange(rows, device=device)[:, None] * capacity + places).flatten()
         numbers: torch.Tensor = self._tables[key]
         return numbers
 
@@ -208,7 +210,8 @@ class Frames:
             device: Of the result.
         """
         if ("back", device) not in self._tables:
-            self._tables["back", device] = self.by(torch.tensor([-1], device=device))
+            with torch.inference_mode(mode=False):
+                self._tables["back", device] = self.by(torch.tensor([-1], device=device))
         turn: Turn = self._tables["back", device]
         return turn
 

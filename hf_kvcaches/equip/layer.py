@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.core.calls import Call, NewTokens
+from hf_kvcaches.core.calls import Call, hand_out
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip import compiled, editing, pruning, steps
 from hf_kvcaches.equip.frames import Frames, TurningPass
@@ -47,11 +47,7 @@ class EquipLayer(PlacedSlots):
             *args: Ignored.
             **kwargs: Ignored.
         """
-        self.check_new_tokens(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        view = NewTokens(self, key_states, value_states)
-        return view, view
+        return hand_out(self, key_states, value_states)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         """Takes the new tokens and gives their queries' attention, (batch, tokens, heads, head_dim).

@@ -36,6 +36,7 @@ class Policy(ABC):
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
         directions: Whether it reads more of the keys than their lengths, and wants them as the model rotated them.
         scores_are_sums: Whether scores after a step are the attention received from all queries so far, as it is.
+        mixes_heads: Whether a head's scores depend on other heads, or on how many there are: refused under tensor parallelism.
     """
 
     name: ClassVar[str] = ""
@@ -44,6 +45,7 @@ class Policy(ABC):
     always_recent: ClassVar[int] = 0
     directions: ClassVar[bool] = True
     scores_are_sums: bool = False
+    mixes_heads: ClassVar[bool] = False
 
     def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
         """Whether `rescore` reads keys after a step with so many tokens seen. Turning them back takes time that may be spared.
@@ -246,6 +248,7 @@ class TOVAPolicy(Policy):
 
     name = "tova"
     directions = False
+    mixes_heads = True
     observes = 1
     always_recent = 1
 
@@ -376,6 +379,7 @@ class RandomPolicy(Policy):
 
     name = "random"
     directions = False
+    mixes_heads = True
     seed: int = 0
 
     def __post_init__(self) -> None:

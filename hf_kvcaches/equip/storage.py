@@ -90,10 +90,10 @@ class SlotStorage(TensorLayer):
         Args:
             needs_graph: Whether gradients are wanted.
         """
-        inside = torch.is_inference_mode_enabled()
-        for name in self.row_tensors:
+        self.leave_inference_mode()
+        for name in self.row_tensors if needs_graph else ():
             tensor = getattr(self, name)
-            if tensor is not None and (needs_graph or (not inside and tensor.is_inference())):
+            if tensor is not None:
                 setattr(self, name, tensor.clone())
 
     def snapshot(self) -> dict[str, Any]:
@@ -303,4 +303,6 @@ def _extended(tensor: torch.Tensor, slots: int) -> torch.Tensor:
 
 def _at(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     batch, heads, _, width = tensor.shape
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        tensor = tensor.clone()  # the gradient of `gather` looks at all of it, and slots are overwritten before that
     return tensor.gather(2, index[..., None].expand(batch, heads, 1, width))

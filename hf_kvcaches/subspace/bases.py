@@ -20,7 +20,7 @@ _PLAIN = ("gamma", "key_energies", "value_energies", "key_residual", "value_resi
 
 @dataclass(frozen=True, eq=False)
 class LayerBases:
-    """The bases of one layer. All float32, on the CPU; ranks r and s may differ from head to head.
+    """The bases of one layer. All float32 (what is narrower is cast), on the CPU; ranks r and s may differ from head to head.
 
     Args:
         key_encode: For each key head (r, d): a key k is kept as `encode @ k`.
@@ -45,6 +45,12 @@ class LayerBases:
     value_energies: torch.Tensor
     key_residual: torch.Tensor
     value_residual: torch.Tensor
+
+    def __post_init__(self) -> None:
+        # There is next to no arithmetic in 8 bits.
+        for name in (*_LISTS, *_PLAIN):
+            given = getattr(self, name)
+            object.__setattr__(self, name, _wide(given) if isinstance(given, torch.Tensor) else tuple(map(_wide, given)))
 
     @property
     def kv_heads(self) -> int:
@@ -282,6 +288,10 @@ def _card_row(index: int, layer: LayerBases) -> str:
     keys, values = zip(*layer.ranks, strict=True)
     cells = [", ".join(map(str, keys)), ", ".join(map(str, values)), *(f"{share:.4f}" for share in layer.kept())]
     return f"| {index} | {' | '.join(cells)} | {float(layer.gamma.min()):.3f} to {float(layer.gamma.max()):.3f} |"
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def _as_json(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -79,8 +80,11 @@ class SubspaceCache(AnsweringCache):
                 raise ConfigError.of(name, "a number of tokens, 0 or more", value)
         if coefficients not in (None, "int8"):
             raise ConfigError.of("coefficients", "None or 'int8'", coefficients)
-        if bases_dtype is not None and not (isinstance(bases_dtype, torch.dtype) and bases_dtype.is_floating_point):
-            raise ConfigError.of("bases_dtype", "a floating-point torch.dtype", bases_dtype)
+        if bases_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            raise ConfigError.of("bases_dtype", "None, or torch.float16, bfloat16, float32 or float64", bases_dtype)
+        if adaptive is None or adaptive.rank is None or adaptive.metric != "plain":
+            instead = "Use AdaptiveSubspace with rank= and metric='plain', or EquipCache."
+            require_all_heads(model, "SubspaceCache with these settings", instead)
         self.bases, self.adaptive = bases, adaptive
         self._settings = Settings(sinks, recent, coefficients, bases_dtype, backend, bool(shadow))
         self._budget: SharedBudget | None = None

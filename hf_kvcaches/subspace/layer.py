@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.core.blocks import Visibility, block_attention
-from hf_kvcaches.core.calls import Call, NewTokens
+from hf_kvcaches.core.calls import Call, hand_out
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -70,11 +70,7 @@ class SubspaceLayer(SubspaceStore):
             *args: Ignored.
             **kwargs: Ignored.
         """
-        self.check_new_tokens(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        view = NewTokens(self, key_states, value_states)
-        return view, view
+        return hand_out(self, key_states, value_states)
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows = self.rows
@@ -96,6 +92,7 @@ class SubspaceLayer(SubspaceStore):
         call.check("SubspaceCache")
         if call.bias is not None:
             raise UnsupportedError("SubspaceCache does not support attention with a position bias. Use another cache with this model.")
+        self.leave_inference_mode()
         tokens = keys.shape[2]
         real_before = self.seen if self.real is None else self.real[:, : self.seen, 0].sum(1, keepdim=True)
         running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device, real_before)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_kvcaches import ArtifactError, FingerprintMismatch, SubspaceBases
+from hf_kvcaches import ArtifactError, FingerprintMismatch, SubspaceBases, SubspaceCache
 from hf_kvcaches.core.artifact import read_safetensors
 from hf_kvcaches.subspace.bases import LayerBases
 from tests import tiny
@@ -118,3 +118,24 @@ def test_missing_content_is_an_artifact_error(tmp_path: Path, bases: SubspaceBas
     rewrite_manifest(tmp_path, metadata={"layers": 4})
     with pytest.raises(ArtifactError, match="doesn't make a subspace-bases"):
         SubspaceBases.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16])
+def test_narrow_bases_are_cast_to_float32(tmp_path: Path, bases: SubspaceBases, dtype: torch.dtype) -> None:
+    narrow = dataclasses.replace(bases, layers=tuple(cast(layer, dtype) for layer in bases.layers))
+    rounded = dataclasses.replace(bases, layers=tuple(cast(cast(layer, dtype), torch.float32) for layer in bases.layers))
+    narrow.save_pretrained(tmp_path)
+    model, text, logits = tiny.llama(), tiny.ids(1, 40), []
+    for each in (rounded, narrow, SubspaceBases.from_pretrained(tmp_path)):
+        assert all(map(same, each.layers, rounded.layers))
+        with torch.no_grad():
+            cache = SubspaceCache(model, each, sinks=1, recent=4)
+            logits.append(torch.cat([model(chunk, past_key_values=cache).logits for chunk in text.split(30, 1)], 1))
+    assert all(torch.equal(each, logits[0]) for each in logits)
+
+
+def cast(layer: LayerBases, dtype: torch.dtype) -> LayerBases:
+    def to(held):
+        return tuple(tensor.to(dtype) for tensor in held) if isinstance(held, tuple) else held.to(dtype)
+
+    return LayerBases(**{field.name: to(getattr(layer, field.name)) for field in dataclasses.fields(LayerBases)})

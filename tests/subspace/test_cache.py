@@ -187,6 +187,7 @@ def test_bytes_are_those_of_coefficients_and_ends() -> None:
         ({"recent": 1.5}, "recent"),
         ({"coefficients": "int4"}, "coefficients"),
         ({"bases_dtype": torch.int8}, "bases_dtype"),
+        ({"bases_dtype": torch.float8_e4m3fn}, "bases_dtype"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(options: dict[str, Any], name: str) -> None:
