@@ -54,7 +54,9 @@ def rotation_of(config: PreTrainedConfig) -> Rotation:
     still = [geometry.kind for geometry in distinct if geometry.kind not in ("rope", "none")]
     why = refusal or (f"its keys can't be moved (positions of the kind {still[0]!r})" if still else "")
     matter = any(geometry.refusal or geometry.kind not in ("none", "alibi") for geometry in distinct)
-    rotation = Rotation(tuple(layers), not why, refusal is not None, why, matter)
+    # Keys of an unknown layout can't be moved, but are those of their position whatever the length of the text.
+    refused = any(geometry.refusal and geometry.kind == "rope" for geometry in distinct)
+    rotation = Rotation(tuple(layers), not why, refused, why, matter)
     identity = id(config)
     _rotations[identity] = (weakref.ref(config, lambda _: _rotations.pop(identity, None)), rotation)
     return rotation
