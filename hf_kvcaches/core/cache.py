@@ -18,7 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
 from hf_kvcaches.core import attention, continuing, prefill, saving
-from hf_kvcaches.core.answerable import require_answering
+from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answering
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -88,6 +88,8 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
+        if base is not None and self.takes_over_prefill:
+            refuse_encoder_decoder(base, type(self).__name__)
         if base is not None and self.needs_attention:
             require_answering(base, type(self).__name__)
         # In which configs the attention modules look up their implementation; the cache holds on to them and not to the model.

@@ -227,6 +227,8 @@ class SplicingCache(KVCache):
             raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be reused. Use GrowingCache.")
         if self.rotation.refused:
             raise UnsupportedError(f"model: {self.rotation.why}. Use GrowingCache.")
+        if self.config.model_type == "cpmant":
+            raise UnsupportedError("model: it puts tokens of its own before every text, which count in the cache. Use GrowingCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use GrowingCache.")
 
