@@ -224,7 +224,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLis
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count:
                 return module, name, child
-    raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}.")
+    raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}. Use GrowingCache.")
 
 
 def attention_module(layer: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import BertConfig, BloomConfig, CpmAntConfig, T5Config, T5ForConditionalGeneration
 
 from hf_kvcaches import (
     AdaptiveSubspace,
@@ -144,3 +144,22 @@ def test_an_encoder_decoder_is_sent_to_what_works(store):
     prompt = tiny.ids(1, 9)
     got = t5.generate(prompt, past_key_values=GrowingCache(t5), max_new_tokens=8, do_sample=False)
     assert torch.equal(got, t5.generate(prompt, max_new_tokens=8, do_sample=False))
+
+
+def test_a_refusal_does_not_recommend_what_is_refused_too(store):
+    config = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+    bert = tiny.build(BertConfig(**config, intermediate_size=64, is_decoder=True))
+    cpmant = tiny.build(CpmAntConfig(**config, dim_head=8, dim_ff=64, prompt_types=4, prompt_length=4, segment_types=4))
+    for model in (bert, cpmant):
+        for mode in ("exact", "approximate", "auto"):
+            with pytest.raises(UnsupportedError, match="Use GrowingCache"):
+                SegmentReuseCache(model, store, mode=mode)
+        prompt = tiny.ids(1, 9)
+        got = model.generate(prompt, past_key_values=GrowingCache(model), max_new_tokens=4, do_sample=False)
+        assert torch.equal(got, model.generate(prompt, max_new_tokens=4, do_sample=False))
+    with pytest.raises(UnsupportedError, match="Use GrowingCache"):
+        WarmStartLibrary(bert, words(), slots=0)
+    bloom = tiny.build(BloomConfig(vocab_size=96, hidden_size=32, n_layer=2, n_head=4))
+    for rotation in ("aware", "post"):
+        with pytest.raises(UnsupportedError, match=r"SubspaceBases.calibrate needs a cache that answers .* Use DynamicCache"):
+            SubspaceBases.calibrate(bloom, None, [[3, 4, 5]], rank=4, rotation=rotation)

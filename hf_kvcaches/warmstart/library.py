@@ -109,6 +109,7 @@ class WarmStartLibrary:
         if not slots and full is None:
             raise ConfigError("slots=0 and full=None: nothing would be stored. Keep one of them.")
         self.model, self.tokenizer = compat.base_model(model), tokenizer
+        compat.decoder_layers(self.model)  # or a refusal, before anything is stored
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
         self.correction = correction_for(self.model) if correct_positions and slots else None
         if slots and not self.rotation.turns and self.correction is None:

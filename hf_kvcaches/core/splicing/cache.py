@@ -227,6 +227,8 @@ class SplicingCache(KVCache):
             raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be reused. Use GrowingCache.")
         if self.rotation.refused:
             raise UnsupportedError(f"model: {self.rotation.why}. Use GrowingCache.")
+        if self._model is not None:
+            compat.decoder_layers(self.model)  # or a refusal
         if self.config.model_type == "cpmant":
             raise UnsupportedError("model: it puts tokens of its own before every text, which count in the cache. Use GrowingCache.")
         if self._learned_prompt:
