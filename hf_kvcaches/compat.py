@@ -22,6 +22,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
+    "MarkedCache",
     "attention_configs",
     "attention_function",
     "attention_module",
@@ -46,6 +47,24 @@ __all__ = [
     "supports_sdpa",
     "transformers_layer",
 ]
+
+
+class MarkedCache:
+    """A cache that is told when a `generate` begins with it: transformers marks a cache that the caller brings along."""
+
+    _marked = False
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._marked
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        self._marked = value
+        self.generate_begins()
+
+    def generate_begins(self) -> None:
+        """Called when `generate` begins with this cache, before it runs anything."""
 
 
 def split_model(model_or_config: object) -> tuple[PreTrainedModel | None, PreTrainedConfig]:
@@ -237,7 +256,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLis
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count and _have_cache(child):
                 return module, name, child
-    raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}.")
+    raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}. Use GrowingCache.")
 
 
 def _have_cache(layers: nn.ModuleList) -> bool:

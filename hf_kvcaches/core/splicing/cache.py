@@ -228,7 +228,9 @@ class SplicingCache(KVCache):
         if self.rotation.refused:
             raise UnsupportedError(f"model: {self.rotation.why}. Use DynamicCache.")
         if self._model is not None:
-            compat.decoder_layers(self.model)
+            compat.decoder_layers(self.model)  # or a refusal
+        if self.config.model_type == "cpmant":
+            raise UnsupportedError("model: it puts tokens of its own before every text, which count in the cache. Use DynamicCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
 

@@ -56,7 +56,9 @@ def rotation_of(config: PreTrainedConfig) -> Rotation:
     refusal = "some of its layers attend to what is no text" if crossing else refusal
     why = refusal or (f"its keys can't be moved (positions of the kind {still[0]!r})" if still else "")
     matter = any(geometry.refusal or geometry.kind not in ("none", "alibi") for geometry in distinct)
-    refused = refusal is not None or any(geometry.kind == "unknown" for geometry in distinct)
+    # Keys of an unknown layout can't be moved, but are those of their position whatever the length of the text.
+    unclear = [geometry for geometry in distinct if geometry.kind == "unknown" and geometry.refusal is None]
+    refused = crossing or bool(unclear) or any(geometry.refusal and geometry.kind == "rope" for geometry in distinct)
     rotation = Rotation(tuple(layers), not why, refused, why, matter)
     identity = id(config)
     _rotations[identity] = (weakref.ref(config, lambda _: _rotations.pop(identity, None)), rotation)
