@@ -33,6 +33,12 @@ class Call:
         return float(scaling) if scaling is not None else float(self.module.head_dim) ** -0.5  # type: ignore[arg-type]
 
     @property
+    def is_causal(self) -> bool:
+        """Whether tokens look at no later ones where there is no mask."""
+        chosen = self.options.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if chosen is None else chosen)
+
+    @property
     def softcap(self) -> float | None:
         """Bound of the scores."""
         return self.options.get("softcap")

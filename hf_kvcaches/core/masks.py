@@ -30,7 +30,7 @@ class TokenMask:
     ahead: bool = False
 
     @classmethod
-    def read(cls, mask: Any, seen: int, tokens: int) -> TokenMask:
+    def read(cls, mask: Any, seen: int, tokens: int, causal: bool = True) -> TokenMask:
         """Reads a mask as any implementation of attention gets it.
 
         Args:
@@ -38,9 +38,10 @@ class TokenMask:
                 attention's block mask. The last dimension may be that of the new tokens alone.
             seen: Tokens before the new ones.
             tokens: New ones.
+            causal: Whether tokens look at no later ones where there is no mask.
         """
         if mask is None:
-            return cls()
+            return cls(ahead=not causal and tokens > 1).checked(seen)
         allowed = _as_booleans(mask, seen + tokens, tokens)
         if allowed.ndim == 2:
             return cls._of_padding(allowed, seen, tokens)
@@ -52,15 +53,12 @@ class TokenMask:
         newest = allowed[:, 0, -1]
         first = seen + tokens - allowed.shape[3]
         columns = torch.arange(first, seen + tokens, device=allowed.device)
-        causal = columns <= torch.arange(seen, seen + tokens, device=allowed.device)[:, None]
-        if bool((allowed == (causal & newest[:, None])[:, None]).all()):
+        before = columns <= torch.arange(seen, seen + tokens, device=allowed.device)[:, None]
+        if bool((allowed == (before & newest[:, None])[:, None]).all()):
             return cls._of_padding(newest, seen, tokens)
         if first:
             allowed = torch.nn.functional.pad(allowed, (first, 0), value=True)
-        read = cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~causal[:, -tokens:]).any()))
-        if seen:
-            read.require_causal()
-        return read
+        return cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~before[:, -tokens:]).any())).checked(seen)
 
     @classmethod
     def _of_padding(cls, real: torch.Tensor, seen: int, tokens: int) -> TokenMask:
@@ -108,6 +106,16 @@ class TokenMask:
             before = before + (start if self.valid is None else self.valid[:, :start].sum(-1, keepdim=True))
         allowed = None if self.allowed is None else self.allowed[:, :, start:stop, : seen + stop]
         return TokenMask(None if valid is None or bool(valid.all()) else valid, before, allowed)
+
+    def checked(self, seen: int) -> TokenMask:
+        """Itself, if tokens look at later ones in a first block alone.
+
+        Args:
+            seen: Tokens before the new ones.
+        """
+        if seen:
+            self.require_causal()
+        return self
 
     def require_causal(self) -> None:
         """Refuses what can't be done with tokens that look at later ones."""

@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, Self, TypeVar
 
 import torch
 
+from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.masks import TokenMask
 from hf_kvcaches.errors import UnsupportedError
 
@@ -111,32 +112,23 @@ class Passes(Generic[P]):
         """Says that another pass begins."""
         self._current = None
 
-    def enter(
-        self,
-        mask: Any,
-        position_ids: torch.Tensor | None,
-        seen: int,
-        tokens: int,
-        device: torch.device,
-        real_before: torch.Tensor | int | None = None,
-    ) -> P:
-        """The pass with these arguments: the running one, or a new one.
+    def enter(self, call: Call, seen: int, tokens: int, device: torch.device, real_before: torch.Tensor | int | None = None) -> P:
+        """The pass that a layer is asked in: the running one, or a new one.
 
         Args:
-            mask: What the model gave its attention.
-            position_ids: Of the new tokens.
+            call: What the model's attention asks.
             seen: Tokens fed in before.
             tokens: New ones.
             device: Of keys and queries.
             real_before: How many of the tokens before are real as far as the layer knows, (batch, 1), or a number for all rows.
         """
-        arguments = (seen, tokens, device)
+        mask, arguments = call.mask, (seen, tokens, device)
         # Masks by identity: a model may have several in one pass, and what is kept here is not freed meanwhile.
         if self._current is None or self._arguments[0] is not mask or self._arguments[1:] != arguments:
-            read = _on(TokenMask.read(mask, seen, tokens), device)
+            read = _on(TokenMask.read(mask, seen, tokens, call.is_causal), device)
             if real_before is not None:
                 read = read.known(real_before, seen, tokens)
-            self._current = self.kind(read, _text_positions(position_ids), seen, tokens, device)
+            self._current = self.kind(read, _text_positions(call.options.get("position_ids")), seen, tokens, device)
             self._arguments = (mask, *arguments)
         return self._current
 

@@ -89,7 +89,7 @@ class EquipLayer(PlacedSlots):
         """
         counted = self.fed if self.first is None else (self.fed - self.first)[:, None]
         real_before = counted if self.fed == self.seen else None  # a text that was edited is counted anew
-        return self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, device, real_before)
+        return self.passes.enter(call, self.seen, tokens, device, real_before)
 
     def take(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, block: int

@@ -95,7 +95,7 @@ class SubspaceLayer(SubspaceStore):
         self.leave_inference_mode()
         tokens = keys.shape[2]
         real_before = self.seen if self.real is None else self.real[:, : self.seen, 0].sum(1, keepdim=True)
-        running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device, real_before)
+        running = self.passes.enter(call, self.seen, tokens, keys.device, real_before)
         block, outputs = self.passes.block_length(tokens, begun=bool(self.seen), recording=self.recording), []
         if block:
             own, span = running.part(0, block), slice(0, block)
