@@ -416,13 +416,10 @@ def resolve_policy(policy: str | Policy) -> Policy:
     """
     if isinstance(policy, Policy):
         return policy
-    if isinstance(policy, str) and policy in _BUILT_IN:
-        return _BUILT_IN[policy]()
-    hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else ""
-    if isinstance(policy, torch.nn.Module):
-        hint = "It is a model: model and policy seem to be swapped."
+    swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, torch.nn.Module) else ""
+    hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else swapped
     require_choice("policy", policy, _BUILT_IN, also=", or a Policy object", hint=hint)
-    raise AssertionError("a known name")
+    return _BUILT_IN[policy]()
 
 
 def policy_from_settings(settings: dict[str, Any]) -> Policy:
@@ -434,10 +431,9 @@ def policy_from_settings(settings: dict[str, Any]) -> Policy:
     parameters = dict(settings)
     name = parameters.pop("policy", None)
     if name not in _BUILT_IN:
-        raise UnsupportedError(
-            f"policy: {name!r} is none of this package's ({', '.join(_BUILT_IN)}), and a file does not bring the code of another. "
-            "Keep such a cache in memory."
-        )
+        known = ", ".join(_BUILT_IN)
+        why = f"policy: {name!r} is none of this package's ({known}), and a file does not bring the code of another."
+        raise UnsupportedError(f"{why} Keep such a cache in memory.")
     return _BUILT_IN[name](**parameters)
 
 
