@@ -240,8 +240,7 @@ class H2OPolicy(Policy):
 class TOVAPolicy(Policy):
     """Keeps the tokens that the last query attends to most, the same for all heads of a layer.
 
-    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104): the token with the lowest attention of the current query is dropped,
-    with no window and no sinks.
+    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) drops the token with the lowest attention of the current query.
 
     **Departs from the paper**: sinks and recent tokens are protected where the cache says so; the last token of a block always stays.
     """
@@ -370,8 +369,7 @@ class KeyNormPolicy(Policy):
 class RandomPolicy(Policy):
     """Keeps tokens by lot: what any other policy has to beat.
 
-    A token's lot is drawn when it comes. A first block draws as kvpress' RandomPress does, the same in each layer, each row as if it were
-    alone; later lots depend on the seed, the head and the position only, so that copies of a cache go on alike.
+    A first block draws as kvpress' RandomPress does, alike in each layer and row; later lots depend on seed, head and position only.
 
     Args:
         seed: Not negative.
