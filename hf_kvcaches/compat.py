@@ -22,6 +22,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
+    "MarkedCache",
     "attention_configs",
     "attention_function",
     "attention_module",
@@ -33,8 +34,10 @@ __all__ = [
     "generated_positions",
     "has_learned_prompt",
     "is_tensor_parallel",
+    "layer_configs",
     "layer_device",
     "layer_plan",
+    "makes_masks_ahead",
     "mask_function",
     "models_inside",
     "parameter_names",
@@ -44,6 +47,24 @@ __all__ = [
     "supports_sdpa",
     "transformers_layer",
 ]
+
+
+class MarkedCache:
+    """A cache that is told when a `generate` begins with it: transformers marks a cache that the caller brings along."""
+
+    _marked = False
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return self._marked
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        self._marked = value
+        self.generate_begins()
+
+    def generate_begins(self) -> None:
+        """Called when `generate` begins with this cache, before it runs anything."""
 
 
 def split_model(model_or_config: object) -> tuple[PreTrainedModel | None, PreTrainedConfig]:
@@ -86,6 +107,14 @@ def layer_plan(config: PreTrainedConfig) -> list[tuple[str, dict[str, Any]]]:
     # Up to some version there is one dict for all layers.
     each = [arguments] * len(types) if isinstance(arguments, dict) else arguments
     return list(zip(types, each, strict=True))
+
+
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The config of each layer, which differ in models whose layers have different head sizes."""
+    count: int = config.num_hidden_layers
+    if not getattr(config, "is_heterogeneous", False):
+        return [config] * count
+    return [config.per_layer_config[index] for index in range(count)]
 
 
 def transformers_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
@@ -177,6 +206,15 @@ def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
+def makes_masks_ahead(model: PreTrainedModel) -> bool:
+    """Whether a model has a way of its own to make masks for `generate`, beside that of its forward.
+
+    Args:
+        model: Without a PEFT wrapper.
+    """
+    return hasattr(model, "create_masks_for_generate")
+
+
 def is_tensor_parallel(model: PreTrainedModel) -> bool:
     """Whether each of several processes has only some of the model's heads."""
     return (getattr(model, "_tp_size", None) or 1) > 1
@@ -216,9 +254,14 @@ def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, str, nn.ModuleLis
     # The encoder of an image or a text may have as many layers, and comes first.
     for module in model.get_decoder().modules():
         for name, child in module.named_children():
-            if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count:
+            if isinstance(child, nn.ModuleList) and name in ("layers", "h", "blocks") and len(child) == count and _have_cache(child):
                 return module, name, child
-    raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}.")
+    raise UnsupportedError(f"Found no list of {count} decoder layers in {type(model).__name__}. Use GrowingCache.")
+
+
+def _have_cache(layers: nn.ModuleList) -> bool:
+    """Whether any layer knows its index, as those do that have keys and values in a cache; layers of an encoder of images don't."""
+    return any(hasattr(module, "layer_idx") for layer in layers for module in layer.modules())
 
 
 def attention_module(layer: nn.Module) -> nn.Module:

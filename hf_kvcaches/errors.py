@@ -11,8 +11,15 @@ KVCacheError
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Collection, Mapping
+from numbers import Integral
 from types import ModuleType
+from typing import Any
+
+# The most characters of a wrong value that a message shows: some print as long as a model.
+_SHOWN = 80
 
 
 class KVCacheError(Exception):
@@ -25,7 +32,7 @@ class ConfigError(KVCacheError, ValueError):
     @classmethod
     def of(cls, argument: str, expected: str, got: object, hint: str = "") -> ConfigError:
         """The message in the house's order: the argument, what was expected, what came, what to do."""
-        return cls(f"{argument}: expected {expected}, got {got!r}." + (f" {hint}" if hint else ""))
+        return cls(f"{argument}: expected {expected}, got {_shown(got)}." + (f" {hint}" if hint else ""))
 
 
 class UnsupportedError(KVCacheError, NotImplementedError):
@@ -46,6 +53,90 @@ class MissingDependencyError(KVCacheError, ImportError):
 
 class PoolExhausted(KVCacheError, MemoryError):
     """The pages that caches share are all in use. Nothing was changed; it can be tried again when some are free."""
+
+
+def _shown(got: object) -> str:
+    """A value on one line of bounded length; of a long one its type and beginning."""
+    text = " ".join(repr(got).split()) if not isinstance(got, str) else repr(got)
+    if len(text) <= _SHOWN:
+        return text
+    kind = type(got).__name__
+    return f"{text if text.startswith(kind) else f'{kind} {text}'}"[: _SHOWN - 3] + "..."
+
+
+def whole_number(argument: str, value: Any, least: int, expected: str = "", hint: str = "", *, most: float = float("inf")) -> int:
+    """A whole number as an int, also one of NumPy's; a bool is none.
+
+    Args:
+        argument: Its name.
+        value: What came.
+        least: The smallest that is right.
+        expected: What is right, in words; empty for an integer of at least `least`.
+        hint: What to do.
+        most: The largest that is right.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise ConfigError.of(argument, expected or f"an integer of at least {least}", value, hint)
+    return int(value)
+
+
+def require_choice(argument: str, value: object, known: Collection[str | None], *, also: str = "", hint: str = "") -> None:
+    """Refuses a value that is none of the known ones, and says which it was perhaps meant to be.
+
+    Args:
+        argument: Its name.
+        value: What came.
+        known: What is right.
+        also: What is right besides, in words.
+        hint: What to do.
+    """
+    if (value is None or isinstance(value, str)) and value in known:
+        return
+    names = [name for name in known if name is not None]
+    near = difflib.get_close_matches(value.lower(), names, n=1) if isinstance(value, str) else []
+    meant = f"Did you mean {near[0]!r}?" if near else ""
+    listed = f"one of {', '.join(map(repr, known))}{also}" if len(known) > 1 else f"{next(iter(known))!r}{also}"
+    raise ConfigError.of(argument, listed, value, " ".join(filter(None, (meant, hint))))
+
+
+def require_instance(argument: str, value: object, kind: type | tuple[type, ...], others: Mapping[str, object], hint: str = "") -> None:
+    """Refuses a value of another class, and says so where it was given as another argument.
+
+    Args:
+        argument: Its name.
+        value: What came.
+        kind: Of what class, or classes, it must be.
+        others: The caller's other arguments, by name.
+        hint: What to do.
+    """
+    if isinstance(value, kind):
+        return
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    elsewhere = next((name for name, other in others.items() if isinstance(other, kind)), None)
+    swapped = f"{elsewhere} is one: {argument} and {elsewhere} seem to be swapped." if elsewhere else ""
+    raise ConfigError.of(
+        argument, with_article(" or ".join(each.__name__ for each in kinds)), value, " ".join(filter(None, (swapped, hint)))
+    )
+
+
+def require_tokenizer(tokenizer: object) -> None:
+    """Refuses a tokenizer's name in place of the tokenizer.
+
+    Args:
+        tokenizer: A tokenizer, or None for none.
+    """
+    if isinstance(tokenizer, str):
+        hint = f"Pass AutoTokenizer.from_pretrained({_shown(tokenizer)})."
+        raise ConfigError.of("tokenizer", "a tokenizer and not its name", tokenizer, hint)
+
+
+def with_article(noun: str) -> str:
+    """A noun with its indefinite article.
+
+    Args:
+        noun: Such as the name of a class.
+    """
+    return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"
 
 
 def require(module: str, extra: str, purpose: str) -> ModuleType:

@@ -85,6 +85,7 @@ def _cell(found: list[Outcome], notes: dict[str, int]) -> str:
 def _reason(detail: str) -> str:
     """A refusal without what differs from family to family."""
     named = re.sub(r"\b[A-Z]\w*(ForCausalLM|ForConditionalGeneration|LMHeadModel|Attention|Decoder|DecoderLayer)\b", "this model", detail)
+    named = re.sub(r"\b[0-9a-f]{16,}\b", "...", named)
     return re.sub(r"\b\d+\b", "n", named).replace("|", "\\|")
 
 

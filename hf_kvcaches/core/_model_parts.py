@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_kvcaches.core._model_state import AdapterLayer, ModelState
 from hf_kvcaches.core._plain import attributes, plain, type_name
 from hf_kvcaches.core.checksum import Deferred, describe, digest_of
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, require_tokenizer
 
 
 def _words(text: str) -> frozenset[str]:
@@ -211,6 +211,7 @@ def _irregular(layers: list[AdapterLayer], active: list[str], merged: list[str])
 
 def tokenizer_part(tokenizer: Any) -> Part:
     """What decides which tokens a text becomes; padding, truncation and what concerns decoding alone are left out."""
+    require_tokenizer(tokenizer)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if not hasattr(tokenizer, "get_vocab"):
         raise ConfigError.of(

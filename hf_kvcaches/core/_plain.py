@@ -25,6 +25,7 @@ BOOKKEEPING = frozenset(
     forward to cuda config generation_config
     gradient_checkpointing loss_type all_tied_weights_keys kernel_config hf_device_map hf_quantizer peft_config
     peft_type quantization_method is_quantized is_loaded_in_8bit is_loaded_in_4bit device_mesh warnings_issued max_seq_len_cached
+    rope_deltas
     name_or_path model_tags active_adapter base_model_torch_dtype aux_loss_coef router_aux_loss_coef z_loss_coefficient
     """.split()
 )

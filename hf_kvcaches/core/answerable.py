@@ -17,6 +17,20 @@ from hf_kvcaches.errors import UnsupportedError
 _BOUNDED = frozenset({"sliding_attention", "chunked_attention", "hybrid_sliding", "linear_attention", "conv", "dummy"})
 
 
+def refuse_encoder_decoder(model: PreTrainedModel, what: str) -> None:
+    """Refuses a model with an encoder.
+
+    Args:
+        model: Without a PEFT wrapper.
+        what: What can't be used with it, as the subject of the message.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{what} needs a decoder-only model, and {type(model).__name__} is an encoder-decoder, whose cross-attention keeps keys of "
+            "another text. Use GrowingCache, or leave past_key_values out."
+        )
+
+
 def require_answering(model: PreTrainedModel, what: str) -> None:
     """Refuses a model whose queries a cache can't answer.
 
@@ -24,6 +38,7 @@ def require_answering(model: PreTrainedModel, what: str) -> None:
         model: Without a PEFT wrapper.
         what: What needs it, as the subject of the message.
     """
+    refuse_encoder_decoder(model, what)
     reason = why_not_answering(model)
     if reason is not None:
         raise UnsupportedError(f"{what} needs a cache that answers the model's queries, which is not possible: {reason}. Use DynamicCache.")

@@ -17,8 +17,8 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.core import attention, prefill, saving
-from hf_kvcaches.core.answerable import require_answering
+from hf_kvcaches.core import attention, continuing, prefill, saving
+from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answering
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -58,7 +58,7 @@ class CacheReport:
         return "\n".join([self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
 
-class KVCache(Cache, ABC):
+class KVCache(compat.MarkedCache, Cache, ABC):
     """The base of every cache here: one layer object per model layer, and what all caches can do.
 
     A subclass writes `make_layer`, and names in `settings` what its constructor needs to be called again. The method applies to
@@ -88,6 +88,8 @@ class KVCache(Cache, ABC):
         self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
             raise UnsupportedError("offloading: needs a CUDA device to move layers to and from. Leave it out.")
+        if base is not None and self.takes_over_prefill:
+            refuse_encoder_decoder(base, type(self).__name__)
         if base is not None and self.needs_attention:
             require_answering(base, type(self).__name__)
         # In which configs the attention modules look up their implementation; the cache holds on to them and not to the model.
@@ -101,6 +103,10 @@ class KVCache(Cache, ABC):
         self._lowest = next((index for index, layer in enumerate(layers) if isinstance(layer, CacheLayerMixin)), 0)
         if base is not None and self.takes_over_prefill:
             prefill.install(base, self)
+
+    def generate_begins(self) -> None:
+        if self.seen and self._model is not None and (model := self._model()) is not None:
+            continuing.check_next_pass(model, self)
 
     @abstractmethod
     def make_layer(self, layer_idx: int) -> KVLayer:
@@ -158,9 +164,11 @@ class KVCache(Cache, ABC):
         Args:
             tokens: How many the pass adds.
         """
-        model, seen = None if self._model is None else self._model(), self.seen
-        if model is not None and not torch.compiler.is_compiling() and (not self.provenance.taken or seen + tokens > self.provenance.until):
-            self.provenance.begin_pass(model, seen, tokens, shared=self.takes_over_prefill)
+        model = None if self._model is None else self._model()
+        if model is not None and not torch.compiler.is_compiling():
+            seen = self.seen
+            if not self.provenance.taken or seen + tokens > self.provenance.until:
+                self.provenance.begin_pass(model, seen, tokens, shared=self.takes_over_prefill)
         return self.provenance.identity
 
     def take_prefill(self, call: prefill.PrefillCall) -> int:
@@ -272,6 +280,7 @@ class KVCache(Cache, ABC):
 
     def reset(self) -> None:
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
+        continuing.forget(self)
         self.provenance = Provenance()
         self._drafting = False
         for layer in self.layers:
@@ -316,6 +325,9 @@ class KVCache(Cache, ABC):
         return length if torch.compiler.is_compiling() else int(length)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if query_length == 0 and self.seen:
+            # A view of the attention's heads would fail next.
+            raise continuing.refusal(self, "a prompt that is not longer")
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._running(layer_idx))
         return sizes
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, require_tokenizer
 
 
 class Tokenized:
     """A tokenizer, and whether it was needed."""
 
     def __init__(self, tokenizer: Any) -> None:
+        require_tokenizer(tokenizer)
         # A processor's first argument is an image.
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer) if not hasattr(tokenizer, "get_vocab") else tokenizer
         self.used = False

@@ -84,14 +84,14 @@ class Provenance:
     _turns: list[tuple[int, Identity]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, fingerprint: ModelFingerprint, tokens: int) -> Provenance:
+    def of(cls, identity: Identity, tokens: int) -> Provenance:
         """Of a cache that was read from a file.
 
         Args:
-            fingerprint: Of the model that filled it.
+            identity: Of the model, which is the one that filled it.
             tokens: How many it has.
         """
-        return cls(tokens, [(0, Identity(fingerprint))])
+        return cls(tokens, [(0, identity)])
 
     def begin_pass(self, model: PreTrainedModel, seen: int, tokens: int, shared: bool) -> None:
         """Takes the model's identity before a pass.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,15 @@ class TokenMask:
         real_before: How many of the tokens before are real in each row, (batch, 1), or None where the mask does not tell.
         allowed: True where a query may look, (batch or 1, heads or 1, tokens, seen + tokens), if the mask says more than which tokens are
             padding and that nobody looks ahead; else None.
+        shown: True for tokens that are not hidden as padding, (batch, seen + tokens or tokens), or None.
+        ahead: Whether tokens look at later ones, which is possible for a first block as a whole.
     """
 
     valid: torch.Tensor | None = None
     real_before: torch.Tensor | None = None
     allowed: torch.Tensor | None = None
+    shown: torch.Tensor | None = None
+    ahead: bool = False
 
     @classmethod
     def read(cls, mask: Any, seen: int, tokens: int) -> TokenMask:
@@ -53,7 +57,10 @@ class TokenMask:
             return cls._of_padding(newest, seen, tokens)
         if first:
             allowed = torch.nn.functional.pad(allowed, (first, 0), value=True)
-        return cls(allowed=allowed)
+        read = cls(allowed=allowed, ahead=bool((allowed[..., -tokens:] & ~causal[:, -tokens:]).any()))
+        if seen:
+            read.require_causal()
+        return read
 
     @classmethod
     def _of_padding(cls, real: torch.Tensor, seen: int, tokens: int) -> TokenMask:
@@ -66,7 +73,26 @@ class TokenMask:
         """
         valid = real[:, -tokens:]
         before = real[:, :-tokens].sum(-1, keepdim=True) if real.shape[1] == seen + tokens else None
-        return cls(None if bool(valid.all()) else valid, before)
+        return cls(None if bool(valid.all()) else valid, before, shown=real)
+
+    def known(self, real_before: torch.Tensor | int, seen: int, tokens: int) -> TokenMask:
+        """What it says to a cache that knows how many tokens are real.
+
+        A mask that hides other tokens than were padding when they came is obeyed entry by entry.
+
+        Args:
+            real_before: Of the tokens before, (batch, 1), or a number for all rows.
+            seen: Tokens before the new ones.
+            tokens: New ones.
+        """
+        if self.real_before is None:
+            return self if isinstance(real_before, int) else replace(self, real_before=real_before)
+        if self.shown is None or bool((self.real_before == real_before).all()):
+            return self
+        places = torch.arange(seen + tokens, device=self.shown.device)
+        allowed = (places <= places[seen:, None]) & self.shown[:, None, None]
+        counted = real_before if isinstance(real_before, torch.Tensor) else torch.full_like(self.real_before, real_before)
+        return replace(self, allowed=allowed, real_before=counted)
 
     def part(self, start: int, stop: int, seen: int) -> TokenMask:
         """What it says about some of the new tokens.
@@ -76,11 +102,20 @@ class TokenMask:
             stop: The one after the last.
             seen: Tokens before all of the new ones.
         """
+        self.require_causal()
         valid, before = None if self.valid is None else self.valid[:, start:stop], self.real_before
         if before is not None:
             before = before + (start if self.valid is None else self.valid[:, :start].sum(-1, keepdim=True))
         allowed = None if self.allowed is None else self.allowed[:, :, start:stop, : seen + stop]
         return TokenMask(None if valid is None or bool(valid.all()) else valid, before, allowed)
+
+    def require_causal(self) -> None:
+        """Refuses what can't be done with tokens that look at later ones."""
+        if self.ahead:
+            raise UnsupportedError(
+                "attention_mask: the model lets tokens look at later ones (a prefix that is read in both directions, for example), which "
+                "this cache can follow in a whole first prompt only. Use another cache, or leave chunks and drafts out."
+            )
 
 
 def _as_booleans(mask: Any, columns: int, tokens: int) -> torch.Tensor:

@@ -118,7 +118,7 @@ class Passes(Generic[P]):
         seen: int,
         tokens: int,
         device: torch.device,
-        real_before: torch.Tensor | None = None,
+        real_before: torch.Tensor | int | None = None,
     ) -> P:
         """The pass with these arguments: the running one, or a new one.
 
@@ -128,15 +128,15 @@ class Passes(Generic[P]):
             seen: Tokens fed in before.
             tokens: New ones.
             device: Of keys and queries.
-            real_before: How many tokens of each row are real as far as the layer knows, (batch, 1), where the mask does not tell.
+            real_before: How many of the tokens before are real as far as the layer knows, (batch, 1), or a number for all rows.
         """
         arguments = (seen, tokens, device)
         # Masks by identity: a model may have several in one pass, and what is kept here is not freed meanwhile.
         if self._current is None or self._arguments[0] is not mask or self._arguments[1:] != arguments:
-            read = TokenMask.read(mask, seen, tokens)
-            if read.real_before is None and real_before is not None:
-                read = replace(read, real_before=real_before)
-            self._current = self.kind(_on(read, device), _text_positions(position_ids), seen, tokens, device)
+            read = _on(TokenMask.read(mask, seen, tokens), device)
+            if real_before is not None:
+                read = read.known(real_before, seen, tokens)
+            self._current = self.kind(read, _text_positions(position_ids), seen, tokens, device)
             self._arguments = (mask, *arguments)
         return self._current
 
@@ -150,6 +150,8 @@ class Passes(Generic[P]):
         """
         if not recording:
             return 0 if tokens == 1 and begun else tokens
+        if self._current is not None:
+            self._current.mask.require_causal()
         drafts = self.drafts
         if not begun:
             return max(1, tokens - (drafts or 0))
@@ -164,8 +166,8 @@ class Passes(Generic[P]):
 
 
 def _on(mask: TokenMask, device: torch.device) -> TokenMask:
-    parts = (mask.valid, mask.real_before, mask.allowed)
-    return TokenMask(*(None if part is None else part.to(device) for part in parts))
+    tensors: dict[str, Any] = {name: value.to(device) for name, value in vars(mask).items() if isinstance(value, torch.Tensor)}
+    return replace(mask, **tensors)
 
 
 def _text_positions(ids: torch.Tensor | None) -> torch.Tensor | None:

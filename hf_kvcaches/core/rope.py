@@ -211,10 +211,8 @@ class RotaryGeometry:
             return
         still = by == 0 if isinstance(by, int) else not bool(by.any())
         if not (verb == "shift" and still):
-            raise UnsupportedError(
-                f"{verb}: a model of kind {self.kind!r} can't move its keys: {_NO_ROTATION[self.kind]}. "
-                "Use a cache that leaves keys where they are."
-            )
+            why = self.refusal or f"a model of kind {self.kind!r} can't move its keys: {_NO_ROTATION[self.kind]}"
+            raise UnsupportedError(f"{verb}: {why}. Use a cache that leaves keys where they are.")
 
     def __getstate__(self) -> dict[str, Any]:
         # What is kept per device stays behind: the other side may not have that device.

@@ -2,8 +2,8 @@
 
 Three facts are not in any config, only in the modeling code: which pairs of dimensions turn together, which layers leave the rotation
 out, and whether something is done to the keys after it. They are kept here as small tables by `model_type`. A guess would be worse than a
-table: a wrong layout still gives keys of the right shape and norm, and only the text gets worse. An unlisted model gets the layout of
-the great majority, the halves.
+table: a wrong layout still gives keys of the right shape and norm, and only the text gets worse. A model of transformers' own that is not
+listed has the layout of the great majority, the halves; of other models' code nothing is known.
 """
 
 from __future__ import annotations
@@ -143,6 +143,10 @@ def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None
         raise ConfigError.of(
             "config.rope_parameters", f"the keys that rope_type {rope_type!r} needs", parameters, f"Reading it failed on {error!r}."
         ) from error
+    refusal = _refusal(text, parameters, rope_type, 2 * inv_freq.numel(), head_dim)
+    if refusal is None and not any(kind.__module__.startswith("transformers.models.") for kind in type(text).__mro__):
+        why = f"{type(text).__name__} is not transformers' own, so it is not known which dimensions of its keys are rotated together"
+        return RotaryFacts(nothing, head_dim, rope_type=rope_type, kind="unknown", refusal=why)
     return RotaryFacts(
         inv_freq.double() * (-1.0 if text.model_type in REVERSED else 1.0),
         head_dim,
@@ -150,7 +154,7 @@ def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None
         "interleaved" if text.model_type in INTERLEAVED else "half",
         rope_type,
         "rope",
-        _refusal(text, parameters, rope_type, 2 * inv_freq.numel(), head_dim),
+        refusal,
     )
 
 
@@ -213,6 +217,20 @@ def _head_dim(config: Any) -> int:
             raise ConfigError.of("config", "head_dim, or hidden_size and num_attention_heads", type(config).__name__)
         head_dim = width // heads
     return int(head_dim)
+
+
+def head_sizes(config: Any, layer_idx: int) -> tuple[int, int] | None:
+    """The sizes of a layer's keys and values; None where the config does not tell.
+
+    Args:
+        config: Of the decoder.
+        layer_idx: The layer.
+    """
+    own = _layer_config(config, None, layer_idx)
+    if getattr(own, "head_dim", None) is None and not (getattr(own, "hidden_size", None) and getattr(own, "num_attention_heads", None)):
+        return None
+    size = _head_dim(own)
+    return size, getattr(own, "v_head_dim", None) or size
 
 
 def _layer_rotates(text: Any, layer_type: str | None, layer_idx: int | None) -> bool:

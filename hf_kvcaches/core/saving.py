@@ -14,7 +14,7 @@ from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, with_article
 from hf_kvcaches.stores.files import write_atomically, write_safetensors
 from hf_kvcaches.stores.reading import parse_json, read_safetensors
 
@@ -96,7 +96,9 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
     if header.pop("checksum") != _checksum(header, tensors):
         raise ArtifactError(f"{path} is damaged: its checksum doesn't fit its content. Copy it again, or save the cache again.")
     if header["class"] != cls.__name__:
-        raise ArtifactError(f"{path} holds a {header['class']}, not a {cls.__name__}. Load it with {header['class']}.load.")
+        raise ArtifactError(
+            f"{path} holds {with_article(header['class'])}, not {with_article(cls.__name__)}. Load it with {header['class']}.load."
+        )
     fingerprint = require_identity(compat.base_model(model), f"The cache in {path}")
     fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {path}")
     try:
@@ -106,7 +108,8 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
         reason = f"{type(error).__name__}: {str(error)[:500]}"
         raise ArtifactError(f"{path}: its content doesn't make a {cls.__name__} ({reason}). Save the cache again.") from error
-    cache.provenance = Provenance.of(fingerprint, cache.seen)
+    identity = Identity(fingerprint) if cls.takes_over_prefill else glanced_identity(cache.model)
+    cache.provenance = Provenance.of(identity, cache.seen)
     return cache
 
 

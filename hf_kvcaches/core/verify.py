@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache, measured_bytes
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
 
 
 @dataclass(frozen=True)
@@ -355,8 +355,7 @@ def _checked(
     for name, number in (("max_new_tokens", max_new_tokens), ("prefill_chunk_size", prefill_chunk_size)):
         if name == "prefill_chunk_size" and number is None:
             continue
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ConfigError.of(name, "an integer of at least 1", number)
+        whole_number(name, number, 1)
     return _checked_inputs(inputs)
 
 

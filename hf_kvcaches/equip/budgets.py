@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from hf_kvcaches import compat
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, whole_number
 
 _EXPECTED = "an integer of at least 1 (tokens), or a float above 0 and up to 1 (share of the prompt)"
+
+
+def plain_budget(budget: Any) -> int | float | list[int | float]:
+    """A budget as plain numbers: one, or a list with one for each layer.
+
+    Args:
+        budget: As the user gave it, also in numbers of NumPy's.
+    """
+    if isinstance(budget, Integral | float) and not isinstance(budget, bool):
+        return int(budget) if isinstance(budget, Integral) else budget
+    if not isinstance(budget, Sequence) or isinstance(budget, str):
+        raise ConfigError.of("budget", "a number of tokens, a fraction of the prompt, or one of these for each layer", budget)
+    return [int(each) if isinstance(each, Integral) and not isinstance(each, bool) else each for each in budget]
 
 
 def resolve_budgets(budget: int | float | Sequence[int | float], layers: int) -> tuple[int | float, ...]:
@@ -54,8 +68,7 @@ def check_budget(slots: int, sinks: int, recent: int) -> None:
         recent: How many of the newest tokens are protected.
     """
     for name, value in (("sinks", sinks), ("recent", recent)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError.of(name, "an integer of at least 0", value)
+        whole_number(name, value, 0)
     # The token to come needs a slot that is not a sink's, whether or not it is to be protected afterwards.
     least = sinks + max(recent, 1)
     if slots < least:
@@ -77,15 +90,12 @@ def pyramid_budgets(model: Any, budget: int, *, beta: float = 20, floor: int | N
         floor: Tokens that every layer gets beforehand, such as sinks and recent tokens. None: 68 (SnapKV's window and four sinks), but
             at most half of the budget.
     """
-    layers = model if isinstance(model, int) else len(compat.layer_plan(compat.split_model(model)[1]))
-    for name, value in (("layers", layers), ("budget", budget)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError.of(name, "an integer of at least 1", value)
+    layers = model if isinstance(model, Integral) else len(compat.layer_plan(compat.split_model(model)[1]))
+    layers, budget = whole_number("layers", layers, 1), whole_number("budget", budget, 1)
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not beta >= 1:
         raise ConfigError.of("beta", "a number of at least 1", beta)
     floor = min(68, budget // 2) if floor is None else floor
-    if isinstance(floor, bool) or not isinstance(floor, int) or not 0 <= floor <= budget:
-        raise ConfigError.of("floor", f"an integer from 0 to the budget ({budget})", floor)
+    floor = whole_number("floor", floor, 0, f"an integer from 0 to the budget ({budget})", most=budget)
     mean = budget - floor
     smallest = mean / beta
     step = 2 * (mean - smallest) / max(layers - 1, 1)

@@ -12,17 +12,17 @@ from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
-from hf_kvcaches.equip.budgets import check_budget, resolve_budgets
+from hf_kvcaches.equip.budgets import check_budget, plain_budget, resolve_budgets
 from hf_kvcaches.equip.frames import Frames, Scheme, TurningPass
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
 from hf_kvcaches.equip.settings import Settings
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
+from hf_kvcaches.kernels._shared import BACKENDS
 
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
-BACKENDS = ("auto", "torch", "triton", "reference")
 
 
 class EquipCache(AnsweringCache):
@@ -77,20 +77,19 @@ class EquipCache(AnsweringCache):
     ) -> None:
         self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
         self._options: dict[str, Any] = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
-        if not isinstance(budget, int | float | Sequence) or isinstance(budget, str):
-            raise ConfigError.of("budget", "a number of tokens, a fraction of the prompt, or one of these for each layer", budget)
-        self._budget = budget if isinstance(budget, int | float) else list(budget)
+        self._budget = plain_budget(budget)
         _check_options(self._options)
         if self.policy.mixes_heads:
             require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
-        if page_size is not None:
-            check_page_size(page_size)
+        page_size = None if page_size is None else check_page_size(page_size)
         if offloading and (page_size is not None or pool is not None):
             raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
         self._frames: list[Frames] = []
         super().__init__(model, offloading=offloading)
+        # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
+        self._masks_differ = self._model is not None and compat.makes_masks_ahead(self.model)
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
@@ -179,7 +178,9 @@ class EquipCache(AnsweringCache):
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile(fullgraph=True)` can take single tokens: see `compiled.py`."""
-        return not self.offloading and all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
+        if self.offloading or self._masks_differ:
+            return False
+        return all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         # Asked between forward passes: the chance for what compiled ones leave undone.
@@ -207,14 +208,13 @@ def _turns_for_nothing(model: Any) -> bool:
 
 
 def _check_options(options: dict[str, Any]) -> None:
+    """Refuses wrong options, and makes NumPy's integers plain ones."""
     for name, known in (("positions", ("compact", "original")), ("rope", ROPE), ("backend", BACKENDS)):
-        if options[name] not in known:
-            raise ConfigError.of(name, f"one of {', '.join(map(repr, known))}", options[name])
+        require_choice(name, options[name], known)
     for name in ("sinks", "recent"):
         value = options[name]
         if value is None and name == "recent":
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise ConfigError.of(name, "a number of tokens, 0 or more", value)
+        options[name] = whole_number(name, value, 0, "a number of tokens, 0 or more")
     if options["positions"] == "original" and options["rope"] not in ("auto",):
         raise ConfigError.of("rope", "'auto' where positions='original'", options["rope"], "Original positions are never turned.")

@@ -65,7 +65,6 @@ class EquipLayer(PlacedSlots):
         running = self.enter(call, tokens, keys.device)
         if self.inserting is not None:
             return editing.insert_block(self, query, keys, values, call, running)
-        self._check_padding(running)
         if tokens == 1 and self.has_plain_ring and self.recording is None and self.fed:
             turned = steps.turn_ring(self, query, keys, values, call, running)
             if not isinstance(turned, bool):
@@ -88,21 +87,9 @@ class EquipLayer(PlacedSlots):
             tokens: How many are new.
             device: Of the keys.
         """
-        real_before = None if self.first is None else (self.fed - self.first)[:, None]
+        counted = self.fed if self.first is None else (self.fed - self.first)[:, None]
+        real_before = counted if self.fed == self.seen else None  # a text that was edited is counted anew
         return self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, device, real_before)
-
-    def _check_padding(self, running: TurningPass) -> None:
-        """Refuses masks that hide what the cache took for text: it read them without this attention, or the caller changed them."""
-        before = running.real_before
-        if before is None or not self.fed or self.fed != self.seen:
-            return
-        held: int | torch.Tensor = self.fed if self.first is None else self.fed - self.first[:, None]
-        key = ("padding", None if self.first is None else id(self.first), self.fed)
-        if not running.shared(key, lambda: bool((before == held).all())):
-            raise UnsupportedError(
-                "attention_mask: it hides other tokens than when they were fed in. Use a new cache; evict() forgets tokens that are to be "
-                "hidden."
-            )
 
     def take(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, block: int

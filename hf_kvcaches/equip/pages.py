@@ -14,7 +14,7 @@ import torch
 
 from hf_kvcaches.compat import decoder_config, split_model
 from hf_kvcaches.equip.budgets import slots_for
-from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError
+from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, whole_number
 
 
 class PagePool:
@@ -46,9 +46,7 @@ class PagePool:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check_page_size(page_size)
-        if isinstance(pages, bool) or not isinstance(pages, int) or pages < 1:
-            raise ConfigError.of("pages", "a number of pages, 1 or more", pages)
+        page_size, pages = check_page_size(page_size), whole_number("pages", pages, 1, "a number of pages, 1 or more")
         self.pages, self.page_size = pages, page_size
         self.dtype, self.device = dtype, None if device is None else torch.device(device)
         self._heads = _head_shape(split_model(model)[1])
@@ -377,14 +375,13 @@ class PageBook:
         self._watch()
 
 
-def check_page_size(page_size: int) -> None:
-    """Refuses what is no number of slots.
+def check_page_size(page_size: int) -> int:
+    """A plain number of slots, or a refusal.
 
     Args:
         page_size: Slots in a page.
     """
-    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-        raise ConfigError.of("page_size", "a number of slots, 1 or more", page_size)
+    return whole_number("page_size", page_size, 1, "a number of slots, 1 or more")
 
 
 def open_book(config: Any, page_size: int | None, pool: PagePool | None) -> PageBook | None:

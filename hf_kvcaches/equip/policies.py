@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from hf_kvcaches.equip._scoring import lag_ranks, lots
 from hf_kvcaches.equip.tokens import Tokens, ages, newest_from
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
 
 _HIGHEST = torch.finfo(torch.float32).max
 
@@ -175,9 +175,8 @@ def _put(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | float)
     return scores.scatter_(-1, slots, value)
 
 
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError.of(name, f"an integer of at least {least}", value)
+def _plain_count(policy: Policy, name: str, least: int) -> None:
+    object.__setattr__(policy, name, whole_number(name, getattr(policy, name), least))
 
 
 @dataclass(frozen=True)
@@ -279,8 +278,8 @@ class SnapKVPolicy(Policy):
     kernel_size: int = 5
 
     def __post_init__(self) -> None:
-        _check_count("window", self.window, 1)
-        _check_count("kernel_size", self.kernel_size, 1)
+        _plain_count(self, "window", 1)
+        _plain_count(self, "kernel_size", 1)
         if self.kernel_size % 2 == 0:
             raise ConfigError.of("kernel_size", "an odd number, so that a token stands in the middle", self.kernel_size)
         object.__setattr__(self, "observes", self.window)
@@ -322,7 +321,7 @@ class LagKVPolicy(Policy):
     lag_size: int = 128
 
     def __post_init__(self) -> None:
-        _check_count("lag_size", self.lag_size, 2)
+        _plain_count(self, "lag_size", 2)
 
     def recent(self, budget: int, sinks: int) -> int:
         return max(1, min(2 * self.lag_size, (budget - sinks) // 2))
@@ -381,7 +380,7 @@ class RandomPolicy(Policy):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_count("seed", self.seed, 0)
+        _plain_count(self, "seed", 0)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         index = tokens.row_index().expand(tokens.keys.shape[:3])
@@ -418,7 +417,10 @@ def resolve_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, str) and policy in _BUILT_IN:
         return _BUILT_IN[policy]()
     hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else ""
-    raise ConfigError.of("policy", f"one of {', '.join(map(repr, _BUILT_IN))}, or a Policy object", policy, hint)
+    if isinstance(policy, torch.nn.Module):
+        hint = "It is a model: model and policy seem to be swapped."
+    require_choice("policy", policy, _BUILT_IN, also=", or a Policy object", hint=hint)
+    raise AssertionError("a known name")
 
 
 def policy_from_settings(settings: dict[str, Any]) -> Policy:

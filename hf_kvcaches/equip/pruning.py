@@ -176,7 +176,7 @@ def _attend(
             query, keys = turn(query), turn(keys)
     kept = layer.used
     given = _given(layer, running)
-    if not layer.fed and running.whole and given is None and call.bias is None:
+    if not layer.fed and running.whole and call.bias is None:
         output, _ = previous_attention(call.module, query, keys, values, call.mask, **call.options)
         output = output.to(values.dtype)
     else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require, require_choice
 
 Backend = Literal["auto", "triton", "torch", "reference"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 Layout = Literal["half", "interleaved"]
 
 
@@ -33,8 +34,7 @@ def choose(backend: Backend, *tensors: torch.Tensor) -> Backend:
     able = tensors[0].dtype in (torch.float32, torch.bfloat16, torch.float16) and not learning
     if backend == "auto":
         return "triton" if tensors[0].is_cuda and able and has_triton() else "torch"
-    if backend != "triton":
-        raise ConfigError.of("backend", "'auto', 'triton', 'torch' or 'reference'", backend)
+    require_choice("backend", backend, BACKENDS)
     triton = require("triton", "triton", "backend='triton'")
     if not able:
         raise UnsupportedError("backend='triton': the kernels have no gradients and no float64. Use backend='torch', or torch.no_grad().")

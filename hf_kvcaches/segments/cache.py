@@ -12,7 +12,7 @@ import torch
 from hf_kvcaches.core.cache import CacheReport
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.cache import SplicingCache
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.segments.admission import Mode, Part
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.probing import Looked
@@ -106,12 +106,12 @@ class SegmentReuseCache(SplicingCache):
         spans: list[list[tuple[int, int]]] | None = None,
         offloading: bool = False,
     ) -> None:
-        if not isinstance(store, SegmentStore):
-            raise ConfigError.of("store", "a SegmentStore", store, 'Such as SegmentStore("memory").')
-        if mode not in ("exact", "approximate", "auto"):
-            raise ConfigError.of("mode", "'exact', 'approximate' or 'auto'", mode)
-        if policy is not None and not isinstance(policy, SegmentPolicy):
-            raise ConfigError.of("policy", "a SegmentPolicy, or None", policy)
+        others = {"model": model, "tokenizer": tokenizer, "policy": policy}
+        require_instance("store", store, SegmentStore, others, 'Such as SegmentStore("memory").')
+        require_tokenizer(tokenizer)
+        require_choice("mode", mode, ("exact", "approximate", "auto"))
+        if policy is not None:
+            require_instance("policy", policy, SegmentPolicy, {"tokenizer": tokenizer}, "Or None.")
         super().__init__(model, offloading=offloading)
         self.store, self.tokenizer, self.mode = store, tokenizer, mode
         self.policy = (policy or SegmentPolicy()).with_repair(repair)
@@ -224,6 +224,6 @@ class SegmentReuseCache(SplicingCache):
         return {**super().__getstate__(), "store": None, "remembering": None, "tokenizer": None, "reader": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self.store, self.reader = SegmentStore("memory"), reader_for(None, ())
         self._watch()

@@ -23,7 +23,7 @@ from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.core.splicing.codec import Quantization
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.segments.cache import SegmentReuseCache
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.store import SegmentStore
@@ -197,8 +197,7 @@ def calibrate(
 
 
 def _series(prompts: Sequence[Tokens] | Series, asked: int) -> dict[str, list[list[int]]]:
-    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-        raise ConfigError.of("asked", "an integer of at least 1", asked)
+    asked = whole_number("asked", asked, 1)
     named = dict(prompts) if isinstance(prompts, Mapping) else {"prompts": prompts}
     series = {name: [[int(token) for token in ids] for ids in own] for name, own in named.items()}
     if not series or any(len(own) < 2 for own in series.values()):

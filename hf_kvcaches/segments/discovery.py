@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.segments.canonical import Ids
 
 
@@ -67,8 +67,7 @@ class Discovery:
 
     def __init__(self, tokenizer: Any = None, *, separators: Sequence[str] = (), shortest: int = 16, longest: int = 128) -> None:
         for argument, value, least in (("shortest", shortest, 1), ("longest", longest, shortest)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError.of(argument, f"a number of tokens, at least {least}", value)
+            whole_number(argument, value, least, f"a number of tokens, at least {least}")
         if isinstance(separators, str) or not all(isinstance(separator, str) and separator for separator in separators):
             raise ConfigError.of("separators", "a list of strings, none empty", separators)
         if separators and tokenizer is None:

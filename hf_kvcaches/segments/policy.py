@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, whole_number
 
 RepairBy = Literal["first", "deviation"]
 
@@ -68,8 +68,7 @@ class SegmentPolicy(Artifact):
         hints = {"check_layer": "Layer 0 knows nothing of what stands to the left.", "shortest": counted, "aligned": counted}
         for name, hint in hints.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError.of(name, "an integer of at least 1", value, hint)
+            object.__setattr__(self, name, whole_number(name, value, 1, hint=hint))
         if self.repair_by not in ("first", "deviation"):
             raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by, "'first' takes no extra look at keys.")
         if self.bound is not None and not (_is_number(self.bound) and self.bound >= 0):

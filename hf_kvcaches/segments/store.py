@@ -10,13 +10,14 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple, Self
 
 import torch
 
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 from hf_kvcaches.segments.experience import Experience, ToldBlobs
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import PERMUTATIONS, Record, Signature
@@ -108,10 +109,9 @@ class SegmentStore:
     ) -> None:
         self.quantization = codec.check_quantization(quantization)
         self.max_bytes = _bytes_of(max_bytes)
-        for name, value in (("cuts", cuts), ("depth", depth)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError.of(name, "a number of layers of at least 1, or None", value)
-        self.cuts, self.depth = cuts, depth
+        counted = "a number of layers of at least 1, or None"
+        self.cuts = None if cuts is None else whole_number("cuts", cuts, 1, counted)
+        self.depth = None if depth is None else whole_number("depth", depth, 1, counted)
         self.location = location
         self._blobs: BlobStore = open_blobs(location, timeout)
         # Under the first one nobody waits for a server; under the second, changes are asked for and taken over in their order.
@@ -439,7 +439,7 @@ def _bytes_of(value: int | str | None) -> int | None:
         digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
         with contextlib.suppress(ValueError, KeyError):
             number = float(digits) * _UNITS[text[len(digits) :]]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, Integral | float) and not isinstance(value, bool):
         number = float(value)
     if number is None or not 1 <= number < float("inf"):
         raise ConfigError.of("max_bytes", "a number of bytes, at least 1", value, "Write such as '4GiB', or '500 MB'.")

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.errors import ConfigError, require, require_choice, whole_number
 
 Kind = Literal["auto", "flat", "hnsw", "ivf"]
 Vectors = npt.NDArray[np.float32]
@@ -55,10 +55,8 @@ class VectorIndex:
     """
 
     def __init__(self, dim: int, kind: Kind = "auto") -> None:
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-            raise ConfigError.of("dim", "a number of elements of at least 1", dim)
-        if kind not in get_args(Kind):
-            raise ConfigError.of("kind", f"one of {', '.join(get_args(Kind))}", kind)
+        dim = whole_number("dim", dim, 1, "a number of elements of at least 1")
+        require_choice("kind", kind, get_args(Kind))
         self._faiss: Any = require("faiss", "retrieval", "An index of vectors")
         self.dim, self.asked = dim, kind
         self._lock = threading.RLock()
@@ -131,8 +129,7 @@ class VectorIndex:
             vectors: `(dim,)` or `(n, dim)`, of length 1.
             k: How many.
         """
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise ConfigError.of("k", "a number of at least 1", k)
+        k = whole_number("k", k, 1, "a number of at least 1")
         queries = self._checked("vectors", vectors)
         with self._lock:
             if not self._rows or not len(queries):

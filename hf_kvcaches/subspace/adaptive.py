@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, require_choice, whole_number
 from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.sketch import FrequentDirections, Gram, Sketch
+
+_RANK = "an integer of at least 1, or two: (keys, values)"
 
 
 @dataclass(frozen=True)
@@ -62,23 +64,22 @@ class AdaptiveSubspace:
             raise ConfigError.of("rank, bytes_ratio", "exactly one of them", (self.rank, self.bytes_ratio), "Try rank=(16, 32).")
         if self.rank is not None:
             pair = self.rank if isinstance(self.rank, tuple | list) else (self.rank, self.rank)
-            if len(pair) != 2 or not all(_is_count(each) for each in pair):
-                raise ConfigError.of("rank", "an integer of at least 1, or two: (keys, values)", self.rank)
-            object.__setattr__(self, "rank", tuple(pair))
+            if len(pair) != 2:
+                raise ConfigError.of("rank", _RANK, self.rank)
+            object.__setattr__(self, "rank", tuple(whole_number("rank", each, 1, _RANK) for each in pair))
         if self.bytes_ratio is not None and not (_is_number(self.bytes_ratio) and 0 < self.bytes_ratio <= 1):
             raise ConfigError.of("bytes_ratio", "a number above 0 and up to 1", self.bytes_ratio, "It is a share, such as 0.375.")
         for name, known in (("sketch", ("gram", "fd")), ("rotation", ("aware", "post")), ("metric", ("attention", "plain"))):
-            if getattr(self, name) not in known:
-                raise ConfigError.of(name, f"one of {', '.join(map(repr, known))}", getattr(self, name))
-        for name in ("chunk", "warmup"):
-            value = getattr(self, name)
-            if not _is_count(value) or value % TILE:
-                raise ConfigError.of(name, f"a multiple of {TILE} tokens", value)
-        if self.lookahead != 0 and not _is_count(self.lookahead):
-            raise ConfigError.of("lookahead", "a number of tokens, 0 or more", self.lookahead)
-        if not _is_count(self.multiple_of):
-            raise ConfigError.of("multiple_of", "an integer of at least 1", self.multiple_of)
-        if self.sketch_size is not None and (self.sketch != "fd" or not _is_count(self.sketch_size)):
+            require_choice(name, getattr(self, name), known)
+        counts = {"chunk": (1, f"a multiple of {TILE} tokens"), "warmup": (1, f"a multiple of {TILE} tokens")}
+        counts |= {"lookahead": (0, "a number of tokens, 0 or more"), "multiple_of": (1, "")}
+        if self.sketch_size is not None:
+            counts["sketch_size"] = (1, "an integer of at least 1, with sketch='fd'")
+        for name, (least, expected) in counts.items():
+            object.__setattr__(self, name, whole_number(name, getattr(self, name), least, expected))
+            if name in ("chunk", "warmup") and getattr(self, name) % TILE:
+                raise ConfigError.of(name, expected, getattr(self, name))
+        if self.sketch_size is not None and self.sketch != "fd":
             raise ConfigError.of("sketch_size", "an integer of at least 1, with sketch='fd'", self.sketch_size)
         if self.sketch_size is not None and isinstance(self.rank, tuple) and self.sketch_size < max(self.rank):
             raise ConfigError.of("sketch_size", f"at least the rank, {max(self.rank)}, and better two to four times it", self.sketch_size)
@@ -105,7 +106,3 @@ class AdaptiveSubspace:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, whole_number
 
 Number = float | torch.Tensor
 
@@ -289,5 +289,4 @@ def _complement(encode: torch.Tensor, decode: torch.Tensor | None, gamma: float,
 
 
 def _check_sketch_size(sketch_size: int) -> None:
-    if isinstance(sketch_size, bool) or not isinstance(sketch_size, int) or sketch_size < 1:
-        raise ConfigError.of("sketch_size", "an integer of at least 1", sketch_size)
+    whole_number("sketch_size", sketch_size, 1)

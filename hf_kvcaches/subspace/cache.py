@@ -10,7 +10,9 @@ import torch
 from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.core.rope_families import head_sizes
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
+from hf_kvcaches.kernels._shared import BACKENDS
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
 from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer
 from hf_kvcaches.subspace.bases import SubspaceBases
@@ -71,15 +73,15 @@ class SubspaceCache(AnsweringCache):
         if (bases is None) == (adaptive is None):
             got = "none" if bases is None else "both"
             raise ConfigError.of("bases, adaptive", "one of them", got, "SubspaceBases.calibrate makes bases for a model.")
-        if bases is not None and not isinstance(bases, SubspaceBases):
-            raise ConfigError.of("bases", "a SubspaceBases", type(bases).__name__, "SubspaceBases.calibrate makes one for a model.")
-        if adaptive is not None and not isinstance(adaptive, AdaptiveSubspace):
-            raise ConfigError.of("adaptive", "an AdaptiveSubspace", type(adaptive).__name__, "Try AdaptiveSubspace(rank=(16, 32)).")
-        for name, value in (("sinks", sinks), ("recent", recent)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError.of(name, "a number of tokens, 0 or more", value)
-        if coefficients not in (None, "int8"):
-            raise ConfigError.of("coefficients", "None or 'int8'", coefficients)
+        if bases is not None:
+            hint = "SubspaceBases.calibrate makes one for a model."
+            require_instance("bases", bases, SubspaceBases, {"model": model, "adaptive": adaptive}, hint)
+        if adaptive is not None:
+            require_instance("adaptive", adaptive, AdaptiveSubspace, {"model": model}, "Try AdaptiveSubspace(rank=(16, 32)).")
+        sinks = whole_number("sinks", sinks, 0, "a number of tokens, 0 or more")
+        recent = whole_number("recent", recent, 0, "a number of tokens, 0 or more")
+        require_choice("coefficients", coefficients, (None, "int8"))
+        require_choice("backend", backend, BACKENDS)
         if bases_dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
             raise ConfigError.of("bases_dtype", "None, or torch.float16, bfloat16, float32 or float64", bases_dtype)
         if adaptive is None or adaptive.rank is None or adaptive.metric != "plain":
@@ -94,6 +96,7 @@ class SubspaceCache(AnsweringCache):
 
     def make_layer(self, layer_idx: int) -> SubspaceLayer:
         if self.adaptive is not None:
+            self._check_rank(layer_idx)
             geometry = self._geometry(layer_idx, self.adaptive.rotation, "adaptive", "Use rotation='post'.")
             if self._budget is None:
                 self._budget = SharedBudget(self.adaptive)
@@ -104,6 +107,12 @@ class SubspaceCache(AnsweringCache):
             raise ConfigError.of("bases", f"bases for layer {layer_idx}", f"{len(self.bases.layers)} layers", "Calibrate with this model.")
         geometry = self._geometry(layer_idx, self.bases.settings.rotation, "bases", "Calibrate with rotation='post'.")
         return StaticLayer(self._settings, self._source(layer_idx, own), geometry, self.passes, self.config)
+
+    def _check_rank(self, layer_idx: int) -> None:
+        """Refuses ranks above the size of a head, as far as the config tells it."""
+        sizes, rank = head_sizes(self.config, layer_idx), self.adaptive.rank if self.adaptive is not None else None
+        if isinstance(rank, tuple) and sizes is not None and (rank[0] > sizes[0] or rank[1] > sizes[1]):
+            raise ConfigError.of("rank", f"1 to {sizes[0]} for keys and 1 to {sizes[1]} for values, the model's head size", rank)
 
     def _geometry(self, layer_idx: int, rotation: str, argument: str, hint: str) -> RotaryGeometry | None:
         """How a layer's keys are rotated where bases are for keys before that, else None."""

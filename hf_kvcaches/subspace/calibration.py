@@ -14,6 +14,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.calibrating import Tokenized, process, sequences
@@ -21,7 +22,7 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.verify import evaluating
-from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, whole_number
 from hf_kvcaches.subspace.bases import BasesSettings, SubspaceBases
 from hf_kvcaches.subspace.fitting import Choices, fit
 from hf_kvcaches.subspace.measuring import LayerMeter, Pick, Sampler, Sizes
@@ -44,8 +45,7 @@ class Reading:
             value = getattr(self, name)
             if value is None and name == "max_tokens":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError.of(name, f"an integer of at least {least}", value)
+            object.__setattr__(self, name, whole_number(name, value, least))
 
 
 class _MeterView(LayerView):
@@ -151,7 +151,8 @@ def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[i
     """
     base, config = compat.split_model(model)
     assert base is not None
-    if base.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+    require_answering(base, "SubspaceBases.calibrate")
+    if getattr(config, "add_cross_attention", False):
         raise UnsupportedError(f"calibrate: {type(base).__name__} has cross-attention, whose keys and values are of another kind.")
     limit = getattr(config, "max_position_embeddings", None)
     block = min(reading.block, limit) if isinstance(limit, int) and limit >= 2 else reading.block

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, require_choice, whole_number
 from hf_kvcaches.subspace.bases import LayerBases
 from hf_kvcaches.subspace.measuring import LayerMeter, Sizes
 from hf_kvcaches.subspace.moments import Projection, allocate, in_metric, principal, rank_for_energy, rotation_average
@@ -42,8 +42,7 @@ class Choices:
         if len(given) != 1:
             raise ConfigError.of("rank, energy, bytes_ratio", "exactly one of them", given, "Try bytes_ratio=0.375.")
         for name, known in _OPTIONS.items():
-            if getattr(self, name) not in known:
-                raise ConfigError.of(name, f"one of {', '.join(map(repr, known))}", getattr(self, name))
+            require_choice(name, getattr(self, name), known)
         for name in ("energy", "bytes_ratio"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value <= 1):
@@ -51,11 +50,11 @@ class Choices:
                 raise ConfigError.of(name, "a number above 0 and up to 1", value, hint)
         if self.rank is not None:
             pair = self.rank if isinstance(self.rank, tuple | list) else (self.rank, self.rank)
-            if len(pair) != 2 or not all(_is_count(each) for each in pair):
-                raise ConfigError.of("rank", "an integer of at least 1, or two: (keys, values)", self.rank)
-            object.__setattr__(self, "rank", (int(pair[0]), int(pair[1])))
-        if not _is_count(self.multiple_of):
-            raise ConfigError.of("multiple_of", "an integer of at least 1", self.multiple_of)
+            expected = "an integer of at least 1, or two: (keys, values)"
+            if len(pair) != 2:
+                raise ConfigError.of("rank", expected, self.rank)
+            object.__setattr__(self, "rank", tuple(whole_number("rank", each, 1, expected) for each in pair))
+        object.__setattr__(self, "multiple_of", whole_number("multiple_of", self.multiple_of, 1))
         if not (_is_number(self.percentile) and 0 <= self.percentile <= 100):
             raise ConfigError.of("percentile", "a number of 0 to 100", self.percentile)
 
@@ -272,7 +271,3 @@ def _sizes(meter: LayerMeter) -> Sizes:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -94,7 +94,8 @@ class SubspaceLayer(SubspaceStore):
             raise UnsupportedError("SubspaceCache does not support attention with a position bias. Use another cache with this model.")
         self.leave_inference_mode()
         tokens = keys.shape[2]
-        running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device)
+        real_before = self.seen if self.real is None else self.real[:, : self.seen, 0].sum(1, keepdim=True)
+        running = self.passes.enter(call.mask, call.options.get("position_ids"), self.seen, tokens, keys.device, real_before)
         block, outputs = self.passes.block_length(tokens, begun=bool(self.seen), recording=self.recording), []
         if block:
             own, span = running.part(0, block), slice(0, block)

@@ -141,7 +141,8 @@ class LayerSource:
             even: As in `LayerMaps.of`.
         """
         if (dtype, device, even) not in self._made:
-            with torch.inference_mode(mode=False):  # a later backward pass may need them
+            # A later pass may need gradients, which tensors of the caller's inference mode refuse.
+            with torch.inference_mode(False):
                 self._made[dtype, device, even] = LayerMaps.of(self.bases, dtype, device, even)
         return self._made[dtype, device, even]
 

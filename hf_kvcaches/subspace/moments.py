@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, whole_number
 
 # Rows that are made float64 at a time, so that a long prompt is never held twice.
 _PIECE = 1024
@@ -326,8 +326,7 @@ def _check_square(argument: str, matrix: torch.Tensor) -> None:
 
 
 def _check_rank(rank: int, dim: int) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= dim:
-        raise ConfigError.of("rank", f"an integer of 1 to {dim}", rank)
+    whole_number("rank", rank, 1, f"an integer of 1 to {dim}", most=dim)
 
 
 def _check_allocation(losses: Sequence[torch.Tensor], costs: list[float], multiple_of: int, minimum: int) -> None:
@@ -336,8 +335,7 @@ def _check_allocation(losses: Sequence[torch.Tensor], costs: list[float], multip
     if not all(each > 0 for each in costs):
         raise ConfigError.of("cost", "numbers above 0", costs)
     for name, value, least in (("multiple_of", multiple_of, 1), ("minimum", minimum, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError.of(name, f"an integer of at least {least}", value)
+        whole_number(name, value, least)
     for index, each in enumerate(losses):
         if each.ndim != 1 or bool((each.diff() > 0).any()):
             raise ConfigError.of(f"losses[{index}]", "one dimension of energies, the largest first", each)

@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
 
 Bound = Literal["compute", "bandwidth"]
 
@@ -345,8 +345,7 @@ def _key_heads(config: Any, heads: int) -> int:
 
 def _check_integers(least: int, **values: Any) -> None:
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError.of(name, f"an integer of at least {least}", value)
+        whole_number(name, value, least)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.subspace.moments import masked, principal, second_moment
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -137,8 +137,7 @@ class FrequentDirections(Sketch):
 
     def __post_init__(self) -> None:
         for name, value in (("size", self.size), ("buffer", 1 if self.buffer is None else self.buffer)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError.of(name, "an integer of at least 1", value)
+            whole_number(name, value, 1)
 
     def start(self, lead: Sequence[int], dim: int, device: torch.device | str | None = None) -> torch.Tensor:
         return torch.zeros((*lead, self._slots(dim), dim), device=device)

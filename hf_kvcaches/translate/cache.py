@@ -16,7 +16,7 @@ from hf_kvcaches.core.growing import GrowingCache, GrowingLayer
 from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.rotation import rotation_of
-from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.arriving import ArrivingCodes
 from hf_kvcaches.translate.codes import Part, SemanticCodes
@@ -102,8 +102,9 @@ class TranslatedCache(GrowingCache):
         *,
         offloading: bool = False,
     ) -> None:
-        if translator is not None and not isinstance(translator, CacheTranslator):
-            raise ConfigError.of("translator", "a CacheTranslator", type(translator).__name__, "Pass CacheTranslator.from_pretrained(...).")
+        if translator is not None:
+            hint = "Pass CacheTranslator.from_pretrained(...)."
+            require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
         if codes is not None and not isinstance(codes, SemanticCodes | ArrivingCodes):
             hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
             raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)

@@ -20,7 +20,7 @@ from hf_kvcaches.core.calibrating import Tokenized, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.core.verify import evaluating
-from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError, require_choice, whole_number
 from hf_kvcaches.translate.head import CODE_DTYPES
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.metric import LossMoments, attention_metric, blend, loss_gradients, output_projection
@@ -56,25 +56,24 @@ class Wanted:
     def __post_init__(self) -> None:
         choices = {"method": Method, "metric": Metric, "heads": Literal["joint", "each"], "aligner": Literal["ridge", "mlp"]}
         for name, allowed in choices.items():
-            if getattr(self, name) not in get_args(allowed):
-                raise ConfigError.of(name, f"one of {', '.join(map(repr, get_args(allowed)))}", getattr(self, name))
-        if self.dtype is not None and self.dtype not in CODE_DTYPES:
-            raise ConfigError.of("dtype", f"one of {', '.join(map(repr, CODE_DTYPES))}, or None", self.dtype)
+            require_choice(name, getattr(self, name), get_args(allowed))
+        require_choice("dtype", self.dtype, (*CODE_DTYPES, None))
         if isinstance(self.payload, bool) or not isinstance(self.payload, int | float) or not 0 <= self.payload <= 1:
             raise ConfigError.of("payload", "a share of 0 to 1", self.payload)
-        if self.group is not None and (isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1):
-            raise ConfigError.of("group", "a number of tokens, or None for all", self.group)
-        if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, int) or self.recompute_layers < 0:
-            raise ConfigError.of("recompute_layers", "a number of layers", self.recompute_layers)
+        if self.group is not None:
+            object.__setattr__(self, "group", whole_number("group", self.group, 1, "a number of tokens, or None for all"))
+        recomputed = whole_number("recompute_layers", self.recompute_layers, 0, "a number of layers")
+        object.__setattr__(self, "recompute_layers", recomputed)
         if self.ridge is not None and (not isinstance(self.ridge, float) or not 0 < self.ridge < 1):
             raise ConfigError.of("ridge", "a small share above 0, as 1e-8, or None", self.ridge)
         paper = self.method == "paper"
         if not paper and (self.heads != "joint" or self.ranks is not None):
             raise ConfigError("heads, ranks: only method='paper' has them. Leave them out.")
         if self.ranks is not None:
-            pair = self.ranks if isinstance(self.ranks, tuple | list) and len(self.ranks) == 2 else (0,)
-            if any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 1 for rank in pair):
-                raise ConfigError.of("ranks", "two numbers of codes above 0, of keys and of values", self.ranks)
+            expected = "two numbers of codes above 0, of keys and of values"
+            if not isinstance(self.ranks, tuple | list) or len(self.ranks) != 2:
+                raise ConfigError.of("ranks", expected, self.ranks)
+            object.__setattr__(self, "ranks", tuple(whole_number("ranks", rank, 1, expected) for rank in self.ranks))
         if self.method == "cross_layer" and self.patch_layers not in ("auto", None, ()):
             raise ConfigError("patch_layers: with method='cross_layer' all layers come of one code. Leave it out.")
 
@@ -302,8 +301,7 @@ def fit(
     sent = range(wanted.recompute_layers + 1, pair.layers)
     if wanted.recompute_layers >= pair.layers:
         raise ConfigError.of("recompute_layers", f"fewer than the {pair.layers} layers there are", wanted.recompute_layers)
-    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 8:
-        raise ConfigError.of("max_length", "at least 8 tokens", max_length)
+    max_length = whole_number("max_length", max_length, 8, "at least 8 tokens")
     with evaluating(pair.producer), evaluating(pair.consumer):
         fingerprints = pair.fingerprints()
         prefixes = [ids[:max_length] for ids in sequences(texts, pair.tokenizer, pair.consumer) if len(ids) >= 2]

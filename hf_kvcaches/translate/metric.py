@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
 
@@ -38,8 +39,9 @@ def output_projection(module: nn.Module, width: int) -> torch.Tensor:
         raise UnsupportedError(f"metric: found no output projection in {type(module).__name__}. Use metric='plain'.")
     like: torch.Tensor = next(projection.parameters())
     if not like.is_floating_point():
-        like = torch.empty(0, device=like.device, dtype=torch.get_default_dtype())
-    rows = torch.cat([like.new_zeros(1, width), torch.eye(width, dtype=like.dtype, device=like.device)])
+        like = torch.empty(0, dtype=torch.get_default_dtype())
+    device = compat.layer_device(projection)
+    rows = torch.cat([torch.zeros(1, width), torch.eye(width)]).to(device, like.dtype)
     with torch.no_grad():
         done = projection(rows)
     return (done[1:] - done[:1]).double().cpu()

@@ -14,7 +14,15 @@ from hf_kvcaches.core.cache import CacheReport
 from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.prefill import PrefillCall, run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
-from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.errors import (
+    ConfigError,
+    FingerprintMismatch,
+    UnsupportedError,
+    require_choice,
+    require_instance,
+    require_tokenizer,
+    whole_number,
+)
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
@@ -103,14 +111,11 @@ class WarmStartCache(SplicingCache):
         projector: SlotProjector | None = None,
         offloading: bool = False,
     ) -> None:
-        if not isinstance(library, WarmStartLibrary):
-            raise ConfigError.of("library", "a WarmStartLibrary", library)
+        require_instance("library", library, WarmStartLibrary, {"model": model, "tokenizer": tokenizer, "gate": gate})
+        require_tokenizer(tokenizer)
         for name, value, allowed in (("strategy", strategy, get_args(Strategy)), ("swap", swap, get_args(Swap))):
-            if value not in allowed:
-                raise ConfigError.of(name, f"one of {', '.join(map(repr, allowed))}", value)
-        for name, number in (("guard", guard), ("tail", tail)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ConfigError.of(name, "a number of tokens", number)
+            require_choice(name, value, allowed)
+        guard, tail = whole_number("guard", guard, 0, "a number of tokens"), whole_number("tail", tail, 0, "a number of tokens")
         if gate is not None and not isinstance(gate, WarmStartGate):
             raise ConfigError.of("gate", "a WarmStartGate, or None", gate)
         if projector is not None and not isinstance(projector, SlotProjector):
@@ -142,7 +147,7 @@ class WarmStartCache(SplicingCache):
 
     def take_prefill(self, call: PrefillCall) -> int:
         padding = self.padding_of(call)
-        if padding is None or self.seen:
+        if padding is None or self.seen or self.library is None:  # a cache that came from another process has none
             return 0
         self._swapped = False
         served = Serving(self, call, padding).serve()

@@ -183,7 +183,9 @@ def measure_pair(
         similarity = neighbours[0].similarity
         assert similarity is not None
         blocks = reusable_blocks(as_ids(before), ids, guard=guard, tail=tail)
-        expected = library.model(input_ids=torch.tensor([after], device=library.model.device), use_cache=False, logits_to_keep=1).logits
+        expected = library.model(
+            input_ids=torch.tensor([after], device=compat.input_device(library.model)), use_cache=False, logits_to_keep=1
+        ).logits
 
         def served(strategy: Strategy) -> float | None:
             cache = WarmStartCache(library.model, library, strategy=strategy, gate=_OPEN_FOR[strategy], guard=guard, tail=tail)
@@ -207,6 +209,6 @@ def measure_pair(
 def _served(cache: WarmStartCache, strategy: Strategy, ids: list[int], expected: torch.Tensor) -> float | None:
     """The divergence, or None where it was served in another way."""
     model: Callable[..., Any] = cache.model
-    prompt = torch.tensor([ids], device=cache.model.device)
+    prompt = torch.tensor([ids], device=compat.input_device(cache.model))
     logits = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return float(divergence(expected[0, -1], logits[0, -1])) if cache.report().strategy == strategy else None

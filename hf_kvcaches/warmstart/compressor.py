@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, require_choice, whole_number
 from hf_kvcaches.warmstart.adapters import Adapters
 from hf_kvcaches.warmstart.slots import LayerSlots, Slots, require_layers
 
@@ -54,10 +54,8 @@ class SlotCompressor:
         adapters: Adapters | None = None,
         geometries: Sequence[RotaryGeometry] | None = None,
     ) -> None:
-        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-            raise ConfigError.of("slots", "an integer of at least 1", slots)
-        if layout not in ("salient", "paper"):
-            raise ConfigError.of("layout", "'salient' or 'paper'", layout)
+        slots = whole_number("slots", slots, 1)
+        require_choice("layout", layout, ("salient", "paper"))
         if adapters is not None and geometries is None:
             raise ConfigError.of("geometries", "one for each layer, because there are adapters", None)
         self.slots, self.layout, self.adapters, self.geometries = slots, layout, adapters, geometries

@@ -124,9 +124,10 @@ class EmbeddingsEncoder(Encoder):
         self.name = f"input embeddings, version 1, {self.dim}"
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        device = next(self._embed.parameters()).device
+        device = compat.layer_device(self._embed)
         with torch.no_grad():
-            return self._embed(ids.to(device)).float().cpu()
+            # A model that is prepared for training has a hook here that asks for gradients.
+            return self._embed(ids.to(device)).detach().float().cpu()
 
     def _whitened(self, vectors: Tensor, shares: Tensor) -> Tensor:
         """What makes vectors of `dim` elements from embeddings, (hidden, dim): of the tokens of a text no direction then stands out."""

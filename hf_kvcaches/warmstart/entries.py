@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.errors import ConfigError, require, whole_number
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, StoreUnavailable, open_blobs
 from hf_kvcaches.stores.reading import not_finite
 from hf_kvcaches.stores.vectors import VectorIndex
@@ -45,8 +45,8 @@ class EntryStore:
     def __init__(self, location: str, scope: str, max_bytes: int | None = None, timeout: float = TIMEOUT) -> None:
         if not isinstance(scope, str) or not scope:
             raise ConfigError.of("scope", "a string that names the model and all else that entries depend on", scope)
-        if max_bytes is not None and (isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1):
-            raise ConfigError.of("max_bytes", "a number of bytes, at least 1, or None", max_bytes)
+        if max_bytes is not None:
+            max_bytes = whole_number("max_bytes", max_bytes, 1, "a number of bytes, at least 1, or None")
         # Entries are put into an index as soon as there are any.
         require("faiss", "retrieval", "A store of prompts")
         self.scope, self.max_bytes = scope, max_bytes

@@ -19,7 +19,15 @@ from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
-from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.errors import (
+    ArtifactError,
+    ConfigError,
+    FingerprintMismatch,
+    UnsupportedError,
+    require_choice,
+    require_tokenizer,
+    whole_number,
+)
 from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.warmstart.adapters import Adapters
 from hf_kvcaches.warmstart.compressor import SlotCompressor
@@ -92,17 +100,16 @@ class WarmStartLibrary:
         adapters: TrainedAdapters | Adapters | None = None,
         correct_positions: bool = False,
     ) -> None:
+        require_tokenizer(tokenizer)
         if tokenizer is None or not callable(getattr(tokenizer, "decode", None)):
             raise ConfigError.of("tokenizer", "the model's tokenizer", type(tokenizer).__name__, "Prompts are compared as text, too.")
-        if isinstance(tail, bool) or not isinstance(tail, int) or tail < 1:
-            raise ConfigError.of("tail", "an integer of at least 1", tail, "The last token is always run.")
-        if full not in ("int8", "int4", "exact", None):
-            raise ConfigError.of("full", "'int8', 'int4', 'exact' or None", full)
-        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
-            raise ConfigError.of("slots", "a number of slots, 0 for none", slots)
+        tail = whole_number("tail", tail, 1, hint="The last token is always run.")
+        slots = whole_number("slots", slots, 0, "a number of slots, 0 for none")
+        require_choice("full", full, ("int8", "int4", "exact", None))
         if not slots and full is None:
             raise ConfigError("slots=0 and full=None: nothing would be stored. Keep one of them.")
         self.model, self.tokenizer = compat.base_model(model), tokenizer
+        compat.decoder_layers(self.model)  # or a refusal, before anything is stored
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
         self.correction = correction_for(self.model) if correct_positions and slots else None
         if slots and not self.rotation.turns and self.correction is None:
@@ -148,7 +155,7 @@ class WarmStartLibrary:
             present = self.entries.exact(ids)
         if present is not None:
             return present
-        states = read_prompt(self.model, torch.tensor([ids], device=self.model.device))
+        states = read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model)))
         tensors: dict[str, torch.Tensor] = {}
         if self.compressor is not None:
             before = [LayerStates(keys[:, : -self.tail], values[:, : -self.tail]) for keys, values in states.layers]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice, whole_number
 from hf_kvcaches.stores.reading import checked_layers, not_finite
 from hf_kvcaches.warmstart.slots import LayerSlots, Slots, require_layers, turned
 
@@ -98,13 +98,11 @@ class SlotProjector:
             folds: Of the cross-validation. Pair i is held out in fold `i % folds`: put similar pairs `folds` apart.
             blocks: How many blocks of slots, for "block_diagonal".
         """
-        if structure not in get_args(Structure):
-            raise ConfigError.of("structure", f"one of {', '.join(map(repr, get_args(Structure)))}", structure)
+        require_choice("structure", structure, get_args(Structure))
         if not gamma > 0:
             raise ConfigError.of("gamma", "a number above 0", gamma)
         for name, value, least in (("folds", folds, 2), ("blocks", blocks, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError.of(name, f"an integer of at least {least}", value)
+            whole_number(name, value, least)
         if structure == "identity":
             return cls((None,) * len(geometries), structure)
         maps, reports = [], []

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.calls import Call
@@ -108,7 +109,7 @@ def correction_for(model: PreTrainedModel) -> PositionCorrection:
     tokens = min(_LONGEST, embeddings.num_embeddings)
     made = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().num_embeddings
-    prompts = torch.randint(0, vocabulary, (_PROMPTS, 1, tokens), generator=made).to(model.device)
+    prompts = torch.randint(0, vocabulary, (_PROMPTS, 1, tokens), generator=made).to(compat.input_device(model))
     places = torch.arange(tokens)
     keys = (([layer.keys for layer in read_prompt(model, ids).layers], places) for ids in prompts)
     return PositionCorrection.fit(embeddings.weight, keys)

@@ -27,7 +27,7 @@ class ExactCache(SplicingCache):
     def enter_pass(self, tokens: int) -> None:
         # Once, and not before each chunk: who takes the tokens over compares the model again.
         if not self.provenance.taken:
-            super().enter_pass(tokens)
+            self.provenance.begin_pass(self.model, self.seen, tokens, shared=True)
 
 
 class ExactPrefill:

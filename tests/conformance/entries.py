@@ -164,7 +164,7 @@ class SeenBefore(WarmStartCache):
     """Every prompt has just been there."""
 
     def take_prefill(self, call: PrefillCall) -> int:
-        if not self.seen and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.library is not None and not self.seen and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             padding = self.history.padding(call.input_ids.shape[1])
             for pad, ids in zip(padding or [], call.input_ids, strict=False):
                 if len(ids) - pad > 1:

@@ -127,7 +127,7 @@ def test_adapters_switched_between_filling_and_saving_are_noticed(tmp_path):
     with torch.no_grad():
         model(tiny.ids(1, 5), past_key_values=cache)
     model.set_adapter("medicine")
-    with pytest.raises(FingerprintMismatch, match="law"):
+    with pytest.raises(FingerprintMismatch, match="adapters"):
         cache.save(tmp_path / "cache")
     model.set_adapter("law")
     cache.save(tmp_path / "cache")

@@ -101,6 +101,17 @@ def test_a_loaded_cache_goes_on_under_the_identity_that_filled_it(tmp_path: Path
         loaded.save(tmp_path / "cache.safetensors")
 
 
+def test_a_loaded_cache_that_went_on_is_saved_again(tmp_path: Path) -> None:
+    setup, path = Setup(two_adapters()), tmp_path / "cache.safetensors"
+    cache = GrowingCache(setup.runner)
+    tokens = ask(setup, cache, FEW)[0]
+    for _ in range(2):
+        cache.save(path)
+        cache = GrowingCache.load(path, setup.runner)
+        tokens = ask(setup, cache, torch.cat([tokens, FEW], dim=1))[0]
+    assert cache.seen == tokens.shape[1] - 1
+
+
 @pytest.mark.parametrize("name", LASTING)
 def test_a_changed_producer_is_refused(name: str) -> None:
     change = LASTING[name]

@@ -14,10 +14,10 @@ from torch import nn
 
 from hf_kvcaches.core.attention import LayerView
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.growing import DenseView
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.slots import slot_attention
 
 
 class RotaryTable:
@@ -327,6 +327,21 @@ class GatherAppendH2O(Baseline):
         return self.layer_class(self)
 
 
+class KernelView(LayerView):
+    """Attention of single tokens by the kernel that `EquipCache` uses.
+
+    Args:
+        keys: (batch, kv_heads, slots, head_dim).
+        values: Like `keys`.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def attend(self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return slot_attention(query, self.keys, self.values, kwargs["scaling"], backend="torch", check=False)[0], None
+
+
 class FrozenLayer(BaselineLayer):
     def __init__(self, cache: FrozenKV) -> None:
         super().__init__(cache)
@@ -341,7 +356,10 @@ class FrozenLayer(BaselineLayer):
             times = -(-self.budget // key_states.shape[-2])
             self.keys, self.values = (t.repeat(1, 1, times, 1)[:, :, : self.budget].contiguous() for t in (key_states, value_states))
             return key_states, value_states
-        return DenseView.pair(self.keys, self.values) if self.dense else (self.keys, self.values)
+        if not self.dense:
+            return self.keys, self.values
+        view = KernelView(self.keys, self.values)
+        return view, view
 
 
 class FrozenKV(Baseline):
@@ -352,7 +370,7 @@ class FrozenKV(Baseline):
     Args:
         model: A transformers model, or its config.
         slots: How many tokens each step attends to.
-        dense: Attend as `GrowingCache` does on a CPU instead of by the model's own attention; needs a model.
+        dense: Attend with the kernel that `EquipCache` uses instead of by the model's own attention.
     """
 
     layer_class = FrozenLayer

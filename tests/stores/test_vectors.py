@@ -240,7 +240,7 @@ def test_an_empty_index_finds_nothing(kind):
     [
         (lambda index: VectorIndex(0), "dim: expected a number of elements"),
         (lambda index: VectorIndex(True), "dim"),
-        (lambda index: VectorIndex(3, "tree"), "kind: expected one of auto, flat, hnsw, ivf, got 'tree'"),
+        (lambda index: VectorIndex(3, "tree"), "kind: expected one of 'auto', 'flat', 'hnsw', 'ivf', got 'tree'"),
         (lambda index: index.add(["a", "a"], np.eye(3)[:2]), "ids: expected strings that are all different"),
         (lambda index: index.add([1], np.eye(3)[:1]), "ids"),
         (lambda index: index.add(["a"], np.eye(3)[:2]), "vectors: expected 1 vectors, one for each id, got 2"),

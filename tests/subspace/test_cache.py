@@ -194,3 +194,15 @@ def test_what_makes_no_sense_is_refused_by_name(options: dict[str, Any], name: s
     model, bases = pair()
     with pytest.raises(ConfigError, match=name):
         SubspaceCache(model, bases, **options)
+
+
+def test_bases_that_were_first_used_in_inference_mode_let_gradients_through() -> None:
+    model = tiny.llama()
+    bases = SubspaceBases.calibrate(model, None, [tiny.ids(1, 96)[0].tolist()], rank=4, progress=False)
+    with torch.inference_mode():
+        run(model, SubspaceCache(model, bases, sinks=0, recent=0), tiny.ids(1, 20), [10, 10])
+    cache = SubspaceCache(model, bases, sinks=0, recent=0)
+    for span in tiny.ids(1, 20).split(10, dim=1):
+        logits = model(span, past_key_values=cache).logits
+    logits.sum().backward()
+    assert float(model.model.layers[0].self_attn.k_proj.weight.grad.abs().max()) > 0

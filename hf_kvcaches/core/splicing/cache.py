@@ -224,11 +224,15 @@ class SplicingCache(KVCache):
     def _check_layers(self) -> None:
         foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})
         if foreign:
-            raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be reused. Use GrowingCache.")
+            raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be reused. Use DynamicCache.")
         if self.rotation.refused:
-            raise UnsupportedError(f"model: {self.rotation.why}. Use GrowingCache.")
+            raise UnsupportedError(f"model: {self.rotation.why}. Use DynamicCache.")
+        if self._model is not None:
+            compat.decoder_layers(self.model)  # or a refusal
+        if self.config.model_type == "cpmant":
+            raise UnsupportedError("model: it puts tokens of its own before every text, which count in the cache. Use DynamicCache.")
         if self._learned_prompt:
-            raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use GrowingCache.")
+            raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
 
 
 def slots_of(places: Sequence[Places], padding: Sequence[int], total: int, device: torch.device) -> torch.Tensor:

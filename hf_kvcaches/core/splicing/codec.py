@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
 from hf_kvcaches.kernels.splice import Packed
 from hf_kvcaches.stores.reading import MOST_LAYERS, not_finite
 
@@ -53,8 +53,7 @@ def check_quantization(quantization: Any) -> Quantization:
     Args:
         quantization: "int8", "int4" or None.
     """
-    if quantization is not None and quantization not in _BITS:
-        raise ConfigError.of("quantization", "'int8', 'int4' or None", quantization)
+    require_choice("quantization", quantization, (*_BITS, None))
     found: Quantization = quantization
     return found
 

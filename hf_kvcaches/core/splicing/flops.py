@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
 
@@ -18,11 +18,11 @@ class Costs:
 
     Args:
         linear: In each layer's matrices.
-        scores: In attention, for each token that is looked at.
+        scores: In each layer's attention, for each token that is looked at.
     """
 
     linear: tuple[float, ...]
-    scores: float
+    scores: tuple[float, ...]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Costs:
@@ -34,11 +34,10 @@ class Costs:
         if model in _known:
             return _known[model]
         _, _, layers = compat.decoder_layers(model)
-        config = compat.decoder_config(model.config)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         linear = tuple(float(2 * sum(weight.numel() for weight in layer.parameters() if weight.ndim >= 2)) for layer in layers)
         # A product of queries and keys, and one of weights and values.
-        costs = _known[model] = cls(linear, float(4 * config.num_attention_heads * head_dim))
+        scores = tuple(4.0 * _query_size(config) for config in compat.layer_configs(compat.decoder_config(model.config)))
+        costs = _known[model] = cls(linear, scores)
         return costs
 
     def of_tokens(self, places: npt.NDArray[np.int64], start: int = 0, stop: int | None = None) -> float:
@@ -50,7 +49,7 @@ class Costs:
             stop: Behind the highest; None: all.
         """
         chosen = self.linear[start:stop]
-        return len(places) * sum(chosen) + len(chosen) * self.scores * float((places + 1).sum())
+        return len(places) * sum(chosen) + sum(self.scores[start:stop]) * float((places + 1).sum())
 
     def of_prompt(self, begin: int, stop: int) -> float:
         """The cost of all tokens of a stretch.
@@ -60,6 +59,11 @@ class Costs:
             stop: Behind the last.
         """
         return self.of_tokens(np.arange(begin, stop))
+
+
+def _query_size(config: PreTrainedConfig) -> int:
+    heads: int = config.num_attention_heads
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 _known: weakref.WeakKeyDictionary[PreTrainedModel, Costs] = weakref.WeakKeyDictionary()

@@ -62,7 +62,7 @@ class History:
         self.crop(seen)  # a pass that was told of and did not run to its end
         batch, tokens = input_ids.shape
         whole = attention_mask is None or (isinstance(attention_mask, torch.Tensor) and attention_mask.shape == (batch, seen + tokens))
-        numbered = position_ids is None or (isinstance(position_ids, torch.Tensor) and position_ids.ndim == 2)
+        numbered = position_ids is None or (isinstance(position_ids, torch.Tensor) and position_ids.ndim in (2, 3))
         if seen != self._length or (self._fed and self._fed[0].ids.shape[0] != batch) or not whole or not numbered:
             self.known = False
             return
@@ -71,7 +71,7 @@ class History:
             real = torch.ones_like(input_ids, dtype=torch.bool)
         else:
             real = attention_mask[:, seen:].to(input_ids.device, torch.bool, copy=True)
-        positions = torch.arange(seen, seen + tokens, device=input_ids.device)[None] if position_ids is None else position_ids.clone()
+        positions = torch.arange(seen, seen + tokens, device=input_ids.device)[None] if position_ids is None else _of_text(position_ids)
         self._mask = attention_mask
         # Copies, because callers may write the next tokens into the same tensors.
         self._fed = [*self._fed, _Fed(input_ids.clone(), real, positions.to(input_ids.device).expand(batch, -1))]
@@ -140,3 +140,10 @@ class History:
             self._fed = [self._all().map(lambda tensor: tensor[:, :length])]
             if self._mask is not None:
                 self._mask = self._mask[:, :length]
+
+
+def _of_text(position_ids: torch.Tensor) -> torch.Tensor:
+    """A copy of positions, (rows, tokens); -1 where the axes of an image's position differ."""
+    if position_ids.ndim == 2:
+        return position_ids.clone()
+    return torch.where((position_ids == position_ids[:1]).all(0), position_ids[0], -1)

@@ -18,7 +18,7 @@ class Rotation:
     Args:
         layers: One geometry a layer; equal ones are one object.
         turns: Whether keys can be moved in all layers.
-        refused: Whether keys of one text differ with the length of the whole, so that not even its start can be reused.
+        refused: Whether not even the start of a text can be reused: keys differ with the length of the whole, or nothing is known of them.
         why: What stands against turning, or "".
         positions_matter: Whether keys depend on the positions of their tokens.
     """
@@ -42,6 +42,7 @@ def rotation_of(config: PreTrainedConfig) -> Rotation:
     kept = _rotations.get(id(config))
     if kept is not None and kept[0]() is config:
         return kept[1]
+    crossing = bool(getattr(config, "cross_attention_layers", None))
     distinct: list[RotaryGeometry] = []
     layers = []
     for index in range(len(compat.layer_plan(config))):
@@ -52,9 +53,13 @@ def rotation_of(config: PreTrainedConfig) -> Rotation:
         layers.append(same or geometry)
     refusal = next((geometry.refusal for geometry in distinct if geometry.refusal), None)
     still = [geometry.kind for geometry in distinct if geometry.kind not in ("rope", "none")]
+    refusal = "some of its layers attend to what is no text" if crossing else refusal
     why = refusal or (f"its keys can't be moved (positions of the kind {still[0]!r})" if still else "")
     matter = any(geometry.refusal or geometry.kind not in ("none", "alibi") for geometry in distinct)
-    rotation = Rotation(tuple(layers), not why, refusal is not None, why, matter)
+    # Keys of an unknown layout can't be moved, but are those of their position whatever the length of the text.
+    unclear = [geometry for geometry in distinct if geometry.kind == "unknown" and geometry.refusal is None]
+    refused = crossing or bool(unclear) or any(geometry.refusal and geometry.kind == "rope" for geometry in distinct)
+    rotation = Rotation(tuple(layers), not why, refused, why, matter)
     identity = id(config)
     _rotations[identity] = (weakref.ref(config, lambda _: _rotations.pop(identity, None)), rotation)
     return rotation

@@ -46,12 +46,12 @@ def slow(costs: Costs, places: list[int], layers: range) -> float:
     total = 0.0
     for layer in layers:
         for place in places:
-            total += costs.linear[layer] + costs.scores * len(range(place + 1))
+            total += costs.linear[layer] + costs.scores[layer] * len(range(place + 1))
     return total
 
 
 def test_costs_are_the_sum_over_tokens_and_layers() -> None:
-    costs = Costs((10.0, 20.0, 40.0), 3.0)
+    costs = Costs((10.0, 20.0, 40.0), (3.0, 5.0, 3.0))
     places = [0, 3, 4, 9]
     assert costs.of_tokens(np.array(places)) == slow(costs, places, range(3))
     assert costs.of_tokens(np.array(places), 1) == slow(costs, places, range(1, 3))

@@ -205,3 +205,11 @@ def test_a_pass_without_a_mask_behind_padding_is_not_forgotten_by_the_next() -> 
     history.observe(tiny.ids(1, 1), None, None, 3)
     history.observe(tiny.ids(1, 1), mask, None, 4)
     assert history.padding(5) is None
+
+
+def test_positions_of_three_axes_are_those_of_text_where_the_axes_agree() -> None:
+    for changed, expected in ((0, [0]), (1, None)):
+        history, positions = History(), torch.arange(4).expand(3, 1, 4).clone()
+        positions[1, 0, 2] += changed
+        history.observe(tiny.ids(1, 4), None, positions, 0)
+        assert history.padding(4) == expected
