@@ -392,8 +392,7 @@ class RandomPolicy(Policy):
     def _draw(self, keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """One row's lots, (kv_heads, slots), given the tokens' places in it."""
         generator = torch.Generator(keys.device).manual_seed(self.seed)
-        size = (1, index.shape[0], max(1, int(index.max()) + 1))
-        drawn = torch.rand(size, generator=generator, device=keys.device, dtype=keys.dtype)
+        drawn = torch.rand((1, index.shape[0], max(1, int(index.max()) + 1)), generator=generator, device=keys.device, dtype=keys.dtype)
         return drawn[0].float().gather(-1, index.clamp(min=0).long())
 
     def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
@@ -417,8 +416,7 @@ def resolve_policy(policy: str | Policy) -> Policy:
     if isinstance(policy, str) and policy in _BUILT_IN:
         return _BUILT_IN[policy]()
     hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else ""
-    if isinstance(policy, torch.nn.Module):
-        hint = "It is a model: model and policy seem to be swapped."
+    hint = "It is a model: model and policy seem to be swapped." if isinstance(policy, torch.nn.Module) else hint
     require_choice("policy", policy, _BUILT_IN, also=", or a Policy object", hint=hint)
     raise AssertionError("a known name")
 
