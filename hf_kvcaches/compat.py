@@ -45,6 +45,7 @@ __all__ = [
     "set_attention_name",
     "split_model",
     "supports_sdpa",
+    "takes_positions",
     "transformers_layer",
 ]
 
@@ -187,9 +188,18 @@ def generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | N
         attention_mask: 1 where a token is real, (batch, all tokens), or None.
         tokens: How many are new.
     """
-    if attention_mask is None or "position_ids" not in parameter_names(type(model)):
+    if attention_mask is None or not takes_positions(model):
         return {}
     return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]}
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """Whether a model's forward has an argument for positions.
+
+    Args:
+        model: Without a PEFT wrapper.
+    """
+    return "position_ids" in parameter_names(type(model))
 
 
 def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:

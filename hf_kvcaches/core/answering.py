@@ -33,6 +33,8 @@ class AnsweringCache(KVCache):
         super().__init__(model, offloading=offloading)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if torch.compiler.is_compiling() and not self.is_compileable:
+            return _update_uncompiled(self, key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx <= self._last_layer and not torch.compiler.is_compiling():
             self.passes.begin()
             if compat.records_attentions():
@@ -66,6 +68,10 @@ class AnsweringCache(KVCache):
         if hook is not None:
             copied.activate_past_recording()
         return copied
+
+
+# Traced, such a cache would be compiled anew at nearly every step.
+_update_uncompiled = torch.compiler.disable(AnsweringCache.update, reason="the cache's is_compileable is False")
 
 
 def _watch_drafts(model: PreTrainedModel, cache: AnsweringCache) -> weakref.finalize[[], Any]:

@@ -52,9 +52,11 @@ class LayerView(ABC):
     """What a cache layer returns from `update` when it answers the queries itself.
 
     Attributes:
+        in_graph: Whether a compiled graph made it.
         restores: In a compiled graph, the configs that were switched for this view and the names to give back to them.
     """
 
+    in_graph: bool = False
     restores: tuple[tuple[PreTrainedConfig, str], ...] = ()
 
     @abstractmethod
@@ -111,6 +113,7 @@ def answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> Non
         view: On its way to the attention call.
         configs: Of the model's attention modules.
     """
+    view.in_graph = True
     names = [(config, compat.attention_name(config)) for config in configs]
     view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
     for config, _ in view.restores:
@@ -151,6 +154,8 @@ def _attend(
     if type(key) is torch.Tensor or not isinstance(key, LayerView):
         return previous_attention(module, query, key, value, attention_mask, **kwargs)
     if torch.compiler.is_compiling():
+        if not key.in_graph:
+            return _attend_uncompiled(module, query, key, value, attention_mask, **kwargs)
         for config, name in key.restores:
             compat.set_attention_name(config, name)
     else:
@@ -163,6 +168,9 @@ def _attend(
             )
     output, weights = key.attend(module, query, attention_mask, **kwargs)
     return output.contiguous(), weights  # some models take a view of it
+
+
+_attend_uncompiled = torch.compiler.disable(_attend, reason="the cache that answers the queries is not compileable")
 
 
 def previous_attention(

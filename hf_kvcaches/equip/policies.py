@@ -239,8 +239,7 @@ class H2OPolicy(Policy):
 class TOVAPolicy(Policy):
     """Keeps the tokens that the last query attends to most, the same for all heads of a layer.
 
-    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104): the token with the lowest attention of the current query is dropped,
-    with no window and no sinks.
+    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) drops the token with the lowest attention of the current query.
 
     **Departs from the paper**: sinks and recent tokens are protected where the cache says so; the last token of a block always stays.
     """
@@ -369,8 +368,7 @@ class KeyNormPolicy(Policy):
 class RandomPolicy(Policy):
     """Keeps tokens by lot: what any other policy has to beat.
 
-    A token's lot is drawn when it comes. A first block draws as kvpress' RandomPress does, the same in each layer, each row as if it were
-    alone; later lots depend on the seed, the head and the position only, so that copies of a cache go on alike.
+    A first block draws as kvpress' RandomPress does, alike in each layer and row; later lots depend on seed, head and position only.
 
     Args:
         seed: Not negative.
@@ -394,8 +392,7 @@ class RandomPolicy(Policy):
     def _draw(self, keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """One row's lots, (kv_heads, slots), given the tokens' places in it."""
         generator = torch.Generator(keys.device).manual_seed(self.seed)
-        size = (1, index.shape[0], max(1, int(index.max()) + 1))
-        drawn = torch.rand(size, generator=generator, device=keys.device, dtype=keys.dtype)
+        drawn = torch.rand((1, index.shape[0], max(1, int(index.max()) + 1)), generator=generator, device=keys.device, dtype=keys.dtype)
         return drawn[0].float().gather(-1, index.clamp(min=0).long())
 
     def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, PreTrainedModel
+from transformers import Cache, CompileConfig, PreTrainedModel
 
+from hf_kvcaches import AdaptiveSubspace, SubspaceCache
 from hf_kvcaches.core.attention import disable, enable
 from hf_kvcaches.equip import compiled as compiled_steps
 from hf_kvcaches.equip.cache import EquipCache
@@ -318,3 +319,22 @@ def test_angles_are_exact_far_into_a_text(plain: Any, backend: str) -> None:
     angles = 5_000_000 * exact - (torch.tensor(5_000_003.0) * exact.float()).double()
     torch.testing.assert_close(cos[0, 0, 0], angles.cos().float(), atol=2e-7, rtol=0)
     torch.testing.assert_close(sin[0, 0, 0], angles.sin().float(), atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["h2o", pytest.param("adaptive", marks=pytest.mark.full)])
+@torch.no_grad()
+def test_caches_that_are_not_compileable_run_uncompiled_within_a_compiled_model(kind: str, plain: PreTrainedModel) -> None:
+    def make(model: PreTrainedModel) -> Cache:
+        if kind == "h2o":
+            return EquipCache(model, "h2o", BUDGET, sinks=SINKS)
+        return SubspaceCache(model, adaptive=AdaptiveSubspace(rank=(3, 4), warmup=16, chunk=16), sinks=1, recent=4)
+
+    compiled_model, text = build(), tokens(40, seed=1)
+    compiled_model.forward = torch.compile(compiled_model.forward, backend="eager")
+    held, expected = make(compiled_model), make(plain)
+    after_two_steps = 0
+    for index, chunk in enumerate([text[:, :20], *text[:, 20:].split(1, 1)]):
+        logits = compiled_model(chunk, past_key_values=held).logits
+        torch.testing.assert_close(logits, plain(chunk, past_key_values=expected).logits, rtol=0, atol=1e-4)
+        after_two_steps = graphs() if index == 2 else after_two_steps
+    assert 0 < graphs() <= after_two_steps + 2

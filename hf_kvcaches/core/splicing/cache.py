@@ -53,7 +53,10 @@ class SplicingCache(KVCache):
     @property
     def moving_refused(self) -> str:
         """Why tokens can't stand behind another text with this model, or "" where they can."""
-        return self.rotation.why or self.parts_refused
+        why = self.rotation.why or self.parts_refused
+        if not why and self._model is not None and not compat.takes_positions(self.model):
+            return f"{type(self.model).__name__} takes no position_ids by name, so nobody can tell how it numbers tokens"
+        return why
 
     @property
     def approximates(self) -> bool:
