@@ -377,4 +377,4 @@ class _Training:
             other = [f"another {name}" for name, here in fixed if not torch.allclose(here.cpu(), tensors[f"fixed.{name}"], 1e-4, 1e-7)]
         if other:
             hint = "Delete the file to start anew, pass another path, or train with the arguments and data that it was made with."
-            raise ConfigError.of("state", "a training of this aligner on these batches", f"{path} with {'; '.join(other)}", hint)
+            raise ConfigError.of("state", "a training of this aligner on these batches", f"one with {'; '.join(other)}", hint)

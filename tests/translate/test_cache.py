@@ -488,7 +488,7 @@ def test_what_is_no_translator_and_no_codes_is_refused_with_a_hint() -> None:
     (_, consumer), translator, codes = models(), fitted(), cache_of(PROMPT).codes
     assert isinstance(codes, SemanticCodes)
     for given, hint in (
-        (("pair", codes), r"translator: expected a CacheTranslator, got 'str'.*from_pretrained"),
+        (("pair", codes), r"translator: expected a CacheTranslator, got 'pair'.*from_pretrained"),
         ((translator, codes.to_bytes()), r"codes: expected SemanticCodes.*got 'bytes'.*from_bytes"),
         ((translator, PROMPT), r"codes: expected SemanticCodes.*got 'Tensor'.*encode"),
         ((translator, None), "expected both"),
