@@ -148,6 +148,8 @@ def test_ctrl_c_at_any_time_leaves_nothing_behind(name: str) -> None:
     before()
     prompt, make, _ = case(name)
     draw, previous = random.Random(3), signal.signal(signal.SIGVTALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # Processes of pytest-xdist ignore it.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupted = 0
     try:
         for _ in range(8):
@@ -162,4 +164,5 @@ def test_ctrl_c_at_any_time_leaves_nothing_behind(name: str) -> None:
             check(name, cache)
     finally:
         signal.signal(signal.SIGVTALRM, previous)
+        signal.signal(signal.SIGINT, ignored)
     assert interrupted
