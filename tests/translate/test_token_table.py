@@ -100,7 +100,8 @@ def test_a_prompt_of_known_tokens_takes_no_pass_below_and_is_filled_as_the_first
         assert seen == [1]
         caches.append(cache)
     embedded: list[int] = []
-    handle = consumer.get_input_embeddings().register_forward_pre_hook(lambda module, args: embedded.append(args[0].shape[1]))
+    hook = tiny.observing(lambda module, args: embedded.append(args[0].shape[1]))
+    handle = consumer.get_input_embeddings().register_forward_pre_hook(hook)
     cache = TranslatedCache(consumer, translator, translator.encode(producer, ids.flip(1)))
     cache.prefill(ids.flip(1))
     handle.remove()
