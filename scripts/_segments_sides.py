@@ -287,6 +287,7 @@ class Phases:
                 if self._inside:
                     self._inside[-1] += whole
 
+        call.only_observes = True  # type: ignore[attr-defined]  # caches go on sharing what they compute
         return call
 
     @contextmanager

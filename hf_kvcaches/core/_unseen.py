@@ -106,7 +106,7 @@ def _moves_tensors(own: dict[str, Any]) -> bool:
 def _patched_class(kind: type[nn.Module]) -> str | None:
     forward = vars(kind)["forward"]
     home = getattr(forward, "__globals__", {}).get("__name__")
-    if home is None or kind is nn.Module:
+    if home is None or kind is nn.Module or getattr(forward, "only_observes", False):
         return None
     same_package = home.partition(".")[0] in {kind.__module__.partition(".")[0], *_LIBRARIES, "accelerate"}
     same_name = forward.__qualname__ == f"{kind.__qualname__}.forward" and forward.__module__ == kind.__module__
