@@ -143,7 +143,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         Args:
             input_ids: (batch, tokens).
             attention_mask: As the model got it.
-            position_ids: Likewise.
+            position_ids: As the model got them, or None.
         """
         # Anew, because a pass that was told of before may have failed.
         self.provenance.until = min(self.provenance.until, self.seen)
