@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -22,6 +24,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 __all__ = [
     "AttentionInterface",
     "AttentionMaskInterface",
+    "GenerateCall",
     "MarkedCache",
     "attention_configs",
     "attention_function",
@@ -50,6 +53,27 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class GenerateCall:
+    """What a `generate` was given that begins with a cache.
+
+    Args:
+        ids: The prompt, (rows, tokens), each beam a row; None where it came as embeddings.
+        tokens: How many tokens came.
+        mask: 1 where a token is real, (rows, tokens seen and new ones), or None where nothing is padded.
+        masked: How many tokens there are by the mask; None where the model takes no mask.
+        whole: Whether it is the whole text, of which `generate` cuts off what the cache has seen; else the new tokens alone.
+        config: An object that lives as long as the call.
+    """
+
+    ids: torch.Tensor | None
+    tokens: int
+    mask: torch.Tensor | None
+    masked: int | None
+    whole: bool
+    config: GenerationConfig
+
+
 class MarkedCache:
     """A cache that is told when a `generate` begins with it: transformers marks a cache that the caller brings along."""
 
@@ -62,10 +86,41 @@ class MarkedCache:
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         self._marked = value
-        self.generate_begins()
+        call = _running_generate()
+        if call is not None:
+            self.generate_begins(call)
 
-    def generate_begins(self) -> None:
-        """Called when `generate` begins with this cache, before it runs anything."""
+    def generate_begins(self, call: GenerateCall) -> None:
+        """Called when `generate` begins with this cache, before it runs anything.
+
+        Args:
+            call: What `generate` was given.
+        """
+
+
+def _running_generate() -> GenerateCall | None:
+    """The innermost `generate` that is about to mark a cache, which hands the cache nothing: its local variables are read."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MOST_FRAMES):
+        if frame is not None and frame.f_code is not _GENERATE:
+            frame = frame.f_back
+    if frame is None or frame.f_code is not _GENERATE:
+        return None
+    given = frame.f_locals
+    options, config, ids = given["model_kwargs"], given["generation_config"], given["input_ids"]
+    mask = options.get("attention_mask")
+    # `generate` drops a mask without padding, and remembers its length.
+    masked = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
+    embeddings = options.get("inputs_embeds")
+    if embeddings is not None:
+        return GenerateCall(None, embeddings.shape[1], mask, masked, True, config)
+    return GenerateCall(ids, ids.shape[1], mask, masked, masked == ids.shape[1], config)
+
+
+# Some models wrap the method in which caches are marked.
+_MOST_FRAMES = 4
+# Behind the decorator that turns gradients off.
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 def split_model(model_or_config: object) -> tuple[PreTrainedModel | None, PreTrainedConfig]:

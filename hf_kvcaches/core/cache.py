@@ -84,6 +84,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         self._model = None if base is None else weakref.ref(base)
         self._starts_at = 0
         self.provenance = Provenance()
+        self.fed = continuing.FedTokens()
         self._drafting = False
         self._learned_prompt = compat.has_learned_prompt(model)
         if offloading and not torch.cuda.is_available():
@@ -104,9 +105,9 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         if base is not None and self.takes_over_prefill:
             prefill.install(base, self)
 
-    def generate_begins(self) -> None:
-        if self.seen and self._model is not None and (model := self._model()) is not None:
-            continuing.check_next_pass(model, self)
+    def generate_begins(self, call: compat.GenerateCall) -> None:
+        if self._model is not None and (model := self._model()) is not None:
+            continuing.begin_generate(model, self, call)
 
     @abstractmethod
     def make_layer(self, layer_idx: int) -> KVLayer:
@@ -280,8 +281,8 @@ class KVCache(compat.MarkedCache, Cache, ABC):
 
     def reset(self) -> None:
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
-        continuing.forget(self)
         self.provenance = Provenance()
+        self.fed = continuing.FedTokens()
         self._drafting = False
         for layer in self.layers:
             if isinstance(layer, KVLayer):
@@ -295,19 +296,23 @@ class KVCache(compat.MarkedCache, Cache, ABC):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         for layer in self._own_layers_first():
             layer.reorder_cache(beam_idx)
+        self.fed.map_rows(lambda ids: ids.index_select(0, beam_idx.to(ids.device)))
 
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self._own_layers_first():
             layer.crop(tokens_to_remove)
         self.provenance.crop(self.seen)
+        self.fed.cut(self.seen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for layer in self._own_layers_first():
             layer.batch_repeat_interleave(repeats)
+        self.fed.map_rows(lambda ids: ids.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         for layer in self._own_layers_first():
             layer.batch_select_indices(indices)
+        self.fed.map_rows(lambda ids: ids[indices.to(ids.device)])
 
     def activate_past_recording(self) -> None:
         self._drafting = True

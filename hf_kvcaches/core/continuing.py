@@ -1,85 +1,141 @@
-"""Refuses a prompt whose length says that it does not go on with what a cache holds.
+"""Refuses a prompt that does not go on with what a cache holds.
 
 `generate` takes it for granted that a prompt begins with the tokens in the cache: it cuts off as many as the cache has seen, and neither
-the model nor the cache is shown them. A prompt that is no longer than that is cut to nothing, or to some or all of its tokens, which
-would be answered behind the cache's text. What is left of it, its mask and its positions then contradict each other.
+the model nor the cache is shown them. A prompt that begins otherwise would be answered behind the cache's text. So the tokens that
+`generate` feeds are written down, and what it is given next is compared with them before it runs anything.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvcaches.compat import GenerateCall
 from hf_kvcaches.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.cache import KVCache
 
-# What removes the hook that waits for the next pass of a cache.
-_waiting: weakref.WeakKeyDictionary[KVCache, weakref.finalize[[], KVCache]] = weakref.WeakKeyDictionary()
+# So many passes are written down before their tokens are put into one tensor.
+_MOST_PARTS = 64
 
 
-def check_next_pass(model: PreTrainedModel, cache: KVCache) -> None:
-    """Checks the next pass of a model with a cache, before it runs, and no other one.
+class FedTokens:
+    """The first tokens that a cache was fed, as far as they are known: what a caller's own loop feeds is not."""
+
+    def __init__(self) -> None:
+        self._parts: list[torch.Tensor] = []
+
+    def __len__(self) -> int:
+        return sum(part.shape[1] for part in self._parts)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """All that are known, (rows, tokens)."""
+        if len(self._parts) > 1:
+            self._parts = [torch.cat(self._parts, dim=1)]
+        return self._parts[0] if self._parts else torch.empty(0, 0, dtype=torch.long)
+
+    def add(self, ids: torch.Tensor, start: int) -> None:
+        """Takes in the tokens of a pass. Behind tokens that are not known, nothing is.
+
+        Args:
+            ids: (rows, tokens).
+            start: How many tokens the cache had before; what is known behind them belongs to a pass that failed.
+        """
+        self.cut(start)
+        if len(self) == start and (not self._parts or self._parts[0].shape[0] == ids.shape[0]):
+            self._parts.append(ids)
+        if len(self._parts) > _MOST_PARTS:
+            self._parts = [self.ids]
+
+    def cut(self, length: int) -> None:
+        """Forgets all but the first tokens.
+
+        Args:
+            length: How many stay.
+        """
+        if len(self) > length:
+            self._parts = [self.ids[:, :length]] if length else []
+
+    def map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Does to the rows what is done to the cache's.
+
+        Args:
+            function: From and to (rows, tokens).
+        """
+        if self._parts:
+            self._parts = [function(self.ids)]
+
+
+def begin_generate(model: PreTrainedModel, cache: KVCache, call: GenerateCall) -> None:
+    """Refuses a prompt that does not go on with a cache, and writes down what `generate` feeds into it.
 
     Args:
-        model: The model.
-        cache: It holds tokens, and `generate` begins with it.
+        model: The cache's model.
+        cache: What `generate` begins with.
+        call: What `generate` was given.
     """
-    reference: weakref.ref[KVCache] = weakref.ref(cache)
-
-    # Another thread's pass may call a hook that has just been removed, without its keyword arguments.
-    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        waiting = reference()
-        if waiting is None or kwargs is None or id(kwargs.get("past_key_values")) != id(waiting) or torch.compiler.is_compiling():
-            return
-        forget(waiting)
-        require_continuing(waiting, kwargs)
-        _require_positions_behind(waiting, kwargs)
-
-    before.only_observes = True  # type: ignore[attr-defined]
-    forget(cache)
-    # Before the hook with which a cache takes over prompts.
-    handle = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-    _waiting[cache] = weakref.finalize(cache, handle.remove)
+    if cache.seen:
+        _require_continuing(cache, call)
+    handle = model.register_forward_pre_hook(_write_down, with_kwargs=True, prepend=True)
+    weakref.finalize(call.config, handle.remove)
 
 
-def forget(cache: KVCache) -> None:
-    """No longer checks the next pass of a cache.
+# Another thread's pass may call a hook that has just been removed, without its keyword arguments.
+def _write_down(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+    """The hook on a model for as long as `generate` runs."""
+    if torch.compiler.is_compiling() or kwargs is None:
+        return
+    cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
+    fed = getattr(cache, "fed", None)
+    if cache is not None and isinstance(fed, FedTokens) and isinstance(ids, torch.Tensor) and ids.ndim == 2:
+        fed.add(ids, cache.seen)
 
-    Args:
-        cache: The cache.
-    """
-    if cache in _waiting:
-        _waiting.pop(cache)()
+
+_write_down.only_observes = True  # type: ignore[attr-defined]
 
 
-def require_continuing(cache: KVCache, kwargs: dict[str, Any]) -> None:
+def _require_continuing(cache: KVCache, call: GenerateCall) -> None:
+    if not call.whole:
+        if call.masked is not None and call.masked != cache.seen + call.tokens:
+            raise refusal(cache, f"{call.tokens} new tokens with an attention_mask of {call.masked}")
+        return
+    if call.tokens <= cache.seen:
+        raise refusal(cache, "a prompt that is not longer")
+    cache.fed.cut(cache.seen)  # what is behind belongs to a pass that failed
+    if call.ids is None or not len(cache.fed):
+        return
+    fed, new = cache.fed.ids, call.ids
+    if fed.shape[0] != new.shape[0]:
+        raise refusal(cache, f"{new.shape[0]} rows, where it holds {fed.shape[0]}")
+    other = fed.to(new.device) != new[:, : fed.shape[1]]
+    if call.mask is not None:
+        other &= call.mask[:, : fed.shape[1]].to(new.device, torch.bool)
+    if bool(other.any()):
+        row, position = other.nonzero()[0].tolist()
+        raise refusal(cache, f"one whose row {row} has another token at {position}")
+
+
+def require_new_tokens(cache: KVCache, kwargs: dict[str, Any]) -> None:
     """Refuses a pass without new tokens, or with a mask that is not of the tokens seen and the new ones.
 
     Args:
         cache: The cache.
         kwargs: What the model is called with.
     """
-    tokens, mask = _new_tokens(kwargs), kwargs.get("attention_mask")
-    if tokens is None or not cache.seen:
+    new = next((kwargs[name] for name in ("inputs_embeds", "input_ids") if isinstance(kwargs.get(name), torch.Tensor)), None)
+    if new is None or new.ndim < 2 or not cache.seen:
         return
+    tokens, mask = new.shape[1], kwargs.get("attention_mask")
     if tokens == 0:
         raise refusal(cache, "a prompt that is not longer")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] != cache.seen + tokens:
         raise refusal(cache, f"{tokens} new tokens with an attention_mask of {mask.shape[1]}")
-
-
-def _require_positions_behind(cache: KVCache, kwargs: dict[str, Any]) -> None:
-    """Refuses new tokens that `generate`, which leaves out a mask without padding, numbered like tokens in the cache."""
-    tokens, positions = _new_tokens(kwargs), kwargs.get("position_ids")
-    if not isinstance(positions, torch.Tensor) or positions.ndim != 2 or kwargs.get("attention_mask") is not None:
-        return
-    if positions.shape[1] != tokens or int(positions[:, -1].max()) < cache.seen:
-        raise refusal(cache, "a prompt that is not longer")
 
 
 def refusal(cache: KVCache, got: str) -> ConfigError:
@@ -93,9 +149,3 @@ def refusal(cache: KVCache, got: str) -> ConfigError:
         f"input_ids: expected a prompt that begins with the {cache.seen} tokens that this {type(cache).__name__} has seen and goes on, "
         f"got {got}. Call reset() before another text, or make a new cache for it."
     )
-
-
-def _new_tokens(kwargs: dict[str, Any]) -> int | None:
-    """How many tokens a pass adds; None where it brings neither tokens nor embeddings by name."""
-    new = next((kwargs[name] for name in ("inputs_embeds", "input_ids") if isinstance(kwargs.get(name), torch.Tensor)), None)
-    return None if new is None or new.ndim < 2 else new.shape[1]

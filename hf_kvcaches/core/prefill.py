@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import close_window
-from hf_kvcaches.core.continuing import require_continuing
+from hf_kvcaches.core.continuing import require_new_tokens
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.partial import Masks, RunningLayer, SkippedLayer, with_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -113,7 +113,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     if not _tokens_alone(kwargs):
         return None
     _require_whole(cache)
-    require_continuing(cache, kwargs)
+    require_new_tokens(cache, kwargs)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     cache.observe(input_ids, mask, positions)
     most = _most(model, kwargs, input_ids.shape[1])

@@ -174,6 +174,7 @@ class EquipCache(AnsweringCache):
         layers = self._own_layers
         device = compat.base_model(model).device
         editing.edit(self, model, layers, start, stop, ids.reshape(1, -1).to(device) if ids.ndim == 1 else ids.to(device))
+        self.fed.cut(start)
 
     @property
     def is_compileable(self) -> bool:

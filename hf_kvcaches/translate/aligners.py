@@ -17,8 +17,10 @@ from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.files import write_atomically, write_safetensors
 from hf_kvcaches.stores.reading import parse_json, read_safetensors
 
-# A pivot of the Cholesky factor below this share of the largest is rounding, and its column of the solution noise.
-_FLOOR = 1e-7
+# A pivot of the Cholesky factor below this share of the largest may be rounding, and its column of the solution noise.
+_SMALLEST_PIVOT = 1e-5
+# An eigenvalue below this share of the largest, times the number of inputs, is rounding.
+_SMALLEST_EIGENVALUE = 1e-14
 _FORMAT = "hf_kvcaches.aligner_training/1"
 
 # Pairs of rows, (n, inputs) and (n, outputs) floating-point, by number: a list, or a data set that reads them from disk.
@@ -49,10 +51,10 @@ def fit_ridge(xx: Tensor, xy: Tensor, lam: float) -> Tensor:
     left.diagonal().add_(lam * float(left.diagonal().mean()))
     factor, failed = torch.linalg.cholesky_ex(left)
     pivots = factor.diagonal()
-    if not int(failed) and float(pivots.min()) > _FLOOR * float(pivots.max()):
+    if not int(failed) and float(pivots.min()) > _SMALLEST_PIVOT * float(pivots.max()):
         return torch.cholesky_solve(right, factor)
     values, vectors = torch.linalg.eigh(left)
-    kept = values > max(float(values[-1]) * _FLOOR**2 * len(left), 0.0)
+    kept = values > max(float(values[-1]) * _SMALLEST_EIGENVALUE * len(left), 0.0)
     return vectors[:, kept] @ ((vectors[:, kept].T @ right) / values[kept, None])
 
 

@@ -1,12 +1,22 @@
 """A cache that holds one text is given another: what its length tells is refused, and what goes on goes on."""
 
 import copy
-import gc
+import pickle
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from hf_kvcaches import AdaptiveSubspace, ConfigError, EquipCache, GrowingCache, SegmentReuseCache, SegmentStore, SubspaceCache
+from hf_kvcaches import (
+    AdaptiveSubspace,
+    ConfigError,
+    EquipCache,
+    GrowingCache,
+    SegmentReuseCache,
+    SegmentStore,
+    SubspaceCache,
+    UnsupportedError,
+)
 from tests import tiny
 
 MAKERS = {
@@ -89,12 +99,142 @@ def test_no_hook_stays_behind(model):
     cache = GrowingCache(model)
     text = answer(model, tiny.ids(1, 12), cache)
     assert not model._forward_pre_hooks
-    answer(model, torch.cat([text, text], dim=1), cache)
+    answer(model, torch.cat([text, text], dim=1), cache, generation_config=GenerationConfig())
     assert not model._forward_pre_hooks
     with pytest.raises(ConfigError):
         answer(model, text, cache)
     assert not model._forward_pre_hooks
-    cache.generate_begins()
-    del cache
-    gc.collect()
-    assert not model._forward_pre_hooks
+
+
+def other_beginnings(text: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Longer prompts that begin otherwise than a text of 12 tokens and 4 generated ones."""
+    edited_prompt, edited_answer = torch.cat([text, text], dim=1), torch.cat([text, text], dim=1)
+    edited_prompt[:, 3] = (text[:, 3] + 1) % 50
+    edited_answer[:, 13] = (text[:, 13] + 1) % 50
+    return {"another text": tiny.ids(text.shape[0], 30, seed=9), "edited prompt": edited_prompt, "edited answer": edited_answer}
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("kind", ["another text", "edited prompt", "edited answer"])
+def test_a_longer_prompt_that_begins_otherwise_is_refused_before_anything_is_stored(model, make, kind, chunk):
+    cache = make(model)
+    text = answer(model, tiny.ids(1, 12), cache)
+    before = {name: tensor.clone() for name, tensor in cache.owned_tensors().items()}
+    with pytest.raises(ConfigError, match=r"another token at (0|3|13)\b.*reset\(\)"):
+        answer(model, other_beginnings(text)[kind], cache, prefill_chunk_size=chunk)
+    held = cache.owned_tensors()
+    assert cache.seen == 15
+    assert all(torch.equal(held[name], tensor) for name, tensor in before.items())
+
+
+def test_a_row_that_begins_otherwise_is_refused_and_other_pad_tokens_are_not(model, make):
+    cache, prompts, mask = make(model), tiny.ids(2, 12), torch.ones(2, 12, dtype=torch.long)
+    mask[0, :5] = 0
+    longer = torch.cat([answer(model, prompts, cache, attention_mask=mask), tiny.ids(2, 3, seed=2)], dim=1)
+    mask = torch.cat([mask, torch.ones(2, 7, dtype=torch.long)], dim=1)
+    other = longer.clone()
+    other[1, 14] = (other[1, 14] + 1) % 50
+    with pytest.raises(ConfigError, match="row 1 has another token at 14"):
+        answer(model, other, cache, attention_mask=mask)
+    padded_otherwise = longer.masked_fill(mask == 0, 7)
+    assert answer(model, padded_otherwise, cache, attention_mask=mask).shape[1] == 23
+
+
+def test_another_number_of_rows_is_refused(model, make):
+    cache = make(model)
+    text = answer(model, tiny.ids(1, 12), cache)
+    with pytest.raises(ConfigError, match="2 rows, where it holds 1"):
+        answer(model, torch.cat([text, text]).repeat(1, 2), cache)
+
+
+def test_prompts_of_a_pipeline_one_after_the_other_are_refused(make):
+    model = tiny.llama()
+    cache = make(model)
+    first, second = tiny.ids(1, 12), tiny.ids(1, 30, seed=5)
+    answer(model, first, cache)
+    with pytest.raises(ConfigError, match=r"reset\(\)"):
+        answer(model, second, cache)
+    cache.reset()
+    assert torch.equal(answer(model, second, cache), answer(model, second, make(model)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 2}, {"do_sample": True}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}, {"num_return_sequences": 2}],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_was_decoded_in_another_way_goes_on_and_another_text_is_refused(model, options):
+    """After beams the cache holds those that were alive last, cut back to the prompt that they share."""
+    cache, rows = GrowingCache(model), 2 if {"num_beams", "num_return_sequences"} & set(options) else 1
+    options = {"max_new_tokens": 4, "pad_token_id": 0, "past_key_values": cache, "do_sample": "num_return_sequences" in options, **options}
+    text = model.generate(tiny.ids(1, 12), **options)
+    if "num_beams" in options:
+        cache.crop(12 - cache.seen)
+        cache.batch_select_indices(torch.tensor([0]))
+        rows = 1
+    longer = torch.cat([text, tiny.ids(rows, 3, seed=2)], dim=1)
+    with pytest.raises(ConfigError, match="another token"):
+        answer(model, tiny.ids(rows, 19, seed=9), cache)
+    assert answer(model, longer, cache).shape[1] == longer.shape[1] + 4
+
+
+def test_after_a_crop_only_what_is_left_counts(model, make):
+    cache = make(model)
+    text = answer(model, tiny.ids(1, 12), cache)
+    try:
+        cache.crop(-5)
+    except UnsupportedError:
+        pytest.skip("this cache has forgotten what a crop needs")
+    other = torch.cat([text[:, :10], tiny.ids(1, 9, seed=8)], dim=1)
+    assert answer(model, other, cache).shape[1] == 23
+
+
+def test_what_an_own_loop_fed_is_not_known_and_the_prompt_is_believed(model, make):
+    cache, prompt = make(model), tiny.ids(1, 19)
+    with torch.no_grad():
+        model(input_ids=prompt[:, :12], past_key_values=cache)
+    copied = copy.deepcopy(cache)
+    text = answer(model, prompt, copied)
+    answer(model, torch.cat([text, prompt], dim=1), copied)
+    assert cache.seen == 12
+
+
+def test_a_copy_knows_its_tokens_and_a_pickled_cache_too(model):
+    cache = GrowingCache(model)
+    text = answer(model, tiny.ids(1, 12), cache)
+    for copied in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        with pytest.raises(ConfigError, match="another token"):
+            answer(model, tiny.ids(1, 30, seed=5), copied)
+        assert answer(model, torch.cat([text, text], dim=1), copied).shape[1] == 36
+
+
+def test_an_edited_text_goes_on(model):
+    cache = EquipCache(model, "streaming", budget=32, recent=2)
+    text = answer(model, tiny.ids(1, 12), cache)
+    new = (text[:, 3:5] + 1) % 50
+    cache.edit(model, 3, 5, new)
+    longer = torch.cat([text, text], dim=1)
+    longer[:, 3:5] = new
+    assert answer(model, longer, cache).shape[1] == 36
+
+
+def test_after_a_failed_pass_its_tokens_are_forgotten(model):
+    cache, text = GrowingCache(model), tiny.ids(1, 12)
+    answer(model, text, cache)
+    handle = model.model.register_forward_pre_hook(_fail)
+    held = torch.cat([text, tiny.ids(1, 9, seed=3)], dim=1)
+    held[:, 12:15] = cache.fed.ids[:, 12:15]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        answer(model, held, cache)
+    handle.remove()
+    assert answer(model, held[:, :18], cache).shape[1] == 22
+
+
+def _fail(module, args):
+    raise RuntimeError("on purpose")
+
+
+def test_many_tokens_are_written_down(model):
+    cache = GrowingCache(model)
+    text = model.generate(tiny.ids(1, 5), past_key_values=cache, max_new_tokens=150, do_sample=False, pad_token_id=0)
+    assert torch.equal(cache.fed.ids, text[:, :-1])
