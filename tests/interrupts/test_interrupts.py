@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache as remembered
 from typing import Any
 
@@ -50,19 +50,26 @@ def traces() -> Any:
     return list(model().state_dict()), [id(module) for module in model().modules()], hooks, model().config._attn_implementation
 
 
-class Calls(TorchFunctionMode):
-    """Counts calls of PyTorch's functions, the cache's own among them, and interrupts at one of them. Those of checksums are too many."""
+class _Functions(TorchFunctionMode):
+    """Counts calls of PyTorch's functions in `count`, and interrupts at one of them. Those of checksums are too many."""
 
     def __init__(self, stop: int) -> None:
         super().__init__()
-        self.stop, self.count = stop, 0
+        self.stop, self.count = stop, [0]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not sys._getframe(1).f_code.co_filename.endswith("checksum.py"):
-            self.count += 1
-            if self.count == self.stop:
+            self.count[0] += 1
+            if self.count[0] == self.stop:
                 raise Interrupt
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def functions(stop: int) -> Iterator[list[int]]:
+    """Counts calls of PyTorch's functions, the cache's own among them, and interrupts at one of them."""
+    with _Functions(stop) as mode:
+        yield mode.count
 
 
 @contextmanager
@@ -114,30 +121,17 @@ def chosen(count: int, most: int, seed: int) -> list[int]:
     return [1, *sorted(inner), count]
 
 
+@pytest.mark.parametrize("counted", [modules, functions])
 @pytest.mark.parametrize("name", CASES)
-def test_an_interrupt_in_any_module_leaves_nothing_behind(name: str) -> None:
+def test_an_interrupt_in_any_call_leaves_nothing_behind(name: str, counted: Callable[[int], AbstractContextManager[list[int]]]) -> None:
     before()
     prompt, make, _ = case(name)
     cache = make()
-    with modules(0) as count:
+    with counted(0) as count:
         answer(prompt, cache)
     for stop in chosen(count[0], 16, seed=1):
         cache = make()
-        with modules(stop), pytest.raises(Interrupt):
-            answer(prompt, cache)
-        check(name, cache)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_an_interrupt_in_any_function_leaves_nothing_behind(name: str) -> None:
-    before()
-    prompt, make, _ = case(name)
-    cache = make()
-    with Calls(0) as calls:
-        answer(prompt, cache)
-    for stop in chosen(calls.count, 16, seed=2):
-        cache = make()
-        with Calls(stop), pytest.raises(Interrupt):
+        with counted(stop), pytest.raises(Interrupt):
             answer(prompt, cache)
         check(name, cache)
 
