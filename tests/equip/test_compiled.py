@@ -21,6 +21,9 @@ from hf_kvcaches.equip.cache import EquipCache
 from tests.conformance import models
 from tests.conformance.driving import feed, generate, left_padded, tokens
 
+# The conformance matrix compiles a cache of each kind in the fast tier.
+pytestmark = pytest.mark.full
+
 BUDGET, SINKS, LIMIT = 12, 2, 20
 MORE = 3 * BUDGET + 5
 

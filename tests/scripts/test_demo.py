@@ -38,6 +38,7 @@ def cells(line: str) -> list[str]:
     return [cell for cell in line.split("  ") if cell.strip()]
 
 
+@pytest.mark.full
 def test_the_document_is_read_by_every_cache_and_its_questions_are_judged(folder, tmp_path):
     picture = tmp_path / "new" / "demo.png"
     done = demo("--model", folder, "--max-new-tokens", 4, "--questions", 2, "--plot", picture)

@@ -79,6 +79,7 @@ def test_what_is_written_is_the_best_and_a_library_takes_it(trained, script):
         script.TrainedAdapters.from_pretrained(trained[0], model=testbed.load("tuned")[0])
 
 
+@pytest.mark.full
 def test_a_training_that_was_stopped_ends_like_one_that_was_not(script, run, tmp_path, monkeypatch):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run("--out", whole, *SMALL, "--steps", 12, "--seeds", 3)

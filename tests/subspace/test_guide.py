@@ -24,6 +24,7 @@ def quickstart():
     hf_kvcaches.disable(model)
 
 
+@pytest.mark.full
 def test_the_examples_run_one_after_the_other(quickstart, tmp_path, monkeypatch):
     (tmp_path / "tests").symlink_to(DOCS.parent / "tests")  # files that the examples write stay out of the checkout
     monkeypatch.chdir(tmp_path)

@@ -45,12 +45,14 @@ def test_the_base_model_recalls_nine_of_ten_facts_in_long_unseen_documents(base)
     assert recall.share(results) >= 0.9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tuned", "lora"])
 def test_the_other_models_recall_too(name):
     model, tokenizer = testbed.load(name)
     assert recall.share(recall.answered(model, tokenizer, unseen(tokenizer, name, 8, 600, 1000))) >= 0.8
 
 
+@pytest.mark.full
 def test_without_the_notes_it_only_guesses(base):
     results = recall.answered(*base, unseen(base[1], "control", 16, 600, 1000), with_notes=False)
     # A tenth is far above one in a hundred values, and far below what a leak would give.
@@ -63,6 +65,7 @@ def test_the_three_models_are_three_models(base):
     assert [reason for reason in prints[0].differs_from(prints[2]) if "adapters" in reason]
 
 
+@pytest.mark.full
 def test_tuning_on_verse_moves_perplexity_towards_verse(base):
     tuned, tokenizer = testbed.load("tuned")
     verse = testbed.held_out("verse")

@@ -36,6 +36,7 @@ def pair() -> Iterator[dict[str, Any]]:
         end.close()
 
 
+@pytest.mark.full
 def test_the_examples_run_one_after_the_other(pair, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # files that the examples write stay out of the checkout
     names = {**pair, "__name__": __name__}
