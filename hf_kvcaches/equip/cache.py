@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.adopting import AdoptingCache
 from hf_kvcaches.core.answerable import require_all_heads
-from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.budgets import check_budget, plain_budget, resolve_budgets
@@ -25,7 +25,7 @@ from hf_kvcaches.kernels._shared import BACKENDS
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
 
 
-class EquipCache(AnsweringCache):
+class EquipCache(AdoptingCache):
     """Keeps a fixed number of tokens: a new one is written over the one that a policy gives up, and nothing is moved.
 
     EQUIP: EQUivariant preserving In-Place updates for Efficient token-pruning (Ramachandran et al.). Attention does not care in which order
@@ -128,6 +128,20 @@ class EquipCache(AnsweringCache):
         schemes = {layer.frames.scheme for layer in self._own_layers} - {"given"}
         rope = schemes.pop() if schemes else self._options["rope"]
         return {**self._options, "rope": rope, "policy": self.policy.settings(), "budget": self._budget, **pages}
+
+    @property
+    def adopt_window(self) -> int | None:
+        return self.policy.observes
+
+    def adopt_refused(self, window: int = 0) -> str:
+        observes, name = self.policy.observes, self.policy.name or type(self.policy).__name__
+        if observes is not None and observes <= window:
+            return ""
+        whose, others = ("all queries", "'snapkv', ") if observes is None else (f"a prompt's last {observes} queries", "")
+        return (
+            f"policy: {name!r} scores by the attention of {whose}, which stored keys and values don't have. "
+            f"Use {others}'knorm', 'lagkv' or 'streaming'."
+        )
 
     @property
     def pool(self) -> PagePool | None:
