@@ -13,9 +13,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.rope_families import head_sizes
@@ -39,7 +37,7 @@ class LastQueries:
     softcap: float | None = None
 
 
-class AdoptingCache(AnsweringCache):
+class AdoptingCache(KVCache):
     """A cache whose layers have `adopt`: afterwards they hold what they would hold after a prefill."""
 
     @property
@@ -182,13 +180,13 @@ def _exact_states(layer: Any, layer_idx: int, tokens: int) -> tuple[torch.Tensor
         layer_idx: Its index.
         tokens: How many the source has seen.
     """
-    # A subclass of transformers' layer may quantize; one of ours that has more tensors than its buffers holds something else in them.
-    exact = type(layer) is DynamicLayer or (isinstance(layer, GrowingLayer) and set(layer.owned_tensors()) <= set(GrowingLayer.row_tensors))
-    if not exact:
+    # A subclass of transformers' layer may quantize.
+    states = (layer.keys, layer.values) if type(layer) is DynamicLayer else layer.exact_states() if isinstance(layer, KVLayer) else None
+    if states is None:
         hint = "Fill a DynamicCache or a GrowingCache."
         raise ConfigError.of(f"past.layers[{layer_idx}]", "a layer with every key and value", type(layer).__name__, hint)
-    keys, values = layer.keys, layer.values
-    if keys is None or keys.ndim != 4 or keys.shape[2] != tokens:
+    keys, values = states
+    if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != tokens:
         got = "none" if keys is None else tuple(keys.shape)
         raise ConfigError.of(f"past.layers[{layer_idx}]", f"keys of {tokens} tokens", got, "A forward pass failed on the way.")
     return keys.to(layer.device), values.to(layer.device)

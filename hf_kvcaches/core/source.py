@@ -40,7 +40,9 @@ class SourceCache(KVCache):
         self.history = History(self.rotation.positions_matter)
         self.source_layers: tuple[GrowingLayer, ...] = tuple(self.layers)
         self.holder: AdoptingCache | None = None
-        self._padding: list[int] | None = None
+        # Of the prompt that is handed over: (batch or 1, tokens), and (batch,) or None.
+        self._positions: torch.Tensor | None = None
+        self._padding: torch.Tensor | None = None
         if decode_with is not None:
             self._take_holder(decode_with)
 
@@ -53,7 +55,7 @@ class SourceCache(KVCache):
             raise ConfigError(
                 "decode_with: expected a new cache, got one that holds tokens or decodes for another cache. Make one for each."
             )
-        if self._model is None or holder._model is None or holder.model is not self.model:
+        if holder._model is None or holder._model() is not self.model:
             raise ConfigError("decode_with: expected a cache of the same model object. Make both with this model.")
         if why := holder.adopt_refused(holder.adopt_window or 0):
             raise UnsupportedError(f"decode_with: {why}")
@@ -86,19 +88,20 @@ class SourceCache(KVCache):
         return taken - run_again
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self.holder is None or self.filling or layer_idx >= len(self.layers):
+        holder = self.holder
+        if holder is None or self.filling or layer_idx >= len(self.layers):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == 0:
-            self._begin_pass(key_states.shape[2])
+            self._begin_pass(holder, key_states.shape[2])
         if self.layers[layer_idx] is not self.source_layers[layer_idx]:
-            held: tuple[Any, Any] = self.holder.update(key_states, value_states, layer_idx, *args, **kwargs)
+            held: tuple[Any, Any] = holder.update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         view = _LastPass(self, layer_idx, keys, values)
         attention.answer_next(self._attention_configs, bound=True)
         return view, view
 
-    def _begin_pass(self, tokens: int) -> None:
+    def _begin_pass(self, holder: AdoptingCache, tokens: int) -> None:
         handed = {layer is not source for layer, source in zip(self.layers, self.source_layers, strict=True)}
         if len(handed) > 1:
             raise ConfigError(
@@ -107,16 +110,18 @@ class SourceCache(KVCache):
             )
         if self.handed_over:
             return
-        self._padding = self.history.padding(self.seen + tokens)
-        if self._padding is not None:
-            return
-        if self.seen:
+        padding = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else self.history.padding(self.seen + tokens)
+        if padding is None and self.seen:
             raise UnsupportedError(
-                f"decode_with: {type(self).__name__} doesn't know all tokens of this prompt and their positions (embeddings, images, a "
-                "mask that is more than padding on the left, position_ids of one's own), so it can't hand them over. Leave decode_with out."
+                f"decode_with: {type(self).__name__} can't hand over a prompt with gradients, nor one whose tokens and positions it "
+                "doesn't know (embeddings, a mask that is more than padding on the left, position_ids of one's own). Leave decode_with out."
             )
-        # Nothing to hand over: the holder reads the prompt itself.
-        self.layers[:] = self.holder.layers
+        if padding is None:
+            # There is nothing to hand over: the holder reads the prompt itself.
+            self.layers[:] = holder.layers
+            holder.take_provenance(self.provenance)
+            return
+        self._positions, self._padding = _positions(padding, self.seen + tokens)
 
     def hand_over(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, queries: LastQueries) -> None:
         """Puts a layer of the holder in the place of one that has answered the prompt.
@@ -128,10 +133,8 @@ class SourceCache(KVCache):
             queries: Of the pass.
         """
         assert self.holder is not None
-        assert self._padding is not None
-        padding = torch.tensor(self._padding, device=keys.device)
-        positions = (torch.arange(keys.shape[2], device=keys.device)[None] - padding[:, None]).clamp_min(0)
-        self.holder.adopt_layer(layer_idx, keys, values, positions, padding if any(self._padding) else None, queries)
+        assert self._positions is not None
+        self.holder.adopt_layer(layer_idx, keys, values, self._positions, self._padding, queries)
         self.layers[layer_idx] = self.holder.layers[layer_idx]
         self.release_layer(self.source_layers[layer_idx])
         if layer_idx == len(self.layers) - 1:
@@ -170,7 +173,7 @@ class SourceCache(KVCache):
         self.layers[:] = self.source_layers
         super().reset()
         self.history.reset()
-        self._padding = None
+        self._positions = self._padding = None
         if self.holder is not None:
             self.holder.reset()
 
@@ -179,10 +182,10 @@ class SourceCache(KVCache):
         self.history.crop(self.seen)
 
     def activate_past_recording(self) -> None:
-        if self.holder is not None:
+        if self.holder is not None and not self.handed_over:
             raise UnsupportedError(
-                f"activate_past_recording: assisted decoding takes tokens back, which {type(self).__name__} can't with decode_with. Decode "
-                "without an assistant, or leave decode_with out."
+                "activate_past_recording: assisted decoding brings its first drafts with the prompt, which decode_with can't tell apart. "
+                "Decode without an assistant, or leave decode_with out."
             )
         super().activate_past_recording()
 
@@ -199,3 +202,12 @@ class _LastPass(attention.LayerView):
         queries = LastQueries(query, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
         self.cache.hand_over(self.layer_idx, self.keys, self.values, queries)
         return output
+
+
+def _positions(padding: list[int], tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The positions of a left-padded batch, (batch or 1, tokens), and its padding, (batch,), or None for none."""
+    slots = torch.arange(tokens)[None]
+    if not any(padding):
+        return slots, None
+    counts = torch.tensor(padding)
+    return (slots - counts[:, None]).clamp_min(0), counts

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.adopting import AdoptingCache
 from hf_kvcaches.core.answerable import require_all_heads
+from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing
 from hf_kvcaches.equip.budgets import check_budget, plain_budget, resolve_budgets
@@ -25,7 +25,7 @@ from hf_kvcaches.kernels._shared import BACKENDS
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
 
 
-class EquipCache(AdoptingCache):
+class EquipCache(AnsweringCache):
     """Keeps a fixed number of tokens: a new one is written over the one that a policy gives up, and nothing is moved.
 
     EQUIP: EQUivariant preserving In-Place updates for Efficient token-pruning (Ramachandran et al.). Attention does not care in which order

@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 
 import torch
 
-from hf_kvcaches.core.adopting import AdoptingCache
 from hf_kvcaches.core.answerable import require_all_heads
+from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
@@ -24,7 +24,7 @@ from hf_kvcaches.subspace.store import Settings
 from hf_kvcaches.subspace.warming import SharedBudget
 
 
-class SubspaceCache(AdoptingCache):
+class SubspaceCache(AnsweringCache):
     """Keeps a few coefficients of each key and value, in bases that were calibrated for each head or follow the text, and attends to these.
 
     Online Subspace Projection for KV Caches: Training-Free Low-Rank Attention at Inference Time. Logits are products of the coefficients

@@ -116,6 +116,8 @@ class TranslatedCache(SourceCache):
             translator.check_codes(codes.head)
         self.translator, self.codes = translator, codes
         self._translated = 0
+        # How many numbers a token's keys and values are, in all layers.
+        self._token_numbers = 0
         # Whether the codes are of no use for the prompt that came.
         self._unserved = False
         # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.
@@ -219,6 +221,7 @@ class TranslatedCache(SourceCache):
         filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
         Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
         self._translated = sum(slots - pad for pad in places.padding)
+        self._token_numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         return slots
 
     def _leave_to_model(self, why: str) -> None:
@@ -266,13 +269,12 @@ class TranslatedCache(SourceCache):
         fields = self._report_fields()
         if self.codes is None or self.translator is None or not self._translated:
             return TranslatedReport(**fields, translated=self._translated)
-        numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         head = self.codes.head
         return TranslatedReport(
             **fields,
             translated=self._translated,
             payload_bytes=head.nbytes,
-            payload_share=head.nbytes / (2 * numbers * head.tokens),
+            payload_share=head.nbytes / (2 * self._token_numbers * head.tokens),
             run_layers=self.translator.settings.recompute_layers,
             patched=self.translator.patched_layers,
         )
