@@ -48,6 +48,7 @@ class Entry:
         make: Builds the cache for a model (also a PEFT or compiled wrapper of one).
         lossless: Whether it must equal `DynamicCache`; otherwise it is held to what it must share with itself.
         every_family: Whether it is run with all families of models, or with Llamas only.
+        fast: Whether its rows are in the fast tier.
         records: Whether it takes back only what it has recorded, and takes what it records one token at a time.
         without: Families that it can't be built for, and rows of a dtype ("forced_tokens@bfloat16"); tests of its own stand for these.
         refuses: Rows that must raise `UnsupportedError`, each for all models ("crop") or for one family ("crop@gemma2").
@@ -60,6 +61,7 @@ class Entry:
     without: frozenset[str] = frozenset()
     refuses: frozenset[str] = frozenset()
     records: bool = False
+    fast: bool = True
 
     def refuses_row(self, row: str, family: str) -> bool:
         """Whether a row must raise.
@@ -290,6 +292,7 @@ ENTRIES = [
             without=SUBSPACE if name == "subspace" else frozenset(),
             refuses=ASSISTED | (frozenset({"padded_loop_without_positions"}) if source is translated else frozenset()),
             records=name != "growing",
+            fast=(source, name) in ((exact_segments, "equip"), (same_prompt, "subspace"), (translated, "growing")),
         )
         for source in (exact_segments, same_prompt, translated)
         for name, holder, lossless in HOLDERS
