@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.adopting import AdoptingCache
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.errors import UnsupportedError
 
 
-class AnsweringCache(KVCache):
+class AnsweringCache(AdoptingCache):
     """A cache whose layers share a pass, and know which of its tokens are drafts.
 
     Attributes:

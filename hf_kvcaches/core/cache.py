@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -38,12 +38,14 @@ class CacheReport:
         seen: Tokens that the model has fed in.
         kept: Slots that hold a token, for each layer.
         bytes: Memory of every tensor that the cache owns, reserves included.
+        decode_with: Of the cache that holds the tokens for this one, if there is one.
     """
 
     cache: str
     seen: int
     kept: tuple[int, ...]
     bytes: int
+    decode_with: CacheReport | None = field(default=None, kw_only=True)
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as a plain dict."""
@@ -55,7 +57,8 @@ class CacheReport:
             f.name.replace("_", " "): str(getattr(self, f.name)) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__
         }
         width = max(len(name) for name in rows)
-        return "\n".join([self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+        lines = [self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
+        return "\n".join([*lines, f"decodes with {self.decode_with}"] if self.decode_with is not None else lines)
 
 
 class KVCache(compat.MarkedCache, Cache, ABC):
@@ -78,12 +81,15 @@ class KVCache(compat.MarkedCache, Cache, ABC):
     """Whether `take_prefill` is to be called with every prompt that `generate` feeds in."""
     filling: bool = False
     """Whether `take_prefill` is at it, or broke off."""
+    adopted: bool = False
+    """Whether another cache hands its prompts to this one."""
 
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
         self._starts_at = 0
         self.provenance = Provenance()
+        self.reads_all_weights = self.takes_over_prefill
         self.fed = continuing.FedTokens()
         self._drafting = False
         self._learned_prompt = compat.has_learned_prompt(model)
@@ -169,7 +175,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         if model is not None and not torch.compiler.is_compiling():
             seen = self.seen
             if not self.provenance.taken or seen + tokens > self.provenance.until:
-                self.provenance.begin_pass(model, seen, tokens, shared=self.takes_over_prefill)
+                self.provenance.begin_pass(model, seen, tokens, shared=self.reads_all_weights)
         return self.provenance.identity
 
     def take_prefill(self, call: prefill.PrefillCall) -> int:
@@ -181,6 +187,28 @@ class KVCache(compat.MarkedCache, Cache, ABC):
             call: The model, the prompt and its mask.
         """
         raise NotImplementedError(f"{type(self).__name__} takes over the prefill but does not write take_prefill")
+
+    @property
+    def wants_prompts(self) -> bool:
+        """Whether `take_prefill` has a use for a prompt now."""
+        return True
+
+    def leave_last(self, taken: int, tokens: int) -> int:
+        """How many of the tokens that `take_prefill` took the model need not run: it may forget the last ones again.
+
+        Args:
+            taken: How many it took.
+            tokens: How many the prompt has.
+        """
+        return taken
+
+    def take_provenance(self, provenance: Provenance) -> None:
+        """Goes on behind tokens that another cache was filled with.
+
+        Args:
+            provenance: Of that cache, which may share its tokens with others.
+        """
+        self.provenance, self.reads_all_weights = provenance, True
 
     def abandon_prefill(self, seen: int) -> None:
         """Called when `take_prefill` failed or was interrupted; unless it clears `filling`, the cache refuses all but `reset`.

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, require_empty
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.errors import ConfigError
 
@@ -70,6 +70,30 @@ class GrowingLayer(TensorLayer):
             return key_states, value_states
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
+    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        return self.keys, self.values
+
+    def adopt(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+        padding: torch.Tensor | None,
+        queries: LastQueries | None = None,
+    ) -> None:
+        """Takes over a prompt's keys and values. The layer must be empty.
+
+        Args:
+            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
+            values: Like `keys`.
+            positions: Ignored.
+            padding: Ignored.
+            queries: Ignored.
+        """
+        require_empty(self)
+        with torch.no_grad():
+            self.update(keys, values)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; the buffers stay.
 
@@ -127,7 +151,7 @@ def capacity_for(slots: int, reserve: int = 8) -> int:
     return slots + max(64, slots // reserve)
 
 
-class GrowingCache(KVCache):
+class GrowingCache(AdoptingCache):
     """Keeps every token, like `DynamicCache`, without copying the whole cache for each new one.
 
     The ground that lossy caches are measured from, and what a cache with nothing to save falls back to.
@@ -146,3 +170,6 @@ class GrowingCache(KVCache):
 
     def make_layer(self, layer_idx: int) -> GrowingLayer:
         return GrowingLayer()
+
+    def adopt_refused(self, window: int = 0) -> str:
+        return ""

@@ -45,6 +45,10 @@ class KVLayer(CacheLayerMixin):
     def owned_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor that the layer keeps alive, by name: what its memory is measured on."""
 
+    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        """Keys and values of all tokens seen, as the model computed them; None where the layer has lost some."""
+        return None
+
     def get_seq_length(self) -> int:
         """The number of tokens seen, as `generate` and the position ids need it."""
         return self.seen

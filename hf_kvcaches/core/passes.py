@@ -132,6 +132,23 @@ class Passes(Generic[P]):
             self._arguments = (mask, *arguments)
         return self._current
 
+    def of_prompt(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> P:
+        """The pass that computed a prompt which is taken over from elsewhere, shared by layers that come with the same tensors.
+
+        Args:
+            positions: The model's positions of all tokens, (batch or 1, tokens).
+            padding: How many slots at the start of each row hold no token, (batch,), or None.
+            tokens: Slots of a row.
+            device: Of the keys.
+        """
+        current, arguments = self._arguments[:2], (tokens, device)
+        same = len(current) == 2 and current[0] is positions and current[1] is padding
+        if self._current is None or not same or self._arguments[2:] != arguments:
+            valid = None if padding is None else torch.arange(tokens, device=device) >= padding.to(device)[:, None]
+            self._current = self.kind(TokenMask(None if valid is None or bool(valid.all()) else valid), positions, 0, tokens, device)
+            self._arguments = (positions, padding, *arguments)
+        return self._current
+
     def block_length(self, tokens: int, begun: bool, recording: bool) -> int:
         """How many of a call's tokens are one block; the others are steps, one after the other, as if they had come alone.
 

@@ -117,7 +117,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     cache.observe(input_ids, mask, positions)
     most = _most(model, kwargs, input_ids.shape[1])
-    if most < 1 or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
+    if most < 1 or not cache.wants_prompts or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
         return None
     before = cache.seen
     try:
@@ -125,6 +125,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
         taken = cache.take_prefill(PrefillCall(model, input_ids, mask, positions, most))
         if not 0 <= taken <= most or cache.seen != before + taken:
             raise RuntimeError(f"take_prefill took {taken} of {most} tokens, and the cache went from {before} to {cache.seen} tokens")
+        taken = cache.leave_last(taken, input_ids.shape[1])
         cache.filling = False
     except BaseException:
         close_window()

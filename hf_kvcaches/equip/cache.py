@@ -130,6 +130,20 @@ class EquipCache(AnsweringCache):
         return {**self._options, "rope": rope, "policy": self.policy.settings(), "budget": self._budget, **pages}
 
     @property
+    def adopt_window(self) -> int | None:
+        return self.policy.observes
+
+    def adopt_refused(self, window: int = 0) -> str:
+        observes, name = self.policy.observes, self.policy.name or type(self.policy).__name__
+        if observes is not None and observes <= window:
+            return ""
+        whose, others = ("all queries", "'snapkv', ") if observes is None else (f"a prompt's last {observes} queries", "")
+        return (
+            f"policy: {name!r} scores by the attention of {whose}, which stored keys and values don't have. "
+            f"Use {others}'knorm', 'lagkv' or 'streaming'."
+        )
+
+    @property
     def pool(self) -> PagePool | None:
         """Where the pages are from; None for the flat layout."""
         return None if self._book is None else self._book.pool

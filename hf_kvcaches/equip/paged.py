@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 
+from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip.frames import Frames, TurningPass
@@ -261,6 +263,23 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
         rows, tokens = keys.shape[0], keys.shape[-2]
         running = self.enter(call, tokens, keys.device)
         block = self.passes.block_length(tokens, begun=bool(self.fed), recording=self.recording is not None)
+        with self._provided(running, rows, tokens, block):
+            return super().attend(query, keys, values, call)
+
+    def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, queries: LastQueries | None) -> None:
+        with self._provided(running, keys.shape[0], keys.shape[2], keys.shape[2]):
+            super().take_prompt(keys, values, running, queries)
+
+    @contextmanager
+    def _provided(self, running: TurningPass, rows: int, tokens: int, block: int) -> Iterator[None]:
+        """With pages for new tokens; those that are not used go back.
+
+        Args:
+            running: The pass.
+            rows: The batch.
+            tokens: New ones.
+            block: How many of them are one block.
+        """
         try:
             real, prompt = running.shared(("pages", id(self.book)), lambda: self._provide_all(running, rows, tokens, block))
         except MemoryError:
@@ -268,9 +287,8 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
             raise
         wanted = self.pages.after(real, prompt)
         self.book.provide([(self.pages, wanted)])
-        output = super().attend(query, keys, values, call)
+        yield
         self._took(wanted)
-        return output
 
     def _provide_all(self, running: TurningPass, rows: int, tokens: int, block: int) -> tuple[list[int], int]:
         """Takes the pages that this layer and those behind it need; returns the new tokens of each row, and of the longest prompt."""

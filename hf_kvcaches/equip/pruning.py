@@ -14,6 +14,7 @@ from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from hf_kvcaches.core.adopting import LastQueries
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
 
@@ -200,6 +201,36 @@ def _attend(
     result = own if output is None else output
     assert result is not None
     return result, observed
+
+
+def observed_by(layer: EquipLayer, queries: LastQueries | None, keys: torch.Tensor, running: TurningPass) -> torch.Tensor | None:
+    """What a prompt's keys got from its last queries, (batch, kv_heads, tokens), or None where the policy observes none.
+
+    Args:
+        layer: Empty.
+        queries: As many as the policy observes, or more.
+        keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
+        running: The pass that computed them.
+    """
+    window, tokens = layer.policy.observes, keys.shape[2]
+    if window == 0:
+        return None
+    count = tokens if window is None else min(window, tokens)
+    given = 0 if queries is None else queries.states.shape[2]
+    if queries is None or given < count:
+        raise UnsupportedError(f"queries: the policy scores a prompt of {tokens} tokens by its last {count} queries, and got {given}.")
+    earlier, valid = tokens - count, running.valid
+    slots, new = (None, None) if valid is None else (valid[:, None, :earlier], valid[:, earlier:])
+    _, observed = block_attention(
+        queries.states[:, :, given - count :],
+        keys,
+        None,
+        queries.scaling,
+        Visibility(slots, earlier, new),
+        softcap=queries.softcap,
+        observers=observers(window, new, count, keys.device),
+    )
+    return observed
 
 
 def _given(layer: EquipLayer, running: TurningPass) -> torch.Tensor | None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.core.cache import CacheReport
+from hf_kvcaches.core.cache import CacheReport, KVCache
+from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import UnsupportedError, require_choice, require_instance, require_tokenizer
@@ -90,6 +91,7 @@ class SegmentReuseCache(SplicingCache):
         policy: Guards and thresholds, from `scripts/calibrate_segments.py`; None for the paper's guards and strict thresholds.
         repair: Share of a segment's tokens to run again where the text before it is another; None for the policy's.
         spans: For each row, the caller's own segments as (start, stop) places of its tokens, padding not counted; or None.
+        decode_with: A new cache of the same model that holds the tokens once the prompt is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -104,6 +106,7 @@ class SegmentReuseCache(SplicingCache):
         *,
         separators: tuple[str, ...] = (),
         spans: list[list[tuple[int, int]]] | None = None,
+        decode_with: KVCache | None = None,
         offloading: bool = False,
     ) -> None:
         others = {"model": model, "tokenizer": tokenizer, "policy": policy}
@@ -112,7 +115,7 @@ class SegmentReuseCache(SplicingCache):
         require_choice("mode", mode, ("exact", "approximate", "auto"))
         if policy is not None:
             require_instance("policy", policy, SegmentPolicy, {"tokenizer": tokenizer}, "Or None.")
-        super().__init__(model, offloading=offloading)
+        super().__init__(model, decode_with=decode_with, offloading=offloading)
         self.store, self.tokenizer, self.mode = store, tokenizer, mode
         self.policy = (policy or SegmentPolicy()).with_repair(repair)
         check_policy(self.model, self.policy)
@@ -203,8 +206,18 @@ class SegmentReuseCache(SplicingCache):
     def rows_change(self) -> None:
         self.remembering.release()
 
+    def release_layer(self, layer: GrowingLayer) -> None:
+        if not self.remembering.waiting:
+            super().release_layer(layer)
+
+    def prompt_answered(self) -> None:
+        # What is new is read from the layers' buffers, which the store lets go of when it is written.
+        self.remembering.release()
+        for layer in self.source_layers:
+            layer.reset()
+
     def _watch(self) -> None:
-        self.remembering = Remembering(self.layers, self.store)
+        self.remembering = Remembering(self.source_layers, self.store)
         self.store.watch(self.remembering)
         # A cache that is dropped after one token has computed its prompt all the same.
         weakref.finalize(self, self.remembering.release).atexit = False

@@ -51,11 +51,11 @@ class Remembering:
     """What a cache has still to store.
 
     Args:
-        layers: The cache's own list.
+        layers: Of the cache, in which prompts are computed.
         store: Where to.
     """
 
-    def __init__(self, layers: list[SplicedLayer], store: SegmentStore) -> None:
+    def __init__(self, layers: Sequence[SplicedLayer], store: SegmentStore) -> None:
         self._layers, self._store = layers, store
         self._rows: list[NewRow] = []
         self._scope = ""
@@ -76,6 +76,12 @@ class Remembering:
         """
         with self._lock:
             self._rows, self._scope, self._reader, self._needed = list(rows), scope, reader, needed
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is to be stored."""
+        with self._lock:
+            return bool(self._rows)
 
     def release(self, drop: bool = True) -> None:
         """Hands over to the store what is computed.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -21,8 +22,12 @@ from hf_kvcaches.subspace.measuring import LayerMeter
 from hf_kvcaches.subspace.moments import packed, unpacked
 from hf_kvcaches.subspace.numbering import Arrival, Span, latest, resized
 from hf_kvcaches.subspace.store import SIDES, Settings
-from hf_kvcaches.subspace.warming import Begun, SharedBudget, Warm, measured
+from hf_kvcaches.subspace.warming import Begun, SharedBudget, Warm, measured, unmeasured
 
+NEEDS_QUERIES = (
+    "adaptive: metric='attention' measures the queries of a text's first tokens, which stored keys and values don't have. "
+    "Use AdaptiveSubspace with metric='plain', or bases of SubspaceBases.calibrate."
+)
 # How many tokens more there is room for, each time that there is none while ranks are not known.
 _GROWTH = 64
 
@@ -34,7 +39,7 @@ class AdaptiveLayer(SubspaceLayer):
     in which basis each tile is. Symmetric matrices are kept by one half.
 
     Attributes:
-        warm_queries: The first tokens' queries, (batch, heads, tokens, head_dim), until all rows have a basis.
+        warm_queries: The first tokens' queries, (batch, heads, tokens, head_dim), until all rows have a basis; None with metric="plain".
     """
 
     warm_queries: torch.Tensor | None = None
@@ -103,11 +108,12 @@ class AdaptiveLayer(SubspaceLayer):
             raise ConfigError.of("rank", f"1 to {most[0]} for keys and 1 to {most[1]} for values, the model's head size", rank)
         super().lazy_initialization(key_states, value_states)
 
-    def encode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival) -> None:
+    def encode(self, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, call: Call | None, arrival: Arrival) -> None:
         numbers, sinks = arrival.numbers, self.settings.sinks
         if self.recording:
             self.past.append((self.seen, self._grouping, self._waiting, {name: getattr(self, name) for name in self._followed()}))
-        self._keep_queries(query, arrival)
+        if query is not None and self.adaptive.metric != "plain":
+            self._keep_queries(query, arrival)
         coefficients = arrival.span("coefficients", self.count)
         spans = list(zip(numbers.starts, numbers.stops, strict=True))
         if all(start >= self.ready and stop - start <= 1 and not self._ends_tile(stop) for start, stop in spans):
@@ -130,6 +136,21 @@ class AdaptiveLayer(SubspaceLayer):
         if self._waiting:
             self.budget.tell(self, self._waiting)
         return output
+
+    @torch.no_grad()
+    def adopt(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+        padding: torch.Tensor | None,
+        queries: LastQueries | None = None,
+    ) -> None:
+        if self.adaptive.metric != "plain":
+            raise UnsupportedError(NEEDS_QUERIES)
+        super().adopt(keys, values, positions, padding, queries)
+        if self._waiting:
+            self.budget.tell(self, self._waiting)
 
     def settle(self, ranks: Sequence[Ranks]) -> None:
         """Makes the first bases, now that ranks are known, and coefficients of all that is no longer to be exact.
@@ -273,7 +294,7 @@ class AdaptiveLayer(SubspaceLayer):
         if span.longest:
             self.warm_queries = span.put(self.warm_queries, arrival.real(query)[:, :, : span.longest].detach())
 
-    def _warm_up(self, rows: list[int], keys: torch.Tensor, values: torch.Tensor, numbers: Span, call: Call) -> tuple[Warm, Warm]:
+    def _warm_up(self, rows: list[int], keys: torch.Tensor, values: torch.Tensor, numbers: Span, call: Call | None) -> tuple[Warm, Warm]:
         """What rows begin with, now that there is enough of them.
 
         Args:
@@ -281,20 +302,25 @@ class AdaptiveLayer(SubspaceLayer):
             keys: The new ones of all rows.
             values: Like `keys`.
             numbers: Of the new ones.
-            call: What the model said.
+            call: What the model said; None where only keys and values are taken over.
         """
-        assert self.warm_queries is not None
         span = Span((0,) * len(keys), tuple(self.ready if row in rows else 0 for row in range(len(keys))), numbers.device)
-        query = self.warm_queries[rows, :, : self.ready]
         keys, values = (latest(*each, numbers, span)[rows].detach() for each in ((self.recent_keys, keys), (self.recent_values, values)))
         steps = torch.arange(self.ready, device=keys.device)
         places = steps[None] if self.places is None else self.places[rows, : self.ready, 0]
         plain = keys
         if self.geometry is not None:
             plain = self.geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), places)
-            if self.places is not None:  # what is measured starts at 0
+        sinks = self.settings.sinks
+        if self.adaptive.metric == "plain":
+            warm = unmeasured(plain, values, sinks)
+        else:
+            assert self.warm_queries is not None
+            assert call is not None
+            query = self.warm_queries[rows, :, : self.ready]
+            if self.geometry is not None and self.places is not None:  # what is measured starts at 0
                 query, keys = (self.geometry.shift(each, steps - places) for each in (query, keys))
-        warm = measured(query, keys, values, plain, call, self.settings.sinks, None if self.adaptive.metric == "plain" else self.meter)
+            warm = measured(query, keys, values, plain, call, sinks, self.meter)
         if isinstance(self.adaptive.rank, tuple) and self._grouping is None:
             self._group([Ranks(*self.adaptive.rank)] * keys.shape[1], keys.device)
         return warm

@@ -14,7 +14,7 @@ from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.kernels._shared import BACKENDS
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
-from hf_kvcaches.subspace.adaptive_layer import AdaptiveLayer
+from hf_kvcaches.subspace.adaptive_layer import NEEDS_QUERIES, AdaptiveLayer
 from hf_kvcaches.subspace.bases import SubspaceBases
 from hf_kvcaches.subspace.diagnostics import SubspaceDiagnostics, measure
 from hf_kvcaches.subspace.layer import SubspaceLayer
@@ -125,6 +125,9 @@ class SubspaceCache(AnsweringCache):
             why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
             raise UnsupportedError(f"{argument}: {why}. {hint}")
         return geometry
+
+    def adopt_refused(self, window: int = 0) -> str:
+        return "" if self.adaptive is None or self.adaptive.metric == "plain" else NEEDS_QUERIES
 
     def diagnostics(self) -> SubspaceDiagnostics:
         """What is lost by keeping only coefficients, of each layer and head: see `LayerDiagnostics` for what is measured where.

@@ -29,19 +29,23 @@ class ShadowedLayer(TensorLayer):
     shadow_scaling: float = 0
     shadow_softcap: float = 0
 
-    def keep_shadow(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival) -> None:
+    def keep_shadow(
+        self, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, call: Call | None, arrival: Arrival
+    ) -> None:
         """Copies new tokens.
 
         Args:
-            query: Of all new columns.
+            query: Of all new columns; None where only keys and values are taken over.
             keys: Of the new real tokens.
             values: Like `keys`.
-            call: What else the model said.
+            call: What else the model said, likewise.
             arrival: Which tokens these are.
         """
         numbers = arrival.numbers
         self.shadow_keys = numbers.put(self.shadow_keys, keys.detach())
         self.shadow_values = numbers.put(self.shadow_values, values.detach())
+        if query is None or call is None:
+            return
         self.shadow_scaling, self.shadow_softcap = call.scaling, call.softcap or 0
         query = arrival.real(query.detach())
         if numbers.even:

@@ -52,7 +52,7 @@ class StaticLayer(SubspaceLayer):
     def bases_of(self, group: int, tiles: Span) -> list[torch.Tensor | None]:
         return [None, None]
 
-    def encode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival) -> None:
+    def encode(self, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, call: Call | None, arrival: Arrival) -> None:
         coefficients = arrival.span("coefficients", self.count)
         if not coefficients.longest:
             return

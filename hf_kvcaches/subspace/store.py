@@ -135,14 +135,14 @@ class SubspaceStore(ShadowedLayer):
         """
 
     @abstractmethod
-    def encode(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival) -> None:
+    def encode(self, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, call: Call | None, arrival: Arrival) -> None:
         """Writes the coefficients of what is no longer exact with new tokens.
 
         Args:
-            query: Of all new columns.
+            query: Of all new columns; None where only keys and values are taken over.
             keys: Of the new real tokens, as the model rotated them.
             values: Like `keys`.
-            call: What else the model said.
+            call: What else the model said, likewise.
             arrival: Which tokens these are.
         """
 
@@ -211,14 +211,16 @@ class SubspaceStore(ShadowedLayer):
         arrival: Arrival = running.shared(("arrival", self.seen), find)
         return arrival
 
-    def take(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass, final: bool) -> None:
+    def take(
+        self, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, call: Call | None, running: Pass, final: bool
+    ) -> None:
         """Puts the new tokens of a pass where they belong.
 
         Args:
-            query: (batch, heads, tokens, head_dim), as the model rotated them.
+            query: (batch, heads, tokens, head_dim), as the model rotated them; None where only keys and values are taken over.
             keys: (batch, kv_heads, tokens, head_dim), likewise.
             values: Like `keys`.
-            call: What else the model said.
+            call: What else the model said, or None likewise.
             running: The pass, or the part of it that these are.
             final: Whether they will not be taken back.
         """
@@ -247,7 +249,9 @@ class SubspaceStore(ShadowedLayer):
         new = numbers.index if places is None else places
         self.places = numbers.put(self.places[:, None], new.to(torch.int32)[:, None, :, None])[:, 0]
 
-    def _store(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, arrival: Arrival, final: bool) -> None:
+    def _store(
+        self, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, call: Call | None, arrival: Arrival, final: bool
+    ) -> None:
         numbers = arrival.numbers
         if self.recording and not final:
             self.open += numbers.longest

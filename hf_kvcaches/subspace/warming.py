@@ -111,6 +111,20 @@ class SharedBudget:
         self._told = {}
 
 
+def unmeasured(plain: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[Warm, Warm]:
+    """What there is to keep of the first tokens of rows, where all errors cost alike; of keys and of values.
+
+    Args:
+        plain: The keys as bases are to see them, (batch, kv_heads, tokens, d).
+        values: Like `plain`.
+        sinks: First tokens that stay exact, and so are not of those to keep.
+    """
+    keep, give = (
+        Warm(rows, None, torch.ones(rows.shape[:2], dtype=torch.float64, device=rows.device)) for rows in _kept(plain, values, sinks)
+    )
+    return keep, give
+
+
 def measured(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -118,7 +132,7 @@ def measured(
     plain: torch.Tensor,
     call: Call,
     sinks: int,
-    meter: Callable[[], LayerMeter] | None,
+    meter: Callable[[], LayerMeter],
 ) -> tuple[Warm, Warm]:
     """What an error costs in the first tokens of rows, each by itself, and what there is to keep; of keys and of values.
 
@@ -128,23 +142,24 @@ def measured(
         values: Like `keys`.
         plain: The keys as bases are to see them.
         call: What else the model said.
-        sinks: First tokens that stay exact, and so are not of those to keep.
-        meter: What measures a row; None for the plain metric.
+        sinks: As in `unmeasured`.
+        meter: What measures a row.
     """
-    own = [each[:, :, sinks:].to(torch.promote_types(each.dtype, torch.float32)) for each in (plain, values)]
-    if meter is None:
-        keep, give = (Warm(rows, None, torch.ones(rows.shape[:2], dtype=torch.float64, device=rows.device)) for rows in own)
-        return keep, give
     found: list[Warm] = []
     metric = []
     for row in range(len(query)):
         one, taken = slice(row, row + 1), meter()
         taken.observe(call.module, query[one], keys[one], values[one], {"scaling": call.scaling, "softcap": call.softcap}, [])
         metric.append(metrics(taken))
-    for rows, each in zip(own, zip(*metric, strict=True), strict=True):
+    for rows, each in zip(_kept(plain, values, sinks), zip(*metric, strict=True), strict=True):
         whole = torch.stack(each)
         # With a metric of mean 1 the coefficients are about as large as what they stand for.
         size = whole.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(_TINY)
         root, _ = roots(whole / size[..., None, None])
         found.append(Warm(rows, root.to(rows.dtype), size))
     return found[0], found[1]
+
+
+def _kept(plain: torch.Tensor, values: torch.Tensor, sinks: int) -> list[torch.Tensor]:
+    """The vectors of the tokens behind the sinks, in float32 at least."""
+    return [each[:, :, sinks:].to(torch.promote_types(each.dtype, torch.float32)) for each in (plain, values)]

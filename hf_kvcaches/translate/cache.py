@@ -11,11 +11,11 @@ from typing import Any, Self
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import CacheReport
-from hf_kvcaches.core.growing import GrowingCache, GrowingLayer
+from hf_kvcaches.core.cache import CacheReport, KVCache
+from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.core.prefill import PrefillCall
-from hf_kvcaches.core.splicing.rotation import rotation_of
+from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.arriving import ArrivingCodes
@@ -66,7 +66,7 @@ class TranslatedLayer(GrowingLayer):
         self.stops = False
 
 
-class TranslatedCache(GrowingCache):
+class TranslatedCache(SourceCache):
     """Starts from what another model has read: codes of its keys and values become the consumer's own, and `generate` runs the last token.
 
     Paper: Semantic Cache Distillation: Efficient State Transfer via Reuse and Selective Patching (SCD).
@@ -88,11 +88,9 @@ class TranslatedCache(GrowingCache):
         consumer: The model that the translator was fitted for.
         translator: That made the codes.
         codes: In memory, or still arriving.
+        decode_with: A new cache of the consumer that holds the tokens once the prompt is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA, and a cache without codes.
     """
-
-    takes_over_prefill = True
-    own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
     def __init__(
         self,
@@ -100,6 +98,7 @@ class TranslatedCache(GrowingCache):
         translator: CacheTranslator | None,
         codes: SemanticCodes | ArrivingCodes | None,
         *,
+        decode_with: KVCache | None = None,
         offloading: bool = False,
     ) -> None:
         if translator is not None:
@@ -117,13 +116,13 @@ class TranslatedCache(GrowingCache):
             translator.check_codes(codes.head)
         self.translator, self.codes = translator, codes
         self._translated = 0
+        # How many numbers a token's keys and values are, in all layers.
+        self._token_numbers = 0
         # Whether the codes are of no use for the prompt that came.
         self._unserved = False
         # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.
         self._arrived: list[Part] = []
-        super().__init__(consumer, offloading=offloading)
-        # Of layers that can be translated, or there would be no translator for the model.
-        self.rotation = rotation_of(self.config)
+        super().__init__(consumer, decode_with=decode_with, offloading=offloading)
 
     def make_layer(self, layer_idx: int) -> TranslatedLayer:
         return TranslatedLayer()
@@ -147,6 +146,8 @@ class TranslatedCache(GrowingCache):
         Returns:
             How many tokens the cache has now. Go on with the others, or with `generate(input_ids, ...)`.
         """
+        if self.holder is not None:
+            raise UnsupportedError("prefill: with decode_with, the pass that answers the prompt hands it over. Use generate.")
         if self.codes is None or self.seen:
             raise UnsupportedError("prefill: the cache has tokens already, or no codes. reset() it, or make one with codes.")
         tokens = Tokens.of(input_ids, attention_mask)
@@ -161,7 +162,12 @@ class TranslatedCache(GrowingCache):
         return taken
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self.codes is not None and not (self.filling or self._unserved) and self.layers[layer_idx].seen == 0:
+        if (
+            self.codes is not None
+            and not (self.filling or self._unserved)
+            and self.source_layers[layer_idx].seen == 0
+            and not self.handed_over
+        ):
             raise UnsupportedError(
                 "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. Pass "
                 "input_ids, under torch.no_grad() and not compiled, with logits_to_keep=1 as generate does; or call "
@@ -215,6 +221,7 @@ class TranslatedCache(GrowingCache):
         filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
         Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
         self._translated = sum(slots - pad for pad in places.padding)
+        self._token_numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         return slots
 
     def _leave_to_model(self, why: str) -> None:
@@ -262,13 +269,12 @@ class TranslatedCache(GrowingCache):
         fields = self._report_fields()
         if self.codes is None or self.translator is None or not self._translated:
             return TranslatedReport(**fields, translated=self._translated)
-        numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         head = self.codes.head
         return TranslatedReport(
             **fields,
             translated=self._translated,
             payload_bytes=head.nbytes,
-            payload_share=head.nbytes / (2 * numbers * head.tokens),
+            payload_share=head.nbytes / (2 * self._token_numbers * head.tokens),
             run_layers=self.translator.settings.recompute_layers,
             patched=self.translator.patched_layers,
         )

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import CacheReport
+from hf_kvcaches.core.cache import CacheReport, KVCache
 from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.prefill import PrefillCall, run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
@@ -94,6 +94,7 @@ class WarmStartCache(SplicingCache):
         guard: Tokens that are run again behind every change.
         tail: Tokens at the end of a prompt that are always run, with stretches.
         projector: A `SlotProjector` for summaries, or None.
+        decode_with: A new cache of the same model that holds the tokens once the prompt is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -109,6 +110,7 @@ class WarmStartCache(SplicingCache):
         guard: int = 8,
         tail: int = 16,
         projector: SlotProjector | None = None,
+        decode_with: KVCache | None = None,
         offloading: bool = False,
     ) -> None:
         require_instance("library", library, WarmStartLibrary, {"model": model, "tokenizer": tokenizer, "gate": gate})
@@ -120,7 +122,12 @@ class WarmStartCache(SplicingCache):
             raise ConfigError.of("gate", "a WarmStartGate, or None", gate)
         if projector is not None and not isinstance(projector, SlotProjector):
             raise ConfigError.of("projector", "a SlotProjector, or None", projector)
-        super().__init__(model, offloading=offloading)
+        if decode_with is not None and (swap != "off" or strategy == "slots"):
+            raise UnsupportedError(
+                "decode_with: takes keys and values once, when the prompt is answered, and no summary. Use swap='off', and "
+                "strategy='auto', 'align' or 'exact'."
+            )
+        super().__init__(model, decode_with=decode_with, offloading=offloading)
         if self.model is not library.model and (why_not := library.why_not(identity_of(self.model))):
             raise FingerprintMismatch(f"library: was made for another model. {why_not} Make one with this model.")
         corrected = strategy == "slots" and library.correction is not None

@@ -60,6 +60,9 @@ class WarmLayer(SplicedLayer):
         self.counts = self.places = None
         self.left_out, self.seen = 0, seen
 
+    def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
+        return super().exact_states() if self.counts is None else None
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self.counts is None:
             return super().update(key_states, value_states, *args, **kwargs)

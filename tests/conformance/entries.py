@@ -34,7 +34,8 @@ from tests.warmstart.warm import words
 
 # Rows that stand or fall together, for caches that refuse the whole of it.
 BEAMS = frozenset({"reorder_cache", "beam_search", "beam_sampling"})
-CROPPING = frozenset({"crop", "assisted_by_a_model", "assisted_sampling", "prompt_lookup"})
+ASSISTED = frozenset({"assisted_by_a_model", "assisted_sampling", "prompt_lookup"})
+CROPPING = ASSISTED | {"crop"}
 ROW_CHANGES = frozenset({"batch_select_indices", "batch_repeat_interleave", "repeated_prompt_cache"})
 
 
@@ -47,6 +48,7 @@ class Entry:
         make: Builds the cache for a model (also a PEFT or compiled wrapper of one).
         lossless: Whether it must equal `DynamicCache`; otherwise it is held to what it must share with itself.
         every_family: Whether it is run with all families of models, or with Llamas only.
+        fast: Whether its rows are in the fast tier.
         records: Whether it takes back only what it has recorded, and takes what it records one token at a time.
         without: Families that it can't be built for, and rows of a dtype ("forced_tokens@bfloat16"); tests of its own stand for these.
         refuses: Rows that must raise `UnsupportedError`, each for all models ("crop") or for one family ("crop@gemma2").
@@ -59,6 +61,7 @@ class Entry:
     without: frozenset[str] = frozenset()
     refuses: frozenset[str] = frozenset()
     records: bool = False
+    fast: bool = True
 
     def refuses_row(self, row: str, family: str) -> bool:
         """Whether a row must raise.
@@ -150,9 +153,9 @@ def empty_store(model: Any) -> SegmentReuseCache:
     return SegmentReuseCache(model, SegmentStore("memory"))
 
 
-def exact_segments(model: Any) -> SegmentReuseCache:
+def exact_segments(model: Any, decode_with: KVCache | None = None) -> SegmentReuseCache:
     """A cache that reuses what is bit-equal."""
-    return SegmentReuseCache(model, STORED, mode="exact")
+    return SegmentReuseCache(model, STORED, mode="exact", decode_with=decode_with)
 
 
 def no_prompts(model: Any) -> WarmStartCache:
@@ -172,9 +175,9 @@ class SeenBefore(WarmStartCache):
         return super().take_prefill(call)
 
 
-def same_prompt(model: Any) -> SeenBefore:
+def same_prompt(model: Any, decode_with: KVCache | None = None) -> SeenBefore:
     """A cache that takes all of a prompt but the last token from a library, bit for bit."""
-    return SeenBefore(model, WarmStartLibrary(model, words(), slots=0, full="exact"))
+    return SeenBefore(model, WarmStartLibrary(model, words(), slots=0, full="exact"), decode_with=decode_with)
 
 
 class ReadBefore(TranslatedCache):
@@ -184,6 +187,7 @@ class ReadBefore(TranslatedCache):
         # The codes of a prompt that was forgotten since say nothing about this one.
         if not self.seen:
             self.codes = None
+        super().observe(input_ids, attention_mask, position_ids)
 
     def take_prefill(self, call: PrefillCall) -> int:
         real = call.input_ids.shape[1] if call.attention_mask is None else int(call.attention_mask.sum(-1).min())
@@ -194,12 +198,23 @@ class ReadBefore(TranslatedCache):
         return super().take_prefill(call)
 
 
-def translated(model: Any) -> ReadBefore:
+def translated(model: Any, decode_with: KVCache | None = None) -> ReadBefore:
     """A cache whose every prompt comes as codes that lose nothing."""
-    cache = ReadBefore(model, None, None)
+    cache = ReadBefore(model, None, None, decode_with=decode_with)
     cache.translator = calibrated(model, lossless)
     return cache
 
+
+def composed(source: Callable[..., KVCache], holder: Callable[[Any], KVCache], model: Any) -> KVCache:
+    """A source that hands its prompts to a holder."""
+    return source(model, decode_with=holder(model))
+
+
+HOLDERS: tuple[tuple[str, Callable[[Any], KVCache], bool], ...] = (
+    ("growing", GrowingCache, True),
+    ("equip", partial(EquipCache, policy=SnapKVPolicy(window=3, kernel_size=3), budget=10, sinks=2), False),
+    ("subspace", partial(subspace, sinks=1, recent=3), True),
+)
 
 # Models with no layer of full attention have nothing to calibrate.
 # In bfloat16 a long text multiplies what arithmetic of another order rounds otherwise.
@@ -267,5 +282,19 @@ ENTRIES = [
         lossless=False,
         every_family=False,
         records=True,
+    ),
+    *(
+        Entry(
+            f"{source.__name__}_to_{name}",
+            partial(composed, source, holder),
+            lossless=lossless,
+            every_family=False,
+            without=SUBSPACE if name == "subspace" else frozenset(),
+            refuses=ASSISTED | (frozenset({"padded_loop_without_positions"}) if source is translated else frozenset()),
+            records=name != "growing",
+            fast=(source, name) in ((exact_segments, "equip"), (same_prompt, "subspace"), (translated, "growing")),
+        )
+        for source in (exact_segments, same_prompt, translated)
+        for name, holder, lossless in HOLDERS
     ),
 ]

@@ -70,7 +70,7 @@ def device_map_and_saving(entry: Entry, model: PreTrainedModel, dtype: torch.dty
         cache = entry.make(loaded)
         feed(loaded, cache, text, [9])
         cache.save(Path(folder) / "cache.safetensors")
-        again = type(cache).load(Path(folder) / "cache.safetensors", loaded)
+        again = type(getattr(cache, "holder", None) or cache).load(Path(folder) / "cache.safetensors", loaded)
         plain, other = reference(entry, model)
         close(entry, dtype, feed(loaded, again, more), feed(plain, other, torch.cat([text, more], dim=1), [9, 1, 1, 1, 1])[:, 1:])
 

@@ -100,7 +100,7 @@ def cases_of(family: str, dtype: torch.dtype, of: Sequence[Row], fast: Collectio
 def _is_fast(entry: Entry, row: Row, fast: Collection[Row] | None) -> bool:
     if row is model_rows.compiled_forward and entry.name not in COMPILED_AT_ONCE:
         return False
-    return fast is None or row in fast
+    return entry.fast and (fast is None or row in fast)
 
 
 def cases_of_families() -> Iterator[Any]:

@@ -13,10 +13,9 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.prefill import PrefillCall, run_layers
-from hf_kvcaches.core.splicing.history import History
+from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
-from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.sparse import SparsePass
 from hf_kvcaches.core.splicing.trial import parts_refused
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -24,7 +23,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 Places = npt.NDArray[np.int64]
 
 
-class SplicingCache(KVCache):
+class SplicingCache(SourceCache):
     """Keeps every token; what is known of a prompt is written into the layers where it stands, and the tokens between are run.
 
     A subclass writes `take_prefill`. The cache knows its tokens (`history`), how their keys are turned (`rotation`), and runs passes over
@@ -32,17 +31,13 @@ class SplicingCache(KVCache):
 
     Args:
         model: A transformers model.
+        decode_with: A cache that holds the prompt's tokens once it is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
-    takes_over_prefill = True
-    own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
-
-    def __init__(self, model: Any, *, offloading: bool = False) -> None:
-        super().__init__(model, offloading=offloading)
-        self.rotation: Rotation = rotation_of(self.config)
+    def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
+        super().__init__(model, decode_with=decode_with, offloading=offloading)
         self._check_layers()
-        self.history = History(self.rotation.positions_matter)
         self.exchanged = False
 
     @property
@@ -76,6 +71,10 @@ class SplicingCache(KVCache):
         Returns:
             How many tokens the cache has now. Go on with `model(input_ids[:, -1:], past_key_values=cache)` or `generate(input_ids, ...)`.
         """
+        if self.holder is not None:
+            raise UnsupportedError(
+                "prefill: with decode_with, the pass that answers the prompt hands it over. Pass the prompt to generate."
+            )
         if input_ids.ndim != 2 or input_ids.shape[1] < 2:
             raise ConfigError.of("input_ids", "at least two tokens a row, (batch, tokens)", tuple(input_ids.shape))
         with torch.no_grad():
@@ -89,10 +88,6 @@ class SplicingCache(KVCache):
             )
         self.crop(-1)
         return self.seen
-
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        super().observe(input_ids, attention_mask, position_ids)
-        self.history.observe(input_ids, attention_mask, position_ids, self.seen)
 
     def padding_of(self, call: PrefillCall) -> list[int] | None:
         """Each row's padding, or None where the prompt is to be left to the model.
@@ -198,12 +193,7 @@ class SplicingCache(KVCache):
 
     def reset(self) -> None:
         super().reset()
-        self.history.reset()
         self.exchanged = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        super().crop(tokens_to_remove)
-        self.history.crop(self.seen)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.rows_change()

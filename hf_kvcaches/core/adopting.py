@@ -1,0 +1,267 @@
+"""Caches that take over a prompt's exact keys and values from elsewhere, and prune or encode them as after a prefill of their own."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of
+from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.rope_families import head_sizes
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+_UNKNOWN = Identity(reason="It took over keys and values from a cache that does not say which model computed them.")
+
+
+@dataclass(frozen=True)
+class LastQueries:
+    """The last queries of a prompt in one layer, for policies that look at their attention.
+
+    Args:
+        states: (batch, heads, queries, head_dim), as the model rotated them.
+        scaling: What the model's attention multiplies the scores with. Some models scale queries before, and pass 1.
+        softcap: Bound of the scores, or None.
+    """
+
+    states: torch.Tensor
+    scaling: float
+    softcap: float | None = None
+
+
+class AdoptingCache(KVCache):
+    """A cache whose layers have `adopt`: afterwards they hold what they would hold after a prefill."""
+
+    @property
+    def adopt_window(self) -> int | None:
+        """How many of a prompt's last queries `adopt_layer` needs: 0 for none, None for all."""
+        return 0
+
+    @abstractmethod
+    def adopt_refused(self, window: int = 0) -> str:
+        """Why a cache with these settings can't adopt keys and values, and what to use instead; "" where it can.
+
+        Args:
+            window: How many of the prompt's last queries come with them.
+        """
+
+    @classmethod
+    def from_cache(
+        cls,
+        past: Cache,
+        model: Any,
+        *args: Any,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        queries: Sequence[LastQueries | None] | None = None,
+        **options: Any,
+    ) -> Self:
+        """A new cache that goes on where another one is, which stays as it is.
+
+        Args:
+            past: A `DynamicCache`, or a cache of this package that keeps every key and value exactly.
+            model: As for the constructor.
+            *args: As for the constructor.
+            attention_mask: 1 where a token of `past` is real, (batch, tokens), with padding at the start of rows; None for no padding.
+            position_ids: Those that `past` was filled with, (batch or 1, tokens); None for those of `generate`, which count real tokens.
+            queries: Of each layer, the last ones of the prompt, where `adopt_window` is not 0.
+            **options: As for the constructor.
+        """
+        cache = cls(model, *args, **options)
+        reason = "" if queries is not None else cache.adopt_refused()
+        if reason:
+            raise UnsupportedError(reason)
+        tokens = _require_source(past, cache)
+        if queries is not None and len(queries) != len(cache.layers):
+            raise ConfigError.of("queries", f"one value for each of {len(cache.layers)} layers", f"{len(queries)} values")
+        padding = None if attention_mask is None else _padding(attention_mask, tokens)
+        if position_ids is None:
+            position_ids = torch.arange(tokens)[None]
+            position_ids = position_ids if padding is None else (position_ids.to(padding.device) - padding[:, None]).clamp(min=0)
+        for index, (layer, source) in enumerate(zip(cache.layers, past.layers, strict=True)):
+            if not isinstance(layer, KVLayer) and _is_alike(source, layer):
+                cache.layers[index] = copy.deepcopy(source)
+                continue
+            keys, values = _exact_states(source, index, tokens)
+            _require_heads(cache, index, keys, values)
+            cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
+        if isinstance(past, KVCache):
+            cache.provenance = _provenance(past, cache)
+            cache.fed = copy.deepcopy(past.fed)
+            cache.fed.cut(tokens)
+        return cache
+
+    def adopt_layer(
+        self,
+        layer_idx: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        positions: torch.Tensor,
+        padding: torch.Tensor | None = None,
+        queries: LastQueries | None = None,
+    ) -> None:
+        """Takes over a prompt's keys and values in one layer, which is empty. The tensors are copied.
+
+        Unless the cache has taken the identity of a model, it says from now on that it is not known.
+
+        Args:
+            layer_idx: A layer with full attention, or one with a sliding window, which keeps the last tokens.
+            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them at `positions`.
+            values: Like `keys`.
+            positions: (batch or 1, tokens), int64. Give all layers the same tensor.
+            padding: How many slots at the start of each row hold no token, (batch,), or None.
+            queries: The last `adopt_window` of the prompt, or more.
+        """
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, KVLayer) and type(layer) is not DynamicSlidingWindowLayer:
+            raise ConfigError.of("layer_idx", "a layer with full or sliding attention", layer_idx, f"It is a {type(layer).__name__}.")
+        require_empty(layer)
+        rows, tokens = keys.shape[0], keys.shape[2]
+        if values.shape[:3] != keys.shape[:3]:
+            raise ConfigError.of("values", f"a shape of {(*keys.shape[:3], 'head_dim')}", tuple(values.shape))
+        if positions.ndim != 2 or positions.shape[0] not in (1, rows) or positions.shape[1] != tokens:
+            raise ConfigError.of("positions", f"a shape of {(1, tokens)} or {(rows, tokens)}", tuple(positions.shape))
+        if padding is not None and padding.shape != (rows,):
+            raise ConfigError.of("padding", f"a shape of {(rows,)}", tuple(padding.shape))
+        if isinstance(layer, KVLayer):
+            layer.adopt(keys, values, positions, padding, queries)
+        else:
+            _fill_window(layer, keys, values)
+        if not self.provenance.taken:
+            self.provenance = Provenance.of(_UNKNOWN, tokens)
+        own = [index for index, each in enumerate(self.layers) if isinstance(each, KVLayer)]
+        if self.offloading and layer_idx in own[1:]:  # the first one stays: a pass fetches those behind the running one
+            self.offload(layer_idx, self.only_non_sliding)
+
+
+def require_empty(layer: CacheLayerMixin) -> None:
+    """Refuses to adopt a prompt behind other tokens.
+
+    Args:
+        layer: That is to adopt it.
+    """
+    seen = layer.get_seq_length()
+    if seen:
+        raise ConfigError(f"adopt: expected an empty layer, got one that has seen {seen} tokens. Call reset(), or use a new cache.")
+
+
+def _require_source(past: Any, cache: KVCache) -> int:
+    """How many tokens a source has, if it can be one.
+
+    Args:
+        past: The source.
+        cache: That is to take it over.
+    """
+    if not isinstance(past, Cache) or not hasattr(past, "layers"):
+        raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
+    tokens = int(past.get_seq_length())
+    if isinstance(past, KVCache) and past.filling:
+        raise ConfigError.of("past", "a whole prompt", "a cache whose prefill failed", "Call its reset(), and fill it anew.")
+    if not tokens:
+        raise ConfigError.of("past", "a cache that holds a prompt", "an empty one", "Run the prompt with it first.")
+    if len(past.layers) != len(cache.layers):
+        raise ConfigError.of("past", f"a cache of this model, with {len(cache.layers)} layers", f"{len(past.layers)} layers")
+    return tokens
+
+
+def _exact_states(layer: Any, layer_idx: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's keys and values, where all of them are there as the model computed them, (batch, kv_heads, tokens, head_dim) each.
+
+    Args:
+        layer: Of the source.
+        layer_idx: Its index.
+        tokens: How many the source has seen.
+    """
+    # A subclass of transformers' layer may quantize.
+    states = (layer.keys, layer.values) if type(layer) is DynamicLayer else layer.exact_states() if isinstance(layer, KVLayer) else None
+    if states is None:
+        hint = "Fill a DynamicCache or a GrowingCache."
+        raise ConfigError.of(f"past.layers[{layer_idx}]", "a layer with every key and value", type(layer).__name__, hint)
+    keys, values = states
+    if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != tokens:
+        got = "none" if keys is None else tuple(keys.shape)
+        raise ConfigError.of(f"past.layers[{layer_idx}]", f"keys of {tokens} tokens", got, "A forward pass failed on the way.")
+    return keys.to(layer.device), values.to(layer.device)
+
+
+def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Refuses keys and values of another model, as far as the config tells.
+
+    Args:
+        cache: That is to take them over.
+        layer_idx: The layer.
+        keys: (batch, kv_heads, tokens, head_dim).
+        values: Like `keys`.
+    """
+    config, model = compat.layer_configs(cache.config)[layer_idx], None if cache._model is None else cache._model()
+    sizes, heads = head_sizes(cache.config, layer_idx), getattr(config, "num_key_value_heads", None)
+    # The latent attention of DeepSeek and others has heads that the config does not name.
+    if sizes is None or heads is None or getattr(config, "kv_lora_rank", None) or (model is not None and compat.is_tensor_parallel(model)):
+        return
+    expected, got = (heads, *sizes), (keys.shape[1], keys.shape[3], values.shape[3])
+    if got != expected:
+        raise ConfigError.of(
+            f"past.layers[{layer_idx}]",
+            f"{expected[0]} heads of {expected[1]} and {expected[2]}, as the model has",
+            got,
+            "Use its own cache.",
+        )
+
+
+def _is_alike(source: Any, layer: Any) -> bool:
+    """Whether two layers of transformers' own hold the same of a text."""
+    return type(source) is type(layer) and getattr(source, "sliding_window", None) == getattr(layer, "sliding_window", None)
+
+
+def _fill_window(layer: DynamicSlidingWindowLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Fills a layer with the last tokens of a prompt.
+
+    Args:
+        layer: Empty.
+        keys: (batch, kv_heads, tokens, head_dim).
+        values: Like `keys`.
+    """
+    tokens = keys.shape[2]
+    start = max(0, tokens - layer.sliding_window + 1)
+    layer.update(keys[:, :, start:].detach(), values[:, :, start:].detach())
+    layer.cumulative_length = tokens
+
+
+def _provenance(past: KVCache, cache: KVCache) -> Provenance:
+    """Under which identities the tokens that a cache took over were computed.
+
+    Args:
+        past: Where they are from.
+        cache: That has them, with the provenance of tokens of which nothing is known.
+    """
+    model, identity = None if cache._model is None else cache._model(), past.provenance.identity
+    if not past.provenance.taken:
+        return cache.provenance
+    # Where the source had read all weights, and they are still the same, the quick look of the passes to come finds no other model.
+    if model is not None and identity.fingerprint is not None and not cache.takes_over_prefill and identity_of(model) == identity:
+        return Provenance.of(glanced_identity(model), cache.seen)
+    return copy.deepcopy(past.provenance)
+
+
+def _padding(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """How many slots at the start of each row hold no token, (batch,), or None for none.
+
+    Args:
+        attention_mask: 1 where a token is real, (batch, tokens).
+        tokens: How many the source has.
+    """
+    real = attention_mask.bool()
+    if real.ndim != 2 or real.shape[1] != tokens:
+        raise ConfigError.of("attention_mask", f"(batch, {tokens}), the tokens that past has seen", tuple(attention_mask.shape))
+    padding = tokens - real.sum(-1)
+    if not bool((real == (torch.arange(tokens, device=real.device) >= padding[:, None])).all()):
+        raise ConfigError.of("attention_mask", "padding at the start of rows only", "padding elsewhere", "Pad on the left.")
+    return padding if bool(padding.any()) else None
