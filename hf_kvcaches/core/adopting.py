@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.answering import AnsweringCache
@@ -40,7 +40,7 @@ class LastQueries:
 
 
 class AdoptingCache(AnsweringCache):
-    """A cache whose layers have `adopt`: afterwards they hold what they would hold after a prefill."""
+    """A cache whose layers have `adopt(keys, values, running, queries)`: afterwards they hold what they would hold after a prefill."""
 
     @property
     def adopt_window(self) -> int | None:
@@ -125,7 +125,11 @@ class AdoptingCache(AnsweringCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, KVLayer) and type(layer) is not DynamicSlidingWindowLayer:
             raise ConfigError.of("layer_idx", "a layer with full or sliding attention", layer_idx, f"It is a {type(layer).__name__}.")
-        require_empty(layer)
+        seen = layer.get_seq_length()
+        if seen:
+            raise ConfigError(
+                f"adopt_layer: expected an empty layer, got one that has seen {seen} tokens. Call reset(), or use a new cache."
+            )
         rows, tokens = keys.shape[0], keys.shape[2]
         if values.shape[:3] != keys.shape[:3]:
             raise ConfigError.of("values", f"a shape of {(*keys.shape[:3], 'head_dim')}", tuple(values.shape))
@@ -133,26 +137,18 @@ class AdoptingCache(AnsweringCache):
             raise ConfigError.of("positions", f"a shape of {(1, tokens)} or {(rows, tokens)}", tuple(positions.shape))
         if padding is not None and padding.shape != (rows,):
             raise ConfigError.of("padding", f"a shape of {(rows,)}", tuple(padding.shape))
-        if isinstance(layer, KVLayer):
-            layer.adopt(keys, values, positions, padding, queries)
-        else:
-            _fill_window(layer, keys, values)
+        with torch.no_grad():
+            if isinstance(layer, KVLayer):
+                layer.check_new_tokens(keys, values)
+                layer.lazy_initialization(keys, values)
+                layer.adopt(keys, values, self.passes.of_prompt(positions, padding, tokens, keys.device), queries)
+            else:
+                _fill_window(layer, keys, values)
         if not self.provenance.taken:
             self.provenance = Provenance.of(_UNKNOWN, tokens)
         own = [index for index, each in enumerate(self.layers) if isinstance(each, KVLayer)]
         if self.offloading and layer_idx in own[1:]:  # the first one stays: a pass fetches those behind the running one
             self.offload(layer_idx, self.only_non_sliding)
-
-
-def require_empty(layer: CacheLayerMixin) -> None:
-    """Refuses to adopt a prompt behind other tokens.
-
-    Args:
-        layer: That is to adopt it.
-    """
-    seen = layer.get_seq_length()
-    if seen:
-        raise ConfigError(f"adopt: expected an empty layer, got one that has seen {seen} tokens. Call reset(), or use a new cache.")
 
 
 def _require_source(past: Any, cache: KVCache) -> int:
@@ -233,7 +229,7 @@ def _fill_window(layer: DynamicSlidingWindowLayer, keys: torch.Tensor, values: t
     """
     tokens = keys.shape[2]
     start = max(0, tokens - layer.sliding_window + 1)
-    layer.update(keys[:, :, start:].detach(), values[:, :, start:].detach())
+    layer.update(keys[:, :, start:], values[:, :, start:])
     layer.cumulative_length = tokens
 
 
