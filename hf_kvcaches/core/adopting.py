@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from transformers import Cache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.answering import AnsweringCache
@@ -88,6 +88,7 @@ class AdoptingCache(AnsweringCache):
         if position_ids is None:
             position_ids = torch.arange(tokens)[None]
             position_ids = position_ids if padding is None else (position_ids.to(padding.device) - padding[:, None]).clamp(min=0)
+            position_ids = position_ids + _first_position(cache)
         for index, (layer, source) in enumerate(zip(cache.layers, past.layers, strict=True)):
             if not isinstance(layer, KVLayer) and _is_alike(source, layer):
                 cache.layers[index] = copy.deepcopy(source)
@@ -112,7 +113,7 @@ class AdoptingCache(AnsweringCache):
     ) -> None:
         """Takes over a prompt's keys and values in one layer, which is empty. The tensors are copied.
 
-        Unless the cache has taken the identity of a model, it says from now on that it is not known.
+        A cache without a provenance records that the model is not known, and can't be saved.
 
         Args:
             layer_idx: A layer with full attention, or one with a sliding window, which keeps the last tokens.
@@ -146,20 +147,22 @@ class AdoptingCache(AnsweringCache):
                 _fill_window(layer, keys, values)
         if not self.provenance.taken:
             self.provenance = Provenance.of(_UNKNOWN, tokens)
-        own = [index for index, each in enumerate(self.layers) if isinstance(each, KVLayer)]
-        if self.offloading and layer_idx in own[1:]:  # the first one stays: a pass fetches those behind the running one
+        offloaded = [index for index, other in enumerate(self.layers) if isinstance(other, KVLayer)][1:]
+        if self.offloading and layer_idx in offloaded:  # a pass prefetches all layers but the first
             self.offload(layer_idx, self.only_non_sliding)
 
 
 def _require_source(past: Any, cache: KVCache) -> int:
-    """How many tokens a source has, if it can be one.
+    """Checks that a cache can be a source, and returns how many tokens it has.
 
     Args:
         past: The source.
-        cache: That is to take it over.
+        cache: The new cache.
     """
     if not isinstance(past, Cache) or not hasattr(past, "layers"):
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
+    if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):
+        raise ConfigError.of("past", "a cache with layers of attention", past, "There is nothing to compress.")
     tokens = int(past.get_seq_length())
     if isinstance(past, KVCache) and past.filling:
         raise ConfigError.of("past", "a whole prompt", "a cache whose prefill failed", "Call its reset(), and fill it anew.")
@@ -170,15 +173,26 @@ def _require_source(past: Any, cache: KVCache) -> int:
     return tokens
 
 
+def _model_of(cache: KVCache) -> PreTrainedModel | None:
+    """The model that a cache was built with, if it was built with one."""
+    return None if cache._model is None else cache._model()
+
+
+def _first_position(cache: KVCache) -> int:
+    """The position of a text's first token, where the caller passes no positions."""
+    model = _model_of(cache)
+    return 1 if model is not None and model.config.model_type == "paligemma" else 0
+
+
 def _exact_states(layer: Any, layer_idx: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values, where all of them are there as the model computed them, (batch, kv_heads, tokens, head_dim) each.
+    """A layer's keys and values, (batch, kv_heads, tokens, head_dim) each; refuses layers that don't keep them exactly.
 
     Args:
         layer: Of the source.
         layer_idx: Its index.
         tokens: How many the source has seen.
     """
-    # A subclass of transformers' layer may quantize; one of ours that has more tensors than its buffers holds something else in them.
+    # Subclasses of DynamicLayer quantize. A GrowingLayer with other tensors besides its buffers holds a summary.
     exact = type(layer) is DynamicLayer or (isinstance(layer, GrowingLayer) and set(layer.owned_tensors()) <= set(GrowingLayer.row_tensors))
     if not exact:
         hint = "Fill a DynamicCache or a GrowingCache."
@@ -194,12 +208,12 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
     """Refuses keys and values of another model, as far as the config tells.
 
     Args:
-        cache: That is to take them over.
+        cache: The new cache.
         layer_idx: The layer.
         keys: (batch, kv_heads, tokens, head_dim).
         values: Like `keys`.
     """
-    config, model = compat.layer_configs(cache.config)[layer_idx], None if cache._model is None else cache._model()
+    config, model = compat.layer_configs(cache.config)[layer_idx], _model_of(cache)
     sizes, heads = head_sizes(cache.config, layer_idx), getattr(config, "num_key_value_heads", None)
     # The latent attention of DeepSeek and others has heads that the config does not name.
     if sizes is None or heads is None or getattr(config, "kv_lora_rank", None) or (model is not None and compat.is_tensor_parallel(model)):
@@ -215,7 +229,7 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
 
 
 def _is_alike(source: Any, layer: Any) -> bool:
-    """Whether two layers of transformers' own hold the same of a text."""
+    """Whether two of transformers' layers have one type and window."""
     return type(source) is type(layer) and getattr(source, "sliding_window", None) == getattr(layer, "sliding_window", None)
 
 
@@ -234,16 +248,16 @@ def _fill_window(layer: DynamicSlidingWindowLayer, keys: torch.Tensor, values: t
 
 
 def _provenance(past: KVCache, cache: KVCache) -> Provenance:
-    """Under which identities the tokens that a cache took over were computed.
+    """The provenance of adopted tokens.
 
     Args:
-        past: Where they are from.
-        cache: That has them, with the provenance of tokens of which nothing is known.
+        past: The source.
+        cache: The cache that adopted its tokens; so far their model is recorded as not known.
     """
-    model, identity = None if cache._model is None else cache._model(), past.provenance.identity
+    model, identity = _model_of(cache), past.provenance.identity
     if not past.provenance.taken:
         return cache.provenance
-    # Where the source had read all weights, and they are still the same, the quick look of the passes to come finds no other model.
+    # The source read all weights and later passes of this cache only glance at them: without a common identity they would seem to differ.
     if model is not None and identity.fingerprint is not None and not cache.takes_over_prefill and identity_of(model) == identity:
         return Provenance.of(glanced_identity(model), cache.seen)
     return copy.deepcopy(past.provenance)
