@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from transformers import Cache
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
@@ -38,7 +38,7 @@ class LastQueries:
 
 
 class AdoptingCache(KVCache):
-    """A cache whose layers have `adopt`: afterwards they hold what they would hold after a prefill."""
+    """A cache whose layers have `adopt(keys, values, running, queries)`: afterwards they hold what they would hold after a prefill."""
 
     @property
     def adopt_window(self) -> int | None:
@@ -52,6 +52,17 @@ class AdoptingCache(KVCache):
         Args:
             window: How many of the prompt's last queries come with them.
         """
+
+    def prompt_pass(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Any:
+        """What the layers' `adopt` is told of the pass that computed a prompt; None where they need not know.
+
+        Args:
+            positions: The model's positions of all tokens, (batch or 1, tokens).
+            padding: How many slots at the start of each row hold no token, (batch,), or None.
+            tokens: Slots of a row.
+            device: Of the keys.
+        """
+        return None
 
     @classmethod
     def from_cache(
@@ -86,6 +97,7 @@ class AdoptingCache(KVCache):
         if position_ids is None:
             position_ids = torch.arange(tokens)[None]
             position_ids = position_ids if padding is None else (position_ids.to(padding.device) - padding[:, None]).clamp(min=0)
+            position_ids = position_ids + first_position(cache)
         for index, (layer, source) in enumerate(zip(cache.layers, past.layers, strict=True)):
             if not isinstance(layer, KVLayer) and _is_alike(source, layer):
                 cache.layers[index] = copy.deepcopy(source)
@@ -110,7 +122,7 @@ class AdoptingCache(KVCache):
     ) -> None:
         """Takes over a prompt's keys and values in one layer, which is empty. The tensors are copied.
 
-        Unless the cache has taken the identity of a model, it says from now on that it is not known.
+        A cache without a provenance records that the model is not known, and can't be saved.
 
         Args:
             layer_idx: A layer with full attention, or one with a sliding window, which keeps the last tokens.
@@ -123,7 +135,11 @@ class AdoptingCache(KVCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, KVLayer) and type(layer) is not DynamicSlidingWindowLayer:
             raise ConfigError.of("layer_idx", "a layer with full or sliding attention", layer_idx, f"It is a {type(layer).__name__}.")
-        require_empty(layer)
+        seen = layer.get_seq_length()
+        if seen:
+            raise ConfigError(
+                f"adopt_layer: expected an empty layer, got one that has seen {seen} tokens. Call reset(), or use a new cache."
+            )
         rows, tokens = keys.shape[0], keys.shape[2]
         if values.shape[:3] != keys.shape[:3]:
             raise ConfigError.of("values", f"a shape of {(*keys.shape[:3], 'head_dim')}", tuple(values.shape))
@@ -131,37 +147,31 @@ class AdoptingCache(KVCache):
             raise ConfigError.of("positions", f"a shape of {(1, tokens)} or {(rows, tokens)}", tuple(positions.shape))
         if padding is not None and padding.shape != (rows,):
             raise ConfigError.of("padding", f"a shape of {(rows,)}", tuple(padding.shape))
-        if isinstance(layer, KVLayer):
-            layer.adopt(keys, values, positions, padding, queries)
-        else:
-            _fill_window(layer, keys, values)
+        with torch.no_grad():
+            if isinstance(layer, KVLayer):
+                layer.check_new_tokens(keys, values)
+                layer.lazy_initialization(keys, values)
+                layer.adopt(keys, values, self.prompt_pass(positions, padding, tokens, keys.device), queries)
+            else:
+                _fill_window(layer, keys, values)
         if not self.provenance.taken:
             self.provenance = Provenance.of(_UNKNOWN, tokens)
-        own = [index for index, each in enumerate(self.layers) if isinstance(each, KVLayer)]
-        if self.offloading and layer_idx in own[1:]:  # the first one stays: a pass fetches those behind the running one
+        offloaded = [index for index, other in enumerate(self.layers) if isinstance(other, KVLayer)][1:]
+        if self.offloading and layer_idx in offloaded:  # a pass prefetches all layers but the first
             self.offload(layer_idx, self.only_non_sliding)
 
 
-def require_empty(layer: CacheLayerMixin) -> None:
-    """Refuses to adopt a prompt behind other tokens.
-
-    Args:
-        layer: That is to adopt it.
-    """
-    seen = layer.get_seq_length()
-    if seen:
-        raise ConfigError(f"adopt: expected an empty layer, got one that has seen {seen} tokens. Call reset(), or use a new cache.")
-
-
 def _require_source(past: Any, cache: KVCache) -> int:
-    """How many tokens a source has, if it can be one.
+    """Checks that a cache can be a source, and returns how many tokens it has.
 
     Args:
         past: The source.
-        cache: That is to take it over.
+        cache: The new cache.
     """
     if not isinstance(past, Cache) or not hasattr(past, "layers"):
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
+    if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):
+        raise ConfigError.of("past", "a cache with layers of attention", past, "There is nothing to compress.")
     tokens = int(past.get_seq_length())
     if isinstance(past, KVCache) and past.filling:
         raise ConfigError.of("past", "a whole prompt", "a cache whose prefill failed", "Call its reset(), and fill it anew.")
@@ -172,15 +182,26 @@ def _require_source(past: Any, cache: KVCache) -> int:
     return tokens
 
 
+def _model_of(cache: KVCache) -> PreTrainedModel | None:
+    """The model that a cache was built with, if it was built with one."""
+    return None if cache._model is None else cache._model()
+
+
+def first_position(cache: KVCache) -> int:
+    """The position of a text's first token, where the caller passes no positions."""
+    model = _model_of(cache)
+    return 1 if model is not None and model.config.model_type == "paligemma" else 0
+
+
 def _exact_states(layer: Any, layer_idx: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's keys and values, where all of them are there as the model computed them, (batch, kv_heads, tokens, head_dim) each.
+    """A layer's keys and values, (batch, kv_heads, tokens, head_dim) each; refuses layers that don't keep them exactly.
 
     Args:
         layer: Of the source.
         layer_idx: Its index.
         tokens: How many the source has seen.
     """
-    # A subclass of transformers' layer may quantize.
+    # Subclasses of DynamicLayer quantize.
     states = (layer.keys, layer.values) if type(layer) is DynamicLayer else layer.exact_states() if isinstance(layer, KVLayer) else None
     if states is None:
         hint = "Fill a DynamicCache or a GrowingCache."
@@ -196,12 +217,12 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
     """Refuses keys and values of another model, as far as the config tells.
 
     Args:
-        cache: That is to take them over.
+        cache: The new cache.
         layer_idx: The layer.
         keys: (batch, kv_heads, tokens, head_dim).
         values: Like `keys`.
     """
-    config, model = compat.layer_configs(cache.config)[layer_idx], None if cache._model is None else cache._model()
+    config, model = compat.layer_configs(cache.config)[layer_idx], _model_of(cache)
     sizes, heads = head_sizes(cache.config, layer_idx), getattr(config, "num_key_value_heads", None)
     # The latent attention of DeepSeek and others has heads that the config does not name.
     if sizes is None or heads is None or getattr(config, "kv_lora_rank", None) or (model is not None and compat.is_tensor_parallel(model)):
@@ -217,7 +238,7 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
 
 
 def _is_alike(source: Any, layer: Any) -> bool:
-    """Whether two layers of transformers' own hold the same of a text."""
+    """Whether two of transformers' layers have one type and window."""
     return type(source) is type(layer) and getattr(source, "sliding_window", None) == getattr(layer, "sliding_window", None)
 
 
@@ -231,21 +252,21 @@ def _fill_window(layer: DynamicSlidingWindowLayer, keys: torch.Tensor, values: t
     """
     tokens = keys.shape[2]
     start = max(0, tokens - layer.sliding_window + 1)
-    layer.update(keys[:, :, start:].detach(), values[:, :, start:].detach())
+    layer.update(keys[:, :, start:], values[:, :, start:])
     layer.cumulative_length = tokens
 
 
 def _provenance(past: KVCache, cache: KVCache) -> Provenance:
-    """Under which identities the tokens that a cache took over were computed.
+    """The provenance of adopted tokens.
 
     Args:
-        past: Where they are from.
-        cache: That has them, with the provenance of tokens of which nothing is known.
+        past: The source.
+        cache: The cache that adopted its tokens; so far their model is recorded as not known.
     """
-    model, identity = None if cache._model is None else cache._model(), past.provenance.identity
+    model, identity = _model_of(cache), past.provenance.identity
     if not past.provenance.taken:
         return cache.provenance
-    # Where the source had read all weights, and they are still the same, the quick look of the passes to come finds no other model.
+    # The source read all weights and later passes of this cache only glance at them: without a common identity they would seem to differ.
     if model is not None and identity.fingerprint is not None and not cache.takes_over_prefill and identity_of(model) == identity:
         return Provenance.of(glanced_identity(model), cache.seen)
     return copy.deepcopy(past.provenance)

@@ -51,6 +51,10 @@ class AnsweringCache(AdoptingCache):
         self._last_layer = layer_idx
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    def prompt_pass(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> Pass:
+        running: Pass = self.passes.of_prompt(positions, padding, tokens, device)
+        return running
+
     def activate_past_recording(self) -> None:
         super().activate_past_recording()
         if self._hook is None and self._model is not None and (model := self._model()) is not None:

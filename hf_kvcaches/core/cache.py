@@ -6,8 +6,7 @@ import copy
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -87,7 +86,6 @@ class KVCache(compat.MarkedCache, Cache, ABC):
     def __init__(self, model: Any, *, offloading: bool = False) -> None:
         base, self.config = compat.split_model(model)
         self._model = None if base is None else weakref.ref(base)
-        self._starts_at = 0
         self.provenance = Provenance()
         self.reads_all_weights = self.takes_over_prefill
         self.fed = continuing.FedTokens()
@@ -272,19 +270,6 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         """
         return saving.load(cls, Path(path), model)
 
-    @contextmanager
-    def seen_from(self, layer_idx: int) -> Iterator[None]:
-        """While open, lengths are those of this layer and the ones above, as for a pass that runs only them.
-
-        Args:
-            layer_idx: The lowest layer that runs.
-        """
-        before, self._starts_at = self._starts_at, layer_idx
-        try:
-            yield
-        finally:
-            self._starts_at = before
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,8 +289,12 @@ class KVCache(compat.MarkedCache, Cache, ABC):
             if torch.compiler.is_compiling():
                 attention.answer_in_graph(held[0], self._attention_configs)
             else:
-                attention.answer_next(self._attention_configs, bound=self._model is not None)
+                self.answer_next()
         return held
+
+    def answer_next(self) -> None:
+        """Lets a `LayerView` answer the queries of this thread's next attention call."""
+        attention.answer_next(self._attention_configs, bound=self._model is not None)
 
     def reset(self) -> None:
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""
@@ -353,7 +342,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         return sorted(self.layers, key=lambda layer: not isinstance(layer, KVLayer))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        length: int = super().get_seq_length(self._running(layer_idx))
+        length: int = super().get_seq_length(layer_idx)
         # In a compiled graph an int would be one more break or constant. Elsewhere it is a copy: some versions' layers count in a tensor.
         return length if torch.compiler.is_compiling() else int(length)
 
@@ -361,17 +350,8 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         if query_length == 0 and self.seen:
             # A view of the attention's heads would fail next.
             raise continuing.refusal(self, "a prompt that is not longer")
-        sizes: tuple[int, int] = super().get_mask_sizes(query_length, self._running(layer_idx))
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
-
-    def _running(self, layer_idx: int) -> int:
-        """The lowest running layer of the kind that `layer_idx` has."""
-        if layer_idx >= self._starts_at:
-            return layer_idx
-        kinds = self.is_sliding
-        # Layers of linear attention don't count tokens.
-        counting = [index for index in range(self._starts_at, len(kinds)) if isinstance(self.layers[index], CacheLayerMixin)]
-        return next((index for index in counting if kinds[index] == kinds[layer_idx]), layer_idx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = type(self).__new__(type(self))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, require_empty
+from hf_kvcaches.core.adopting import AdoptingCache, LastQueries
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.errors import ConfigError
 
@@ -73,26 +73,16 @@ class GrowingLayer(TensorLayer):
     def exact_states(self) -> tuple[torch.Tensor | None, torch.Tensor | None] | None:
         return self.keys, self.values
 
-    def adopt(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        positions: torch.Tensor,
-        padding: torch.Tensor | None,
-        queries: LastQueries | None = None,
-    ) -> None:
-        """Takes over a prompt's keys and values. The layer must be empty.
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: None, queries: LastQueries | None = None) -> None:
+        """Takes over a prompt's keys and values.
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             values: Like `keys`.
-            positions: Ignored.
-            padding: Ignored.
-            queries: Ignored.
+            running: Of no use here.
+            queries: Of no use here.
         """
-        require_empty(self)
-        with torch.no_grad():
-            self.update(keys, values)
+        self.update(keys, values)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens; the buffers stay.

@@ -133,7 +133,7 @@ class Passes(Generic[P]):
         return self._current
 
     def of_prompt(self, positions: torch.Tensor, padding: torch.Tensor | None, tokens: int, device: torch.device) -> P:
-        """The pass that computed a prompt which is taken over from elsewhere, shared by layers that come with the same tensors.
+        """The pass of a prompt whose keys and values come from another cache; layers that pass the same tensors share it.
 
         Args:
             positions: The model's positions of all tokens, (batch or 1, tokens).

@@ -18,6 +18,7 @@ from transformers import Cache, PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import close_window
 from hf_kvcaches.core.continuing import require_new_tokens
+from hf_kvcaches.core.layer_pass import LayerPass
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.partial import Masks, RunningLayer, SkippedLayer, with_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -203,7 +204,7 @@ def run_layers(
     start: int,
     stop: int,
     input_ids: torch.Tensor,
-    cache: KVCache,
+    cache: KVCache | LayerPass,
     positions: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     *,
@@ -219,7 +220,7 @@ def run_layers(
         start: The lowest layer to run.
         stop: The first layer not to run, or the number of layers.
         input_ids: (batch, tokens).
-        cache: Its layers from `start` to before `stop` take the keys and values.
+        cache: Its layers from `start` to before `stop` take the keys and values, as the pass says where one is given.
         positions: (tokens,) or (batch, tokens).
         attention_mask: 1 where a token is real, (batch, tokens that layer `start` has seen + new ones), or None.
         hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
@@ -235,8 +236,7 @@ def run_layers(
     below = [SkippedLayer(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
     running = [RunningLayer(layer, start + number, masks) for number, layer in enumerate(layers[start:stop])]
     twin = with_layers(model, [*below, *running, *(SkippedLayer(layer) for layer in layers[stop:])])
-    with cache.seen_from(start):
-        run_module(twin, cache, input_ids, positions, attention_mask)
+    run_module(twin, cache if isinstance(cache, LayerPass) else LayerPass(cache, start), input_ids, positions, attention_mask)
     output = running[-1].output
     if not isinstance(output, torch.Tensor) or output.shape[:-1] != input_ids.shape:
         raise UnsupportedError(f"model: {type(model).__name__} passes more than hidden states from layer to layer. Run whole prompts.")

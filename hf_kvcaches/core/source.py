@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_kvcaches.core import attention
-from hf_kvcaches.core.adopting import AdoptingCache, LastQueries
+from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, first_position
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.splicing.history import History
@@ -121,7 +121,7 @@ class SourceCache(KVCache):
             self.layers[:] = holder.layers
             holder.take_provenance(self.provenance)
             return
-        self._positions, self._padding = _positions(padding, self.seen + tokens)
+        self._positions, self._padding = _positions(padding, self.seen + tokens, first_position(self))
 
     def hand_over(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, queries: LastQueries) -> None:
         """Puts a layer of the holder in the place of one that has answered the prompt.
@@ -204,10 +204,10 @@ class _LastPass(attention.LayerView):
         return output
 
 
-def _positions(padding: list[int], tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _positions(padding: list[int], tokens: int, first: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The positions of a left-padded batch, (batch or 1, tokens), and its padding, (batch,), or None for none."""
     slots = torch.arange(tokens)[None]
     if not any(padding):
-        return slots, None
+        return slots + first, None
     counts = torch.tensor(padding)
-    return (slots - counts[:, None]).clamp_min(0), counts
+    return (slots - counts[:, None]).clamp_min(0) + first, counts

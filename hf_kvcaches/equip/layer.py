@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.core.adopting import LastQueries, require_empty
+from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call, hand_out
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip import compiled, editing, pruning, steps
@@ -80,43 +80,20 @@ class EquipLayer(PlacedSlots):
         self.wind(not block and tokens == 1 and running.valid is None)
         return output
 
-    @torch.no_grad()
-    def adopt(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        positions: torch.Tensor,
-        padding: torch.Tensor | None,
-        queries: LastQueries | None = None,
-    ) -> None:
-        """Takes over a prompt's keys and values and prunes them, as after a prefill. The layer must be empty.
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, queries: LastQueries | None = None) -> None:
+        """Takes over a prompt's keys and values and prunes them, as after a prefill.
 
         Args:
-            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them at `positions`.
+            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             values: Like `keys`.
-            positions: (batch or 1, tokens).
-            padding: How many slots at the start of each row hold no token, (batch,), or None.
+            running: The pass that computed them.
             queries: The prompt's last ones, as many as the policy observes, or more.
         """
-        require_empty(self)
-        self.check_new_tokens(keys, values)
-        self.lazy_initialization(keys, values)
-        self.take_prompt(keys, values, self.passes.of_prompt(positions, padding, keys.shape[2], keys.device), queries)
-        self.seen = keys.shape[2]
-        self.wind(False)
-
-    def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, queries: LastQueries | None) -> None:
-        """`adopt` without its bookkeeping.
-
-        Args:
-            keys: As in `adopt`.
-            values: As in `adopt`.
-            running: The pass that computed them.
-            queries: As in `adopt`.
-        """
         observed = pruning.observed_by(self, queries, keys, running)
-        self.resolve(running, keys.shape[2])
+        self.resolve(running, running.tokens)
         pruning.prune_block(self, keys, values, running, observed)
+        self.seen = running.tokens
+        self.wind(False)
 
     def enter(self, call: Call, tokens: int, device: torch.device) -> TurningPass:
         """The pass that new tokens belong to.

@@ -266,9 +266,9 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
         with self._provided(running, rows, tokens, block):
             return super().attend(query, keys, values, call)
 
-    def take_prompt(self, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, queries: LastQueries | None) -> None:
-        with self._provided(running, keys.shape[0], keys.shape[2], keys.shape[2]):
-            super().take_prompt(keys, values, running, queries)
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, queries: LastQueries | None = None) -> None:
+        with self._provided(running, keys.shape[0], running.tokens, running.tokens):
+            super().adopt(keys, values, running, queries)
 
     @contextmanager
     def _provided(self, running: TurningPass, rows: int, tokens: int, block: int) -> Iterator[None]:

@@ -216,13 +216,13 @@ def observed_by(layer: EquipLayer, queries: LastQueries | None, keys: torch.Tens
     if window == 0:
         return None
     count = tokens if window is None else min(window, tokens)
-    given = 0 if queries is None else queries.states.shape[2]
-    if queries is None or given < count:
-        raise UnsupportedError(f"queries: the policy scores a prompt of {tokens} tokens by its last {count} queries, and got {given}.")
+    available = 0 if queries is None else queries.states.shape[2]
+    if queries is None or available < count:
+        raise UnsupportedError(f"queries: the policy scores a prompt of {tokens} tokens by its last {count} queries, and got {available}.")
     earlier, valid = tokens - count, running.valid
     slots, new = (None, None) if valid is None else (valid[:, None, :earlier], valid[:, earlier:])
     _, observed = block_attention(
-        queries.states[:, :, given - count :],
+        queries.states[:, :, available - count :],
         keys,
         None,
         queries.scaling,

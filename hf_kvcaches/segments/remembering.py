@@ -91,7 +91,7 @@ class Remembering:
         """
         with self._lock:
             rows, reader = self._rows, self._reader
-            done = all(layer.seen >= self._needed and layer.running is None for layer in self._layers)
+            done = all(layer.seen >= self._needed for layer in self._layers)
             if not rows or not (done or drop):
                 return
             self._rows = []

@@ -198,9 +198,7 @@ class Stages:
 
     def _look(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> Look:
         running = SparsePass(slots, self.padding, self.total)
-        with self.cache.layers[level].look() as found:
-            self.cache.run_sparse(running, ids_at(self.call, slots, self.total), level, level + 1, hidden)
-        return found[0]
+        return self.cache.look(running, ids_at(self.call, slots, self.total), level, hidden)
 
     def _of(self, wanted: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The states of some of the tokens that ran; of those that only fill up, any."""

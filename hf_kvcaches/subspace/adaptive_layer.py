@@ -137,18 +137,10 @@ class AdaptiveLayer(SubspaceLayer):
             self.budget.tell(self, self._waiting)
         return output
 
-    @torch.no_grad()
-    def adopt(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        positions: torch.Tensor,
-        padding: torch.Tensor | None,
-        queries: LastQueries | None = None,
-    ) -> None:
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, queries: LastQueries | None = None) -> None:
         if self.adaptive.metric != "plain":
             raise UnsupportedError(NEEDS_QUERIES)
-        super().adopt(keys, values, positions, padding, queries)
+        super().adopt(keys, values, running, queries)
         if self._waiting:
             self.budget.tell(self, self._waiting)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from hf_kvcaches.core.adopting import LastQueries, require_empty
+from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.core.calls import Call, hand_out
@@ -106,28 +106,15 @@ class SubspaceLayer(SubspaceStore):
             outputs.append(self._step(query[:, :, span], keys[:, :, span], values[:, :, span], call, own))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
-    @torch.no_grad()
-    def adopt(
-        self,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        positions: torch.Tensor,
-        padding: torch.Tensor | None,
-        queries: LastQueries | None = None,
-    ) -> None:
-        """Takes over a prompt's keys and values, as after a prefill: exact ends, and coefficients between. The layer must be empty.
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: Pass, queries: LastQueries | None = None) -> None:
+        """Takes over a prompt's keys and values, as after a prefill: exact ends, and coefficients between.
 
         Args:
-            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them at `positions`.
+            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             values: Like `keys`.
-            positions: (batch or 1, tokens).
-            padding: How many slots at the start of each row hold no token, (batch,), or None.
+            running: The pass that computed them.
             queries: Ignored.
         """
-        require_empty(self)
-        self.check_new_tokens(keys, values)
-        self.lazy_initialization(keys, values)
-        running = self.passes.of_prompt(positions, padding, keys.shape[2], keys.device)
         self.take(None, keys, values, None, running, final=True)
 
     def _step(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Pass) -> torch.Tensor:

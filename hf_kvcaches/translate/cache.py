@@ -13,7 +13,6 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import CacheReport, KVCache
 from hf_kvcaches.core.growing import GrowingLayer
-from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
@@ -48,22 +47,6 @@ class TranslatedReport(CacheReport):
     payload_share: float = 0.0
     run_layers: int = 0
     patched: tuple[int, ...] = ()
-
-
-class TranslatedLayer(GrowingLayer):
-    """Grows as any; can end a pass once it has its keys and values."""
-
-    stops = False
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        held = super().update(key_states, value_states, *args, **kwargs)
-        if self.stops:
-            raise PassEnded
-        return held
-
-    def reset(self) -> None:
-        super().reset()
-        self.stops = False
 
 
 class TranslatedCache(SourceCache):
@@ -124,8 +107,8 @@ class TranslatedCache(SourceCache):
         self._arrived: list[Part] = []
         super().__init__(consumer, decode_with=decode_with, offloading=offloading)
 
-    def make_layer(self, layer_idx: int) -> TranslatedLayer:
-        return TranslatedLayer()
+    def make_layer(self, layer_idx: int) -> GrowingLayer:
+        return GrowingLayer()
 
     def settings(self) -> dict[str, Any]:
         return {"translated": self._translated}

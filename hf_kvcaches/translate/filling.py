@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.growing import capacity_for
+from hf_kvcaches.core.layer_pass import StoppingPass
 from hf_kvcaches.core.partial import PassEnded, with_layers
 from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.core.quantize import Quantized
@@ -158,8 +159,8 @@ class Filling:
         given: list[torch.Tensor] = []
         told = with_told_attention(self.decoder[lowest], keep)
         twin = with_layers(self.model, [*self.decoder[:lowest], told, *self.decoder[lowest + 1 :]])
-        with self._stopping(lowest), suppress(PassEnded):
-            run_module(twin, self.cache, tokens.ids, tokens.positions, tokens.mask)
+        with suppress(PassEnded):
+            run_module(twin, StoppingPass(self.cache, lowest), tokens.ids, tokens.positions, tokens.mask)
         return given[0]
 
     def _wanted(self, states: torch.Tensor) -> torch.Tensor:
@@ -167,15 +168,6 @@ class Filling:
         if len(states) == 1 and not self.places.padding[0]:
             return states[0]
         return torch.cat([states[row, self.places.padding[row] :] for row in self.places.rows])
-
-    @contextmanager
-    def _stopping(self, layer: int) -> Iterator[None]:
-        """While open, a pass ends when this layer has its keys and values."""
-        self.cache.layers[layer].stops = True
-        try:
-            yield
-        finally:
-            self.cache.layers[layer].stops = False
 
     def _rebuild(self, decoder: LayerDecoder, part: Part | None) -> None:
         layer, module = self.cache.layers[decoder.layer], self.decoder[decoder.layer]
@@ -266,12 +258,14 @@ class Filling:
             hidden[row, self.places.padding[row] :] = made[start : start + count]
             start += count
 
-        with self._stopping(decoder.layer), suppress(PassEnded):
-            if self._like_lowest(decoder.layer):
-                attention = compat.attention_module(self.decoder[decoder.layer])
-                attention(**self._given | {"hidden_states": hidden.to(self._given["hidden_states"])})
-            else:
-                feed_attention(self.model, decoder.layer, hidden, self.tokens, self.cache)
+        stopping = StoppingPass(self.cache, decoder.layer, decoder.layer)
+        if not self._like_lowest(decoder.layer):
+            feed_attention(self.model, decoder.layer, hidden, self.tokens, stopping)
+            return
+        attention = compat.attention_module(self.decoder[decoder.layer])
+        given = {name: stopping if isinstance(value, StoppingPass) else value for name, value in self._given.items()}
+        with suppress(PassEnded):
+            attention(**given | {"hidden_states": hidden.to(self._given["hidden_states"])})
 
     def _like_lowest(self, layer: int) -> bool:
         """Whether a layer's attention is called with what the lowest one was called with, so that no pass has to come to it."""

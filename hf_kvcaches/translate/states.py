@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
@@ -276,7 +276,7 @@ def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.T
     return State(flat_keys, flat_values, None, keys.shape[1])
 
 
-def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: Tokens, cache: KVCache) -> None:
+def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: Tokens, cache: Cache) -> None:
     """Gives a layer's attention another input than the model's own, up to its keys and values.
 
     Args:
@@ -294,7 +294,7 @@ def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
     layers = compat.decoder_layers(model)[2]
     below = [SkippedLayer(skipped, hidden.to(model.dtype) if index == layer - 1 else None) for index, skipped in enumerate(layers[:layer])]
     twin = with_layers(model, [*below, with_told_attention(layers[layer], exchange), *layers[layer + 1 :]])
-    with cache.seen_from(layer), suppress(PassEnded):
+    with suppress(PassEnded):
         run_module(twin, cache, tokens.ids, tokens.positions, tokens.mask)
 
 

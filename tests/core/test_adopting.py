@@ -17,6 +17,7 @@ from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.slots import LayerSlots
 from tests.conformance import models
 from tests.conformance.driving import feed, left_padded, tokens
+from tests.families import models as families
 
 PROMPT = 37
 
@@ -134,6 +135,27 @@ def test_segments_that_were_reused_are_pruned(tmp_path: Path) -> None:
     cache.save(tmp_path / "cache.safetensors")  # a pass of the same model behind them changes nothing
     # What generate fed is known of the new cache, too.
     assert torch.equal(cache.fed.ids, past.fed.ids)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "paligemma@image"])
+def test_states_of_linear_layers_and_positions_from_one_are_taken_over(name: str) -> None:
+    model = families.build(next(family for family in families.families() if family.name == name))
+    past, plain = DynamicCache(config=model.config), EquipCache(model, "knorm", 12)
+    ids, more = tokens(26) % 40 + 5, tokens(6, seed=1) % 40 + 5
+    for cache in (past, plain):
+        model(ids, past_key_values=cache)
+    adopted = EquipCache.from_cache(past, model, "knorm", 12)
+    model(more, past_key_values=past)  # its states move on by themselves
+    got, expected = (torch.cat([model(token, past_key_values=cache).logits for token in more.split(1, 1)], 1) for cache in (adopted, plain))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
+
+
+def test_a_model_without_attention_has_nothing_to_adopt() -> None:
+    model = families.build(next(family for family in families.families() if family.name == "mamba"))
+    past = DynamicCache(config=model.config)
+    model(tokens(8) % 40 + 5, past_key_values=past)
+    with pytest.raises(ConfigError, match="past: expected a cache with layers of attention"):
+        EquipCache.from_cache(past, model)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])

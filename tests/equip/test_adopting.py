@@ -84,6 +84,7 @@ def compare(
     part = None if mask is None else mask[:, :prompt]
     adopted = EquipCache.from_cache(past, model, attention_mask=part, **settings)
     same_slots(adopted, plain)
+    same_tensors(adopted, plain)
     more = ids[:, prompt:]
     expected, got = (feed(model, cache, more, mask=mask) for cache in (plain, adopted))
     assert float((got.float() - expected.float()).abs().max()) <= TOLERANCES[dtype]
@@ -97,6 +98,15 @@ def same_slots(cache: EquipCache, other: EquipCache) -> None:
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, EquipLayer):
             assert torch.equal(cache.kept_positions(index), other.kept_positions(index))
+
+
+def same_tensors(cache: EquipCache, other: EquipCache) -> None:
+    """Asserts that all that is kept is the same, the clocks of compiled steps included."""
+    got, expected = cache.owned_tensors(), other.owned_tensors()
+    assert set(got) == set(expected)
+    for name, tensor in got.items():
+        if not name.endswith("_sliding_window_tensor"):
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4, msg=lambda message, name=name: f"{name}: {message}")
 
 
 @pytest.mark.parametrize("page_size", [None, 5])
@@ -132,6 +142,13 @@ def test_a_share_is_of_the_longest_row() -> None:
 )
 def test_any_model(family: str) -> None:
     compare(models.tiny(family), "knorm")
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 5, 63])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_awkward_sizes(policy: str, prompt: int) -> None:
+    model = models.build("llama", num_attention_heads=6, num_key_value_heads=2, head_dim=10)
+    compare(model, POLICIES[policy], 17, ids=text(prompt + STEPS), source=DynamicCache(config=model.config))
 
 
 def test_a_model_with_windows_only() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from hf_kvcaches.core.prefill import PrefillCall, run_layers
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
-from hf_kvcaches.core.splicing.sparse import SparsePass
+from hf_kvcaches.core.splicing.sparse import Look, LookingPass, SparsePass, SplicingPass
 from hf_kvcaches.core.splicing.trial import parts_refused
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -103,21 +102,6 @@ class SplicingCache(SourceCache):
             return None
         return self.history.padding(self.seen + tokens)
 
-    @contextmanager
-    def sparse(self, running: SparsePass) -> Iterator[None]:
-        """While open, passes run the tokens of a sparse one.
-
-        Args:
-            running: The pass.
-        """
-        try:
-            for layer in self.layers:
-                layer.running = running
-            yield
-        finally:
-            for layer in self.layers:
-                layer.running = None
-
     def run_sparse(
         self, running: SparsePass, ids: torch.Tensor, start: int = 0, stop: int | None = None, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -130,9 +114,25 @@ class SplicingCache(SourceCache):
             stop: The first layer not to run; None: all run.
             hidden: What enters layer `start`; None for layer 0.
         """
-        masks = running.masks(self.model)
-        with self.sparse(running):
-            return run_layers(self.model, start, stop or len(self.layers), ids, self, running.positions, hidden=hidden, masks=masks)
+        return self._run(SplicingPass(self, running, start), ids, stop or len(self.layers), hidden)
+
+    def look(self, running: SparsePass, ids: torch.Tensor, layer: int, hidden: torch.Tensor | None) -> Look:
+        """What a layer computes for the tokens of a sparse pass; nothing is written.
+
+        Args:
+            running: The pass.
+            ids: Its tokens, (batch, tokens).
+            layer: The layer.
+            hidden: What enters it; None for layer 0.
+        """
+        looking = LookingPass(self, running, layer)
+        self._run(looking, ids, layer + 1, hidden)
+        assert looking.look is not None
+        return looking.look
+
+    def _run(self, into: SplicingPass, ids: torch.Tensor, stop: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        running = into.running
+        return run_layers(self.model, into.start, stop, ids, into, running.positions, hidden=hidden, masks=running.masks(self.model))
 
     def take(self, slots: int) -> int:
         """Counts the first slots of the prompt as seen, now that they hold its tokens; returns how many were not before.
@@ -148,7 +148,6 @@ class SplicingCache(SourceCache):
     def abandon_prefill(self, seen: int) -> None:
         # Passes write behind what the layers have seen, so that this is still as it was.
         for layer in self.layers:
-            layer.running = layer.looks = None
             if seen == 0:
                 layer.reset()
             layer.seen = seen

@@ -10,6 +10,8 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, previous_implementation
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.layer_pass import LayerPass
 from hf_kvcaches.core.partial import Masks
 
 
@@ -107,3 +109,40 @@ class Look(LayerView):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
+
+
+class SplicingPass(LayerPass):
+    """Writes a sparse pass's tokens into their slots.
+
+    Args:
+        cache: Its layers take writes into slots.
+        running: The sparse pass.
+        start: The lowest layer that runs.
+    """
+
+    def __init__(self, cache: KVCache, running: SparsePass, start: int) -> None:
+        super().__init__(cache, start)
+        self.running = running
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].write(
+            key_states, value_states, self.running.slots, self.running.total
+        )
+        return states
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        # The mask is made from slots; any size will do for the one that the model makes.
+        return self.running.total, 0
+
+
+class LookingPass(SplicingPass):
+    """Writes nothing, and keeps what the layer computed in `look`."""
+
+    look: Look | None = None
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.look = Look(key_states, value_states.shape[-1])
+        self.cache.answer_next()
+        return self.look, self.look
