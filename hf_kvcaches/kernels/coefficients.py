@@ -36,8 +36,8 @@ __all__ = [
 
 Part = tuple[torch.Tensor, torch.Tensor]
 
-# Numbers worked on at a time: 1 MB, so that a product is still in cache when it is used.
-BLOCK = 2**18
+# Numbers worked on at a time: 2 MB, so that a product is still in cache when it is used.
+BLOCK = 2**19
 
 
 class Coefficients(NamedTuple):
@@ -161,10 +161,9 @@ def exact_attention(
             check_mask("valid", valid, (len(keys), keys.shape[1], keys.shape[2]))
     if keys.shape[2] == 0:
         return _no_tokens(query, values.shape[-1])
-    asking = _by_kv_head(query, keys.shape[1])
-    scores = _products(asking, keys.to(asking.dtype).mT, scaling)
-    shares, total, highest = _softmax(scores, valid, softcap)
-    return _normalized(query, _products(shares, values.to(asking.dtype)), total, highest)
+    asking = _by_kv_head(query, keys.shape[1], scaling)
+    shares, total, highest = _softmax(asking @ keys.to(asking.dtype).mT, valid, softcap)
+    return _normalized(query, shares @ values.to(asking.dtype), total, highest)
 
 
 def merge_attention(parts: Iterable[Part]) -> Part:
@@ -195,18 +194,18 @@ def merge_attention(parts: Iterable[Part]) -> Part:
 def _attention_torch(query: torch.Tensor, keys: Coefficients, values: Coefficients, scaling: float, options: Options) -> Part:
     valid, rotation, key_basis_of, value_basis_of, softcap = options
     tokens = keys.data.shape[2]
-    asking = _by_kv_head(query, keys.data.shape[1])
+    asking = _by_kv_head(query, keys.data.shape[1], scaling)
     tables = None
     if rotation is not None:
         asking, tables = _from_first_position(asking, rotation, valid, tokens)
     parts = []
-    for here, decode in _pieces(keys, key_basis_of, asking.dtype):
+    for here, decode in _pieces(keys, key_basis_of, asking.dtype, rebuilt=rotation is not None):
         data = keys.data[:, :, here].to(asking.dtype)
         if tables is None or rotation is None:
-            parts.append(_products(asking @ decode, data.mT, scaling))
+            parts.append((asking @ decode) @ data.mT)
         else:
-            rebuilt = rotate_(_products(data, decode.mT), tables[0][..., here, :], tables[1][..., here, :], rotation.layout)
-            parts.append(_products(asking, rebuilt.mT, scaling))
+            rebuilt = rotate_(data @ decode.mT, tables[0][..., here, :], tables[1][..., here, :], rotation.layout)
+            parts.append(asking @ rebuilt.mT)
     scores = parts[0] if len(parts) == 1 else torch.cat(parts, 3)
     if keys.scale is not None:
         scores = scores * _of_tokens(keys.scale, tokens)
@@ -214,16 +213,23 @@ def _attention_torch(query: torch.Tensor, keys: Coefficients, values: Coefficien
     if values.scale is not None:
         shares = shares * _of_tokens(values.scale, tokens)
     parts = [
-        _products(shares[..., here], values.data[:, :, here].to(asking.dtype)) @ decode.mT
+        (shares[..., here] @ values.data[:, :, here].to(asking.dtype)) @ decode.mT
         for here, decode in _pieces(values, value_basis_of, asking.dtype)
     ]
     return _normalized(query, parts[0] if len(parts) == 1 else torch.stack(parts).sum(0), total, highest)
 
 
-def _pieces(side: Coefficients, basis_of: torch.Tensor | None, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Cuts tokens into pieces that fit into cache, each with one basis a head: (kv_heads or batch, kv_heads, dim, rank)."""
+def _pieces(
+    side: Coefficients, basis_of: torch.Tensor | None, dtype: torch.dtype, rebuilt: bool = False
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Cuts tokens into pieces, each with one basis a head: (kv_heads or batch, kv_heads, dim, rank).
+
+    What is converted, or `rebuilt` to all dimensions, must still be in cache when it is used.
+    """
     (batch, kv_heads, tokens, rank), decode = side.data.shape, side.decode.to(dtype)
-    most = max(TILE, BLOCK // (batch * kv_heads * max(rank, decode.shape[-2])))
+    most = max(TILE, BLOCK // (batch * kv_heads * (decode.shape[-2] if rebuilt else rank)))
+    if not rebuilt and side.data.dtype == dtype:
+        most = tokens
     tiles = [0]
     if basis_of is not None:
         changes = (basis_of[:, :, 1:] != basis_of[:, :, :-1]).flatten(0, 1).any(0).nonzero()[:, 0] + 1
@@ -252,20 +258,13 @@ def _from_first_position(asking: torch.Tensor, rotation: Rotation, valid: torch.
         reach = int(offsets.max()) + 1
     frequencies = rotation.inv_freq.to(device)
     cos, sin = (table[:, None, None] * rotation.attention_scaling for table in cos_sin(frequencies, first[:, 0], dtype))
-    asking = rotate_(asking.clone(), cos, -sin, rotation.layout)
+    asking = rotate_(asking, cos, -sin, rotation.layout)
     if reach > 4 * tokens + 4096:  # positions far apart
         assert offsets is not None
         cos, sin = cos_sin(frequencies, offsets, dtype)
         return asking, (cos[:, None], sin[:, None])
     cos, sin = angle_table(rotation.inv_freq, reach, dtype, device)
     return asking, (cos[:tokens], sin[:tokens]) if offsets is None else (cos[offsets][:, None], sin[offsets][:, None])
-
-
-def _products(one: torch.Tensor, other: torch.Tensor, scaling: float = 1.0) -> torch.Tensor:
-    """scaling * one @ other for (batch, kv_heads, ...), scaled within the product: one operation, and nothing is rounded twice."""
-    batch, kv_heads = one.shape[:2]
-    left, right = one.flatten(0, 1), other.expand(batch, *other.shape[-3:]).flatten(0, 1)
-    return torch.baddbmm(left.narrow(1, 0, 1).narrow(2, 0, 1), left, right, beta=0, alpha=scaling).unflatten(0, (batch, kv_heads))
 
 
 def _softmax(scores: torch.Tensor, valid: torch.Tensor | None, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -299,8 +298,9 @@ def _no_tokens(query: torch.Tensor, value_dim: int) -> Part:
     return query.new_zeros(batch, 1, heads, value_dim), query.new_full((batch, heads), -torch.inf, dtype=_of_lse(query.device))
 
 
-def _by_kv_head(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    return query.reshape(query.shape[0], kv_heads, -1, query.shape[3]).to(_computing(query))
+def _by_kv_head(query: torch.Tensor, kv_heads: int, scaling: float) -> torch.Tensor:
+    """The query, (batch, kv_heads, group, dim), times what scores are scaled with."""
+    return query.reshape(query.shape[0], kv_heads, -1, query.shape[3]).to(_computing(query)) * scaling
 
 
 def _of_tokens(scale: torch.Tensor, tokens: int) -> torch.Tensor:
