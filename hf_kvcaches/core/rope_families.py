@@ -139,13 +139,13 @@ def _modeling_module(config_class: type) -> ModuleType | None:
     """The modeling code of a config of transformers' own, or of one that inherits from it; else None."""
     from transformers import MODEL_MAPPING
 
-    own = next((base for base in config_class.__mro__ if base.__module__.startswith("transformers.models.")), None)
-    if own is None:
+    base_class = next((base for base in config_class.__mro__ if base.__module__.startswith("transformers.models.")), None)
+    if base_class is None:
         return None
     try:
-        return importlib.import_module(own.__module__.replace(".configuration_", ".modeling_"))
+        return importlib.import_module(base_class.__module__.replace(".configuration_", ".modeling_"))
     except ModuleNotFoundError:  # a config that shares another family's code
-        return importlib.import_module(MODEL_MAPPING[own].__module__) if own in MODEL_MAPPING else None
+        return importlib.import_module(MODEL_MAPPING[base_class].__module__) if base_class in MODEL_MAPPING else None
 
 
 @cache

@@ -87,18 +87,7 @@ def check_quantized(
     *,
     contiguous: bool = False,
 ) -> None:
-    """Refuses parts that `dequantize` could not make a tensor of this shape of, or that belong to plain numbers.
-
-    Args:
-        name: Of the argument, whose parts are called `data`, `scale`, `zero` and `group`.
-        data: As for `dequantize`, and so are the others.
-        scale: None for plain numbers, and so is `zero`.
-        zero: Like `scale`.
-        group: None for all.
-        shape: Of the numbers.
-        device: Of all tensors.
-        contiguous: Whether last dimensions must be.
-    """
+    """Refuses parts that `dequantize` could not make numbers of this shape of, or a scale or zero beside plain numbers."""
     *others, length = shape
     assert length is not None
     if group is not None and (type(group) is not int or group <= 0):

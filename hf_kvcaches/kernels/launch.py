@@ -21,12 +21,7 @@ def has_triton() -> bool:
 
 
 def choose(backend: Backend, *tensors: torch.Tensor) -> Backend:
-    """The back-end that computes: never `"auto"`.
-
-    Args:
-        backend: What the caller asked for.
-        *tensors: All that a gradient could be wanted for.
-    """
+    """The back-end that computes, never `"auto"`, for tensors that a gradient could be wanted for."""
     if backend in ("torch", "reference"):
         return backend
     needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
@@ -59,17 +54,14 @@ def strided_or_none(*tensors: torch.Tensor | None) -> list[tuple[Any, ...] | Non
 
 
 def split_tokens(count: int, block: int, rows: int, splits: int | None, device: torch.device) -> tuple[int, int]:
-    """How programs share the slots or tokens of a row and KV head.
+    """How many slots or tokens of a row and KV head each program has, in whole blocks, and how many programs that makes.
 
     Args:
         count: Slots or tokens.
-        block: That a program takes at a time.
+        block: Of these, what a program takes at a time.
         rows: Rows times KV heads.
         splits: How many programs to share among; None: enough to fill the GPU.
         device: The GPU.
-
-    Returns:
-        How many slots or tokens each program has, whole blocks, and how many programs that makes.
     """
     splits = splits or -(-2 * _processors(device) // rows)
     chunk = -(-count // (splits * block)) * block

@@ -48,7 +48,7 @@ def cos_sin(inv_freq: torch.Tensor, positions: int | torch.Tensor, dtype: torch.
         dtype: Of the result.
     """
     angles = inv_freq * (positions if isinstance(positions, int) else positions.to(torch.float64).unsqueeze(-1))
-    # Cosine and sine reduce a float64 argument exactly; a remainder by a rounded 2 pi would add its error once per turn.
+    # Cosine and sine reduce a float64 argument exactly; a remainder by a rounded 2 pi would add its error once per circle.
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
