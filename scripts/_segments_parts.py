@@ -27,7 +27,8 @@ from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.errors import require
-from hf_kvcaches.kernels.splice import Packed, splice, splice_reference
+from hf_kvcaches.kernels.splice import Packed, splice
+from hf_kvcaches.kernels.splice_reference import splice as splice_reference
 from hf_kvcaches.segments.index import NEAR, SegmentIndex
 from hf_kvcaches.segments.records import Chain, Record
 from hf_kvcaches.stores.signatures import SignatureIndex

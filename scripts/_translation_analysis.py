@@ -19,7 +19,8 @@ from transformers import DynamicCache
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, rebuild_reference
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from hf_kvcaches.kernels.rebuild_reference import rebuild as rebuild_reference
 from hf_kvcaches.translate.stability import LayerTrace
 
 

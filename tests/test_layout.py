@@ -93,14 +93,14 @@ def module_level(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def is_triton_file(relative: Path) -> bool:
-    """Kernels are decorated as soon as their module is imported: `kernels/_NAME_triton.py` may need Triton at once; it is imported late."""
-    return relative.parts[0] == "kernels" and relative.name.startswith("_") and relative.name.endswith("_triton.py")
+    """Kernels are decorated as soon as their module is imported: `kernels/NAME_triton.py` may need Triton at once; it is imported late."""
+    return relative.parts[0] == "kernels" and relative.name.endswith("_triton.py")
 
 
 def eager_triton_files(package: Path) -> list[str]:
     """Files of Triton kernels that anything but each other or a function of their own wrapper imports.
 
-    The wrapper of `kernels/_NAME_triton.py` is `kernels/NAME.py`.
+    The wrapper of `kernels/NAME_triton.py` is `kernels/NAME.py`.
     """
     faults = []
     for path in sorted(package.rglob("*.py")):
@@ -112,7 +112,7 @@ def eager_triton_files(package: Path) -> list[str]:
         for line, name in imported_names(tree, parent):
             for part in name.split("."):
                 if is_triton_file(Path("kernels", f"{part}.py")):
-                    wrapper = Path("kernels", part.removeprefix("_").removesuffix("_triton") + ".py")
+                    wrapper = Path("kernels", part.removesuffix("_triton") + ".py")
                     if relative != wrapper or line in at_once:
                         faults.append(f"{relative}:{line}: {part}")
     return faults
@@ -271,24 +271,22 @@ def test_an_optional_dependency_imported_where_it_is_used_is_fine(tmp_path: Path
 
 def test_a_file_of_triton_kernels_may_import_triton_and_nothing_else(tmp_path: Path) -> None:
     source = "import triton.language as tl\nimport peft"
-    assert eager_optionals(build(tmp_path, {"kernels/_a_triton.py": source})) == ["kernels/_a_triton.py:2: peft"]
-    assert (
-        len(eager_optionals(build(tmp_path / "other", {"kernels/a_triton.py": "import triton", "core/_a_triton.py": "import triton"}))) == 2
-    )
+    assert eager_optionals(build(tmp_path, {"kernels/a_triton.py": source})) == ["kernels/a_triton.py:2: peft"]
+    assert len(eager_optionals(build(tmp_path / "other", {"kernels/a.py": "import triton", "core/a_triton.py": "import triton"}))) == 2
 
 
 def test_a_file_of_triton_kernels_that_is_imported_at_once_or_by_others_is_found(tmp_path: Path) -> None:
     package = build(
         tmp_path,
         {
-            "kernels/a.py": "def f():\n    from house.kernels import _a_triton\n    from house.kernels._a_triton import g",
-            "kernels/b.py": "def f():\n    from house.kernels import _a_triton",
-            "kernels/c.py": "from ._c_triton import f",
-            "core/d.py": "def f():\n    import house.kernels._a_triton",
-            "kernels/_e_triton.py": "from house.kernels._a_triton import f",
+            "kernels/a.py": "def f():\n    from house.kernels import a_triton\n    from house.kernels.a_triton import g",
+            "kernels/b.py": "def f():\n    from house.kernels import a_triton",
+            "kernels/c.py": "from .c_triton import f",
+            "core/d.py": "def f():\n    import house.kernels.a_triton",
+            "kernels/e_triton.py": "from house.kernels.a_triton import f",
         },
     )
-    assert eager_triton_files(package) == ["core/d.py:2: _a_triton", "kernels/b.py:2: _a_triton", "kernels/c.py:1: _c_triton"]
+    assert eager_triton_files(package) == ["core/d.py:2: a_triton", "kernels/b.py:2: a_triton", "kernels/c.py:1: c_triton"]
 
 
 def test_a_long_file_and_a_long_function_are_found(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.kernels.quantization import dequantize
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _TOP_LEVEL = {8: 254, 4: 15}
@@ -60,8 +61,7 @@ class Quantized:
         """
         dtype = _output_dtype(dtype or self.dtype)
         compute = _compute_dtype(self.dtype)
-        grouped = _split(self._levels().to(compute), self._group_size())
-        out = _join(grouped * self.scale.to(compute).unsqueeze(-1) + self.zero.to(compute).unsqueeze(-1), self.shape[self.axis])
+        out = dequantize(self.data, self.scale, self.zero, self.shape[self.axis], self.group, compute)
         # The top level may lie up to half a step above the largest element, and so beyond what a narrow type can hold.
         limit = min(torch.finfo(dtype).max, torch.finfo(compute).max)
         return out.clamp_(-limit, limit).to(dtype).movedim(-1, self.axis).contiguous()
@@ -129,13 +129,6 @@ class Quantized:
 
     def _group_size(self) -> int:
         return self.group or max(self.shape[self.axis], 1)
-
-    def _levels(self) -> torch.Tensor:
-        """The levels from 0, one per element, `axis` last."""
-        if self.bits == 8:
-            return self.data.to(torch.int16) + 127
-        pairs = torch.stack((self.data & 15, self.data >> 4), dim=-1).flatten(-2)
-        return pairs[..., : self.shape[self.axis]]
 
 
 def quantize(x: torch.Tensor, bits: int = 8, group: int | None = None, axis: int = -1, check_finite: bool = True) -> Quantized:

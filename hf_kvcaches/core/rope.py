@@ -1,8 +1,8 @@
-"""Turning cached keys to other positions.
+"""Rotating cached keys to other positions.
 
-A model with rotary positions turns each pair of a key's dimensions by `position * frequency` before the key reaches the cache. A cache that
-moves, merges or stores keys has to turn them on (`shift`), back (`unrotate`) or anew (`rotate`); the geometry knows the angles from the
-config alone.
+A model with rotary positions rotates each pair of a key's dimensions by `position * frequency` before the key reaches the cache. A cache
+that moves, merges or stores keys has to rotate them further (`shift`), back (`unrotate`) or anew (`rotate`); the geometry knows the angles
+from the config alone.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.core.rope_families import Kind, Layout, read_rotary_facts
+from hf_kvcaches.core.rope_families import Kind, read_rotary_facts
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.checks import check_layout
+from hf_kvcaches.kernels.rotation import Layout, cos_sin, rotate_
 
 _NO_ROTATION = {
     "learned": "its positions are added to the embeddings, and can't be changed in a key",
-    "alibi": "its positions are a bias on the attention scores by the key's place, not a part of the key",
+    "alibi": "its positions are a bias on the attention scores by the key's position, not a part of the key",
     "unknown": "its config has no rotary parameters, and does not say what else tells its keys apart",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class RotaryGeometry:
-    """The angles by which one model's keys (of one kind of layer) are turned.
+    """The angles by which one model's keys (of one kind of layer) are rotated.
 
     **Frequencies.** A model multiplies positions by its frequencies in *float32*, so these exact numbers are kept here, converted to
     float64. Recomputing them in float64 would look better and be wrong: the difference, up to 6e-8 of the angle, is a third of a radian at
@@ -34,7 +36,7 @@ class RotaryGeometry:
     `dataclasses.replace(geometry, inv_freq=model.model.rotary_emb.inv_freq.double().cpu())`.
 
     **Precision.** Angles and their cosines are taken in float64, where a position below 2**29 times a float32 is exact, and only the
-    cosines are cast: a shift at position 5,000,000 is as exact as at 5. Keys are turned in float32 (float64 ones in float64) and cast once.
+    cosines are cast: a shift at position 5,000,000 is as exact as at 5. Keys are rotated in float32 (or float64) and cast once.
 
     **Shapes.** Keys are `(batch, heads, seq, head_dim)`. Positions and deltas are an `int`, or an integer tensor: `()`, `(seq,)`,
     `(batch, seq)` or `(batch, heads, seq)`; any of these dimensions may be 1, so `(batch, 1)` is one delta per row.
@@ -43,14 +45,14 @@ class RotaryGeometry:
     token; `rotate` and `unrotate` are right for text tokens, whose axes agree.
 
     Args:
-        inv_freq: Angle per position of each turned pair: `(rotary_dim / 2,)`, float64, on the CPU.
+        inv_freq: Angle per position of each rotated pair: `(rotary_dim / 2,)`, float64, on the CPU.
         head_dim: Size of a key. Dimensions from `rotary_dim` on pass unchanged.
         attention_scaling: What the model multiplies cosines and sines with (yarn).
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
         rope_type: The config's `rope_type`, or `"none"`.
         kind: `"rope"`; `"none"` for a layer that leaves positions out in a model that rotates elsewhere, whose keys are right anywhere;
             `"learned"` and `"alibi"`, whose keys carry no rotation and can't be moved; `"unknown"`.
-        refusal: Why keys can't be turned although the model rotates them; None if they can.
+        refusal: Why keys can't be rotated although the model does; None if they can.
     """
 
     inv_freq: torch.Tensor
@@ -66,8 +68,7 @@ class RotaryGeometry:
         if self.inv_freq.ndim != 1 or self.inv_freq.dtype != torch.float64 or self.inv_freq.device.type != "cpu":
             got = (tuple(self.inv_freq.shape), self.inv_freq.dtype, self.inv_freq.device.type)
             raise ConfigError.of("inv_freq", "one dimension of float64 on the CPU", got)
-        if self.layout not in ("half", "interleaved"):
-            raise ConfigError.of("layout", "'half' or 'interleaved'", self.layout)
+        check_layout("layout", self.layout)
         if self.rotary_dim > self.head_dim and self.refusal is None:
             raise ConfigError.of("inv_freq", f"at most head_dim / 2 = {self.head_dim // 2} frequencies", self.inv_freq.numel())
         if not self.attention_scaling > 0:
@@ -77,31 +78,24 @@ class RotaryGeometry:
     def from_config(cls, config: Any, layer_type: str | None = None, *, layer_idx: int | None = None) -> RotaryGeometry:
         """Reads the geometry from a model's config.
 
-        Any rotary model gives a geometry to look at; one whose keys can't be turned refuses when asked to.
+        Any rotary model gives a geometry to look at; one whose keys can't be rotated refuses when asked to.
 
         Args:
             config: `model.config`; of a multimodal model, its text decoder's part is read.
             layer_type: One of `config.layer_types`, where these rotate differently (Gemma 3, Cohere 2).
             layer_idx: The layer, which also decides its type. Needed where layers of one type differ (SmolLM3).
         """
-        facts = read_rotary_facts(config, layer_type, layer_idx)
-        return cls(facts.inv_freq, facts.head_dim, facts.attention_scaling, facts.layout, facts.rope_type, facts.kind, facts.refusal)
+        return cls(**read_rotary_facts(config, layer_type, layer_idx))
 
     @property
     def rotary_dim(self) -> int:
-        """How many of the head's dimensions are turned."""
+        """How many of the head's dimensions are rotated."""
         return 2 * self.inv_freq.numel()
 
-    def turns_like(self, other: RotaryGeometry) -> bool:
-        """Whether both turn keys alike.
-
-        Args:
-            other: Another geometry.
-        """
-        plain = (self.kind, self.layout, self.head_dim, self.attention_scaling, self.refusal)
-        return plain == (other.kind, other.layout, other.head_dim, other.attention_scaling, other.refusal) and torch.equal(
-            self.inv_freq, other.inv_freq
-        )
+    def rotates_like(self, other: RotaryGeometry) -> bool:
+        """Whether both rotate keys in the same way."""
+        plain = [(one.kind, one.layout, one.head_dim, one.attention_scaling, one.refusal) for one in (self, other)]
+        return plain[0] == plain[1] and torch.equal(self.inv_freq, other.inv_freq)
 
     def rotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
         """Does to fresh keys what the model does at these positions, `attention_scaling` included.
@@ -110,7 +104,7 @@ class RotaryGeometry:
             x: Keys (or queries) without rotation, `(batch, heads, seq, head_dim)`.
             positions: Where to put them; shapes as in the class's docstring.
         """
-        return self._turn(x, positions, "positions", "rotate", self.attention_scaling, 1.0)
+        return self._rotate_by(x, positions, "rotate", self.attention_scaling)
 
     def unrotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
         """Undoes `rotate`: the keys as they were before they had positions.
@@ -119,16 +113,16 @@ class RotaryGeometry:
             x: Rotated keys, `(batch, heads, seq, head_dim)`.
             positions: Where they are now; shapes as in the class's docstring.
         """
-        return self._turn(x, positions, "positions", "unrotate", 1.0 / self.attention_scaling, -1.0)
+        return self._rotate_by(x, positions, "unrotate", 1.0 / self.attention_scaling)
 
     def shift(self, x: torch.Tensor, delta: int | torch.Tensor) -> torch.Tensor:
-        """Turns rotated keys from position p to p + delta. No scaling: rotated keys have it already.
+        """Moves rotated keys from position p to p + delta. No scaling: rotated keys have it already.
 
         Args:
             x: Rotated keys, `(batch, heads, seq, head_dim)`.
             delta: How far, negative for towards the start; shapes as in the class's docstring.
         """
-        return self._turn(x, delta, "delta", "shift", 1.0, 1.0)
+        return self._rotate_by(x, delta, "shift", 1.0)
 
     def cos_sin(
         self, positions: int | torch.Tensor, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
@@ -145,42 +139,26 @@ class RotaryGeometry:
         """
         self._require_angles("cos_sin")
         _require_integers(positions, "positions")
-        if isinstance(positions, int):
-            angles = self._frequencies_on(torch.device(device or "cpu")) * positions
-        else:
-            where = torch.device(device) if device is not None else positions.device
-            angles = positions.to(where, torch.float64).unsqueeze(-1) * self._frequencies_on(where)
-        # Cosine and sine reduce a float64 argument exactly; a remainder by a rounded 2 pi would add its error once per turn.
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        where = torch.device(device) if device is not None else torch.device("cpu") if isinstance(positions, int) else positions.device
+        return cos_sin(self._frequencies_on(where), positions if isinstance(positions, int) else positions.to(where), dtype)
 
-    def _turn(self, x: torch.Tensor, by: int | torch.Tensor, argument: str, verb: str, scaling: float, direction: float) -> torch.Tensor:
+    def _rotate_by(self, x: torch.Tensor, by: int | torch.Tensor, verb: str, scaling: float) -> torch.Tensor:
         if self.kind == "rope":
             self._require_angles(verb)
-        self._require_keys(x)
-        by = _per_slot(by, argument, x.shape)
+        # Where nothing is rotated, a config's head size may be another's: that of the encoder, say.
+        if x.ndim != 4 or (x.shape[-1] != self.head_dim and self.kind == "rope"):
+            raise ConfigError.of("x", f"shape (batch, heads, seq, {self.head_dim})", tuple(x.shape))
+        if not x.is_floating_point():
+            raise ConfigError.of("x", "a floating-point tensor", x.dtype)
+        by = _per_slot(by, "delta" if verb == "shift" else "positions", x.shape)
         if self.kind != "rope":
-            self._require_possible(by, verb)
+            self._require_still(by, verb)
             return x
         if verb == "shift" and isinstance(by, int) and by == 0:
             return x
-        cos, sin = self.cos_sin(by, torch.float64 if x.dtype == torch.float64 else torch.float32, x.device)
-        if scaling != 1.0:
-            cos, sin = cos * scaling, sin * scaling
-        if direction < 0:
-            sin = -sin
-        return self._apply(x, cos, sin)
-
-    def _apply(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        turned = x[..., : self.rotary_dim].to(cos.dtype)
-        first, second = (turned[..., ::2], turned[..., 1::2]) if self.layout == "interleaved" else turned.chunk(2, dim=-1)
-        new_first = (first * cos - second * sin).to(x.dtype)
-        new_second = (second * cos + first * sin).to(x.dtype)
-        parts = [new_first, new_second]
-        if self.layout == "interleaved":
-            parts = [torch.stack(parts, dim=-1).flatten(-2)]
-        if self.rotary_dim < self.head_dim:
-            parts.append(x[..., self.rotary_dim :])
-        return torch.cat(parts, dim=-1)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = (table * scaling for table in self.cos_sin(by, exact, x.device))
+        return rotate_(x.to(exact, copy=True), cos, -sin if verb == "unrotate" else sin, self.layout).to(x.dtype)
 
     def _frequencies_on(self, device: torch.device) -> torch.Tensor:
         if device.type == "cpu":
@@ -192,25 +170,17 @@ class RotaryGeometry:
                 kept = self._on_device[device] = self.inv_freq.to(device)
         return kept
 
-    def _require_keys(self, x: torch.Tensor) -> None:
-        # Where nothing is turned, a config's head size may be another's: that of the encoder, say.
-        if x.ndim != 4 or (x.shape[-1] != self.head_dim and self.kind == "rope"):
-            raise ConfigError.of("x", f"shape (batch, heads, seq, {self.head_dim})", tuple(x.shape))
-        if not x.is_floating_point():
-            raise ConfigError.of("x", "a floating-point tensor", x.dtype)
-
     def _require_angles(self, verb: str) -> None:
         if self.kind != "rope":
             raise UnsupportedError(f"{verb}: this layer has no rotary positions (kind {self.kind!r}), so there are no angles.")
         if self.refusal is not None:
             raise UnsupportedError(f"{verb}: {self.refusal}. Use a cache that leaves keys where they are.")
 
-    def _require_possible(self, by: int | torch.Tensor, verb: str) -> None:
+    def _require_still(self, by: int | torch.Tensor, verb: str) -> None:
         """Without rotation nothing is done to a key; this makes sure that nothing is also the right thing to do."""
         if self.kind == "none" or (verb != "shift" and self.kind != "unknown"):
             return
-        still = by == 0 if isinstance(by, int) else not bool(by.any())
-        if not (verb == "shift" and still):
+        if verb != "shift" or bool(by if isinstance(by, int) else by.any()):
             why = self.refusal or f"a model of kind {self.kind!r} can't move its keys: {_NO_ROTATION[self.kind]}"
             raise UnsupportedError(f"{verb}: {why}. Use a cache that leaves keys where they are.")
 
@@ -221,10 +191,12 @@ class RotaryGeometry:
 
 def _require_integers(positions: int | torch.Tensor, argument: str) -> None:
     if isinstance(positions, torch.Tensor):
-        if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-            raise ConfigError.of(argument, "an int or an integer tensor", positions.dtype)
-    elif not isinstance(positions, int) or isinstance(positions, bool):
-        raise ConfigError.of(argument, "an int or an integer tensor", type(positions).__name__)
+        kind = positions.dtype
+        if not (kind.is_floating_point or kind.is_complex or kind == torch.bool):
+            return
+    elif type(positions) is int:
+        return
+    raise ConfigError.of(argument, "an int or an integer tensor", getattr(positions, "dtype", type(positions).__name__))
 
 
 def _per_slot(by: int | torch.Tensor, argument: str, keys: torch.Size) -> int | torch.Tensor:
@@ -233,12 +205,8 @@ def _per_slot(by: int | torch.Tensor, argument: str, keys: torch.Size) -> int | 
     if isinstance(by, int):
         return by
     batch, heads, seq = keys[:3]
-    wanted = {0: (), 1: (seq,), 2: (batch, seq), 3: (batch, heads, seq)}.get(by.ndim)
-    if wanted is None or any(have not in (1, want) for have, want in zip(by.shape, wanted, strict=True)):
-        raise ConfigError.of(
-            argument,
-            f"an int or a shape of (), ({seq},), ({batch}, {seq}) or ({batch}, {heads}, {seq}), with 1 for any of these",
-            tuple(by.shape),
-            "One delta per row is (batch, 1).",
-        )
+    sizes = {0: (), 1: (seq,), 2: (batch, seq), 3: (batch, heads, seq)}.get(by.ndim)
+    if sizes is None or any(have not in (1, size) for have, size in zip(by.shape, sizes, strict=True)):
+        expected = f"an int or a shape of (), ({seq},), ({batch}, {seq}) or ({batch}, {heads}, {seq}), with 1 for any of these"
+        raise ConfigError.of(argument, expected, tuple(by.shape), "One delta per row is (batch, 1).")
     return by.unsqueeze(1) if by.ndim == 2 else by

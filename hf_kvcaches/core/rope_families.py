@@ -1,114 +1,52 @@
 """What a config says about how its keys carry positions, read without building the model.
 
-Three facts are not in any config, only in the modeling code: which pairs of dimensions turn together, which layers leave the rotation
-out, and whether something is done to the keys after it. They are kept here as small tables by `model_type`. A guess would be worse than a
-table: a wrong layout still gives keys of the right shape and norm, and only the text gets worse. A model of transformers' own that is not
-listed has the layout of the great majority, the halves; of other models' code nothing is known.
+Some facts are not in any config, only in the modeling code. Which pairs of dimensions are rotated together, and which way round, is found
+out by calling the family's own rotary function on a few numbers; where that is not possible and `FAMILIES` does not know it, keys are
+not rotated at all. A guess would be worse: a wrong layout still gives keys of the right shape and norm, and only the text gets worse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
 
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.kernels.rotation import Layout, rotate_
 
-Layout = Literal["half", "interleaved"]
 Kind = Literal["rope", "none", "learned", "alibi", "unknown"]
 
-# These turn the pair (2i, 2i + 1); all others turn (i, i + rotary_dim / 2).
-INTERLEAVED = frozenset(
-    {
-        "blt_global_transformer",
-        "blt_local_decoder",
-        "blt_local_encoder",
-        "blt_patcher",
-        "codegen",
-        "cohere",
-        "cohere2",
-        "cohere2_moe",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "ernie4_5_vl_moe_text",
-        "glm",
-        "glm4",
-        "glm4v_text",
-        "glm_ocr_text",
-        "gptj",
-        "helium",
-        "llama4_text",
-        "moonshine",
-        "moonshine_streaming",
-    }
-)
+# Facts by `model_type` that neither a config nor a call of a rotary function tells.
+FAMILIES = {
+    fact: frozenset(names.split())
+    for fact, names in {
+        # Positions are added to the token embeddings, from a learned or a sinusoidal table.
+        "learned": """bart bigbird_pegasus biogpt blenderbot blenderbot-small ctrl git gpt2 gpt_bigcode gpt_neo imagegpt marian mbart
+            musicgen_decoder musicgen_melody_decoder mvp openai-gpt opt pegasus plbart trocr whisper xglm""",
+        "alibi": "bloom mpt",
+        # Their rotary functions take other arguments than all others; they rotate the pairs (2i, 2i + 1).
+        "interleaved": "codegen gptj llama4_text",
+        # From before `rope_parameters`: `rotary_dim` dimensions, and a base of 10,000.
+        "fixed_base": "codegen gptj",
+        # Put a learned scale on each dimension of a key that is already rotated, which a rotation doesn't commute with.
+        "scaled_after": "hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl_text",
+        # Rotate the keys of sliding layers only; those of the second group rotate all if there is no window.
+        "sliding_only": "afmoe cohere2 cohere2_moe flint",
+        "sliding_only_with_window": "exaone4 exaone_moe kolibri1",
+    }.items()
+}
 
-# These turn the other way round: by -position * inv_freq.
-REVERSED = frozenset({"nanochat"})
-
-# These put a learned per-dimension scale on keys that are already rotated, which a rotation doesn't commute with.
-NORMED_AFTER = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"})
-
-# These rotate the keys of sliding layers only; those of the second group rotate all if there is no window.
-SLIDING_ONLY = frozenset({"afmoe", "cohere2", "cohere2_moe", "flint"})
-SLIDING_ONLY_WITH_WINDOW = frozenset({"exaone4", "exaone_moe", "kolibri1"})
-
-# Positions are added to the token embeddings, from a learned or a sinusoidal table.
-LEARNED = frozenset(
-    {
-        "bart",
-        "bigbird_pegasus",
-        "biogpt",
-        "blenderbot",
-        "blenderbot-small",
-        "ctrl",
-        "git",
-        "gpt2",
-        "gpt_bigcode",
-        "gpt_neo",
-        "imagegpt",
-        "marian",
-        "mbart",
-        "musicgen_decoder",
-        "musicgen_melody_decoder",
-        "mvp",
-        "openai-gpt",
-        "opt",
-        "pegasus",
-        "plbart",
-        "trocr",
-        "whisper",
-        "xglm",
-    }
-)
-
-ALIBI = frozenset({"bloom", "mpt"})
-
-# Models from before `rope_parameters`: `rotary_dim` dimensions and a fixed base.
-FIXED_BASE = {"codegen": 10000.0, "gptj": 10000.0}
-
-# Their frequencies follow from the config alone. "proportional" gives frequency 0 to the dimensions that don't turn.
+# Their frequencies follow from the config alone. "proportional" gives frequency 0 to the dimensions that are not rotated.
 LENGTH_INDEPENDENT = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 
-@dataclass(frozen=True)
-class RotaryFacts:
-    """What `RotaryGeometry` is made of; described there."""
-
-    inv_freq: torch.Tensor
-    head_dim: int
-    attention_scaling: float = 1.0
-    layout: Layout = "half"
-    rope_type: str = "default"
-    kind: Kind = "rope"
-    refusal: str | None = None
-
-
-def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None) -> RotaryFacts:
-    """Reads the facts of one kind of layer.
+def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None) -> dict[str, Any]:
+    """What a `RotaryGeometry` is made of, for one layer or for layers that are alike.
 
     Args:
         config: A model's config; of a multimodal one, the text decoder's part is read.
@@ -118,95 +56,130 @@ def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None
     if not hasattr(config, "get_text_config"):
         raise ConfigError.of("config", "a transformers config", type(config).__name__, "Pass model.config.")
     text = config.get_text_config(decoder=True)
-    layer_type = _known_layer_type(text, layer_type, layer_idx)
+    count = getattr(text, "num_hidden_layers", 1)
+    count = count if isinstance(count, int) else 1
+    types = [*(getattr(text, "layer_types", None) or ()), *[None] * count][:count]
+    if layer_idx is not None:
+        if not 0 <= layer_idx < count:
+            raise ConfigError.of("layer_idx", f"0 to {count - 1}", layer_idx)
+        if None not in (layer_type, types[layer_idx]) and layer_type != types[layer_idx]:
+            wanted = f"{types[layer_idx]!r}, the type of layer {layer_idx}"
+            raise ConfigError.of("layer_type", wanted, layer_type, "Pass one of the two.")
+        return _facts_of(text, types[layer_idx] or layer_type, layer_idx)
+    labels = sorted({*filter(None, types), *(_nested_parameters(text) or ())})
+    if layer_type is not None and labels and layer_type not in labels:
+        raise ConfigError.of("layer_type", f"one of {labels}", layer_type)
+    layers = [index for index in range(count) if layer_type in (None, types[index])] if any(types) or layer_type is None else []
+    facts = {index: _facts_of(text, types[index], index) for index in layers} or {0: _facts_of(text, layer_type, None)}
+    distinct = {str({name: fact if name != "inv_freq" else fact.tolist() for name, fact in one.items()}): one for one in facts.values()}
+    if len(distinct) > 1:
+        by_type = {(types[index], str(one)) for index, one in facts.items()}
+        if layer_type is None and len(by_type) == len(set(types)):
+            raise ConfigError.of("layer_type", f"one of {labels}, since this config rotates them differently", None)
+        raise ConfigError.of("layer_idx", f"0 to {count - 1}, since {text.model_type} rotates its layers differently", None)
+    return next(iter(distinct.values()))
+
+
+def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None) -> dict[str, Any]:
     layer_config = _layer_config(text, layer_type, layer_idx)
-    head_dim = _head_dim(layer_config)
-    nothing = torch.zeros(0, dtype=torch.float64)
-    if text.model_type in ALIBI or getattr(text, "alibi", False):
-        return RotaryFacts(nothing, head_dim, kind="alibi", rope_type="none")
-    if text.model_type in LEARNED:
-        return RotaryFacts(nothing, head_dim, kind="learned", rope_type="none")
-    if text.model_type in FIXED_BASE:
-        inv_freq = _default_frequencies(FIXED_BASE[text.model_type], text.rotary_dim)
-        return RotaryFacts(inv_freq.double(), head_dim, layout="interleaved")
-    if getattr(text, "kv_lora_rank", None) or getattr(text, "qk_rope_head_dim", None):
-        return RotaryFacts(nothing, head_dim, refusal="multi-head latent attention keeps its rotated dimensions apart from the rest")
-    parameters, nested = _rope_parameters(text, layer_type)
+    facts: dict[str, Any] = {"inv_freq": torch.zeros(0, dtype=torch.float64), "head_dim": _head_dim(layer_config)}
+    if text.model_type in FAMILIES["alibi"] or getattr(text, "alibi", False):
+        return facts | {"kind": "alibi", "rope_type": "none"}
+    if text.model_type in FAMILIES["learned"]:
+        return facts | {"kind": "learned", "rope_type": "none"}
+    layout, direction = known_layout(text) or (None, 1)
+    if layout is not None:
+        facts["layout"] = layout
+    if text.model_type in FAMILIES["fixed_base"]:
+        return facts | {"inv_freq": _default_frequencies(10000.0, text.rotary_dim).double()}
+    if getattr(layer_config, "kv_lora_rank", None) or getattr(layer_config, "qk_rope_head_dim", None):
+        return facts | {"refusal": "multi-head latent attention keeps its rotated dimensions apart from the rest"}
+    nested = _nested_parameters(text)
+    parameters = (getattr(text, "rope_parameters", None) or None) if nested is None else nested.get(layer_type)
     if parameters is None:
-        return RotaryFacts(nothing, head_dim, kind="none" if nested else "unknown", rope_type="none")
-    if not _layer_rotates(text, layer_type, layer_idx):
-        return RotaryFacts(nothing, head_dim, kind="none", rope_type="none")
+        return facts | {"kind": "unknown" if nested is None else "none", "rope_type": "none"}
+    if layer_idx is not None and not _layer_rotates(text, layer_config, layer_idx):
+        return facts | {"kind": "none", "rope_type": "none"}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    facts["rope_type"] = rope_type
     try:
-        inv_freq, scaling = _frequencies(layer_config, parameters, rope_type, layer_type if nested else None, head_dim)
+        inv_freq, scaling = _frequencies(layer_config, parameters, rope_type, None if nested is None else layer_type, facts["head_dim"])
     except (KeyError, TypeError) as error:
         raise ConfigError.of(
             "config.rope_parameters", f"the keys that rope_type {rope_type!r} needs", parameters, f"Reading it failed on {error!r}."
         ) from error
-    refusal = _refusal(text, parameters, rope_type, 2 * inv_freq.numel(), head_dim)
-    if refusal is None and not any(kind.__module__.startswith("transformers.models.") for kind in type(text).__mro__):
-        why = f"{type(text).__name__} is not transformers' own, so it is not known which dimensions of its keys are rotated together"
-        return RotaryFacts(nothing, head_dim, rope_type=rope_type, kind="unknown", refusal=why)
-    return RotaryFacts(
-        inv_freq.double() * (-1.0 if text.model_type in REVERSED else 1.0),
-        head_dim,
-        float(scaling),
-        "interleaved" if text.model_type in INTERLEAVED else "half",
-        rope_type,
-        "rope",
-        refusal,
-    )
+    refusal = _refusal(text, parameters, rope_type, 2 * inv_freq.numel(), facts["head_dim"])
+    if refusal is None and layout is None:
+        whose = f"the rotary function of {text.model_type} was not understood"
+        if _modeling_module(text.__class__) is None:
+            whose = f"{type(text).__name__} is not transformers' own"
+        refusal = f"{whose}, so it is not known which dimensions of its keys are rotated together"
+        return facts | {"kind": "unknown", "refusal": refusal}
+    return facts | {"inv_freq": inv_freq.double() * direction, "attention_scaling": float(scaling), "refusal": refusal}
 
 
-def _known_layer_type(text: Any, layer_type: str | None, layer_idx: int | None) -> str | None:
-    types = getattr(text, "layer_types", None)
-    if layer_idx is not None:
-        count = text.num_hidden_layers
-        if not 0 <= layer_idx < count:
-            raise ConfigError.of("layer_idx", f"0 to {count - 1}", layer_idx)
-        own = types[layer_idx] if types else None
-        if layer_type is not None and own is not None and layer_type != own:
-            raise ConfigError.of("layer_type", f"{own!r}, the type of layer {layer_idx}", layer_type, "Pass one of the two.")
-        return own or layer_type
-    labels = {*(types or ()), *_nested_keys(text)}
-    if layer_type is not None and labels and layer_type not in labels:
-        raise ConfigError.of("layer_type", f"one of {sorted(labels)}", layer_type)
-    return layer_type
-
-
-def _nested_keys(text: Any) -> list[str]:
-    """The layer types that have their own parameters; none when one flat set serves all layers."""
+def _nested_parameters(text: Any) -> dict[str | None, dict[str, Any] | None] | None:
+    """The rotary parameters of each layer type, None for one that isn't rotated; None when one flat set serves all layers."""
     parameters = getattr(text, "rope_parameters", None) or {}
     if not any(isinstance(value, dict) for value in parameters.values()):
-        return []
-    return [key for key, value in parameters.items() if isinstance(value, dict) or (value is None and key in (text.layer_types or ()))]
+        return None
+    return {key: value for key, value in parameters.items() if isinstance(value, dict) or value is None}
 
 
-def _rope_parameters(text: Any, layer_type: str | None) -> tuple[dict[str, Any] | None, bool]:
-    """The parameters of one layer type (None: it isn't rotated), and whether the config nests them by layer type."""
-    parameters = getattr(text, "rope_parameters", None) or None
-    keys = _nested_keys(text)
-    if not keys:
-        return parameters, False
-    assert parameters is not None
-    if layer_type is None:
-        if any(parameters[key] != parameters[keys[0]] for key in keys):
-            raise ConfigError.of("layer_type", f"one of {sorted(keys)}, since this config rotates them differently", None)
-        layer_type = keys[0]
-    if layer_type not in keys:
-        raise ConfigError.of("layer_type", f"one of {sorted(keys)}", layer_type)
-    return parameters[layer_type], True
+def known_layout(text: Any) -> tuple[Layout, int] | None:
+    """Which dimensions of a decoder's keys form a pair, and 1 or -1 for the direction of the rotation; None if that is not known."""
+    if text.model_type in FAMILIES["interleaved"]:
+        return "interleaved", 1
+    function = getattr(_modeling_module(text.__class__), "apply_rotary_pos_emb", None)
+    return None if function is None else probed_layout(function)
+
+
+@cache
+def _modeling_module(config_class: type) -> ModuleType | None:
+    """The modeling code of a config of transformers' own, or of one that inherits from it; else None."""
+    from transformers import MODEL_MAPPING
+
+    base_class = next((base for base in config_class.__mro__ if base.__module__.startswith("transformers.models.")), None)
+    if base_class is None:
+        return None
+    try:
+        return importlib.import_module(base_class.__module__.replace(".configuration_", ".modeling_"))
+    except ModuleNotFoundError:  # a config that shares another family's code
+        return importlib.import_module(MODEL_MAPPING[base_class].__module__) if base_class in MODEL_MAPPING else None
+
+
+@cache
+def probed_layout(function: Callable[..., Any]) -> tuple[Layout, int] | None:
+    """What a function that rotates queries and keys, or one of these, by cosines and sines does to eight numbers.
+
+    Args:
+        function: Such as a modeling module's `apply_rotary_pos_emb`.
+    """
+    with _on_cpu():
+        key = torch.arange(1.0, 9.0).view(1, 1, 1, 8)
+        for width in (8, 4):  # Tables are as wide as a head, or have one number for each pair.
+            cos, sin = torch.zeros(1, 1, width), torch.ones(1, 1, width)  # a quarter of a circle
+            for arguments in ((key, key, cos, sin), (key, cos, sin)):
+                try:
+                    result = function(*(argument.clone() for argument in arguments))
+                except (TypeError, RuntimeError, IndexError):
+                    continue
+                rotated = result[1] if isinstance(result, tuple) else result
+                layouts: tuple[Layout, ...] = ("half", "interleaved")
+                for layout in layouts:
+                    for direction in (1, -1):
+                        if torch.equal(rotated, rotate_(key.clone(), torch.zeros(4), direction * torch.ones(4), layout)):
+                            return layout, direction
+    return None
 
 
 def _layer_config(text: Any, layer_type: str | None, layer_idx: int | None) -> Any:
     """The config of one layer, in models whose layers have different head sizes."""
     if not getattr(text, "is_heterogeneous", False):
         return text
-    if layer_idx is not None:
-        return text.per_layer_config[layer_idx]
-    if layer_type is not None:
-        return text.per_layer_config[layer_type]
-    raise ConfigError.of("layer_type", f"one of {sorted(set(text.layer_types))}, since this config's layers differ", None)
+    if layer_idx is None and layer_type is None:
+        raise ConfigError.of("layer_type", f"one of {sorted(set(text.layer_types))}, since this config's layers differ", None)
+    return text.per_layer_config[layer_type if layer_idx is None else layer_idx]
 
 
 def _head_dim(config: Any) -> int:
@@ -220,49 +193,32 @@ def _head_dim(config: Any) -> int:
 
 
 def head_sizes(config: Any, layer_idx: int) -> tuple[int, int] | None:
-    """The sizes of a layer's keys and values; None where the config does not tell.
-
-    Args:
-        config: Of the decoder.
-        layer_idx: The layer.
-    """
-    own = _layer_config(config, None, layer_idx)
-    if getattr(own, "head_dim", None) is None and not (getattr(own, "hidden_size", None) and getattr(own, "num_attention_heads", None)):
+    """The sizes of a layer's keys and values; None where the config of the decoder does not tell."""
+    layer_config = _layer_config(config, None, layer_idx)
+    if not any(getattr(layer_config, name, None) for name in ("head_dim", "hidden_size")):
         return None
-    size = _head_dim(own)
-    return size, getattr(own, "v_head_dim", None) or size
+    try:
+        size = _head_dim(layer_config)
+    except ConfigError:
+        return None
+    return size, getattr(layer_config, "v_head_dim", None) or size
 
 
-def _layer_rotates(text: Any, layer_type: str | None, layer_idx: int | None) -> bool:
+def _layer_rotates(text: Any, layer_config: Any, layer_idx: int) -> bool:
     """False for a layer without rotation in a model that rotates elsewhere."""
     if getattr(text, "use_mem_rope", True) is False:
         return False
     if text.model_type == "granitemoehybrid" and text.position_embedding_type != "rope":
         return False
-    count = text.num_hidden_layers
-    types = getattr(text, "layer_types", None) or [None] * count
-    has_window = getattr(text, "sliding_window", None) is not None
-    if getattr(text, "no_rope_layers", None):
-        rotates = [bool(flag) for flag in text.no_rope_layers]
-    elif getattr(text, "layer_rope_theta", None):
-        rotates = [bool(theta) for theta in text.layer_rope_theta]
-    elif text.model_type in SLIDING_ONLY or (text.model_type in SLIDING_ONLY_WITH_WINDOW and has_window):
-        rotates = [has_window and kind == "sliding_attention" for kind in types]
-        if getattr(text, "prefix_dense_sliding_window_pattern", None) == 1:  # Cohere 2 MoE rotates its leading dense layers as well.
-            rotates = [own or mlp == "dense" for own, mlp in zip(rotates, text.mlp_layer_types, strict=True)]
-    else:
-        return True
-    layers = [layer_idx] if layer_idx is not None else [i for i in range(count) if layer_type in (None, types[i])]
-    answers = {rotates[i] for i in layers}
-    if len(answers) > 1:
-        by_type: dict[str | None, set[bool]] = {}
-        for i in range(count):
-            by_type.setdefault(types[i], set()).add(rotates[i])
-        argument, choices = "layer_idx", f"0 to {count - 1}"
-        if layer_type is None and all(len(found) == 1 for found in by_type.values()):
-            argument, choices = "layer_type", f"one of {sorted(filter(None, by_type))}"
-        raise ConfigError.of(argument, f"{choices}, since {text.model_type} rotates the keys of some layers only", None)
-    return answers != {False}
+    has_window = getattr(layer_config, "sliding_window", None) is not None
+    for flags in ("no_rope_layers", "layer_rope_theta"):  # Either is false for a layer that is not rotated.
+        if getattr(text, flags, None):
+            return bool(getattr(text, flags)[layer_idx])
+    if text.model_type in FAMILIES["sliding_only"] or (text.model_type in FAMILIES["sliding_only_with_window"] and has_window):
+        # Cohere 2 MoE rotates its leading dense layers as well.
+        dense_too = getattr(text, "prefix_dense_sliding_window_pattern", None) == 1 and text.mlp_layer_types[layer_idx] == "dense"
+        return dense_too or (has_window and text.layer_types[layer_idx] == "sliding_attention")
+    return True
 
 
 def _refusal(text: Any, parameters: dict[str, Any], rope_type: str, rotary_dim: int, head_dim: int) -> str | None:
@@ -270,7 +226,7 @@ def _refusal(text: Any, parameters: dict[str, Any], rope_type: str, rotary_dim: 
         return f"with rope_type {rope_type!r} the frequencies depend on the length of the text, so cached keys have no fixed angles"
     if rope_type not in LENGTH_INDEPENDENT:
         return f"rope_type {rope_type!r} is not known"
-    if text.model_type in NORMED_AFTER:
+    if text.model_type in FAMILIES["scaled_after"]:
         return f"{text.model_type} scales the dimensions of its keys after the rotation"
     if set(filter(None, getattr(text, "layer_rope_theta", None) or ())) - {parameters.get("rope_theta")}:
         return f"the layers of this {text.model_type} model have a theta each, which is not supported"

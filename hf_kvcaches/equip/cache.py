@@ -20,7 +20,7 @@ from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_bo
 from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
 from hf_kvcaches.equip.settings import Settings
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
-from hf_kvcaches.kernels._shared import BACKENDS
+from hf_kvcaches.kernels.launch import BACKENDS
 
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
 
@@ -117,7 +117,7 @@ class EquipCache(AnsweringCache):
             # kernel can turn all keys while it reads them; elsewhere that takes longer than all the rest.
             scheme = "frames" if self.policy.order_only or not _turns_for_nothing(self._model) else "on_read"
         for known in self._frames:  # shared with their tables
-            if known.geometry is not None and known.geometry.turns_like(geometry):
+            if known.geometry is not None and known.geometry.rotates_like(geometry):
                 return known
         self._frames.append(Frames(scheme, geometry))
         return self._frames[-1]

@@ -21,7 +21,7 @@ import torch
 
 from hf_kvcaches.core.passes import Pass
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.rope_families import Layout
+from hf_kvcaches.kernels.rotation import Layout
 
 Scheme = Literal["given", "frames", "on_read", "rotated_keys"]
 

@@ -195,10 +195,10 @@ class PagedStorage(SlotStorage):
         turn = None
         if ranks is not None:
             table = self.frames.table(self.slots, query.device)
-            turn = kernels.Turn(ranks, *table.halves(), table.layout)
+            turn = kernels.RotationTables(ranks, *table.halves(), table.layout)
         stores, table_of_pages = self.pool.stores, self.table[:, : self._blocks(used)]
         return kernels.paged_attention(
-            query, stores["keys"], stores["values"], table_of_pages, scaling, turn=turn, backend=self.backend, **options
+            query, stores["keys"], stores["values"], table_of_pages, scaling, rotation=turn, backend=self.backend, **options
         )
 
     def owned_tensors(self) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_kvcaches.equip.policies import Policy
-from hf_kvcaches.kernels._shared import Backend
+from hf_kvcaches.kernels.launch import Backend
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from hf_kvcaches.core.layers import TensorLayer
 from hf_kvcaches.equip.frames import Frames, swap_pairs
 from hf_kvcaches.kernels import slots as kernels
-from hf_kvcaches.kernels._shared import Backend
+from hf_kvcaches.kernels.launch import Backend
 
 
 class SlotStorage(TensorLayer):
@@ -279,12 +279,12 @@ class SlotStorage(TensorLayer):
         if ranks is not None:
             table = self.frames.table(self.slots, query.device)
             if self.frames.scheme != "rotated_keys":
-                turn = kernels.Turn(ranks, *table.halves(), table.layout)
+                turn = kernels.RotationTables(ranks, *table.halves(), table.layout)
             else:
                 rotary = table.cos.shape[-1]
                 turned = torch.addcmul(keys[..., :rotary] * table.cos[ranks], self.held_swapped(used), table.sin[ranks]).to(keys.dtype)
                 keys = turned if rotary == keys.shape[-1] else torch.cat([turned, keys[..., rotary:]], -1)
-        return kernels.slot_attention(query, keys, values, scaling, turn=turn, backend=self.backend, check=False, **options)
+        return kernels.slot_attention(query, keys, values, scaling, rotation=turn, backend=self.backend, check=False, **options)
 
     def _swap(self, keys: torch.Tensor) -> torch.Tensor:
         geometry = self.frames.geometry

@@ -1,8 +1,9 @@
 """Attention over tokens that are kept as coefficients in a low-rank basis, and exact merging of attention over parts of the tokens.
 
 Paper: Online Subspace Projection for KV Caches, sections 4 and 6. Scores are taken in coefficient space (or, where coefficients are of
-unrotated keys, against keys that are rotated on the way), and values never leave it: softmax times coefficients, then one product with
-the basis. Each part gives its output and the log of its sum of exponentials, from which `merge_attention` makes the softmax over all.
+unrotated keys, against keys that are rebuilt and rotated on the way), and values never leave it: softmax times coefficients, then one
+product with the basis. Each part gives its output and the log of its sum of exponentials, from which `merge_attention` makes the softmax
+over all.
 
 Each function has a `backend`: `"torch"` (fast on CPUs, has gradients), `"triton"` (reads each coefficient once; CUDA, no gradients),
 `"reference"` (loops in float64 that are easy to read), or `"auto"`: Triton for CUDA tensors where it can, else torch.
@@ -10,45 +11,75 @@ Each function has a `backend`: `"torch"` (fast on CPUs, has gradients), `"triton
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels._coefficients_checks import (
-    TILE,
-    Coefficients,
-    Options,
-    Part,
-    Rotation,
-    check_coefficient_attention,
-    check_exact,
-    computing,
-    nothing,
-    precise,
-)
-from hf_kvcaches.kernels._coefficients_reference import (
-    coefficient_attention_reference,
-    exact_attention_reference,
-    merge_attention_reference,
-    quantize_tiles_reference,
-)
-from hf_kvcaches.kernels._coefficients_rotation import CACHED, picked, pieces, spans, turned_logits, units
-from hf_kvcaches.kernels._shared import Backend, choose
+from hf_kvcaches.kernels import coefficients_reference
+from hf_kvcaches.kernels.checks import FLOATS, INTEGERS, check_layout, check_mask, check_query, check_tensor
+from hf_kvcaches.kernels.launch import Backend, choose
+from hf_kvcaches.kernels.quantization import TILE, quantize_tiles
+from hf_kvcaches.kernels.rotation import Layout, Tables, angle_table, cos_sin, rotate_
 
 __all__ = [
     "TILE",
     "Coefficients",
     "Rotation",
     "coefficient_attention",
-    "coefficient_attention_reference",
     "exact_attention",
-    "exact_attention_reference",
     "merge_attention",
-    "merge_attention_reference",
     "quantize_tiles",
-    "quantize_tiles_reference",
 ]
+
+Part = tuple[torch.Tensor, torch.Tensor]
+
+# Numbers worked on at a time: 2 MB, so that a product is still in cache when it is used.
+BLOCK = 2**19
+
+
+class Coefficients(NamedTuple):
+    """Keys or values that are kept by their coefficients: token t is decode @ (data[t] * scale[t // TILE]).
+
+    Args:
+        data: (batch, kv_heads, tokens, rank), floating point or int8, the last dimension contiguous.
+        decode: (kv_heads, dim, rank): one basis a head; or (batch, kv_heads, bases, dim, rank): a bank, from which tiles choose.
+        scale: For int8, and only then: (batch, kv_heads, tiles), floating point. The last tile may be shorter than TILE tokens.
+    """
+
+    data: torch.Tensor
+    decode: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class Rotation(NamedTuple):
+    """Rotary positions for coefficients of keys that were not rotated.
+
+    Args:
+        inv_freq: Angle per position of each pair, (rotary_dim / 2,), float64. Dimensions from rotary_dim on pass unchanged.
+        layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
+        positions: Of the tokens, from 0 on, (batch or 1, tokens), int32 or int64. Those of invalid tokens may be anything.
+        start: Without `positions`: the first token's position; the others follow one by one.
+        attention_scaling: What the model multiplies cosines and sines with (yarn).
+    """
+
+    inv_freq: torch.Tensor
+    layout: Layout = "half"
+    positions: torch.Tensor | None = None
+    start: int = 0
+    attention_scaling: float = 1.0
+
+
+class Options(NamedTuple):
+    """What `coefficient_attention` may be given by name, which is described there."""
+
+    valid: torch.Tensor | None = None
+    rotation: Rotation | None = None
+    key_basis_of: torch.Tensor | None = None
+    value_basis_of: torch.Tensor | None = None
+    softcap: float | None = None
 
 
 def coefficient_attention(
@@ -74,13 +105,13 @@ def coefficient_attention(
         query: (batch, heads, 1, dim), in the frame of the keys; with `rotation`, as the model rotated it. Consecutive heads share a
             key head.
         keys: Coefficients of keys, (batch, kv_heads, tokens, rank), and their bases.
-        values: Likewise of values; rank and dim may be others.
+        values: Coefficients of values and their bases; rank and dim may be others.
         scaling: Of the scores.
         valid: True for tokens that take part, (batch or 1, kv_heads or 1, tokens); None for all.
-        rotation: For coefficients of unrotated keys: where they stand.
+        rotation: For coefficients of unrotated keys: their positions.
         key_basis_of: Which basis of the bank each tile of TILE tokens is in, (batch, kv_heads, tiles), int16, int32 or int64; None where
             there is one.
-        value_basis_of: Likewise for values.
+        value_basis_of: The same for values.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
         backend: See the module.
         check: Whether to look at the arguments first. Not for tensors that fit by construction.
@@ -91,17 +122,17 @@ def coefficient_attention(
     """
     options = Options(valid, rotation, key_basis_of, value_basis_of, softcap)
     if check:
-        check_coefficient_attention(query, keys, values, options)
-    wanted, backend = backend, choose(backend, query, keys.data, keys.decode, values.data, values.decode)
+        _check_attention(query, keys, values, options)
+    asked, backend = backend, choose(backend, query, keys.data, keys.decode, values.data, values.decode)
     if backend == "reference":
-        return coefficient_attention_reference(query, keys, values, scaling, **options._asdict())
+        return coefficients_reference.coefficient_attention(query, keys, values, scaling, **options._asdict())
     if keys.data.shape[2] == 0:
-        return nothing(query, values.decode.shape[-2])
+        return _no_tokens(query, values.decode.shape[-2])
     if backend == "triton":
-        from hf_kvcaches.kernels import _coefficients_triton
+        from hf_kvcaches.kernels import coefficients_triton
 
-        if wanted == "triton" or _coefficients_triton.fits(query, keys, values, rotation):
-            return _coefficients_triton.attend(query, keys, values, scaling, options)
+        if asked == "triton" or coefficients_triton.fits(query, keys, values, rotation):
+            return coefficients_triton.attend(query, keys, values, scaling, options)
     return _attention_torch(query, keys, values, scaling, options)
 
 
@@ -116,29 +147,23 @@ def exact_attention(
 ) -> Part:
     """Attention over the few tokens that are kept as they are, as a part for `merge_attention`. All in PyTorch.
 
+    Arguments and result are those of `coefficient_attention`, but for these:
+
     Args:
-        query: (batch, heads, 1, dim); consecutive heads share a key head.
         keys: (batch, kv_heads, tokens, dim), in the frame of the query.
         values: (batch, kv_heads, tokens, value_dim). Those of invalid tokens must be finite numbers.
-        scaling: Of the scores.
-        valid: As for `coefficient_attention`.
-        softcap: Likewise.
-        check: Likewise.
-
-    Returns:
-        As `coefficient_attention`.
     """
     if check:
-        check_exact(query, keys, values, valid)
+        check_tensor("keys", keys, (None,) * 4)
+        check_tensor("values", values, (*keys.shape[:3], None))
+        check_query(query, len(keys), keys.shape[1], keys.shape[3])
+        if valid is not None:
+            check_mask("valid", valid, (len(keys), keys.shape[1], keys.shape[2]))
     if keys.shape[2] == 0:
-        return nothing(query, values.shape[-1])
-    batch, kv_heads, tokens, dim = keys.shape
-    asking = query.reshape(batch * kv_heads, -1, dim)
-    asking = asking.to(computing(query))
-    logits = _products(asking, keys.to(asking.dtype).flatten(0, 1), scaling).view(batch, kv_heads, -1, tokens)
-    shares, total, highest = _softmax(logits, valid, softcap)
-    output = torch.bmm(shares.flatten(0, 1), values.to(asking.dtype).flatten(0, 1)).view(batch, kv_heads, -1, values.shape[-1])
-    return _finished(query, output, total, highest)
+        return _no_tokens(query, values.shape[-1])
+    asking = _by_kv_head(query, keys.shape[1], scaling)
+    shares, total, highest = _softmax(asking @ keys.to(asking.dtype).mT, valid, softcap)
+    return _normalized(query, shares @ values.to(asking.dtype), total, highest)
 
 
 def merge_attention(parts: Iterable[Part]) -> Part:
@@ -154,176 +179,171 @@ def merge_attention(parts: Iterable[Part]) -> Part:
     dtype = None
     for output, lse in parts:
         if merged is None:
-            merged, dtype = (output.to(computing(output)), lse), output.dtype
+            merged, dtype = (output.to(_computing(output)), lse), output.dtype
             continue
         total = torch.logaddexp(merged[1], lse)
         # What was merged before and this part share the sum of exponentials, so one weight says all.
         share = (lse - total.masked_fill(total == -torch.inf, 0)).exp()
         share = share.to(merged[0].dtype)[:, None, :, None]
         merged = torch.lerp(merged[0], output.to(merged[0].dtype), share), total
-    if merged is None:
+    if merged is None or dtype is None:
         raise ConfigError.of("parts", "at least one", "none")
-    return (merged[0] if dtype is None else merged[0].to(dtype)), merged[1]
-
-
-def quantize_tiles(coefficients: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> Part:
-    """Coefficients in 8 bits, with one scale for a tile of TILE tokens: coefficients ≈ data * scale, to half a scale.
-
-    Args:
-        coefficients: (batch, kv_heads, tokens, rank), whole tiles. Directions should be of one size, or the small ones lose digits.
-        scale_dtype: Of the scales. Float16 costs another 6% of half a scale at the largest elements.
-
-    Returns:
-        data, int8 of the same shape, and scale, (batch, kv_heads, tiles).
-    """
-    tokens = coefficients.shape[2]
-    if tokens % TILE:
-        raise ConfigError.of("coefficients", f"whole tiles of {TILE} tokens", tokens)
-    tiles = coefficients.to(computing(coefficients)).unflatten(2, (-1, TILE))
-    scale = (tiles.abs().amax((-1, -2)) / 127).to(scale_dtype)
-    # A tile of zeros has none, and one of numbers that are next to nothing may have lost it: both are zeros.
-    step = scale.to(tiles.dtype).masked_fill(scale == 0, torch.inf)
-    data = (tiles / step[..., None, None]).round_().clamp_(-127, 127).to(torch.int8)
-    return data.flatten(2, 3), scale
+    return merged[0].to(dtype), merged[1]
 
 
 def _attention_torch(query: torch.Tensor, keys: Coefficients, values: Coefficients, scaling: float, options: Options) -> Part:
     valid, rotation, key_basis_of, value_basis_of, softcap = options
-    batch, kv_heads, tokens, _ = keys.data.shape
-    asking = query.reshape(batch, kv_heads, -1, query.shape[3]).to(computing(query))
+    tokens = keys.data.shape[2]
+    asking = _by_kv_head(query, keys.data.shape[1], scaling)
+    tables = None
     if rotation is not None:
-        logits = turned_logits(asking, keys, scaling, rotation, valid, key_basis_of)
-    else:
-        logits = _plain_logits(asking, keys, scaling, key_basis_of, valid is None)
-    if keys.scale is not None:
-        logits = logits * _spread(keys.scale, tokens)
-    shares, total, highest = _softmax(logits, valid, softcap)
-    if values.scale is not None:
-        shares = shares * _spread(values.scale, tokens)
-    decode = values.decode.to(asking.dtype).transpose(-1, -2)
-    if value_basis_of is None:
-        output = torch.matmul(_sums(shares, values.data), decode if decode.ndim == 3 else decode.squeeze(2))
-    else:
-        output = _decoded_sums(shares, values.data, decode, value_basis_of)
-    return _finished(query, output, total, highest)
-
-
-def _spread(scale: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The scale of each token, (batch, kv_heads, 1, tokens)."""
-    return scale.unsqueeze(-1).expand(*scale.shape, TILE).flatten(2)[..., :tokens].unsqueeze(2)
-
-
-def _products(asking: torch.Tensor, data: torch.Tensor, scaling: float, finite: bool = False) -> torch.Tensor:
-    """scaling * asking @ data transposed, scaled within the product: one operation, and nothing is rounded twice.
-
-    Args:
-        asking: (rows, group, rank).
-        data: (rows, tokens, rank).
-        scaling: Of the products.
-        finite: Whether data are known to be numbers, so that some may be multiplied by zero.
-    """
-    rows, tokens, rank = data.shape
-    if not finite or asking.shape[1] > 1 or tokens < 1024 or tokens % 2 or rank < 24 or data.stride()[1:] != (rank, 1):
-        return torch.baddbmm(asking.narrow(2, 0, 1), asking, data.transpose(1, 2), beta=0, alpha=scaling)
-    # A product with a single row is slow. Two tokens side by side, with the query before and behind zeros, take half to three quarters
-    # of the time.
-    pair = asking.new_zeros(rows, 2, 2 * rank)
-    pair[:, :1, :rank], pair[:, 1:, rank:] = asking, asking
-    both = torch.baddbmm(pair.narrow(2, 0, 1), pair, data.reshape(rows, tokens // 2, 2 * rank).transpose(1, 2), beta=0, alpha=scaling)
-    return both.transpose(1, 2).reshape(rows, 1, tokens)
-
-
-def _plain_logits(asking: torch.Tensor, keys: Coefficients, scaling: float, basis_of: torch.Tensor | None, finite: bool) -> torch.Tensor:
-    """Scores without the scales of tiles, (batch, kv_heads, group, tokens)."""
-    data, decode = keys.data, keys.decode.to(asking.dtype)
-    batch, kv_heads, tokens, _ = data.shape
+        asking, tables = _from_first_position(asking, rotation, valid, tokens)
     parts = []
-    if basis_of is None:
-        asked = torch.matmul(asking, decode if decode.ndim == 3 else decode.squeeze(2)).flatten(0, 1)
-        for here in _runs(data, asking.dtype):
-            parts.append(_products(asked, data[:, :, here].to(asking.dtype).flatten(0, 1), scaling, finite))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).view(batch, kv_heads, -1, tokens)
-    if (runs := spans(basis_of, tokens)) is not None:
-        for here, own in runs:
-            asked = torch.matmul(asking, picked(decode, own).squeeze(2)).flatten(0, 1)
-            parts.append(_products(asked, data[:, :, here].to(asking.dtype).flatten(0, 1), scaling, finite))
-        return torch.cat(parts, 2).view(batch, kv_heads, -1, tokens)
-    asked = torch.matmul(asking.unsqueeze(2), decode)  # The query in all bases, (batch, kv_heads, bases, group, rank).
-    index, width = units(basis_of, tokens)
-    for unit, count, wide in pieces(tokens, width, _most(data, asking.dtype)):
-        block = data[:, :, unit * width : unit * width + count * wide].to(asking.dtype).unflatten(2, (count, wide))
-        mine = picked(asked, index[:, :, unit : unit + count])
-        part = _products(mine.flatten(0, 2), block.flatten(0, 2), scaling).view(batch, kv_heads, count, -1, wide)
-        parts.append(part.transpose(2, 3).flatten(3))
-    return torch.cat(parts, 3)
+    for here, decode in _pieces(keys, key_basis_of, asking.dtype, rebuilt=rotation is not None):
+        data = keys.data[:, :, here].to(asking.dtype)
+        if tables is None or rotation is None:
+            parts.append((asking @ decode) @ data.mT)
+        else:
+            rebuilt = rotate_(data @ decode.mT, tables[0][..., here, :], tables[1][..., here, :], rotation.layout)
+            parts.append(asking @ rebuilt.mT)
+    scores = parts[0] if len(parts) == 1 else torch.cat(parts, 3)
+    if keys.scale is not None:
+        scores = scores * _of_tokens(keys.scale, tokens)
+    shares, total, highest = _softmax(scores, valid, softcap)
+    if values.scale is not None:
+        shares = shares * _of_tokens(values.scale, tokens)
+    parts = [
+        (shares[..., here] @ values.data[:, :, here].to(asking.dtype)) @ decode.mT
+        for here, decode in _pieces(values, value_basis_of, asking.dtype)
+    ]
+    return _normalized(query, parts[0] if len(parts) == 1 else torch.stack(parts).sum(0), total, highest)
 
 
-def _most(data: torch.Tensor, dtype: torch.dtype) -> int:
-    """Tokens to take at a time: all, unless they must be converted first, and then as many as stay in cache until they are used."""
-    batch, kv_heads, tokens, rank = data.shape
-    return tokens if data.dtype == dtype else max(TILE, 2 * CACHED // (batch * kv_heads * rank))
+def _pieces(
+    side: Coefficients, basis_of: torch.Tensor | None, dtype: torch.dtype, rebuilt: bool = False
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Cuts tokens into pieces, each with one basis a head: (kv_heads or batch, kv_heads, dim, rank).
+
+    What is converted, or `rebuilt` to all dimensions, must still be in cache when it is used.
+    """
+    (batch, kv_heads, tokens, rank), decode = side.data.shape, side.decode.to(dtype)
+    most = max(TILE, BLOCK // (batch * kv_heads * (decode.shape[-2] if rebuilt else rank)))
+    if not rebuilt and side.data.dtype == dtype:
+        most = tokens
+    tiles = [0]
+    if basis_of is not None:
+        changes = (basis_of[:, :, 1:] != basis_of[:, :, :-1]).flatten(0, 1).any(0).nonzero()[:, 0] + 1
+        tiles += changes.tolist()
+        rows, heads = torch.arange(batch, device=decode.device)[:, None], torch.arange(kv_heads, device=decode.device)
+    for tile, end in pairwise([*tiles, -(-tokens // TILE)]):
+        basis = decode
+        if decode.ndim == 5:
+            basis = decode.squeeze(2) if basis_of is None else decode[rows, heads, basis_of[:, :, tile].long()]
+        for begin in range(tile * TILE, min(end * TILE, tokens), most):
+            yield slice(begin, min(begin + most, end * TILE, tokens)), basis
 
 
-def _runs(data: torch.Tensor, dtype: torch.dtype) -> list[slice]:
-    tokens, most = data.shape[2], _most(data, dtype)
-    return [slice(begin, min(begin + most, tokens)) for begin in range(0, tokens, most)]
+def _from_first_position(asking: torch.Tensor, rotation: Rotation, valid: torch.Tensor | None, tokens: int) -> tuple[torch.Tensor, Tables]:
+    """The query unrotated to the first position of its row, and the angles of the tokens from there on.
+
+    So angles are as exact at position 1,000,000 as at 5, and one table serves all layers and the next steps.
+    """
+    device, dtype = asking.device, asking.dtype
+    first, offsets, reach = torch.full((1, 1), rotation.start, device=device), None, tokens
+    if rotation.positions is not None:
+        positions = rotation.positions.long()
+        shown = torch.ones_like(positions, dtype=torch.bool) if valid is None else valid.any(1).expand(len(positions), -1)
+        first = positions.masked_fill(~shown, torch.iinfo(torch.int64).max).amin(1, keepdim=True)
+        offsets = (positions - first).masked_fill(~shown, 0)
+        reach = int(offsets.max()) + 1
+    frequencies = rotation.inv_freq.to(device)
+    cos, sin = (table[:, None, None] * rotation.attention_scaling for table in cos_sin(frequencies, first[:, 0], dtype))
+    asking = rotate_(asking, cos, -sin, rotation.layout)
+    if reach > 4 * tokens + 4096:  # positions far apart
+        assert offsets is not None
+        cos, sin = cos_sin(frequencies, offsets, dtype)
+        return asking, (cos[:, None], sin[:, None])
+    cos, sin = angle_table(rotation.inv_freq, reach, dtype, device)
+    return asking, (cos[:tokens], sin[:tokens]) if offsets is None else (cos[offsets][:, None], sin[offsets][:, None])
 
 
-def _softmax(logits: torch.Tensor, valid: torch.Tensor | None, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _softmax(scores: torch.Tensor, valid: torch.Tensor | None, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Exponentials of scores less their maximum, their sum, and the maximum (0 where no token is valid); the last two with 1 token.
 
     Overwrites the scores.
     """
     if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
+        scores = torch.tanh(scores / softcap) * softcap
     if valid is not None:
-        logits = logits.masked_fill(~valid.unsqueeze(2), -torch.inf)
-    highest = logits.detach().amax(-1, keepdim=True)
+        scores = scores.masked_fill(~valid.unsqueeze(2), -torch.inf)
+    highest = scores.detach().amax(-1, keepdim=True)
     if valid is not None:
         highest = highest.masked_fill(highest == -torch.inf, 0)
-    shares = logits.sub_(highest).exp_()  # In place, as unwritten memory takes longer to get than to fill.
+    shares = scores.sub_(highest).exp_()  # In place, as unwritten memory takes longer to get than to fill.
     return shares, shares.sum(-1, keepdim=True), highest
 
 
-def _sums(shares: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Coefficients times shares, (batch, kv_heads, group, rank)."""
-    batch, kv_heads, group, _ = shares.shape
-    total: torch.Tensor | None = None
-    for here in _runs(data, shares.dtype):
-        part = torch.bmm(shares[..., here].flatten(0, 1), data[:, :, here].to(shares.dtype).flatten(0, 1))
-        total = part if total is None else total + part
-    assert total is not None
-    return total.view(batch, kv_heads, group, -1)
-
-
-def _decoded_sums(shares: torch.Tensor, data: torch.Tensor, bank: torch.Tensor, basis_of: torch.Tensor) -> torch.Tensor:
-    """Coefficients times shares, each read in its basis, (batch, kv_heads, group, dim)."""
-    runs = spans(basis_of, data.shape[2])
-    if runs is None:
-        return torch.matmul(_sums_of_bases(shares, data, basis_of, bank.shape[2]), bank).sum(2)
-    parts = [torch.matmul(_sums(shares[..., here], data[:, :, here]), picked(bank, own).squeeze(2)) for here, own in runs]
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _sums_of_bases(shares: torch.Tensor, data: torch.Tensor, basis_of: torch.Tensor, bases: int) -> torch.Tensor:
-    """Coefficients times shares, those of each basis by themselves, (batch, kv_heads, bases, group, rank)."""
-    batch, kv_heads, tokens, rank = data.shape
-    group = shares.shape[2]
-    index, width = units(basis_of, tokens)
-    heads = torch.arange(batch * kv_heads, device=data.device).view(batch, kv_heads, 1)
-    sums = shares.new_zeros(batch * kv_heads * bases, group, rank)
-    for unit, count, wide in pieces(tokens, width, _most(data, shares.dtype)):
-        here = slice(unit * width, unit * width + count * wide)
-        block = data[:, :, here].to(shares.dtype).unflatten(2, (count, wide)).flatten(0, 2)
-        share = shares[..., here].unflatten(3, (count, wide)).transpose(2, 3).flatten(0, 2)
-        sums = sums.index_add(0, (heads * bases + index[:, :, unit : unit + count]).flatten(), torch.bmm(share, block))
-    return sums.view(batch, kv_heads, bases, group, rank)
-
-
-def _finished(query: torch.Tensor, output: torch.Tensor, total: torch.Tensor, highest: torch.Tensor) -> Part:
-    """Normalises outputs, (batch, kv_heads, group, value_dim)."""
+def _normalized(query: torch.Tensor, output: torch.Tensor, total: torch.Tensor, highest: torch.Tensor) -> Part:
+    """The result for sums of values, (batch, kv_heads, group, value_dim)."""
     batch, heads = query.shape[:2]
-    wide = precise(query.device)
-    lse = highest.to(wide) + total.to(wide).log()
+    exact = _of_lse(query.device)
+    lse = highest.to(exact) + total.to(exact).log()
     output = output / total.masked_fill(total == 0, 1)
     return output.reshape(batch, 1, heads, -1).to(query.dtype), lse.view(batch, heads)
+
+
+def _no_tokens(query: torch.Tensor, value_dim: int) -> Part:
+    """The result for no tokens at all."""
+    batch, heads = query.shape[:2]
+    return query.new_zeros(batch, 1, heads, value_dim), query.new_full((batch, heads), -torch.inf, dtype=_of_lse(query.device))
+
+
+def _by_kv_head(query: torch.Tensor, kv_heads: int, scaling: float) -> torch.Tensor:
+    """The query, (batch, kv_heads, group, dim), times what scores are scaled with."""
+    return query.reshape(query.shape[0], kv_heads, -1, query.shape[3]).to(_computing(query)) * scaling
+
+
+def _of_tokens(scale: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The scale of each token, (batch, kv_heads, 1, tokens), from that of each tile."""
+    return scale.unsqueeze(-1).expand(*scale.shape, TILE).flatten(2)[..., :tokens].unsqueeze(2)
+
+
+def _computing(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _of_lse(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _check_attention(query: torch.Tensor, keys: Coefficients, values: Coefficients, options: Options) -> None:
+    """Refuses arguments of `coefficient_attention` that don't fit together."""
+    check_tensor("keys.data", keys.data, (None,) * 4, (*FLOATS, torch.int8), contiguous=True)
+    batch, kv_heads, tokens, _ = keys.data.shape
+    check_tensor("values.data", values.data, (batch, kv_heads, tokens, None), (*FLOATS, torch.int8), contiguous=True)
+    for name, side, basis_of in (("key", keys, options.key_basis_of), ("value", values, options.value_basis_of)):
+        _, decode, scale = side
+        lead = (kv_heads,) if decode.ndim == 3 else (batch, kv_heads, None)
+        check_tensor(f"{name}s.decode", decode, (*lead, None, side.data.shape[3]))
+        tiles = (batch, kv_heads, -(-tokens // TILE))
+        if (scale is not None) != (side.data.dtype == torch.int8):
+            raise ConfigError.of(f"{name}s.scale", "to be given exactly when data is int8", None if scale is None else tuple(scale.shape))
+        if scale is not None:
+            check_tensor(f"{name}s.scale", scale, tiles)
+        bases = decode.shape[2] if decode.ndim == 5 else 0
+        if basis_of is None and bases > 1:
+            raise ConfigError.of(f"{name}_basis_of", f"which of {bases} bases each tile is in", None)
+        if basis_of is not None:
+            if not bases:
+                raise ConfigError.of(f"{name}_basis_of", "None, as there is one basis a head", tuple(basis_of.shape))
+            check_tensor(f"{name}_basis_of", basis_of, tiles, (torch.int16, *INTEGERS))
+    dim = keys.decode.shape[-2]
+    check_query(query, batch, kv_heads, dim)
+    if options.valid is not None:
+        check_mask("valid", options.valid, (batch, kv_heads, tokens))
+    if options.rotation is not None:
+        frequencies, layout, positions, *_ = options.rotation
+        check_tensor("rotation.inv_freq", frequencies, (tuple(range(1, dim // 2 + 1)),), torch.float64)
+        check_layout("rotation.layout", layout)
+        if positions is not None:
+            check_tensor("rotation.positions", positions, ((1, batch), tokens), INTEGERS)

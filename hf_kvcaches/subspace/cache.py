@@ -12,7 +12,7 @@ from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
-from hf_kvcaches.kernels._shared import BACKENDS
+from hf_kvcaches.kernels.launch import BACKENDS
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
 from hf_kvcaches.subspace.adaptive_layer import NEEDS_QUERIES, AdaptiveLayer
 from hf_kvcaches.subspace.bases import SubspaceBases

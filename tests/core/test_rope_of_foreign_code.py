@@ -1,8 +1,9 @@
-"""Configs that a model's own code brings along: what they don't say is not guessed."""
+"""Which dimensions of keys form a pair, and configs that a model's own code brings along: what they don't say is not guessed."""
 
 import pytest
 import torch
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.models.llama import modeling_llama
 
 from hf_kvcaches import AdaptiveSubspace, EquipCache, SubspaceCache, UnsupportedError
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -43,3 +44,41 @@ def test_common_beginnings_can_still_be_reused():
     assert not rotation.refused
     assert not rotation.turns
     assert "RemoteConfig" in rotation.why
+
+
+INTERLEAVED = """codegen cohere cohere2 ernie4_5 ernie4_5_moe glm glm4 glm4v_text glm_ocr_text gptj helium llama4_text moonshine
+    deepseek_v4""".split()
+
+
+@pytest.mark.parametrize("model_type", INTERLEAVED)
+def test_families_that_pair_neighbouring_dimensions_are_known(model_type):
+    assert RotaryGeometry.from_config(AutoConfig.for_model(model_type), layer_idx=0).layout == "interleaved"
+
+
+def test_a_family_that_rotates_the_other_way_round_is_found_out():
+    forward, backward = (RotaryGeometry.from_config(AutoConfig.for_model(name)) for name in ("llama", "nanochat"))
+    assert (forward.inv_freq > 0).all()
+    assert (backward.inv_freq < 0).all()
+
+
+def rotate_thirds(q, k, cos, sin):
+    return q, k.roll(3, -1) * sin
+
+
+def fails(q, k, cos, sin):
+    raise RuntimeError("other arguments")
+
+
+@pytest.mark.parametrize("function", [rotate_thirds, fails, None])
+def test_keys_are_not_rotated_where_the_rotary_function_is_not_understood(function, monkeypatch):
+    if function is None:
+        monkeypatch.delattr(modeling_llama, "apply_rotary_pos_emb")
+    else:
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", function)
+    geometry = RotaryGeometry.from_config(LlamaConfig(hidden_size=32, num_attention_heads=4))
+    assert geometry.kind == "unknown"
+    with pytest.raises(UnsupportedError, match="rotary function of llama was not understood"):
+        geometry.shift(torch.zeros(1, 2, 3, 8), 1)
+    rotation = rotation_of(LlamaConfig(hidden_size=32, num_attention_heads=4))
+    assert not rotation.refused
+    assert not rotation.turns

@@ -68,7 +68,7 @@ class Case(Draws):
             valid: Whether some tokens are invalid.
             turn: "", "half" or "interleaved".
             rest: Dimensions that are not rotated.
-            where: "start", "starts" (one a row), "padded" (positions that count up), "any" (positions in any order).
+            where: "start", "padded" (positions that count up), "any" (positions in any order).
             softcap: As it is.
         """
         batch, kv_heads, tokens = self.shape
@@ -90,8 +90,6 @@ class Case(Draws):
             rotation = Rotation(frequencies, turn, attention_scaling=1.3)  # type: ignore[arg-type]
             if where == "start":
                 rotation = rotation._replace(start=123)
-            elif where == "starts":
-                rotation = rotation._replace(start=torch.arange(batch) * 999_983)
             elif where == "padded":
                 positions = torch.arange(tokens) + 5 - torch.arange(batch).unsqueeze(1)
                 rotation = rotation._replace(positions=torch.where(self.valid.any(1), positions, -7) if valid else positions)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.kernels.slots import Turn
+from hf_kvcaches.kernels.slots import RotationTables
 from tests.kernels.cases import NAN, Draws
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -48,7 +48,7 @@ class Case(Draws):
             positions = torch.randint(0, 40, (self.shape[0], 1, slots), generator=self.generator)
             if valid:
                 positions = torch.where(self.valid, positions, -1)
-            given["turn"] = Turn(positions, angles.cos().to(precision), angles.sin().to(precision), turn)  # type: ignore[arg-type]
+            given["rotation"] = RotationTables(positions, angles.cos().to(precision), angles.sin().to(precision), turn)  # type: ignore[arg-type]
         return given
 
     def paged(self, page: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -79,13 +79,9 @@ def assert_same(got: Any, expected: Any, dtype: torch.dtype) -> None:
         assert got[1].dtype == torch.float32
 
 
-def write_arguments(case: Case, tokens: int, turn: str, shared: bool = False) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Slots, new keys and new values, and keyword arguments, for writing into the case's buffers."""
+def write_arguments(case: Case, tokens: int, shared: bool = False) -> list[torch.Tensor]:
+    """Slots, new keys and new values, for writing into the case's buffers."""
     batch, kv_heads, slots = (1, 1, case.shape[2]) if shared else case.shape
     where = torch.stack([torch.randperm(slots, generator=case.generator)[:tokens] for _ in range(batch * kv_heads)])
     new = [case.randn(*case.shape[:2], tokens, buffer.shape[-1]) for buffer in (case.keys, case.values)]
-    given: dict[str, Any] = {}
-    if turn:
-        angles = torch.rand((case.shape[0], 1, tokens, max(1, case.keys.shape[-1] // 3)), generator=case.generator) * 6
-        given["turn"] = (angles.cos(), angles.sin(), turn)
-    return [where.view(batch, kv_heads, tokens), *new], given
+    return [where.view(batch, kv_heads, tokens), *new]

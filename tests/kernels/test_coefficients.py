@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import coefficients as kernels
-from hf_kvcaches.kernels._coefficients_rotation import BLOCK, _plan, pieces, units
+from hf_kvcaches.kernels import coefficients_reference as reference
 from hf_kvcaches.kernels.coefficients import (
     TILE,
     Coefficients,
@@ -21,6 +21,7 @@ from hf_kvcaches.kernels.coefficients import (
     merge_attention,
     quantize_tiles,
 )
+from hf_kvcaches.kernels.rotation import angle_table
 from tests.kernels.cases import NAN
 from tests.kernels.coefficients_cases import Case, assert_same
 
@@ -43,7 +44,7 @@ OPTIONS = {
     "valid": st.booleans(),
     "turn": st.sampled_from(["", "half", "interleaved"]),
     "rest": st.sampled_from([0, 2]),
-    "where": st.sampled_from(["start", "starts", "padded", "any"]),
+    "where": st.sampled_from(["start", "padded", "any"]),
     "softcap": st.sampled_from([None, 2.0]),
 }
 REFERENCE: dict[str, Any] = {"backend": "reference"}
@@ -170,14 +171,17 @@ def test_turning_all_positions_and_the_query_by_the_same_changes_nothing(where: 
     assert_same(after, before, torch.float64)
 
 
-def test_positions_that_count_up_but_for_invalid_tokens_rebuild_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_count_up_but_for_invalid_tokens_need_no_longer_a_table_than_there_are_tokens(monkeypatch) -> None:
     case = Case()
     options = case.options(True, "half", where="padded")
+    options["rotation"] = options["rotation"]._replace(positions=options["rotation"].positions + torch.tensor([[0], [10**9]]))
     assert not case.valid.any(1).all()
     expected = coefficient_attention(case.query, case.keys, case.values, 0.3, **options, **REFERENCE)
-    with monkeypatch.context() as patch:
-        patch.setattr("hf_kvcaches.kernels._coefficients_rotation._rebuilt", None)
-        assert_same(coefficient_attention(case.query, case.keys, case.values, 0.3, **options), expected, torch.float32)
+    lengths = []
+    monkeypatch.setattr(kernels, "angle_table", lambda f, length, *rest: lengths.append(length) or angle_table(f, length, *rest))
+    assert_same(coefficient_attention(case.query, case.keys, case.values, 0.3, **options), expected, torch.float32)
+    assert len(lengths) == 1
+    assert lengths[0] <= case.shape[2]
 
 
 def test_positions_that_skip_valid_tokens_are_followed() -> None:
@@ -188,36 +192,18 @@ def test_positions_that_skip_valid_tokens_are_followed() -> None:
     assert_same(coefficient_attention(case.query, case.keys, case.values, 0.3, **options), expected, torch.float32)
 
 
-@given(
-    frequencies=st.lists(st.floats(0, 3.2), min_size=1, max_size=12),
-    rest=st.booleans(),
-)
-def test_shared_functions_give_every_cosine_and_sine_within_a_block(frequencies: list[float], rest: bool) -> None:
-    plan = _plan(tuple(frequencies), rest)
-    turning = torch.tensor([*frequencies, *([0.0] if rest else [])], dtype=torch.float64)
-    offsets = torch.arange(BLOCK, dtype=torch.float64).unsqueeze(1) - BLOCK // 2
-    cos, sin = (plan.functions @ mix for mix in plan.mixes.unbind(1))
-    torch.testing.assert_close(cos, (offsets * turning[plan.slow]).cos(), atol=3e-7, rtol=0)
-    torch.testing.assert_close(sin, (offsets * turning[plan.slow]).sin(), atol=3e-7, rtol=0)
-    assert sorted([*plan.fast.tolist(), *plan.slow.tolist()]) == list(range(len(turning)))
-
-
-def test_sharing_functions_halves_the_operations_of_a_usual_model() -> None:
-    for theta, dim in ((1e4, 64), (1e4, 128), (5e5, 128)):
-        plan = _plan(tuple(float(theta ** -(i / dim)) for i in range(0, dim, 2)), False)
-        count = plan.functions.shape[1]
-        assert 2 * len(plan.fast) + count + 2 * len(plan.slow) * count / BLOCK < 0.6 * dim
-
-
 @pytest.mark.parametrize("tokens", [1, 16, 250, 256])
-@pytest.mark.parametrize("aligned", [1, 2, 4])
-def test_units_have_one_basis_each_and_pieces_cover_all_tokens_once(tokens: int, aligned: int) -> None:
-    tiles = -(-tokens // TILE)
-    of = torch.randint(0, 9, (2, 3, -(-tiles // aligned))).repeat_interleave(aligned, 2)[..., :tiles]
-    index, width = units(of, tokens)
-    assert torch.equal(index.repeat_interleave(width // TILE, 2)[..., :tiles], of)
-    assert width >= aligned * TILE or tiles < 2
-    seen = [t for unit, count, wide in pieces(tokens, width, 64) for t in range(unit * width, unit * width + count * wide)]
+@pytest.mark.parametrize("aligned", [0, 1, 4])
+@pytest.mark.parametrize("block", [1, 2**18])
+def test_pieces_have_one_basis_a_head_and_cover_all_tokens_once(tokens: int, aligned: int, block: int, monkeypatch) -> None:
+    monkeypatch.setattr(kernels, "BLOCK", block)
+    case = Case(tokens=tokens, bases=3, aligned=aligned)
+    of, seen = case.options()["key_basis_of"], []
+    for here, basis in kernels._pieces(case.keys, of, torch.float32):
+        seen += range(tokens)[here]
+        for b, h in ((0, 0), (1, 1)):
+            bases = of[b, h, here.start // TILE : -(-here.stop // TILE)].long()
+            assert all(torch.equal(basis[b, h], case.keys.decode[b, h, index]) for index in bases)
     assert seen == list(range(tokens))
 
 
@@ -261,7 +247,7 @@ def test_parts_merge_to_plain_softmax_to_a_millionth(lengths: list[int], size: f
     if hidden:
         scores = scores.masked_fill(~valid.unsqueeze(2), -torch.inf)
     plain = (scores.softmax(-1).nan_to_num(0) @ values.double()).view(2, 1, 4, 3)
-    for merge in (merge_attention, kernels.merge_attention_reference):
+    for merge in (merge_attention, reference.merge_attention):
         output, lse = merge(iter(parts))
         torch.testing.assert_close(output.double(), plain, atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(lse, scores.logsumexp(-1).view(2, 4), atol=1e-6, rtol=1e-6)
@@ -289,7 +275,7 @@ def test_exact_attention_equals_the_reference(dtype: torch.dtype, softcap: float
     if valid:
         keys[~case.valid] = NAN
     arguments = (case.query, keys, values, 0.4, case.valid if valid else None, softcap)
-    assert_same(exact_attention(*arguments), kernels.exact_attention_reference(*arguments), dtype)
+    assert_same(exact_attention(*arguments), reference.exact_attention(*arguments), dtype)
 
 
 def test_parts_of_coefficients_merge_to_the_whole() -> None:
@@ -318,7 +304,7 @@ def test_quantizing_equals_the_reference_and_loses_half_a_step(
     case = Case(tokens=1, seed=seed)
     coefficients = (torch.randn(2, 3, tiles * TILE, rank, generator=case.generator, dtype=torch.float64) * size).to(dtype)
     data, scale = quantize_tiles(coefficients, scale_dtype)
-    expected = kernels.quantize_tiles_reference(coefficients, scale_dtype)
+    expected = reference.quantize_tiles(coefficients, scale_dtype)
     assert torch.equal(data, expected[0])
     assert torch.equal(scale, expected[1])
     assert (data.dtype, scale.dtype, scale.shape) == (torch.int8, scale_dtype, (2, 3, tiles))
@@ -383,7 +369,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("rotation.inv_freq", {"rotation": Rotation(torch.ones(5, dtype=torch.float64))}),
     ("rotation.layout", {"rotation": Rotation(torch.ones(4).double(), "whole")}),  # type: ignore[arg-type]
     ("rotation.positions", {"rotation": Rotation(torch.ones(4).double(), positions=torch.zeros(2, 36, dtype=torch.int64))}),
-    ("rotation.start", {"rotation": Rotation(torch.ones(4).double(), start=torch.zeros(3, dtype=torch.int64))}),
     ("backend", {"backend": "cuda"}),
 ]
 
@@ -399,7 +384,7 @@ def test_arguments_that_do_not_fit_are_named(name: str, wrong: dict[str, Any]) -
 def test_exact_attention_names_arguments_that_do_not_fit() -> None:
     query, keys = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 3, 4)
     for name, arguments in (
-        ("keys and values", (query, keys, keys[:, :, :2])),
+        ("values", (query, keys, keys[:, :, :2])),
         ("query", (query[..., :3], keys, keys)),
         ("valid", (query, keys, keys, 1.0, torch.ones(1, 2, 2, dtype=torch.bool))),
     ):

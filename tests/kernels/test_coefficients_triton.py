@@ -1,4 +1,4 @@
-"""The kernels of `_coefficients_triton.py` run under Triton's interpreter (on a GPU where there is one), and compile ahead of time."""
+"""The kernels of `coefficients_triton.py` run under Triton's interpreter (on a GPU where there is one), and compile ahead of time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from hf_kvcaches.kernels._launch import padded
+from hf_kvcaches.kernels.launch import padded
 from tests.kernels.triton_process import SHARED_MEMORY, STRIDES, assert_compiles, assert_passes, compile_all
 
 pytestmark = pytest.mark.full
@@ -25,13 +25,13 @@ def test_every_kernel_compiles_ahead_of_time_and_fits(capability: int) -> None:
 
 def attend_variants():
     """Signatures of `attend_kernel`: strings are types, everything else is known when it is compiled."""
-    from hf_kvcaches.kernels._coefficients_triton import block_size
+    from hf_kvcaches.kernels.coefficients_triton import block_size
 
     #   query,  kept,   dim, rank, value rank, pairs, bank, positions, rich
     for dtype, kept, dim, rank, value_rank, pairs, bank, where, rich in (
         ("bf16", "i8", 128, 32, 32, 64, False, "start", False),
         ("bf16", "i8", 128, 32, 48, 0, False, "", False),
-        ("bf16", "bf16", 256, 128, 128, 64, False, "starts", True),
+        ("bf16", "bf16", 256, 128, 128, 64, False, "start", True),
         ("fp32", "fp32", 256, 64, 256, 64, False, "positions", True),  # as large as a turned basis may be
         ("fp32", "fp32", 256, 256, 256, 0, False, "", True),
         ("fp32", "i8", 256, 64, 128, 64, True, "start", True),  # as large as bases in a bank may be
@@ -46,9 +46,8 @@ def attend_variants():
             "valid": ("*u8", *STRIDES) if rich else None,
             "key_bank": (f"*{dtype}", *STRIDES) if pairs else None,
             "value_bank": (f"*{dtype}", *STRIDES) if bank else None,
-            "turning": "*i64" if pairs else None,
+            "frequencies": "*i64" if pairs else None,
             "positions": ("*i64", "i64") if where == "positions" else None,
-            "starts": "*i64" if where == "starts" else None,
             "start": "i64",
             "attention_scaling": "fp32",
             **dict.fromkeys(("parts", "stats"), "*fp32"),
@@ -82,13 +81,14 @@ def combine_variants():
 
 def wanted():
     """Every kernel in all its variants."""
-    from hf_kvcaches.kernels import _coefficients_triton as kernels
+    from hf_kvcaches.kernels import coefficients_triton as kernels
+    from hf_kvcaches.kernels.common_triton import combine_kernel
 
     for chosen in attend_variants():
         warps = kernels.warps(chosen["RANK"], chosen["VALUE_RANK"], chosen["query"] == "*fp32")
         yield kernels.attend_kernel, chosen, {"num_warps": warps}
     for chosen in combine_variants():
-        yield kernels.combine_kernel, chosen, {}
+        yield combine_kernel, chosen, {}
 
 
 if __name__ == "__main__":

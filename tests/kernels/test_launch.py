@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from hf_kvcaches.kernels._launch import padded, portions, strided
+from hf_kvcaches.kernels.launch import padded, split_tokens, strided
 
 
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 63, 64, 65, 1000])
 @pytest.mark.parametrize("wanted", [None, 1, 2, 5, 100])
 @pytest.mark.parametrize("block", [16, 64])
 def test_programs_have_whole_blocks_and_none_is_idle(count: int, wanted: int | None, block: int) -> None:
-    chunk, programs = portions(count, block, 3, wanted, torch.device("cpu"))
+    chunk, programs = split_tokens(count, block, 3, wanted, torch.device("cpu"))
     assert chunk % block == 0
     assert (programs - 1) * chunk < count <= programs * chunk
     assert programs <= (wanted or 1)

@@ -1,4 +1,4 @@
-"""The kernel of `_rebuild_triton.py` runs under Triton's interpreter (on a GPU where there is one), and compiles ahead of time."""
+"""The kernel of `rebuild_triton.py` runs under Triton's interpreter (on a GPU where there is one), and compiles ahead of time."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def variants():
             "bias": (weights[0], "i64") if bits else None,
             "key_out": (f"*{dtype}", *STRIDES),
             "value_out": (f"*{dtype}", *STRIDES),
-            "places": ("*i64", "*i64"),
-            "turn": ("*fp32", "*fp32") if turned else None,
+            "slots": ("*i64", "*i64"),
+            "tables": ("*fp32", "*fp32") if turned else None,
             "tokens": "i32",
             "width": "i32",
             "rank": "i32",
@@ -56,7 +56,7 @@ def variants():
             "PAIRS": pairs,
             "HALF": pairs - 10 if turned else 0,
             "INTERLEAVED": bits == 4,
-            "EVEN": 2 if bits == 8 else 1,
+            "ALIGNED": 2 if bits == 8 else 1,
             "BITS": bits,
             "GROUP": 64 if bits == 8 else 0,
             "BLOCK": max(16, min(64, 4096 // pairs)),
@@ -66,7 +66,7 @@ def variants():
 
 def wanted():
     """The kernel in all its variants."""
-    from hf_kvcaches.kernels import _rebuild_triton as kernels
+    from hf_kvcaches.kernels import rebuild_triton as kernels
 
     return ((kernels.rebuild_kernel, chosen, {}) for chosen in variants())
 

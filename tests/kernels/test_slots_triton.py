@@ -1,4 +1,4 @@
-"""The kernels of `_slots_triton.py` run under Triton's interpreter (on a GPU where there is one), and compile ahead of time."""
+"""The kernels of `slots_triton.py` run under Triton's interpreter (on a GPU where there is one), and compile ahead of time."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def attend_variants():
         tensor = f"*{dtype}"
         mask = ("*u8", *STRIDES)
         yield {
-            **dict.fromkeys(("query", "far_query", "output"), tensor),
+            **dict.fromkeys(("query", "far_query"), tensor),
             **dict.fromkeys(("keys", "values"), (tensor, *STRIDES)),
-            **dict.fromkeys(("parts", "stats"), "*fp32" if rich == 2 else None),
-            **dict.fromkeys(("raw", "weights"), "*fp32" if rich else None),
+            **dict.fromkeys(("parts", "stats"), "*fp32"),
+            "raw": "*fp32" if rich else None,
             "tables": ("*i32", "i64") if rich == 1 else None,
             "valid": mask if rich else None,
             "far": (None, ("i32",), mask)[rich],
-            "turn": ((("*i64", *STRIDES), ("*fp32", "*fp32"))) if rich == 2 else None,
+            "rotation": ((("*i64", *STRIDES), ("*fp32", "*fp32"))) if rich == 2 else None,
             "scaling": "fp32",
             "softcap": "fp32" if rich == 2 else None,
             "slots": "i32",
@@ -50,42 +50,22 @@ def attend_variants():
             "HALF": 20 if rich == 2 else 0,
             "INTERLEAVED": rich == 2,
             "PAGE": 16 if rich == 1 else 0,
-            "SPLITS": 4 if rich == 2 else 1,
             "BLOCK": 32 if rich == 2 else 64,
         }
 
 
-def combine_variants():
-    tensors = {"parts": "*fp32", "stats": "*fp32", "output": "*bf16", "slots": "i32"}
-    for scratch in ("*fp32", None):
-        yield {
-            **tensors,
-            "raw": scratch,
-            "weights": scratch,
-            "GROUP": 3,
-            "HEADS": 16,
-            "VALUE_DIM": 60,
-            "VALUE_PAD": 64,
-            "SPLITS": 4,
-            "BLOCK": 64,
-        }
-
-
 def write_variants():
-    for dtype, paged, turned in (("fp32", False, True), ("bf16", True, False)):
+    for dtype, paged in (("fp32", False), ("bf16", True)):
         yield {
             **dict.fromkeys(("keys", "values", "new_keys", "new_values"), (f"*{dtype}", *STRIDES)),
             "tables": ("*i32", "i64") if paged else None,
             "slots": ("*i64", *STRIDES),
-            "turn": (STRIDES, ("*fp32", "*fp32")) if turned else None,
             "tokens": "i32",
             "KV_HEADS": 4,
             "DIM": 60,
             "DIM_PAD": 64,
             "VALUE_DIM": 64,
             "VALUE_PAD": 64,
-            "HALF": 30 if turned else 0,
-            "INTERLEAVED": False,
             "PAGE": 16 if paged else 0,
             "BLOCK": 4,
         }
@@ -93,11 +73,10 @@ def write_variants():
 
 def wanted():
     """Every kernel in all its variants."""
-    from hf_kvcaches.kernels import _slots_triton as kernels
+    from hf_kvcaches.kernels import slots_triton as kernels
 
     variants = {
         kernels.attend_kernel: attend_variants(),
-        kernels.combine_kernel: combine_variants(),
         kernels.write_kernel: write_variants(),
     }
     return ((kernel, chosen, {}) for kernel, some in variants.items() for chosen in some)

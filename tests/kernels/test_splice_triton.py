@@ -1,4 +1,4 @@
-"""The kernel of `_splice_triton.py` runs under Triton's interpreter (on a GPU where there is one), and compiles ahead of time."""
+"""The kernel of `splice_triton.py` runs under Triton's interpreter (on a GPU where there is one), and compiles ahead of time."""
 
 from __future__ import annotations
 
@@ -40,23 +40,24 @@ def variants():
             "zero": zero,
             "out": (f"*{dtype}", *STRIDES),
             "slots": ("*i64", "i64"),
-            "turn": ("*fp64", "*fp64") if bits == 4 and turned else ("*fp32", "*fp32") if turned else None,
+            "tables": ("*fp64", "*fp64") if bits == 4 and turned else ("*fp32", "*fp32") if turned else None,
             "layer": "i32",
             "tokens": "i32",
             "capacity": "i32",
             "DIM": 120,
-            "DIM_PAD": 128,
+            "PAIRS": 64,
             "BITS": bits,
             "GROUP": 120 if bits == 8 else 32,
             "HALF": 30 if turned else 0,
             "INTERLEAVED": bits == 4,
+            "ALIGNED": 1 if bits == 4 else 2,
             "BLOCK": 8,
         }
 
 
 def wanted():
     """The kernel in all its variants."""
-    from hf_kvcaches.kernels import _splice_triton as kernels
+    from hf_kvcaches.kernels import splice_triton as kernels
 
     return ((kernels.splice_kernel, chosen, {}) for chosen in variants())
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.rope_families import Layout
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.subspace.moments import Moments, allocate, in_metric, principal, rank_for_energy, rotation_average
 
 

@@ -13,7 +13,7 @@ from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import Pile
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.transfer import Portion, write_all
-from hf_kvcaches.kernels._shared import Layout
+from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.kernels.splice import Packed
 
 # Tokens that go to a GPU at a time: while one portion is written into the buffers, the next one is on its way.

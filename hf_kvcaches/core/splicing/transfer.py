@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.kernels._shared import Layout
+from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.kernels.splice import Packed, splice
 
 

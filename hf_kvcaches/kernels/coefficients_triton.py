@@ -7,9 +7,9 @@ the basis of the values, once.
 With a bank of bases a program takes a tile at a time, loads a basis of keys when it changes, and multiplies by a basis of values when it
 ends.
 
-**Rotation.** Keys are rebuilt on the tensor cores and rotated in registers. Where positions count up, the query is turned back to the
-first token of each block, and all that is left are the same few angles in every block. An angle is taken as a whole number of 2^-64
-turns, which wraps around by itself: it is exact at any position.
+**Rotation.** Keys are rebuilt on the tensor cores and rotated in registers. Where positions count up, the query is unrotated to the
+first token of each block, and all that is left are the same few angles in every block. An angle is a whole number of 2^-64 circles, which
+wraps around by itself: it is exact at any position.
 
 Options come to the kernels as tuples of a tensor and its strides, or as None, which leaves their code out.
 """
@@ -17,16 +17,19 @@ Options come to the kernels as tuples of a tensor and its strides, or as None, w
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels._coefficients_checks import TILE, Coefficients, Options, Part, Rotation, precise
-from hf_kvcaches.kernels._common_triton import WIDE, capped, finite, option, together
-from hf_kvcaches.kernels._launch import padded, portions, strided
+from hf_kvcaches.kernels.common_triton import basis_at, capped, combine, decoded, dot, finite, load_option, rotate_pairs, store_part
+from hf_kvcaches.kernels.launch import padded, split_tokens, strided, strided_or_none
+from hf_kvcaches.kernels.quantization import TILE
+
+if TYPE_CHECKING:
+    from hf_kvcaches.kernels.coefficients import Coefficients, Options, Part, Rotation
 
 A_TILE = tl.constexpr(TILE)
 # Bytes of bases of keys and of values that a program can hold beside what else it needs, as compiled for sm_80.
@@ -34,20 +37,10 @@ LARGEST = 32 * 1024, 64 * 1024
 
 
 @triton.jit
-def _dot(one, other):
-    """A matrix product in float32."""
-    if WIDE:
-        result = tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="tf32x3")
-    else:
-        result = tl.dot(one, other, input_precision="tf32x3")
-    return result
-
-
-@triton.jit
-def _turns(positions, turning):
-    """Cosines and sines, (positions, pairs), of positions times 2^-64 turns."""
-    turned = ((positions[:, None] * turning[None, :]) >> 32).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
-    return tl.cos(turned), tl.sin(turned)
+def _cos_sin(positions, frequencies):
+    """Cosines and sines, (positions, pairs), for frequencies in 2^-64 of a full circle."""
+    angles = ((positions[:, None] * frequencies[None, :]) >> 32).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32
+    return tl.cos(angles), tl.sin(angles)
 
 
 @triton.jit
@@ -75,23 +68,10 @@ def _basis(tile, b, h, basis_of):
 
 
 @triton.jit
-def _in_bank(b, h, basis, bank):
-    """Where a basis of one row and KV head lies."""
-    return bank[0] + b * bank[1] + h * bank[2] + basis * bank[3]
-
-
-@triton.jit
 def _plain(b, h, basis, asked, heads, ranks, GROUP: tl.constexpr, RANK: tl.constexpr, dtype: tl.constexpr):
     """The query in coefficients of one basis, (heads, ranks)."""
-    at = _in_bank(b, h, basis, asked) + heads[:, None] * RANK + ranks[None, :]
+    at = basis_at(b, h, basis, asked) + heads[:, None] * RANK + ranks[None, :]
     return tl.load(at, mask=(heads < GROUP)[:, None] & (ranks < RANK)[None, :], other=0.0).to(dtype)
-
-
-@triton.jit
-def _decoded(sums, b, h, basis, bank, dims, ranks, DIM: tl.constexpr, RANK: tl.constexpr):
-    """(heads, ranks) times a basis: (heads, dims)."""
-    at = _in_bank(b, h, basis, bank) + dims[None, :] * RANK + ranks[:, None]
-    return _dot(sums, tl.load(at, mask=(dims < DIM)[None, :] & (ranks < RANK)[:, None], other=0.0).to(tl.float32))
 
 
 @triton.jit
@@ -106,38 +86,28 @@ def _asking(
 
 
 @triton.jit
-def _turned_products(data, first, second, one, two, turns):
+def _rotated_products(data, first, second, one, two, cos, sin):
     """Rebuilds keys, (tokens, pairs) twice, rotates them and multiplies with the halves of the query: (heads, tokens)."""
-    key_one, key_two = _dot(data, first), _dot(data, second)
-    turned_one = (key_one * turns[0] - key_two * turns[1]).to(data.dtype)
-    turned_two = (key_two * turns[0] + key_one * turns[1]).to(data.dtype)
-    return _dot(one.to(data.dtype), tl.trans(turned_one)) + _dot(two.to(data.dtype), tl.trans(turned_two))
-
-
-@triton.jit
-def _leave(row, heads, numbers, dims, highest, total, parts, stats, GROUP: tl.constexpr, DIM: tl.constexpr):
-    """Stores what a program has found for `combine_kernel`."""
-    part = (row * tl.num_programs(1) + tl.program_id(1)) * GROUP + heads
-    tl.store(parts + part[:, None] * DIM + dims[None, :], numbers, mask=(heads < GROUP)[:, None] & (dims < DIM)[None, :])
-    tl.store(stats + part * 2, highest, mask=heads < GROUP)
-    tl.store(stats + part * 2 + 1, total, mask=heads < GROUP)
+    key_one, key_two = rotate_pairs(dot(data, first), dot(data, second), cos, sin)
+    products = dot(one.to(data.dtype), tl.trans(key_one.to(data.dtype)))
+    return products + dot(two.to(data.dtype), tl.trans(key_two.to(data.dtype)))
 
 
 @triton.jit
 def attend_kernel(
     query, asked, keys, key_scales, key_basis_of, values, value_scales, value_basis_of, valid,
-    key_bank, value_bank, turning, positions, starts, start, attention_scaling, parts, stats, scaling, softcap, tokens, chunk,
+    key_bank, value_bank, frequencies, positions, start, attention_scaling, parts, stats, scaling, softcap, tokens, chunk,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, VALUE_RANK: tl.constexpr, VALUE_RANK_PAD: tl.constexpr,
     PAIRS: tl.constexpr, PAIRS_PAD: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one row and KV head over a run of its tokens. Leaves a maximum, a total, and sums, which are in coefficients.
+    """Attention of one row and KV head over a run of its tokens. Stores a maximum, a total, and sums, which are in coefficients.
 
     `query`: (batch * heads, DIM). `asked`: what of it is multiplied with coefficients, None or (pointer, strides) of (GROUP, RANK).
     `keys`, `values`: (pointer, strides). Of their tiles: None or (scales, strides), and None or (bases, strides). `valid`: None or
-    (pointer, strides). `key_bank`: of (DIM, RANK), if keys are turned. `value_bank`: of (VALUE_DIM, VALUE_RANK), if there are several.
-    `turning`: 2^-64 turns a position. `positions`: None or (pointer, stride). `starts`: None or (batch,), instead of `start`.
-    `parts`: (batch * kv_heads, splits, GROUP, VALUE_RANK, or VALUE_DIM with a bank); `stats`: (..., 2).
+    (pointer, strides). `key_bank`: of (DIM, RANK), if keys are rotated. `value_bank`: of (VALUE_DIM, VALUE_RANK), if there are several.
+    `frequencies`: in 2^-64 of a full circle. `positions`: None, if they count up from `start`, or (pointer, stride).
+    `parts`, `stats`: as `combine_kernel` reads them, of width VALUE_RANK, or VALUE_DIM with a bank.
     """
     row = tl.program_id(0).to(tl.int64)
     b, h = row // KV_HEADS, row % KV_HEADS
@@ -151,80 +121,54 @@ def attend_kernel(
         plain = _plain(b, h, key_basis, asked, heads, ranks, GROUP, RANK, dtype)
     if key_bank is not None:
         one, two = _asking(query, row, heads, pairs, attention_scaling, DIM, GROUP, PAIRS, INTERLEAVED)
-        turn = tl.load(turning + pairs, mask=pairs < PAIRS, other=0)
-        first, second = _halves(_in_bank(b, h, key_basis, key_bank), pairs, ranks, RANK, PAIRS, INTERLEAVED, dtype)
+        frequency = tl.load(frequencies + pairs, mask=pairs < PAIRS, other=0)
+        first, second = _halves(basis_at(b, h, key_basis, key_bank), pairs, ranks, RANK, PAIRS, INTERLEAVED, dtype)
         if positions is None:
-            within = _turns(tl.arange(0, BLOCK).to(tl.int64), turn)
-            begins = tl.full([1], 0, tl.int64) + (start if starts is None else tl.load(starts + b))
+            block_cos, block_sin = _cos_sin(tl.arange(0, BLOCK).to(tl.int64), frequency)
     highest, total = tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
     sums, done = tl.zeros([HEADS, VALUE_RANK_PAD], tl.float32), tl.zeros([HEADS, VALUE_PAD], tl.float32)
     for from_token in range(begin, end, BLOCK):
         s = from_token + tl.arange(0, BLOCK)
-        live = s < end if valid is None else (s < end) & (option(s, s < end, b, h, valid) != 0)
+        live = s < end if valid is None else (s < end) & (load_option(s, s < end, b, h, valid) != 0)
         if key_basis_of is not None:
             basis = _basis(from_token // A_TILE, b, h, key_basis_of)
             if basis != key_basis:
                 if asked is not None:
                     plain = _plain(b, h, basis, asked, heads, ranks, GROUP, RANK, dtype)
                 if key_bank is not None:
-                    first, second = _halves(_in_bank(b, h, basis, key_bank), pairs, ranks, RANK, PAIRS, INTERLEAVED, dtype)
+                    first, second = _halves(basis_at(b, h, basis, key_bank), pairs, ranks, RANK, PAIRS, INTERLEAVED, dtype)
                 key_basis = basis
         data = _rows(s, live, b, h, keys, ranks, RANK, dtype)
-        scores = tl.zeros([HEADS, BLOCK], tl.float32) if asked is None else _dot(plain, tl.trans(data))
+        scores = tl.zeros([HEADS, BLOCK], tl.float32) if asked is None else dot(plain, tl.trans(data))
         if key_bank is not None and positions is None:
-            cos, sin = _turns(begins + from_token, turn)
-            scores += _turned_products(data, first, second, one * cos + two * sin, two * cos - one * sin, within)
+            cos, sin = _cos_sin(tl.full([1], 0, tl.int64) + start + from_token, frequency)
+            block_one, block_two = rotate_pairs(one, two, cos, -sin)
+            scores += _rotated_products(data, first, second, block_one, block_two, block_cos, block_sin)
         elif key_bank is not None:
-            position = tl.load(positions[0] + b * positions[1] + s, mask=live, other=0).to(tl.int64)
-            scores += _turned_products(data, first, second, one, two, _turns(position, turn))
+            cos, sin = _cos_sin(tl.load(positions[0] + b * positions[1] + s, mask=live, other=0).to(tl.int64), frequency)
+            scores += _rotated_products(data, first, second, one, two, cos, sin)
         if key_scales is not None:
-            scores *= option(s // A_TILE, live, b, h, key_scales).to(tl.float32)[None, :]
+            scores *= load_option(s // A_TILE, live, b, h, key_scales).to(tl.float32)[None, :]
         scores = tl.where(live[None, :], capped(scores * scaling, softcap), float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         shares, shrink = tl.exp(scores - finite(higher)[:, None]), tl.exp(highest - finite(higher))
         total, highest = total * shrink + tl.sum(shares, 1), higher
         if value_scales is not None:
-            shares *= option(s // A_TILE, live, b, h, value_scales).to(tl.float32)[None, :]
+            shares *= load_option(s // A_TILE, live, b, h, value_scales).to(tl.float32)[None, :]
         if value_bank is not None:
             basis = _basis(from_token // A_TILE, b, h, value_basis_of)
             if basis != value_basis:
-                done += _decoded(sums, b, h, value_basis, value_bank, value_dims, value_ranks, VALUE_DIM, VALUE_RANK)
+                done += decoded(sums, b, h, value_basis, value_bank, value_dims, value_ranks, VALUE_DIM, VALUE_RANK)
                 sums = tl.zeros([HEADS, VALUE_RANK_PAD], tl.float32)
                 value_basis = basis
             done = done * shrink[:, None]
         value = _rows(s, live, b, h, values, value_ranks, VALUE_RANK, dtype)
-        sums = sums * shrink[:, None] + _dot(shares.to(dtype), value)
+        sums = sums * shrink[:, None] + dot(shares.to(dtype), value)
     if value_bank is not None:
-        done += _decoded(sums, b, h, value_basis, value_bank, value_dims, value_ranks, VALUE_DIM, VALUE_RANK)
-        _leave(row, heads, done, value_dims, highest, total, parts, stats, GROUP, VALUE_DIM)
+        done += decoded(sums, b, h, value_basis, value_bank, value_dims, value_ranks, VALUE_DIM, VALUE_RANK)
+        store_part(row, heads, done, value_dims, highest, total, parts, stats, GROUP, VALUE_DIM)
     else:
-        _leave(row, heads, sums, value_ranks, highest, total, parts, stats, GROUP, VALUE_RANK)
-
-
-@triton.jit
-def combine_kernel(
-    parts, stats, decode, output, lse, splits,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr, DIMS: tl.constexpr,
-):  # fmt: skip
-    """Puts the runs of one row and KV head together, for DIMS dimensions of its values.
-
-    `parts`, `stats`: as `attend_kernel` leaves them, WIDTH numbers a head. `decode`: None, if these are values already, or (pointer,
-    strides) of (VALUE_DIM, WIDTH). `output`: (batch * heads, VALUE_DIM); `lse`: (batch * heads), float64.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    heads = tl.arange(0, HEADS)
-    dims = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
-    widths = dims if decode is None else tl.arange(0, WIDTH_PAD)
-    highest, total, sums = together(parts, stats, row, splits, heads, widths, GROUP, HEADS, WIDTH, DIMS if decode is None else WIDTH_PAD)
-    some = total > 0
-    sums = sums / tl.where(some, total, 1.0)[:, None]
-    if decode is not None:
-        sums = _decoded(sums, row // KV_HEADS, row % KV_HEADS, 0, decode, dims, widths, VALUE_DIM, WIDTH)
-    mine = row * GROUP + heads
-    tl.store(output + mine[:, None] * VALUE_DIM + dims[None, :], sums, mask=(heads < GROUP)[:, None] & (dims < VALUE_DIM)[None, :])
-    said = highest.to(tl.float64) + tl.log(tl.where(some, total, 1.0).to(tl.float64))
-    tl.store(lse + mine, tl.where(some, said, float("-inf")), mask=heads < GROUP)
+        store_part(row, heads, sums, value_ranks, highest, total, parts, stats, GROUP, VALUE_RANK)
 
 
 def _bank(decode: torch.Tensor) -> tuple[Any, ...]:
@@ -234,70 +178,39 @@ def _bank(decode: torch.Tensor) -> tuple[Any, ...]:
     return (decode, 0, decode.stride(0), 0) if decode.ndim == 3 else (decode, *decode.stride()[:3])
 
 
-def _kept(side: Coefficients, basis_of: torch.Tensor | None) -> tuple[Any, ...]:
-    scale = None if side.scale is None else strided(side.scale)
-    return strided(side.data), scale, None if basis_of is None else strided(basis_of)
+def _frequencies(inv_freq: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """In 2^-64 of a full circle a position, int64. More than half a circle is less than half a circle back."""
+    circles = inv_freq.to(device) / (2 * math.pi)
+    return ((circles - circles.round()) * 2.0**64).to(torch.int64)
 
 
-def _turning(frequencies: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Frequencies in 2^-64 turns a position, int64. More than half a turn is less than half a turn back."""
-    turns = frequencies.to(device) / (2 * math.pi)
-    return ((turns - turns.round()) * 2.0**64).to(torch.int64)
-
-
-def _turned(rotation: Rotation | None, batch: int, device: torch.device) -> tuple[Any, ...]:
-    """`turning`, `positions`, `starts`, `start` and `attention_scaling` of `attend_kernel`."""
-    if rotation is None:
-        return None, None, None, 0, 1.0
-    positions, turning = rotation.positions, _turning(rotation.inv_freq, device)
-    if positions is not None:
-        at = positions.contiguous(), positions.shape[1] if len(positions) == batch else 0
-        return turning, at, None, 0, rotation.attention_scaling
-    start = rotation.start
-    starts, first = (start.to(device), 0) if isinstance(start, torch.Tensor) else (None, start)
-    return turning, None, starts, first, rotation.attention_scaling
-
-
-def _asked(query: torch.Tensor, decode: torch.Tensor, kv_heads: int, turned: int) -> tuple[Any, ...] | None:
-    """The query in coefficient space, but for its first `turned` dimensions; the strides of row, head and basis. None if none are left."""
+def _asked(query: torch.Tensor, decode: torch.Tensor, kv_heads: int, rotated: int) -> tuple[Any, ...] | None:
+    """The query in coefficient space, but for its first `rotated` dimensions; strides of row, head and basis. None if none are left."""
     batch, heads, _, dim = query.shape
-    if turned == dim:
+    if rotated == dim:
         return None
-    asking = query.view(batch, kv_heads, heads // kv_heads, dim)[..., turned:]
-    decode = decode[..., turned:, :].to(query.dtype)
+    asking = query.view(batch, kv_heads, heads // kv_heads, dim)[..., rotated:]
+    decode = decode[..., rotated:, :].to(query.dtype)
     asked = torch.matmul(asking if decode.ndim == 3 else asking.unsqueeze(2), decode)
     return (asked, *asked.stride()[:2], 0) if decode.ndim == 3 else (asked, *asked.stride()[:3])
 
 
 def fits(query: torch.Tensor, keys: Coefficients, values: Coefficients, rotation: Rotation | None) -> bool:
-    """Whether a program can hold the bases that it needs: those of keys that are turned, and those of values in a bank.
-
-    Args:
-        query: For its dtype.
-        keys: For their rank.
-        values: For their basis.
-        rotation: For the number of pairs.
-    """
+    """Whether a program can hold the bases that it needs: those of keys that are rotated, and those of values in a bank."""
     of_keys = 0 if rotation is None else 2 * padded(len(rotation.inv_freq)) * padded(keys.data.shape[3]) * query.element_size()
     of_values = math.prod(map(padded, values.decode.shape[-2:])) * 4 if values.decode.ndim == 5 else 0
     return of_keys <= LARGEST[0] and of_values <= LARGEST[1]
 
 
 def block_size(rank: int, value_rank: int, pairs: int) -> int:
-    """So many tokens at a time that registers hardly spill and shared memory suffices, as compiled for sm_80 and sm_90.
-
-    Args:
-        rank: Of keys.
-        value_rank: Of values.
-        pairs: That are turned, 0 for none.
-    """
+    """So many tokens at a time that registers hardly spill and shared memory suffices, as compiled for sm_80 and sm_90."""
     widest = max(padded(rank), padded(value_rank))
     most = 8192 // widest if not pairs else min(4096 // widest, 2048 // padded(pairs))
     return min(128, max(TILE, most))
 
 
 def warps(rank: int, value_rank: int, single: bool) -> int:
-    """So many warps that registers hardly spill. Arguments as of `block_size`; `single`: whether products are in float32."""
+    """So many warps that registers hardly spill; `single`: whether products are in float32."""
     return 8 if single or max(rank, value_rank) > 64 else 4
 
 
@@ -321,30 +234,33 @@ def attend(
     batch, heads, _, dim = query.shape
     kv_heads, tokens, rank = keys.data.shape[1:]
     value_dim, value_rank = values.decode.shape[-2:]
-    pairs = 0 if rotation is None else len(rotation.inv_freq)
+    pairs, positions = (0, None) if rotation is None else (len(rotation.inv_freq), rotation.positions)
     if not fits(query, keys, values, rotation):
         raise UnsupportedError("backend='triton': such large bases, rotated or in a bank, do not fit a GPU. Use backend='torch'.")
     banked = key_basis_of is not None or value_basis_of is not None
     block = TILE if banked else block or block_size(rank, value_rank, pairs)
-    chunk, splits = portions(tokens, block, batch * kv_heads, splits, query.device)
-    grid = batch * kv_heads, splits
+    chunk, splits = split_tokens(tokens, block, batch * kv_heads, splits, query.device)
     query = query.contiguous()
     width = value_rank if value_basis_of is None else value_dim
     parts, stats = (query.new_empty(batch * heads * splits * n, dtype=torch.float32) for n in (width, 2))
-    sizes = {"KV_HEADS": kv_heads, "GROUP": heads // kv_heads, "HEADS": padded(heads // kv_heads), "VALUE_DIM": value_dim}
-    attend_kernel[grid](
+    attend_kernel[(batch * kv_heads, splits)](
         query,
         _asked(query, keys.decode, kv_heads, 2 * pairs),
-        *_kept(keys, key_basis_of),
-        *_kept(values, value_basis_of),
+        *strided_or_none(keys.data, keys.scale, key_basis_of, values.data, values.scale, value_basis_of),
         None if valid is None else strided(valid, (batch, kv_heads, tokens)),
         None if rotation is None else _bank(keys.decode),
         None if value_basis_of is None else _bank(values.decode),
-        *_turned(rotation, batch, query.device),
+        None if rotation is None else _frequencies(rotation.inv_freq, query.device),
+        None if positions is None else (positions.contiguous(), positions.shape[1] if len(positions) == batch else 0),
+        *((0, 1.0) if rotation is None else (rotation.start, rotation.attention_scaling)),
         *(parts, stats, scaling, softcap, tokens, chunk),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEADS=padded(heads // kv_heads),
         DIM=dim,
         RANK=rank,
         RANK_PAD=padded(rank),
+        VALUE_DIM=value_dim,
         VALUE_PAD=padded(value_dim),
         VALUE_RANK=value_rank,
         VALUE_RANK_PAD=padded(value_rank),
@@ -354,10 +270,6 @@ def attend(
         BLOCK=block,
         num_stages=2,
         num_warps=warps(rank, value_rank, query.dtype == torch.float32),
-        **sizes,
     )
-    output, lse = query.new_empty(batch, 1, heads, value_dim), query.new_empty(batch, heads, dtype=precise(query.device))
-    bank, dims = None if value_basis_of is not None else _bank(values.decode), min(64, padded(value_dim))
-    arguments = (parts, stats, bank, output, lse, splits)
-    combine_kernel[(grid[0], triton.cdiv(value_dim, dims))](*arguments, WIDTH=width, WIDTH_PAD=padded(width), DIMS=dims, **sizes)
-    return output, lse
+    output = query.new_empty(batch, 1, heads, value_dim)
+    return output, combine(parts, stats, _bank(values.decode) if value_basis_of is None else None, output, kv_heads, splits, width)

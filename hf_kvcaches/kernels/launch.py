@@ -1,0 +1,73 @@
+"""Which back-end computes, and what the launchers of all Triton kernels have in common. None of it needs Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require, require_choice
+
+Backend = Literal["auto", "triton", "torch", "reference"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def choose(backend: Backend, *tensors: torch.Tensor) -> Backend:
+    """The back-end that computes, never `"auto"`, for tensors that a gradient could be wanted for."""
+    if backend in ("torch", "reference"):
+        return backend
+    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    supported = tensors[0].dtype in (torch.float32, torch.bfloat16, torch.float16) and not needs_gradient
+    if backend == "auto":
+        return "triton" if tensors[0].is_cuda and supported and has_triton() else "torch"
+    require_choice("backend", backend, BACKENDS)
+    triton = require("triton", "triton", "backend='triton'")
+    if not supported:
+        raise UnsupportedError("backend='triton': the kernels have no gradients and no float64. Use backend='torch', or torch.no_grad().")
+    if not tensors[0].is_cuda and not triton.knobs.runtime.interpret:
+        raise ConfigError.of("backend", "'torch' for tensors that are not on a CUDA device", backend, "backend='auto' chooses by itself.")
+    return backend
+
+
+def padded(dim: int) -> int:
+    """The size of a block that holds `dim` numbers: a power of two, and no matrix product of a GPU takes less than 16."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def strided(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> tuple[Any, ...]:
+    """A tensor as kernels take it: itself and the strides of its first three dimensions, 0 where it is repeated to `shape`."""
+    tensor = tensor if shape is None else tensor.expand(shape)
+    return (tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, *tensor.stride()[:3])
+
+
+def strided_or_none(*tensors: torch.Tensor | None) -> list[tuple[Any, ...] | None]:
+    """`strided` for optional tensors."""
+    return [None if tensor is None else strided(tensor) for tensor in tensors]
+
+
+def split_tokens(count: int, block: int, rows: int, splits: int | None, device: torch.device) -> tuple[int, int]:
+    """How many slots or tokens of a row and KV head each program has, in whole blocks, and how many programs that makes.
+
+    Args:
+        count: Slots or tokens.
+        block: Of these, what a program takes at a time.
+        rows: Rows times KV heads.
+        splits: How many programs to share among; None: enough to fill the GPU.
+        device: The GPU.
+    """
+    splits = splits or -(-2 * _processors(device) // rows)
+    chunk = -(-count // (splits * block)) * block
+    return chunk, -(-count // chunk)
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

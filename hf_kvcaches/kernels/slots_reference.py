@@ -1,0 +1,96 @@
+"""What the functions of `slots.py` do, written down plainly, with loops and in float64. Arguments and results are theirs."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_kvcaches.kernels.rotation import rotate_
+
+if TYPE_CHECKING:
+    from hf_kvcaches.kernels.slots import Attended, RotationTables
+
+
+def slot_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    *,
+    valid: torch.Tensor | None = None,
+    far: int | torch.Tensor | None = None,
+    far_query: torch.Tensor | None = None,
+    rotation: RotationTables | None = None,
+    softcap: float | None = None,
+    want_weights: bool = False,
+) -> Attended:
+    """Attention, one query head and slot at a time."""
+    batch, kv_heads, slots, _ = keys.shape
+    heads, shape = query.shape[1], (batch, kv_heads, slots)
+    shown = torch.ones(shape, dtype=torch.bool) if valid is None else valid.expand(shape)
+    is_far = far.expand(shape) if isinstance(far, torch.Tensor) else (torch.arange(slots) < (far or 0)).expand(shape)
+    output = torch.zeros(batch, 1, heads, values.shape[-1], dtype=torch.float64, device=query.device)
+    weights = torch.zeros(shape, dtype=torch.float64, device=query.device)
+    for b, head in product(range(batch), range(heads)):
+        h = head // (heads // kv_heads)
+        visible = [s for s in range(slots) if shown[b, h, s]]
+        scores = []
+        for s in visible:
+            key = keys[b, h, s].to(torch.float64, copy=True)
+            if rotation is not None:
+                row = rotation.positions.expand(shape)[b, h, s]
+                rotate_(key, rotation.cos[row], rotation.sin[row], rotation.layout)
+            asking = far_query if far_query is not None and is_far[b, h, s] else query
+            score = asking[b, head, 0].double() @ key * scaling
+            scores.append(score if softcap is None else softcap * torch.tanh(score / softcap))
+        if visible:
+            share = torch.stack(scores).softmax(0)
+            output[b, 0, head] = share @ values[b, h, visible].double()
+            weights[b, h, visible] += share / (heads // kv_heads)
+    return output.to(query.dtype), weights.float() if want_weights else None
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    tables: torch.Tensor,
+    scaling: float,
+    *,
+    valid: torch.Tensor,
+    **options: Any,
+) -> Attended:
+    """`slot_attention` of copies of the slots in one buffer a row."""
+    size, (batch, _), slots = key_pages.shape[2], tables.shape, valid.shape[-1]
+    buffers = []
+    for pages in (key_pages, value_pages):
+        buffer = pages.new_zeros(batch, pages.shape[1], slots, pages.shape[3])
+        for b, s in product(range(batch), range(slots)):
+            if tables[b, s // size] >= 0:
+                buffer[b, :, s] = pages[tables[b, s // size], :, s % size]
+        buffers.append(buffer)
+    return slot_attention(query, buffers[0], buffers[1], scaling, valid=valid, **options)
+
+
+def write_slots(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor) -> None:
+    """`write_pages` with one page a row, as large as the row."""
+    write_pages(keys, values, torch.arange(len(keys)).unsqueeze(1), slots, new_keys, new_values)
+
+
+def write_pages(
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+) -> None:
+    """Writes one token of one head at a time."""
+    size, shape = key_pages.shape[2], new_keys.shape[:3]
+    for b, h, j in product(*map(range, shape)):
+        slot = int(slots.expand(shape)[b, h, j])
+        if slot >= 0 and tables[b, slot // size] >= 0:
+            key_pages[tables[b, slot // size], h, slot % size] = new_keys[b, h, j]
+            value_pages[tables[b, slot // size], h, slot % size] = new_values[b, h, j]
