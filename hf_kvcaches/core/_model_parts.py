@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hf_kvcaches.core._model_state import AdapterLayer, ModelState
 from hf_kvcaches.core._plain import attributes, plain, type_name
-from hf_kvcaches.core.checksum import Deferred, describe, digest_of
+from hf_kvcaches.core.checksum import Deferred, Sketch, describe, digest_of
 from hf_kvcaches.errors import ConfigError, require_tokenizer
 
 
@@ -45,6 +45,9 @@ _WITHOUT_EFFECT = _words("""
 """)
 # RoPE types whose run-time frequencies follow the length of what was read last; their starting frequencies are compared instead.
 CHANGING_ROPE = ("dynamic", "longrope")
+
+# What is said of frequencies that are those of the configuration.
+AS_CONFIGURED = "as configured"
 
 # Field -> JSON value.
 Part = dict[str, Any]
@@ -127,7 +130,7 @@ def _frequencies_in_use(module: nn.Module, frequencies: Mapping[str, Tensor]) ->
     """For each, "as configured", or a digest where they are others."""
     fresh = _fresh_rotary(module) if frequencies else {}
     return {
-        name: "as configured" if _same_frequencies(value, fresh.get(name)) else digest_of(value)
+        name: _as_configured(value, fresh.get(name)) or digest_of(value)
         for name, value in frequencies.items()
         if name.endswith("original_inv_freq") or _rope_type(module, name) not in CHANGING_ROPE
     }
@@ -151,11 +154,18 @@ def _fresh_rotary(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in again._buffers.items() if value is not None}
 
 
-def _same_frequencies(here: Tensor, configured: Tensor | None) -> bool:
-    """Accelerators round powers otherwise than CPUs in the last place, and that must not make another model of the same one."""
-    if configured is None or here.is_meta or here.dtype != configured.dtype or here.shape != configured.shape:
-        return False
-    return torch.allclose(here.detach().cpu(), configured, rtol=5e-7, atol=0.0)
+def _as_configured(here: Tensor, configured: Tensor | None) -> str:
+    """Whether frequencies are the configured ones, cast with the model where it was, in words; "" where they are others.
+
+    Accelerators round powers otherwise than CPUs in the last place, and that must not make another model of the same one.
+    """
+    if configured is None or here.is_meta or here.shape != configured.shape:
+        return ""
+    cast = here.dtype != configured.dtype
+    rounding = torch.finfo(here.dtype).eps if cast and here.is_floating_point() else 0.0
+    # Half of float16's smallest number, below which it rounds by more.
+    same = torch.allclose(here.detach().cpu().to(configured.dtype), configured, rtol=5e-7 + rounding / 2, atol=2.0**-25 * cast)
+    return f"{AS_CONFIGURED}, as {str(here.dtype).removeprefix('torch.')}" * cast or AS_CONFIGURED if same else ""
 
 
 def precision_part(state: ModelState, config: Any) -> Part:
@@ -190,6 +200,21 @@ def adapters_part(state: ModelState) -> Part:
         part[f"kind of {name!r}"] = digest_of_part({layer.path: [layer.kind, layer.settings[name]] for layer in layers})
     part |= _irregular(state.layers, active, part["merged"])
     return part
+
+
+def sketches_of(state: ModelState) -> dict[str, Sketch]:
+    """A sketch of each floating-point tensor that takes part in the forward, by its name; adapters' names begin with the adapter's."""
+    entries = dict(state.base)
+    for layer in state.layers:
+        for adapter in layer.active:
+            entries |= {adapter_entry(adapter, name): value for name, value in layer.state[adapter].items()}
+    sketches = {name: Sketch.of(value, name) for name, value in entries.items()}
+    return {name: sketch for name, sketch in sketches.items() if sketch is not None}
+
+
+def adapter_entry(adapter: str, name: str) -> str:
+    """What an adapter's tensor is called among others."""
+    return f"{adapter!r} {name}"
 
 
 def _one_or_each(values: dict[str, Any]) -> Any:

@@ -169,7 +169,7 @@ class Artifact(ABC):
         except _NONSENSE as error:
             raise ArtifactError(f"{folder}: its fingerprint makes no sense ({error!r}). {_AGAIN}") from error
         if model is not None and fingerprint is not None:
-            ModelFingerprint.of(model, tokenizer).require_same(fingerprint, f"{cls.artifact_type} from {folder_or_hub_id}")
+            fingerprint.require_model(model, f"{cls.artifact_type} from {folder_or_hub_id}", tokenizer)
         metadata = manifest["metadata"]
         try:
             if manifest["format_version"] < cls.format_version:

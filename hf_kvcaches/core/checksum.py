@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +26,12 @@ _ROW = 1 << 15
 _ROWS = 256
 # Hex characters of a digest: 128 bits.
 _HEX = 32
+# By how much a cast to each type changes a number at most, as a share of it.
+_ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+# The least that is left of a number in float16.
+_UNDERFLOW = 2.0**-25
+# Sums in a sketch, and how far estimates from so many may be off.
+_SUMS, _SLACK = 32, 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +47,84 @@ class Deferred:
     home: Mapping[str, Any]
     name: str
     placeholder: Tensor
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """The size of a tensor's numbers, and sums of them with random signs, which estimate how far another tensor is from it.
+
+    A sum of differences with random signs is, squared, the sum of their squares on average. A cast to another type moves each number by a
+    known share at most, so the same tensor in another precision is told from one whose numbers differ by more.
+
+    Args:
+        dtype: Of the tensor.
+        shape: Likewise.
+        norm: The square root of the sum of squares.
+        sums: Of the numbers at every 32nd place.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float
+    sums: tuple[float, ...]
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> Self | None:
+        """Reads a tensor; None for what no cast makes of another: quantized ones, integers, other layouts.
+
+        Args:
+            value: An entry of a state dict.
+            name: What to call it in an error message.
+        """
+        value = _fetched(value, name) if isinstance(value, Deferred) else value
+        if not isinstance(value, Tensor) or str(value.dtype).removeprefix("torch.") not in _ROUNDING:
+            return None
+        if value.layout != torch.strided or hasattr(value, "__tensor_flatten__") or hasattr(value, "full_tensor"):
+            return None
+        flat, squares, sums = value.detach().reshape(-1), [], []
+        columns = _signs(value.device, 0, _ROW)
+        for start in range(0, len(flat), _ROW * _ROWS):
+            numbers = flat[start : start + _ROW * _ROWS].float()
+            rows = torch.nn.functional.pad(numbers, (0, -len(numbers) % _ROW)).view(-1, _ROW)
+            squares.append(rows.square().sum(1))
+            signs = _signs(value.device, _ROW + start // _ROW * _SUMS, len(rows) * _SUMS).view(-1, _SUMS)
+            sums.append((rows * columns).view(len(rows), -1, _SUMS).sum(1) * signs)
+        if not sums:
+            return cls(str(value.dtype).removeprefix("torch."), tuple(value.shape), 0.0, (0.0,) * _SUMS)
+        norm = math.sqrt(torch.cat(squares).cpu().double().sum().item())
+        totals = torch.cat(sums).cpu().double().sum(0).tolist()
+        return cls(str(value.dtype).removeprefix("torch."), tuple(value.shape), _short(norm), tuple(map(_short, totals)))
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Reads what JSON made of one.
+
+        Args:
+            value: A list of the fields.
+        """
+        dtype, shape, norm, sums = value
+        sketch = cls(dtype, tuple(map(int, shape)), float(norm), tuple(map(float, sums)))
+        if dtype not in _ROUNDING or len(sketch.sums) != _SUMS:
+            raise ValueError(f"a sketch of {str(dtype)[:40]} with {len(sketch.sums)} sums")
+        return sketch
+
+    def is_cast_of(self, other: Sketch) -> bool:
+        """Whether both are one tensor in two types.
+
+        Args:
+            other: Of the other one.
+        """
+        if self.shape != other.shape or self.dtype == other.dtype:
+            return False
+        kinds = (self.dtype, other.dtype)
+        underflow = _UNDERFLOW * math.sqrt(math.prod(self.shape)) * ("float16" in kinds)
+        most = sum(map(_ROUNDING.__getitem__, kinds)) * max(self.norm, other.norm) + underflow
+        distance = math.dist(self.sums, other.sums)
+        return abs(self.norm - other.norm) <= most * (1 + 1e-5) and distance <= _SLACK * most
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.7g}")
 
 
 def digest_of(value: Any, name: str = "value") -> str:
@@ -204,6 +289,10 @@ def _fold(words: Tensor, out: Tensor) -> Tensor:
 @cache
 def _weights(device: torch.device, start: int, count: int) -> Tensor:
     return _mixed(torch.arange(start, start + count, device=device))
+
+
+def _signs(device: torch.device, start: int, count: int) -> Tensor:
+    return (_mixed(torch.arange(start, start + count, device=device)) >> 63).float() * 2 + 1
 
 
 def _mixed(numbers: Tensor) -> Tensor:

@@ -5,29 +5,34 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_kvcaches.core._model_parts import (
+    AS_CONFIGURED,
     Part,
+    adapter_entry,
     adapters_part,
     config_parts,
     digest_of_part,
     modules_parts,
     precision_part,
+    sketches_of,
     tokenizer_part,
     weights_part,
 )
 from hf_kvcaches.core._model_state import ModelState, take_apart
-from hf_kvcaches.core.checksum import Deferred
+from hf_kvcaches.core.checksum import Deferred, Sketch
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
 
 _FORMAT_VERSION = 2
 _COMPONENTS = ("weights", "adapters", "tokenizer", "rope", "attention", "geometry", "architecture", "precision")
 # Differing fields of one component that are spelled out.
 _SHOWN_FIELDS = 3
+# Digests of two fingerprints that were found to be of one model in two precisions, so that weights are sketched once.
+_one_model: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class ModelFingerprint:
         precision: The dtypes of the weights, and how they are quantised.
         details: Component -> field -> JSON value, from which the digests follow and from which `differs_from` explains. Not compared.
         facts: What a person wants to know: name, class, size. Not compared.
+        sketches: Of each tensor, by which `require_model` knows the model in another precision. Not compared, and empty unless asked for.
     """
 
     weights: str
@@ -66,9 +72,10 @@ class ModelFingerprint:
     precision: str
     details: Mapping[str, Part] = field(default_factory=dict, compare=False, repr=False)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    sketches: Mapping[str, Sketch] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any = None) -> ModelFingerprint:
+    def of(cls, model: nn.Module, tokenizer: Any = None, *, any_precision: bool = False) -> ModelFingerprint:
         """Reads all of the model's weights, each time: nothing announces every write. That takes about 0.2 s of processor time per GB.
 
         Hooks, replaced `forward`s and autocast can't be read; see `core.identity`. Adapters that were merged and unmerged again leave
@@ -77,6 +84,8 @@ class ModelFingerprint:
         Args:
             model: A transformers model, also one with PEFT adapters, compiled, quantized, or offloaded by accelerate.
             tokenizer: Its tokenizer or processor. Give it where the stored state depends on texts and not only on token ids.
+            any_precision: Whether to add what `require_model` needs to know the model in float32, bfloat16 and float16. Give it where what
+                is stored is good for all of these. Weights are read twice then.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError.of("model", "a transformers model", type(model).__name__, "Pass what from_pretrained returned.")
@@ -92,12 +101,12 @@ class ModelFingerprint:
         parts["precision"] = precision_part(state, config)
         if tokenizer is not None:
             parts["tokenizer"] = tokenizer_part(tokenizer)
-        return cls._from_parts(parts, _facts(state, config, parts))
+        return cls._from_parts(parts, _facts(state, config, parts), sketches_of(state) if any_precision else {})
 
     @classmethod
-    def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> ModelFingerprint:
+    def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any], sketches: Mapping[str, Sketch]) -> ModelFingerprint:
         digests: dict[str, Any] = {name: digest_of_part(parts[name]) if name in parts else None for name in _COMPONENTS}
-        return cls(**digests, details=dict(parts), facts=dict(facts))
+        return cls(**digests, details=dict(parts), facts=dict(facts), sketches=dict(sketches))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (ModelFingerprint.from_dict, (self.to_dict(),))
@@ -155,6 +164,40 @@ class ModelFingerprint:
                 f"{other}). Load the model that it was made for, with the same adapters active, or make it anew for this one."
             )
 
+    def require_model(self, model: nn.Module, what: str, tokenizer: Any = None, here: ModelFingerprint | None = None) -> None:
+        """Raises `FingerprintMismatch` unless a model is the one of this fingerprint, perhaps in another precision.
+
+        In another precision it is only known where this fingerprint was made for any precision.
+
+        Args:
+            model: With the adapters that are active now.
+            what: What is bound to the model, as the subject of the message.
+            tokenizer: Compared where this fingerprint has one.
+            here: The model's own, if at hand.
+        """
+        here = here or ModelFingerprint.of(model, tokenizer)
+        if not self.sketches or not here.differs_from(self):
+            here.require_same(self, what)
+        elif (self.digest, here.digest) not in _one_model:
+            here.require_same(self._cast_like(replace(here, sketches=sketches_of(take_apart(model)))), what)
+            _one_model.add((self.digest, here.digest))
+
+    def _cast_like(self, other: ModelFingerprint) -> ModelFingerprint:
+        """This fingerprint, with everything of the other's that is the same but for the types of numbers."""
+        details, theirs = {name: dict(part) for name, part in self.details.items()}, other.details
+        same = {name for name, sketch in self.sketches.items() if name in other.sketches and sketch.is_cast_of(other.sketches[name])}
+        details["weights"] |= {name: theirs["weights"][name] for name in same & set(theirs["weights"]) & set(details["weights"])}
+        details["precision"]["tensors by dtype"] = theirs["precision"].get("tensors by dtype")
+        for adapter in self.details["adapters"]["active"]:
+            field_name, prefix = f"weights of {adapter!r}", adapter_entry(adapter, "")
+            tensors = [{name for name in made.sketches if name.startswith(prefix)} for made in (self, other)]
+            if tensors[0] == tensors[1] and tensors[0] <= same and field_name in theirs["adapters"]:
+                details["adapters"][field_name] = theirs["adapters"][field_name]
+        for name, value in theirs["rope"].items():
+            if str(value).startswith(AS_CONFIGURED) and str(details["rope"].get(name)).startswith(AS_CONFIGURED):
+                details["rope"][name] = value
+        return ModelFingerprint._from_parts(details, self.facts, {})
+
     def to_dict(self) -> dict[str, Any]:
         """The fingerprint as JSON values, for `from_dict`."""
         return {
@@ -162,6 +205,7 @@ class ModelFingerprint:
             "components": {name: getattr(self, name) for name in _COMPONENTS},
             "details": json.loads(json.dumps({name: dict(part) for name, part in self.details.items()})),
             "facts": json.loads(json.dumps(dict(self.facts))),
+            "sketches": {name: list(astuple(sketch)) for name, sketch in self.sketches.items()},
         }
 
     @classmethod
@@ -183,7 +227,11 @@ class ModelFingerprint:
         details, facts = data.get("details"), data.get("facts")
         if not _is_complete(details) or not isinstance(facts, Mapping) or details is None:
             raise ArtifactError(f"fingerprint: expected components, details and facts, got keys {sorted(map(str, data))}. {hint}")
-        read = cls._from_parts(details, facts)
+        try:
+            sketches = {name: Sketch.from_json(sketch) for name, sketch in data.get("sketches", {}).items()}
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ArtifactError(f"fingerprint: expected sketches of tensors, got {str(error)[:200]}. {hint}") from error
+        read = cls._from_parts(details, facts, sketches)
         if data.get("components") != {name: getattr(read, name) for name in _COMPONENTS}:
             raise ArtifactError(f"fingerprint: the digests do not follow from the details, so it is damaged. {hint}")
         return read

@@ -32,17 +32,18 @@ class Identity:
         return "" if self.fingerprint is None else self.fingerprint.digest
 
 
-def identity_of(model: PreTrainedModel) -> Identity:
+def identity_of(model: PreTrainedModel, any_precision: bool = False) -> Identity:
     """The identity under which a model would compute now. Reads all weights; a change of a single element gives another one.
 
     Args:
         model: Without a PEFT wrapper.
+        any_precision: As of `ModelFingerprint.of`.
     """
     reason = unseen(model)
     if reason:
         return Identity(reason=reason)
     try:
-        return Identity(ModelFingerprint.of(model))
+        return Identity(ModelFingerprint.of(model, any_precision=any_precision))
     except UnsupportedError as error:
         return Identity(reason=str(error))
 
@@ -57,14 +58,15 @@ def glanced_identity(model: PreTrainedModel) -> Identity:
     return Identity(reason=reason) if reason else Identity(glance=glance_at(model))
 
 
-def require_identity(model: PreTrainedModel, what: str) -> ModelFingerprint:
+def require_identity(model: PreTrainedModel, what: str, any_precision: bool = False) -> ModelFingerprint:
     """The fingerprint of a model in which everything that computes can be seen.
 
     Args:
         model: Without a PEFT wrapper.
         what: What needs it, as the subject of the message.
+        any_precision: As of `ModelFingerprint.of`.
     """
-    identity = identity_of(model)
+    identity = identity_of(model, any_precision)
     if identity.fingerprint is None:
         raise FingerprintMismatch(f"{what} would be bound to a model that no fingerprint describes. {identity.reason}")
     return identity.fingerprint

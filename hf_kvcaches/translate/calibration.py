@@ -214,7 +214,8 @@ class Pair:
 
     def fingerprints(self) -> tuple[ModelFingerprint, ModelFingerprint]:
         """Of the producer and the consumer."""
-        return require_identity(self.producer, "producer: the translator"), require_identity(self.consumer, "consumer: the translator")
+        producer = require_identity(self.producer, "producer: the translator", any_precision=True)
+        return producer, require_identity(self.consumer, "consumer: the translator", any_precision=True)
 
     def states(
         self, ids: torch.Tensor, lowest: int, hidden: Sequence[int] = (), queries: Callable[..., None] | None = None
