@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hf_kvcaches.core._model_state import AdapterLayer, ModelState
 from hf_kvcaches.core._plain import attributes, plain, type_name
-from hf_kvcaches.core.checksum import Deferred, Sketch, describe, digest_of
-from hf_kvcaches.errors import ConfigError, require_tokenizer
+from hf_kvcaches.core.checksum import Deferred, Sketch, describe, digest_of, head_of, why_unreadable
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_tokenizer
 
 
 def _words(text: str) -> frozenset[str]:
@@ -75,10 +75,26 @@ def config_parts(config: Any) -> dict[str, Part]:
     return parts
 
 
-def weights_part(state: ModelState) -> Part:
-    """The parameters and buffers of the base, but for frequencies of rotary embeddings, which `modules_parts` compares."""
+def weights_part(state: ModelState, given: Part | None) -> Part:
+    """The parameters and buffers of the base, but for frequencies of rotary embeddings, which `modules_parts` compares.
+
+    Args:
+        state: Of the model.
+        given: The same part of a fingerprint that the caller gave, for tensors that can't be read.
+    """
     rotary = {f"{path}.{name}".lstrip(".") for path, module in state.modules.items() for name in _frequencies(module)}
-    return dict(describe({name: value for name, value in state.base.items() if name not in rotary}))
+    entries = {name: value for name, value in state.base.items() if name not in rotary}
+    unreadable = {name: value for name, value in entries.items() if given is not None and why_unreadable(value)}
+    described = describe({name: value for name, value in entries.items() if name not in unreadable})
+    for name, value in unreadable.items():
+        text = (given or {}).get(name, "no such tensor")
+        if not text.startswith(head_of(value)):
+            raise UnsupportedError(
+                f"{name}: expected the fingerprint given with set_fingerprint to be of this model, which has {head_of(value)}here; it has "
+                f"{text[:60]}. Take it of the same model in the same precision."
+            )
+        described[name] = text
+    return {name: described[name] for name in entries}
 
 
 def modules_parts(state: ModelState, config: Any) -> dict[str, Part]:
@@ -188,14 +204,21 @@ def precision_part(state: ModelState, config: Any) -> Part:
     return {"tensors by dtype": dict(sorted(counts.items())), "quantization_config": plain(quantization)}
 
 
-def adapters_part(state: ModelState) -> Part:
-    """The adapters that take part in the forward, in order, with their weights and scaling; merged ones by name."""
+def adapters_part(state: ModelState, given: Part | None) -> Part:
+    """The adapters that take part in the forward, in order, with their weights and scaling; merged ones by name.
+
+    Args:
+        state: Of the model.
+        given: The same part of a fingerprint that the caller gave, for adapters that can't be read.
+    """
     active = list(dict.fromkeys(name for layer in state.layers for name in layer.active))
     part: Part = {"active": active, "merged": list(dict.fromkeys(name for layer in state.layers for name in layer.merged))}
     for name in active:
         layers = [layer for layer in state.layers if name in layer.active]
         entries = {entry: value for layer in layers for entry, value in layer.state[name].items()}
-        part[f"weights of {name!r}"] = digest_of_part(describe(entries))
+        weights = f"weights of {name!r}"
+        known = weights in (given or {}) and any(map(why_unreadable, entries.values()))
+        part[weights] = (given or {})[weights] if known else digest_of_part(describe(entries))
         part[f"scaling of {name!r}"] = _one_or_each({layer.path: layer.settings[name].get("scaling") for layer in layers})
         part[f"kind of {name!r}"] = digest_of_part({layer.path: [layer.kind, layer.settings[name]] for layer in layers})
     part |= _irregular(state.layers, active, part["merged"])

@@ -11,6 +11,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_kvcaches import compat
 from hf_kvcaches.core._plain import FOR_TRAINING
 
 # Whose hooks and wrappers compute what the model says: they place tensors, require gradients, or collect outputs.
@@ -30,6 +31,8 @@ def unseen(model: PreTrainedModel) -> str:
     """
     if any(torch.is_autocast_enabled(device) for device in {"cpu", model.device.type} - {"meta"}):
         return "torch.autocast is on, which computes in other types than the weights have. Load the model in that type."
+    if compat.is_tensor_parallel(model):
+        return "Under tensor parallelism each process has only some of the heads, so one can't use what another stores."
     if hooks := _foreign(torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks):
         return f"A hook on all modules ({hooks}) may change what they compute. {_ADVICE}"
     if attention := _foreign_attention(model):
@@ -109,7 +112,8 @@ def _patched_class(kind: type[nn.Module]) -> str | None:
     if home is None or kind is nn.Module or getattr(forward, "only_observes", False):
         return None
     same_package = home.partition(".")[0] in {kind.__module__.partition(".")[0], *_LIBRARIES, "accelerate"}
-    same_name = forward.__qualname__ == f"{kind.__qualname__}.forward" and forward.__module__ == kind.__module__
+    # FSDP puts a class of its own, with the same forward, in the place of a module's.
+    same_name = (forward.__module__, forward.__qualname__) in {(base.__module__, f"{base.__qualname__}.forward") for base in kind.__mro__}
     return None if same_package and same_name else _name_of(forward)
 
 

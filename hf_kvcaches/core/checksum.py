@@ -79,7 +79,7 @@ class Sketch:
         value = _fetched(value, name) if isinstance(value, Deferred) else value
         if not isinstance(value, Tensor) or str(value.dtype).removeprefix("torch.") not in _ROUNDING:
             return None
-        if value.layout != torch.strided or hasattr(value, "__tensor_flatten__") or hasattr(value, "full_tensor"):
+        if value.layout != torch.strided or hasattr(value, "__tensor_flatten__") or why_unreadable(value):
             return None
         flat, squares, sums = value.detach().reshape(-1), [], []
         columns = _signs(value.device, 0, _ROW)
@@ -189,18 +189,25 @@ def _fetched(value: Deferred, name: str) -> Tensor:
     return tensor
 
 
+def why_unreadable(value: Any) -> str:
+    """What keeps a tensor's numbers from being read here, as a noun; "" where nothing does."""
+    if not isinstance(value, Tensor):
+        return ""
+    return "one on the meta device" if value.is_meta else "one shard of a distributed one" if hasattr(value, "full_tensor") else ""
+
+
+def head_of(value: Tensor) -> str:
+    """What the description of a tensor begins with: its dtype and its whole shape."""
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} "
+
+
 def _tensor_parts(value: Tensor, name: str, sums: dict[tuple[Any, ...], Tensor], key: tuple[Any, ...] | None = None) -> list[_Part]:
-    if value.is_meta:
+    if reason := why_unreadable(value):
         raise UnsupportedError(
-            f"{name}: expected a tensor with data, got one on the meta device. "
-            "Load the weights first; for offloaded models use accelerate's device_map, whose hooks are understood."
+            f"{name}: expected a tensor with all of its data, got {reason}. Take ModelFingerprint.of(model) where the weights are whole, "
+            "and give it to set_fingerprint(model, fingerprint) here."
         )
-    if hasattr(value, "full_tensor"):
-        raise UnsupportedError(
-            f"{name}: expected a whole tensor, got one shard of a distributed one, which would give every rank another identity. "
-            "Take the fingerprint of the model before it is sharded."
-        )
-    head = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} "
+    head = head_of(value)
     if hasattr(value, "__tensor_flatten__"):
         inner, context = value.__tensor_flatten__()
         inside = [part for attribute in inner for part in _parts(getattr(value, attribute), f"{name}.{attribute}", sums)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
@@ -24,8 +25,8 @@ from hf_kvcaches.core._model_parts import (
     weights_part,
 )
 from hf_kvcaches.core._model_state import ModelState, take_apart
-from hf_kvcaches.core.checksum import Deferred, Sketch
-from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
+from hf_kvcaches.core.checksum import Deferred, Sketch, why_unreadable
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance
 
 _FORMAT_VERSION = 2
 _COMPONENTS = ("weights", "adapters", "tokenizer", "rope", "attention", "geometry", "architecture", "precision")
@@ -33,6 +34,8 @@ _COMPONENTS = ("weights", "adapters", "tokenizer", "rope", "attention", "geometr
 _SHOWN_FIELDS = 3
 # Digests of two fingerprints that were found to be of one model in two precisions, so that weights are sketched once.
 _one_model: set[tuple[str, str]] = set()
+# Of models whose weights can't be read, by the caller.
+_given: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,21 @@ class ModelFingerprint:
         parts = config_parts(config)
         for name, part in modules_parts(state, config).items():
             parts[name] |= part
-        parts["weights"] = weights_part(state)
-        parts["adapters"] = adapters_part(state)
+        given = _given.get(state.root)
+        known = {} if given is None else given.details
+        parts["weights"] = weights_part(state, known.get("weights"))
+        parts["adapters"] = adapters_part(state, known.get("adapters"))
+        if given is not None and any(map(why_unreadable, state.base.values())):
+            merged, expected = parts["adapters"]["merged"], given.details["adapters"]["merged"]
+            if merged != expected:
+                raise UnsupportedError(
+                    f"model: expected the merged adapters {expected} of the fingerprint given with set_fingerprint, got {merged}, which "
+                    "change weights that can't be read. Give the fingerprint of the model as it is now."
+                )
         parts["precision"] = precision_part(state, config)
         if tokenizer is not None:
             parts["tokenizer"] = tokenizer_part(tokenizer)
-        return cls._from_parts(parts, _facts(state, config, parts), sketches_of(state) if any_precision else {})
+        return cls._from_parts(parts, _facts(state, config, parts), _sketches(state) if any_precision else {})
 
     @classmethod
     def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any], sketches: Mapping[str, Sketch]) -> ModelFingerprint:
@@ -179,7 +191,7 @@ class ModelFingerprint:
         if not self.sketches or not here.differs_from(self):
             here.require_same(self, what)
         elif (self.digest, here.digest) not in _one_model:
-            here.require_same(self._cast_like(replace(here, sketches=sketches_of(take_apart(model)))), what)
+            here.require_same(self._cast_like(replace(here, sketches=_sketches(take_apart(model)))), what)
             _one_model.add((self.digest, here.digest))
 
     def _cast_like(self, other: ModelFingerprint) -> ModelFingerprint:
@@ -235,6 +247,40 @@ class ModelFingerprint:
         if data.get("components") != {name: getattr(read, name) for name in _COMPONENTS}:
             raise ArtifactError(f"fingerprint: the digests do not follow from the details, so it is damaged. {hint}")
         return read
+
+
+def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> None:
+    """Says which weights a model has that can't be read where it runs: shards of distributed tensors, or weights on the meta device.
+
+    `ModelFingerprint.of(model)`, and with it every cache and artifact that asks for the model's identity, takes from it what can't be read;
+    all else is read as ever. Make it with `ModelFingerprint.of` where the weights are whole, and bring it along as JSON (`to_dict`,
+    `from_dict`). The weights must be those, and stay so: nobody can tell. Forgotten with the model.
+
+    Args:
+        model: The model, also inside a wrapper.
+        fingerprint: Of the same model in the same precision; None takes back what was given.
+    """
+    root = take_apart(model).root
+    before = _given.pop(root, None)
+    if fingerprint is None:
+        return
+    require_instance("fingerprint", fingerprint, ModelFingerprint, {"model": model}, "Make it with ModelFingerprint.of(model).")
+    _given[root] = fingerprint
+    try:
+        ModelFingerprint.of(model)
+    except BaseException:
+        del _given[root]
+        if before is not None:
+            _given[root] = before
+        raise
+
+
+def _sketches(state: ModelState) -> dict[str, Sketch]:
+    """Of all tensors, from the caller's fingerprint where they can't be read."""
+    given = _given.get(state.root)
+    return sketches_of(state) | {
+        name: sketch for name, sketch in (given.sketches if given else {}).items() if why_unreadable(state.base.get(name))
+    }
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
