@@ -1,32 +1,28 @@
-"""Tells whether stored keys and values belong to the model at hand."""
+"""Tells whether stored keys and values, or what was calibrated, belong to the model at hand."""
 
 from __future__ import annotations
 
 import json
-import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from hf_kvcaches.core._model_parts import (
+from hf_kvcaches.core.checksum import Sketch, why_unreadable
+from hf_kvcaches.core.model_parts import (
     AS_CONFIGURED,
+    ModelState,
     Part,
-    adapter_entry,
-    adapters_part,
-    config_parts,
     digest_of_part,
-    modules_parts,
-    precision_part,
+    facts_of,
+    parts_of,
     sketches_of,
+    take_apart,
     tokenizer_part,
-    weights_part,
 )
-from hf_kvcaches.core._model_state import ModelState, take_apart
-from hf_kvcaches.core.checksum import Deferred, Sketch, why_unreadable
-from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError, require_instance
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, require_instance
 
 _FORMAT_VERSION = 2
 _COMPONENTS = ("weights", "adapters", "tokenizer", "rope", "attention", "geometry", "architecture", "precision")
@@ -90,41 +86,17 @@ class ModelFingerprint:
             any_precision: Whether to add what `require_model` needs to know the model in float32, bfloat16 and float16. Give it where what
                 is stored is good for all of these. Weights are read twice then.
         """
-        if not isinstance(model, nn.Module):
-            raise ConfigError.of("model", "a transformers model", type(model).__name__, "Pass what from_pretrained returned.")
         state = take_apart(model)
-        config = getattr(state.root, "config", None)
-        if not hasattr(config, "get_text_config"):
-            raise ConfigError.of("model", "a transformers model with a config", type(model).__name__, "Pass what from_pretrained returned.")
-        parts = config_parts(config)
-        for name, part in modules_parts(state, config).items():
-            parts[name] |= part
         given = _given.get(state.root)
-        known = {} if given is None else given.details
-        parts["weights"] = weights_part(state, known.get("weights"))
-        parts["adapters"] = adapters_part(state, known.get("adapters"))
-        if given is not None and any(map(why_unreadable, state.base.values())):
-            merged, expected = parts["adapters"]["merged"], given.details["adapters"]["merged"]
-            if merged != expected:
-                raise UnsupportedError(
-                    f"model: expected the merged adapters {expected} of the fingerprint given with set_fingerprint, got {merged}, which "
-                    "change weights that can't be read. Give the fingerprint of the model as it is now."
-                )
-        parts["precision"] = precision_part(state, config)
+        parts = parts_of(state, {} if given is None else given.details)
         if tokenizer is not None:
             parts["tokenizer"] = tokenizer_part(tokenizer)
-        return cls._from_parts(parts, _facts(state, config, parts), _sketches(state) if any_precision else {})
+        return cls._from_parts(parts, facts_of(state, parts), _sketches(state) if any_precision else {})
 
     @classmethod
     def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any], sketches: Mapping[str, Sketch]) -> ModelFingerprint:
         digests: dict[str, Any] = {name: digest_of_part(parts[name]) if name in parts else None for name in _COMPONENTS}
         return cls(**digests, details=dict(parts), facts=dict(facts), sketches=dict(sketches))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (ModelFingerprint.from_dict, (self.to_dict(),))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelFingerprint:
-        return self
 
     @property
     def digest(self) -> str:
@@ -136,12 +108,12 @@ class ModelFingerprint:
 
     def describe(self) -> str:
         """The model in one line, for people."""
-        facts = dict(self.facts)
-        adapters = self.details.get("adapters", {})
+        facts, adapters = self.facts, self.details.get("adapters", {})
         used = [*adapters.get("active", []), *(f"{name} (merged)" for name in adapters.get("merged", []))]
+        count = facts.get("parameters")
         words = [
             " ".join(str(facts[key]) for key in ("class", "name") if facts.get(key)),
-            f"{_with_commas(facts.get('parameters'))} parameters in {facts.get('dtypes', 'unknown dtypes')}",
+            f"{f'{count:,}' if isinstance(count, int) else 'unknown'} parameters in {facts.get('dtypes', 'unknown dtypes')}",
             f"adapters {', '.join(used)}" if used else "no adapters",
             "no tokenizer" if self.tokenizer is None else f"{self.details.get('tokenizer', {}).get('vocabulary size')} tokens",
         ]
@@ -153,14 +125,10 @@ class ModelFingerprint:
         Args:
             other: In the reasons, `here` is this fingerprint and `there` the other.
         """
-        reasons: list[str] = []
-        for name in _COMPONENTS:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine == theirs or (name == "tokenizer" and None in (mine, theirs)):
-                continue
-            here, there = self.details.get(name, {}), other.details.get(name, {})
-            reasons.append(f"{name} differ: {_weights_reason(here, there)}" if name == "weights" else _reason(name, here, there))
-        return reasons
+        names = [name for name in _COMPONENTS if getattr(self, name) != getattr(other, name)]
+        if None in (self.tokenizer, other.tokenizer):
+            names = [name for name in names if name != "tokenizer"]
+        return [_reason(name, self.details.get(name, {}), other.details.get(name, {})) for name in names]
 
     def require_same(self, other: ModelFingerprint, what: str) -> None:
         """Raises `FingerprintMismatch` unless state of the other model can be used with this one.
@@ -201,10 +169,10 @@ class ModelFingerprint:
         details["weights"] |= {name: theirs["weights"][name] for name in same & set(theirs["weights"]) & set(details["weights"])}
         details["precision"]["tensors by dtype"] = theirs["precision"].get("tensors by dtype")
         for adapter in self.details["adapters"]["active"]:
-            field_name, prefix = f"weights of {adapter!r}", adapter_entry(adapter, "")
-            tensors = [{name for name in made.sketches if name.startswith(prefix)} for made in (self, other)]
-            if tensors[0] == tensors[1] and tensors[0] <= same and field_name in theirs["adapters"]:
-                details["adapters"][field_name] = theirs["adapters"][field_name]
+            weights = f"weights of {adapter!r}"
+            here, there = ({name for name in made.sketches if name.startswith(f"{adapter!r} ")} for made in (self, other))
+            if here == there and here <= same and weights in theirs["adapters"]:
+                details["adapters"][weights] = theirs["adapters"][weights]
         for name, value in theirs["rope"].items():
             if str(value).startswith(AS_CONFIGURED) and str(details["rope"].get(name)).startswith(AS_CONFIGURED):
                 details["rope"][name] = value
@@ -224,18 +192,13 @@ class ModelFingerprint:
     def from_dict(cls, data: Mapping[str, Any]) -> ModelFingerprint:
         """Reads what `to_dict` wrote; anything else is an `ArtifactError`."""
         hint = "Make it anew with ModelFingerprint.of(model, tokenizer)."
-        if not isinstance(data, Mapping) or not isinstance(data.get("format_version"), int):
+        version = data.get("format_version") if isinstance(data, Mapping) else None
+        if not isinstance(version, int):
             raise ArtifactError(f"fingerprint: expected a dict with a format_version, got {type(data).__name__}. {hint}")
-        if data["format_version"] != _FORMAT_VERSION:
-            newer = data["format_version"] > _FORMAT_VERSION
-            raise ArtifactError(
-                f"fingerprint: expected format version {_FORMAT_VERSION}, got {data['format_version']}. "
-                + (
-                    "Upgrade hf-kvcaches."
-                    if newer
-                    else "Older ones knew less of a model and can't be compared: make what it belongs to anew."
-                )
-            )
+        if version != _FORMAT_VERSION:
+            older = "Older ones knew less of a model and can't be compared: make what it belongs to anew."
+            advice = "Upgrade hf-kvcaches." if version > _FORMAT_VERSION else older
+            raise ArtifactError(f"fingerprint: expected format version {_FORMAT_VERSION}, got {version}. {advice}")
         details, facts = data.get("details"), data.get("facts")
         if not _is_complete(details) or not isinstance(facts, Mapping) or details is None:
             raise ArtifactError(f"fingerprint: expected components, details and facts, got keys {sorted(map(str, data))}. {hint}")
@@ -260,27 +223,20 @@ def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> N
         model: The model, also inside a wrapper.
         fingerprint: Of the same model in the same precision; None takes back what was given.
     """
-    root = take_apart(model).root
-    before = _given.pop(root, None)
+    state = take_apart(model)
     if fingerprint is None:
+        _given.pop(state.root, None)
         return
     require_instance("fingerprint", fingerprint, ModelFingerprint, {"model": model}, "Make it with ModelFingerprint.of(model).")
-    _given[root] = fingerprint
-    try:
-        ModelFingerprint.of(model)
-    except BaseException:
-        del _given[root]
-        if before is not None:
-            _given[root] = before
-        raise
+    parts_of(state, fingerprint.details)  # or a refusal
+    _given[state.root] = fingerprint
 
 
 def _sketches(state: ModelState) -> dict[str, Sketch]:
     """Of all tensors, from the caller's fingerprint where they can't be read."""
     given = _given.get(state.root)
-    return sketches_of(state) | {
-        name: sketch for name, sketch in (given.sketches if given else {}).items() if why_unreadable(state.base.get(name))
-    }
+    known = {} if given is None else given.sketches
+    return sketches_of(state) | {name: sketch for name, sketch in known.items() if why_unreadable(state.base.get(name))}
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
@@ -301,41 +257,23 @@ def _is_complete(details: Any) -> bool:
     return listed and all(isinstance(part, Mapping) for part in details.values())
 
 
-def _facts(state: ModelState, config: Any, parts: Mapping[str, Part]) -> dict[str, Any]:
-    tensors = [value.placeholder if isinstance(value, Deferred) else value for value in state.base.values()]
-    sizes = {id(tensor): tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)}
-    name = str(getattr(config, "name_or_path", "") or "")
-    return {
-        # A local path says something about the machine and nothing about the model.
-        "name": os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name,
-        "class": type(state.root).__name__,
-        "parameters": sum(sizes.values()),
-        "dtypes": ", ".join(kind.removeprefix("torch.") for kind in parts["precision"]["tensors by dtype"]),
-    }
-
-
-def _with_commas(count: Any) -> str:
-    return f"{count:,}" if isinstance(count, int) else "an unknown number of"
-
-
-def _weights_reason(here: Part, there: Part) -> str:
-    changed = [name for name in here if name in there and here[name] != there[name]]
-    added, missing = [name for name in here if name not in there], [name for name in there if name not in here]
-    words = [f"{len(changed)} of {len(here)} tensors, first {changed[0]}"] if changed else []
-    words += [f"{len(names)} only {side}, first {names[0]}" for names, side in ((added, "here"), (missing, "there")) if names]
-    return ", ".join(words)
-
-
 def _reason(component: str, here: Part, there: Part) -> str:
     fields = [name for name in {**here, **there} if here.get(name) != there.get(name) or (name in here) != (name in there)]
+    if component == "weights":
+        changed = [name for name in fields if name in here and name in there]
+        words = [f"{len(changed)} of {len(here)} tensors, first {changed[0]}"] if changed else []
+        for side, part in (("here", here), ("there", there)):
+            only = [name for name in fields if name in part and name not in changed]
+            words += [f"{len(only)} only {side}, first {only[0]}"] if only else []
+        return f"weights differ: {', '.join(words)}"
+    title = "adapters differ" if component == "adapters" else f"{component} differs"
     if component == "adapters" and "active" in fields:
         # Whose weights and scaling differ goes without saying where they are other adapters.
-        fields = [name for name in fields if name in ("active", "merged")]
+        title, fields = "active adapters differ", [name for name in fields if name in ("active", "merged")]
         if sorted(here["active"]) == sorted(there["active"]):
             return f"the order of active adapters differs: {here['active']} here, {there['active']} there"
     words = [f"{'' if name == 'active' else name + ' '}{_short(here.get(name))} here, {_short(there.get(name))} there" for name in fields]
     more = f" and {len(fields) - _SHOWN_FIELDS} more" if len(fields) > _SHOWN_FIELDS else ""
-    title = {"adapters": "active adapters differ" if "active" in fields else "adapters differ"}.get(component, f"{component} differs")
     return f"{title}: {', '.join(words[:_SHOWN_FIELDS])}{more}"
 
 

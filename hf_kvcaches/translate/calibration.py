@@ -15,10 +15,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core._model_parts import tokenizer_part
 from hf_kvcaches.core.calibrating import Tokenized, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
+from hf_kvcaches.core.model_parts import tokenizer_part
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError, require_choice, whole_number
 from hf_kvcaches.translate.head import CODE_DTYPES
