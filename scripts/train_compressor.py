@@ -35,10 +35,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.core.artifact import write_atomically
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.warmstart.adapters import Adapters, AdapterSample, AdapterTraining
 from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.reading import read_prompt

@@ -10,19 +10,18 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from hf_kvcaches.core._model_card import merge_cards, model_card
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, exclusive, move_into_place, temporary_beside, write_atomically, write_safetensors
 from hf_kvcaches.stores.reading import not_finite, parse_json, read_bytes, read_safetensors, sha256_of
-
-__all__ = ["Artifact", "read_safetensors", "sha256_of", "write_atomically"]
 
 MANIFEST_NAME = "kvcache_artifact.json"
 CARD_NAME = "README.md"
@@ -157,37 +156,29 @@ class Artifact(ABC):
             model: The model to use it with. Another than it was made for is a `FingerprintMismatch`.
             tokenizer: Its tokenizer, compared as well where the artifact was made with one.
         """
-        folder = Path(folder_or_hub_id)
-        if not folder.is_dir():
-            folder = _download(str(folder_or_hub_id), revision, token, cache_dir, local_files_only)
+        folder = local_folder(
+            folder_or_hub_id,
+            [MANIFEST_NAME, _TENSORS_PATTERN],
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
         manifest, tensors = cls._read(folder)
-        try:
-            stored = manifest["fingerprint"]
+        stored, metadata, version = manifest["fingerprint"], manifest["metadata"], manifest["format_version"]
+        with refusing_nonsense(f"{folder}: its fingerprint makes no sense", _AGAIN):
             fingerprint = None if stored is None else ModelFingerprint.from_dict(stored)
-        except ArtifactError:
-            raise
-        except _NONSENSE as error:
-            raise ArtifactError(f"{folder}: its fingerprint makes no sense ({error!r}). {_AGAIN}") from error
         if model is not None and fingerprint is not None:
             fingerprint.require_model(model, f"{cls.artifact_type} from {folder_or_hub_id}", tokenizer)
-        metadata = manifest["metadata"]
-        try:
-            if manifest["format_version"] < cls.format_version:
-                tensors, metadata = cls.migrate(tensors, metadata, manifest["format_version"])
+        with refusing_nonsense(f"{folder}: its content doesn't make a {cls.artifact_type}", _AGAIN):
+            if version < cls.format_version:
+                tensors, metadata = cls.migrate(tensors, metadata, version)
             artifact = cls.restore(tensors, metadata)
-        except ArtifactError:
-            raise
-        except _NONSENSE as error:
-            raise ArtifactError(
-                f"{folder}: its content doesn't make a {cls.artifact_type} ({type(error).__name__}: {str(error)[:500]}). {_AGAIN}"
-            ) from error
         object.__setattr__(artifact, "fingerprint", fingerprint)
         return artifact
 
     def _write(self, folder: Path, load_from: str) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError.of("folder", "a folder or a path where one can be made", str(folder), "A file has that name.")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         manifest = self._manifest()
         with exclusive(folder) as alone:
             manifest["tensors"] = self._write_tensors(folder)
@@ -264,6 +255,33 @@ class Artifact(ABC):
                 raise ArtifactError(f"{missing}: expected the tensors that {MANIFEST_NAME} names, the file is missing. {_AGAIN}")
             seen = manifest
         raise ArtifactError(f"{folder}: kept changing while it was read. Try again when its writer is done.")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder to save something in, unless it is there.
+
+    Args:
+        folder: The caller's.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError.of("folder", "a folder or a path where one can be made", str(folder), "A file has that name.")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def refusing_nonsense(what: str, hint: str) -> Iterator[None]:
+    """Makes an `ArtifactError` of what content raises that has the right checksums and makes no sense.
+
+    Args:
+        what: Of which content, as the beginning of the message.
+        hint: What to do.
+    """
+    try:
+        yield
+    except (ArtifactError, UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except _NONSENSE as error:
+        raise ArtifactError(f"{what} ({type(error).__name__}: {str(error)[:500]}). {hint}") from error
 
 
 def _read_tensors(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor] | None:
@@ -356,25 +374,24 @@ def _keys(value: Any) -> list[Any]:
     return [key for item in value for key in _keys(item)] if isinstance(value, list | tuple) else []
 
 
-def _download(
-    repo_id: str, revision: str | None, token: str | bool | None, cache_dir: str | os.PathLike[str] | None, local_files_only: bool
-) -> Path:
+def local_folder(folder_or_hub_id: str | os.PathLike[str], files: list[str], **options: Any) -> Path:
+    """A folder, or what was downloaded of a Hub repository where there is no such folder.
+
+    Args:
+        folder_or_hub_id: A folder, or `"owner/name"`.
+        files: The names or patterns of those that are needed.
+        **options: `revision`, `token`, `cache_dir`, `local_files_only`.
+    """
+    repo_id = str(folder_or_hub_id)
+    if Path(folder_or_hub_id).is_dir():
+        return Path(folder_or_hub_id)
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo_id) is None or repo_id.startswith("."):
         raise ArtifactError(f"{repo_id}: expected a folder that exists or a Hub id like 'owner/name', it is neither. Check the path.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                token=token,
-                cache_dir=None if cache_dir is None else Path(cache_dir),
-                local_files_only=local_files_only,
-                allow_patterns=[MANIFEST_NAME, _TENSORS_PATTERN],
-            )
-        )
+        return Path(snapshot_download(repo_id, allow_patterns=files, **options))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ArtifactError(
             f"{repo_id}: there is no such folder, and the Hub gave no artifact of that name: {error}. "
