@@ -153,7 +153,8 @@ class Artifact(ABC):
             token: A read token; `None` takes the one that is logged in.
             cache_dir: Where downloads are kept; `None` takes huggingface_hub's place.
             local_files_only: Uses what was downloaded earlier and stays off the network.
-            model: The model to use it with. Another than it was made for is a `FingerprintMismatch`.
+            model: The model to use it with. Another than it was made for is a `FingerprintMismatch`; the precision may be another, unless
+                it holds keys and values.
             tokenizer: Its tokenizer, compared as well where the artifact was made with one.
         """
         folder = local_folder(

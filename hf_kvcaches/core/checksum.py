@@ -215,14 +215,10 @@ def _code(code: types.CodeType) -> str:
 
 
 def checksum(value: Tensor) -> Tensor:
-    """The plain and the weighted sum of a dense tensor's bytes, (2,) int64, on its device.
-
-    Args:
-        value: Of any dtype and size.
-    """
+    """The plain and the weighted sum of a dense tensor's bytes, (2,) int64, on its device."""
     words = _words(value.detach())
     columns, sums = _weights(words.device, 0, _ROW), []
-    for block in words.split(_ROW * (_ROWS_ON_CPU if words.device.type == "cpu" else _ROWS)):
+    for block in words.split(_ROW * _rows_at_a_time(words)):
         if len(block) % _ROW:
             block = torch.nn.functional.pad(block, (0, -len(block) % _ROW))
         rows = block.view(len(block) // _ROW, _ROW)
@@ -230,6 +226,10 @@ def checksum(value: Tensor) -> Tensor:
         sums.append((rows >> 32).bitwise_xor_(rows).mul_(columns).sum(1))
     by_row = torch.cat(sums)
     return torch.stack([words.sum(), (by_row * _weights(words.device, _ROW, max(_ROW, len(by_row)))[: len(by_row)]).sum()])
+
+
+def _rows_at_a_time(value: Tensor) -> int:
+    return _ROWS_ON_CPU if value.device.type == "cpu" else _ROWS
 
 
 def _words(value: Tensor) -> Tensor:
@@ -276,22 +276,17 @@ class Sketch:
 
     @classmethod
     def of(cls, value: Any, name: str) -> Self | None:
-        """Reads a tensor; None for what no cast makes of another: quantized ones, integers, other layouts.
-
-        Args:
-            value: An entry of a state dict.
-            name: What to call it in an error message.
-        """
+        """Reads a tensor; None for what no cast makes of another: quantized ones, integers, other layouts."""
         value = _fetched(value, name) if isinstance(value, Deferred) else value
         if not isinstance(value, Tensor) or dtype_name(value) not in _ROUNDING or why_unreadable(value):
             return None
         if value.layout != torch.strided or hasattr(value, "__tensor_flatten__"):
             return None
         squares, sums = 0.0, torch.zeros(_SUMS, dtype=torch.float64)
-        columns = (_weights(value.device, 0, _ROW) >> 63).float() * 2 + 1
-        for number, block in enumerate(value.detach().reshape(-1).split(_ROW * _ROWS)):
+        columns, most = (_weights(value.device, 0, _ROW) >> 63).float() * 2 + 1, _rows_at_a_time(value)
+        for number, block in enumerate(value.detach().reshape(-1).split(_ROW * most)):
             rows = torch.nn.functional.pad(block.float(), (0, -len(block) % _ROW)).view(-(-len(block) // _ROW), _ROW)
-            signs = (_weights(value.device, _ROW + number * _ROWS * _SUMS, _ROWS * _SUMS)[: len(rows) * _SUMS] >> 63) * 2 + 1
+            signs = (_weights(value.device, _ROW + number * most * _SUMS, most * _SUMS)[: len(rows) * _SUMS] >> 63) * 2 + 1
             squares += rows.square().sum(1).cpu().double().sum().item()
             sums += ((rows * columns).view(len(rows), _ROW // _SUMS, _SUMS).sum(1) * signs.view(-1, _SUMS)).cpu().double().sum(0)
         short = [float(f"{number:.7g}") for number in (math.sqrt(squares), *sums.tolist())]
@@ -299,11 +294,7 @@ class Sketch:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Reads what JSON made of one.
-
-        Args:
-            value: A list of the fields.
-        """
+        """Reads what JSON made of one."""
         dtype, shape, norm, sums = value
         sketch = cls(dtype, tuple(map(int, shape)), float(norm), tuple(map(float, sums)))
         if dtype not in _ROUNDING or len(sketch.sums) != _SUMS:
@@ -311,11 +302,7 @@ class Sketch:
         return sketch
 
     def is_cast_of(self, other: Sketch) -> bool:
-        """Whether both are one tensor in two types.
-
-        Args:
-            other: Of the other one.
-        """
+        """Whether both are one tensor in two types."""
         if self.shape != other.shape or self.dtype == other.dtype:
             return False
         dtypes = (self.dtype, other.dtype)

@@ -54,12 +54,7 @@ class Identity:
 
 
 def identity_of(model: PreTrainedModel, any_precision: bool = False) -> Identity:
-    """The identity under which a model would compute now. Reads all weights; a change of a single element gives another one.
-
-    Args:
-        model: Without a PEFT wrapper.
-        any_precision: As of `ModelFingerprint.of`.
-    """
+    """The identity under which a model (without a PEFT wrapper) would compute now, of all of its weights to the bit."""
     reason = _unseen(model)
     if reason:
         return Identity(reason=reason)
@@ -70,23 +65,13 @@ def identity_of(model: PreTrainedModel, any_precision: bool = False) -> Identity
 
 
 def glanced_identity(model: PreTrainedModel) -> Identity:
-    """The identity under which a model would compute now, as far as a quick look tells: enough for what stays with its owner.
-
-    Args:
-        model: Without a PEFT wrapper.
-    """
+    """The identity under which a model would compute now, as far as a quick look tells: enough for what stays with its owner."""
     reason = _unseen(model)
     return Identity(reason=reason) if reason else Identity(glance=_glance_at(model))
 
 
 def require_identity(model: PreTrainedModel, what: str, any_precision: bool = False) -> ModelFingerprint:
-    """The fingerprint of a model in which everything that computes can be seen.
-
-    Args:
-        model: Without a PEFT wrapper.
-        what: What needs it, as the subject of the message.
-        any_precision: As of `ModelFingerprint.of`.
-    """
+    """The fingerprint of a model in which everything that computes can be seen; `what` needs it, as the subject of the message."""
     identity = identity_of(model, any_precision)
     if identity.fingerprint is None:
         raise FingerprintMismatch(f"{what} would be bound to a model that no fingerprint describes. {identity.reason}")
@@ -108,23 +93,11 @@ class Provenance:
 
     @classmethod
     def of(cls, identity: Identity, tokens: int) -> Provenance:
-        """Of a cache that was read from a file.
-
-        Args:
-            identity: Of the model, which is the one that filled it.
-            tokens: How many it has.
-        """
+        """Of a cache that was read from a file, and that the model of this identity has filled."""
         return cls(tokens, [(0, identity)])
 
     def begin_pass(self, model: PreTrainedModel, seen: int, tokens: int, shared: bool) -> None:
-        """Takes the model's identity before a pass.
-
-        Args:
-            model: That runs it.
-            seen: How many tokens the cache has before.
-            tokens: How many the pass will add.
-            shared: Whether others may be given what the pass computes, so that every weight is read.
-        """
+        """Takes the model's identity before a pass of some tokens; of all weights if others may be given what the pass computes."""
         self.crop(seen)
         identity = identity_of(model) if shared else glanced_identity(model)
         if not self._turns or self._turns[-1][1] != identity:
@@ -150,11 +123,7 @@ class Provenance:
         return Identity(reason=reason) if reason else self._turns[0][1]
 
     def crop(self, length: int) -> None:
-        """Forgets the last tokens.
-
-        Args:
-            length: How many stay.
-        """
+        """Forgets all tokens but the first ones."""
         self._turns = [(start, identity) for start, identity in self._turns if start < length]
         self.until = min(self.until, length)
 

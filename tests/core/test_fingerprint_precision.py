@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
 
 from hf_kvcaches import (
     CacheTranslator,
+    GrowingCache,
     SegmentPolicy,
     SegmentReuseCache,
     SegmentStore,
@@ -22,6 +23,7 @@ from hf_kvcaches import (
     SubspaceCache,
     TrainedAdapters,
     TranslatedCache,
+    WarmStartLibrary,
 )
 from hf_kvcaches.core.checksum import Sketch
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -29,6 +31,7 @@ from hf_kvcaches.errors import ArtifactError, FingerprintMismatch
 from hf_kvcaches.warmstart.adapters import Adapters
 from tests import tiny
 from tests.core.fingerprint_helpers import TINY, llama, lora, two_adapters
+from tests.warmstart.warm import library_of, words
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -230,3 +233,16 @@ def test_policies_and_trained_adapters_serve_their_model_in_every_precision(dtyp
         with pytest.raises(FingerprintMismatch, match="weights differ"):
             SegmentReuseCache(tiny.llama(seed=1).to(dtype), store, policy=loaded)
     adapters.checked(model, 4, "salient", 1)
+
+
+def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> None:
+    model, other = tiny.llama(), tiny.llama().to(torch.bfloat16)
+    fingerprint(model).require_model(other, "it")
+    library_of(model, tiny.ids(1, 12), slots=4).save_pretrained(tmp_path / "library")
+    with pytest.raises(FingerprintMismatch, match="precision differs"):
+        WarmStartLibrary.from_pretrained(tmp_path / "library", other, words())
+    cache = GrowingCache(model)
+    answer(model, cache)
+    cache.save_pretrained(tmp_path / "cache")
+    with pytest.raises(FingerprintMismatch, match="precision differs"):
+        GrowingCache.from_pretrained(tmp_path / "cache", other)
