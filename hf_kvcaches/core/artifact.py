@@ -157,14 +157,8 @@ class Artifact(ABC):
                 it holds keys and values.
             tokenizer: Its tokenizer, compared as well where the artifact was made with one.
         """
-        folder = local_folder(
-            folder_or_hub_id,
-            [MANIFEST_NAME, _TENSORS_PATTERN],
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )
+        options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        folder = local_folder(folder_or_hub_id, [MANIFEST_NAME, _TENSORS_PATTERN], **options)
         manifest, tensors = cls._read(folder)
         stored, metadata, version = manifest["fingerprint"], manifest["metadata"], manifest["format_version"]
         with refusing_nonsense(f"{folder}: its fingerprint makes no sense", _AGAIN):
@@ -193,9 +187,6 @@ class Artifact(ABC):
         from hf_kvcaches import __version__
 
         metadata, calibration = self.metadata(), self.describe_calibration()
-        for name, value in (("metadata", metadata), ("describe_calibration", {"text": calibration})):
-            if problem := _not_json(value):
-                raise ConfigError(f"{name}: expected JSON values under string keys, got {problem}. Convert it in {name}().")
         manifest = {
             "manifest_version": _MANIFEST_VERSION,
             "type": self.artifact_type,
@@ -205,8 +196,9 @@ class Artifact(ABC):
             "calibration": calibration,
             "metadata": metadata,
         }
-        if problem := _not_json(manifest):
-            raise ConfigError(f"artifact: expected a description that can be read again, got {problem}. Store less in one.")
+        for name, value in (("metadata", metadata), ("describe_calibration", {"text": calibration}), ("artifact", manifest)):
+            if problem := _not_json(value):
+                raise ConfigError(f"{name}: expected JSON values under string keys, got {problem}. Convert it, or store less in one.")
         return manifest
 
     def _write_tensors(self, folder: Path) -> dict[str, Any]:
@@ -243,7 +235,7 @@ class Artifact(ABC):
 
     @classmethod
     def _read(cls, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        seen: dict[str, Any] | None = None
+        missing = ""
         for _ in range(_READ_ATTEMPTS):
             manifest = _read_manifest(folder / MANIFEST_NAME, cls.artifact_type, cls.format_version)
             tensors = _read_tensors(folder, manifest["tensors"])
@@ -251,19 +243,14 @@ class Artifact(ABC):
                 if name := cls._not_finite(tensors):
                     raise ArtifactError(f"{folder}: the tensor {name!r} has infinities or NaN. {_AGAIN}")
                 return manifest, tensors
-            if manifest == seen:
-                missing = folder / manifest["tensors"]["file"]
-                raise ArtifactError(f"{missing}: expected the tensors that {MANIFEST_NAME} names, the file is missing. {_AGAIN}")
-            seen = manifest
-        raise ArtifactError(f"{folder}: kept changing while it was read. Try again when its writer is done.")
+            if missing == manifest["tensors"]["file"]:
+                break
+            missing = manifest["tensors"]["file"]
+        raise ArtifactError(f"{folder / missing}: expected the tensors that {MANIFEST_NAME} names, the file is missing. {_AGAIN}")
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder to save something in, unless it is there.
-
-    Args:
-        folder: The caller's.
-    """
+    """Makes a folder to save something in, unless it is there."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError.of("folder", "a folder or a path where one can be made", str(folder), "A file has that name.")
     folder.mkdir(parents=True, exist_ok=True)
@@ -271,12 +258,7 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def refusing_nonsense(what: str, hint: str) -> Iterator[None]:
-    """Makes an `ArtifactError` of what content raises that has the right checksums and makes no sense.
-
-    Args:
-        what: Of which content, as the beginning of the message.
-        hint: What to do.
-    """
+    """Raises an `ArtifactError`, which begins with `what`, in the place of what content raises that makes no sense."""
     try:
         yield
     except (ArtifactError, UnsupportedError, torch.OutOfMemoryError):
@@ -292,14 +274,10 @@ def _read_tensors(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor] |
         if path.stat().st_size != entry["bytes"]:
             raise ArtifactError(f"{path}: truncated or damaged, its length is not the one in {MANIFEST_NAME}. {_AGAIN}")
         return read_safetensors(path, entry["sha256"])[0]
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ArtifactError(f"{path}: can't be read: {error}. {_AGAIN}") from error
-    except ArtifactError:
+    except (OSError, ArtifactError) as error:
         if not path.exists():
             return None
-        raise
+        raise error if isinstance(error, ArtifactError) else ArtifactError(f"{path}: can't be read: {error}. {_AGAIN}") from error
 
 
 def _sweep(folder: Path, keep: str) -> None:
