@@ -7,10 +7,14 @@ differ. Two that differ in several have one with a probability below 2^-32, whic
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import io
+import json
 import math
+import re
+import struct
 import sys
 import types
 from collections.abc import Mapping
@@ -289,17 +293,20 @@ class Sketch:
             signs = (_weights(value.device, _ROW + number * most * _SUMS, most * _SUMS)[: len(rows) * _SUMS] >> 63) * 2 + 1
             squares += rows.square().sum(1).cpu().double().sum().item()
             sums += ((rows * columns).view(len(rows), _ROW // _SUMS, _SUMS).sum(1) * signs.view(-1, _SUMS)).cpu().double().sum(0)
-        short = [float(f"{number:.7g}") for number in (math.sqrt(squares), *sums.tolist())]
-        return cls(dtype_name(value), tuple(value.shape), short[0], tuple(short[1:]))
+        # In the precision of the text that `str` makes.
+        return cls(dtype_name(value), tuple(value.shape), float(f"{math.sqrt(squares):.7g}"), tuple(sums.float().tolist()))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {self.norm} {base64.b64encode(struct.pack(f'<{_SUMS}f', *self.sums)).decode()}"
 
     @classmethod
-    def from_json(cls, value: Any) -> Self:
-        """Reads what JSON made of one."""
-        dtype, shape, norm, sums = value
-        sketch = cls(dtype, tuple(map(int, shape)), float(norm), tuple(map(float, sums)))
-        if dtype not in _ROUNDING or len(sketch.sums) != _SUMS:
-            raise ValueError(f"a sketch of {str(dtype)[:40]} with {len(sketch.sums)} sums")
-        return sketch
+    def from_text(cls, text: str) -> Self:
+        """Reads what `str` made of one; anything else is a `ValueError`."""
+        fields = re.fullmatch(r"(\w+) (\[[\d, ]*\]) ([^\s_]+) ([\w+/=]+)", text)
+        sums = base64.b64decode(fields[4]) if fields else b""
+        if fields is None or fields[1] not in _ROUNDING or len(sums) != 4 * _SUMS:
+            raise ValueError(f"no sketch: {text[:60]!r}")
+        return cls(fields[1], tuple(json.loads(fields[2])), float(fields[3]), struct.unpack(f"<{_SUMS}f", sums))
 
     def is_cast_of(self, other: Sketch) -> bool:
         """Whether both are one tensor in two types."""

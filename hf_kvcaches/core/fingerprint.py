@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -185,7 +185,7 @@ class ModelFingerprint:
             "components": {name: getattr(self, name) for name in _COMPONENTS},
             "details": json.loads(json.dumps({name: dict(part) for name, part in self.details.items()})),
             "facts": json.loads(json.dumps(dict(self.facts))),
-            "sketches": {name: list(astuple(sketch)) for name, sketch in self.sketches.items()},
+            "sketches": {name: str(sketch) for name, sketch in self.sketches.items()},
         }
 
     @classmethod
@@ -203,8 +203,8 @@ class ModelFingerprint:
         if not _is_complete(details) or not isinstance(facts, Mapping) or details is None:
             raise ArtifactError(f"fingerprint: expected components, details and facts, got keys {sorted(map(str, data))}. {hint}")
         try:
-            sketches = {name: Sketch.from_json(sketch) for name, sketch in data.get("sketches", {}).items()}
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            sketches = {name: Sketch.from_text(text) for name, text in data.get("sketches", {}).items()}
+        except (TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"fingerprint: expected sketches of tensors, got {str(error)[:200]}. {hint}") from error
         read = cls._from_parts(details, facts, sketches)
         if data.get("components") != {name: getattr(read, name) for name in _COMPONENTS}:

@@ -157,7 +157,17 @@ def test_what_was_not_made_for_any_precision_is_of_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [None, 3, [], "text", ["float32", [2], 1.0, []], ["int8", [2], 1.0, [0.0] * 32], ["float32", 2, 1.0, [0.0] * 32], {"a": 1}]
+    "value",
+    [
+        None,
+        3,
+        [],
+        "text",
+        "float32 [2] 1.0 AAAA",
+        "int8 [2] 1.0 " + "A" * 171 + "=",
+        "float32 2 1.0 " + "A" * 171 + "=",
+        "float32 [,] 1 " + "A" * 171 + "=",
+    ],
 )
 def test_broken_sketches_are_an_artifact_error(value: object) -> None:
     data = fingerprint(llama()).to_dict()
