@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_kvcaches.core.attention import disable, enable
     from hf_kvcaches.core.cache import CacheReport, KVCache, KVLayer
-    from hf_kvcaches.core.fingerprint import ModelFingerprint
+    from hf_kvcaches.core.fingerprint import ModelFingerprint, set_fingerprint
     from hf_kvcaches.core.growing import GrowingCache
     from hf_kvcaches.core.rope import RotaryGeometry
     from hf_kvcaches.core.verify import VerifyReport, verify
@@ -61,6 +61,7 @@ _HOMES = {
     "CacheReport": "core.cache",
     "GrowingCache": "core.growing",
     "ModelFingerprint": "core.fingerprint",
+    "set_fingerprint": "core.fingerprint",
     "RotaryGeometry": "core.rope",
     "verify": "core.verify",
     "VerifyReport": "core.verify",
@@ -142,6 +143,7 @@ __all__ = [
     "disable",
     "enable",
     "pyramid_budgets",
+    "set_fingerprint",
     "verify",
 ]
 

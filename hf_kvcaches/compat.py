@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -12,45 +12,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
-from transformers.masking_utils import AttentionMaskInterface
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface as AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import AttentionInterface as AttentionInterface
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils import output_capturing
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-
-__all__ = [
-    "AttentionInterface",
-    "AttentionMaskInterface",
-    "GenerateCall",
-    "MarkedCache",
-    "attention_configs",
-    "attention_function",
-    "attention_module",
-    "attention_name",
-    "base_model",
-    "can_switch_attention",
-    "decoder_config",
-    "decoder_layers",
-    "generated_positions",
-    "has_learned_prompt",
-    "is_tensor_parallel",
-    "layer_configs",
-    "layer_device",
-    "layer_plan",
-    "makes_masks_ahead",
-    "mask_function",
-    "models_inside",
-    "parameter_names",
-    "records_attentions",
-    "set_attention_name",
-    "split_model",
-    "supports_sdpa",
-    "takes_positions",
-    "transformers_layer",
-]
 
 
 @dataclass(frozen=True)
@@ -136,6 +107,8 @@ def base_model(model: object) -> PreTrainedModel:
     seen: Any = model
     while not isinstance(seen, PreTrainedModel):
         inner = seen.get_base_model() if hasattr(seen, "get_base_model") else getattr(seen, "_orig_mod", getattr(seen, "module", None))
+        if inner is None and type(seen).__name__ == "PeftMixedModel":
+            inner = seen.base_model.model
         if inner is None or inner is seen:
             raise ConfigError.of("model", "a transformers model or its config", type(model).__name__, "Pass model or model.config.")
         seen = inner
@@ -145,6 +118,19 @@ def base_model(model: object) -> PreTrainedModel:
 def records_attentions() -> bool:
     """Whether the running forward pass is to return attention weights, by its argument or by its model's config."""
     return "attentions" in (output_capturing._active_collector.get() or ())
+
+
+def learned_prompt(model: nn.Module) -> tuple[str, nn.Module, bool] | None:
+    """The name of a learned prompt or prefix of PEFT's, what has its tensors, and whether it is enabled.
+
+    Args:
+        model: With the wrappers that it is used with.
+    """
+    wrapper: Any = next((module for module in model.modules() if isinstance(getattr(module, "prompt_encoder", None), nn.ModuleDict)), None)
+    name = getattr(wrapper, "active_adapter", None)
+    if not isinstance(name, str) or name not in wrapper.prompt_encoder:
+        return None
+    return name, wrapper.prompt_encoder[name], not getattr(wrapper, "_adapters_disabled", False)
 
 
 def has_learned_prompt(model: object) -> bool:
@@ -195,9 +181,79 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """What a module itself contributes to the state dict, which for quantized ones is more than parameters, and its other buffers.
+
+    Args:
+        module: Any; modules within it are left out.
+    """
+    entries: dict[str, Any] = {}
+    module._save_to_state_dict(entries, "", True)
+    return entries | dict(module.named_buffers(recurse=False))
+
+
+def offloaded_weights(module: nn.Module) -> Mapping[str, Any] | None:
+    """Where accelerate keeps the weights of a module that are not in it, by their names there."""
+    hook = getattr(module, "_hf_hook", None)
+    maps = (getattr(part, "weights_map", None) for part in getattr(hook, "hooks", (hook,)))
+    return next((weights for weights in maps if weights is not None), None)
+
+
+def adapter_wrappers() -> tuple[type[nn.Module], ...]:
+    """PEFT's classes that wrap a module of a model; none where nobody has imported PEFT."""
+    if "peft" not in sys.modules:
+        return ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return (BaseTunerLayer, AuxiliaryTrainingWrapper)
+
+
+def forward_hooks(module: nn.Module | None) -> list[Any]:
+    """The hooks that run before and after a module's forward, or for None those of all modules."""
+    if module is None:
+        return [*torch_module._global_forward_pre_hooks.values(), *torch_module._global_forward_hooks.values()]
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+
+
+def replaced_forward(module: nn.Module) -> Any:
+    """What a module calls in the place of its class's forward; None where it calls that, perhaps compiled, or with weights moved."""
+    forward = vars(module).get("forward")
+    hook = vars(module).get("_hf_hook")
+    parts = (hook, *getattr(hook, "hooks", ()))
+    if getattr(getattr(forward, "func", None), "__module__", None) == "accelerate.hooks" and all(
+        type(part).__name__ in _MOVING and type(part).__module__ == "accelerate.hooks" for part in parts
+    ):
+        forward = vars(module).get("_old_forward", forward)
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    if forward is None or getattr(forward, "__func__", None) is getattr(type(module).forward, "__func__", type(module).forward):
+        return None
+    return forward
+
+
+# Accelerate's hooks that move weights and inputs, and do nothing else.
+_MOVING = frozenset(("AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook", "SequentialHook"))
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Whether a module normalises by what is in its batch, in training mode."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a module leaves elements out at random, in training mode."""
+    return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
 def models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
     """The model and the models that it is made of."""
     return [module for module in modules_of(model) if isinstance(module, PreTrainedModel)]
+
+
+def attention_in_use(config: PreTrainedConfig) -> Callable[..., Any] | None:
+    """The function by which transformers computes a config's attention; None for one in the modeling file."""
+    name = config._attn_implementation
+    return ALL_ATTENTION_FUNCTIONS.get(getattr(name, "previous", name))
 
 
 def attention_name(config: PreTrainedConfig) -> Any:

@@ -35,10 +35,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
-from hf_kvcaches.core.artifact import write_atomically
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.warmstart.adapters import Adapters, AdapterSample, AdapterTraining
 from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.reading import read_prompt
@@ -250,7 +250,7 @@ def main() -> None:
     print(f"KL of {len(trained)} seeds: mean {fmean(trained):.4g}, from {min(trained):.4g} to {max(trained):.4g}")
     best = min(rows[1:], key=lambda row: row["KL held out"])
     artifact = TrainedAdapters(made[best["adapters"]], args.slots, args.layout, args.tail, tuple(rows))
-    object.__setattr__(artifact, "fingerprint", ModelFingerprint.of(model, tokenizer))
+    object.__setattr__(artifact, "fingerprint", ModelFingerprint.of(model, tokenizer, any_precision=True))
     artifact.save_pretrained(args.out)
     print(f"Written to {args.out}: {best['adapters']}.")
     if rows[0]["KL held out"] <= best["KL held out"]:

@@ -10,19 +10,18 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from hf_kvcaches.core._model_card import merge_cards, model_card
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, exclusive, move_into_place, temporary_beside, write_atomically, write_safetensors
 from hf_kvcaches.stores.reading import not_finite, parse_json, read_bytes, read_safetensors, sha256_of
-
-__all__ = ["Artifact", "read_safetensors", "sha256_of", "write_atomically"]
 
 MANIFEST_NAME = "kvcache_artifact.json"
 CARD_NAME = "README.md"
@@ -154,40 +153,27 @@ class Artifact(ABC):
             token: A read token; `None` takes the one that is logged in.
             cache_dir: Where downloads are kept; `None` takes huggingface_hub's place.
             local_files_only: Uses what was downloaded earlier and stays off the network.
-            model: The model to use it with. Another than it was made for is a `FingerprintMismatch`.
+            model: The model to use it with. Another than it was made for is a `FingerprintMismatch`; the precision may be another, unless
+                it holds keys and values.
             tokenizer: Its tokenizer, compared as well where the artifact was made with one.
         """
-        folder = Path(folder_or_hub_id)
-        if not folder.is_dir():
-            folder = _download(str(folder_or_hub_id), revision, token, cache_dir, local_files_only)
+        options = {"revision": revision, "token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        folder = local_folder(folder_or_hub_id, [MANIFEST_NAME, _TENSORS_PATTERN], **options)
         manifest, tensors = cls._read(folder)
-        try:
-            stored = manifest["fingerprint"]
+        stored, metadata, version = manifest["fingerprint"], manifest["metadata"], manifest["format_version"]
+        with refusing_nonsense(f"{folder}: its fingerprint makes no sense", _AGAIN):
             fingerprint = None if stored is None else ModelFingerprint.from_dict(stored)
-        except ArtifactError:
-            raise
-        except _NONSENSE as error:
-            raise ArtifactError(f"{folder}: its fingerprint makes no sense ({error!r}). {_AGAIN}") from error
         if model is not None and fingerprint is not None:
-            ModelFingerprint.of(model, tokenizer).require_same(fingerprint, f"{cls.artifact_type} from {folder_or_hub_id}")
-        metadata = manifest["metadata"]
-        try:
-            if manifest["format_version"] < cls.format_version:
-                tensors, metadata = cls.migrate(tensors, metadata, manifest["format_version"])
+            fingerprint.require_model(model, f"{cls.artifact_type} from {folder_or_hub_id}", tokenizer)
+        with refusing_nonsense(f"{folder}: its content doesn't make a {cls.artifact_type}", _AGAIN):
+            if version < cls.format_version:
+                tensors, metadata = cls.migrate(tensors, metadata, version)
             artifact = cls.restore(tensors, metadata)
-        except ArtifactError:
-            raise
-        except _NONSENSE as error:
-            raise ArtifactError(
-                f"{folder}: its content doesn't make a {cls.artifact_type} ({type(error).__name__}: {str(error)[:500]}). {_AGAIN}"
-            ) from error
         object.__setattr__(artifact, "fingerprint", fingerprint)
         return artifact
 
     def _write(self, folder: Path, load_from: str) -> None:
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError.of("folder", "a folder or a path where one can be made", str(folder), "A file has that name.")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         manifest = self._manifest()
         with exclusive(folder) as alone:
             manifest["tensors"] = self._write_tensors(folder)
@@ -201,9 +187,6 @@ class Artifact(ABC):
         from hf_kvcaches import __version__
 
         metadata, calibration = self.metadata(), self.describe_calibration()
-        for name, value in (("metadata", metadata), ("describe_calibration", {"text": calibration})):
-            if problem := _not_json(value):
-                raise ConfigError(f"{name}: expected JSON values under string keys, got {problem}. Convert it in {name}().")
         manifest = {
             "manifest_version": _MANIFEST_VERSION,
             "type": self.artifact_type,
@@ -213,8 +196,9 @@ class Artifact(ABC):
             "calibration": calibration,
             "metadata": metadata,
         }
-        if problem := _not_json(manifest):
-            raise ConfigError(f"artifact: expected a description that can be read again, got {problem}. Store less in one.")
+        for name, value in (("metadata", metadata), ("describe_calibration", {"text": calibration}), ("artifact", manifest)):
+            if problem := _not_json(value):
+                raise ConfigError(f"{name}: expected JSON values under string keys, got {problem}. Convert it, or store less in one.")
         return manifest
 
     def _write_tensors(self, folder: Path) -> dict[str, Any]:
@@ -251,7 +235,7 @@ class Artifact(ABC):
 
     @classmethod
     def _read(cls, folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        seen: dict[str, Any] | None = None
+        missing = ""
         for _ in range(_READ_ATTEMPTS):
             manifest = _read_manifest(folder / MANIFEST_NAME, cls.artifact_type, cls.format_version)
             tensors = _read_tensors(folder, manifest["tensors"])
@@ -259,11 +243,28 @@ class Artifact(ABC):
                 if name := cls._not_finite(tensors):
                     raise ArtifactError(f"{folder}: the tensor {name!r} has infinities or NaN. {_AGAIN}")
                 return manifest, tensors
-            if manifest == seen:
-                missing = folder / manifest["tensors"]["file"]
-                raise ArtifactError(f"{missing}: expected the tensors that {MANIFEST_NAME} names, the file is missing. {_AGAIN}")
-            seen = manifest
-        raise ArtifactError(f"{folder}: kept changing while it was read. Try again when its writer is done.")
+            if missing == manifest["tensors"]["file"]:
+                break
+            missing = manifest["tensors"]["file"]
+        raise ArtifactError(f"{folder / missing}: expected the tensors that {MANIFEST_NAME} names, the file is missing. {_AGAIN}")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder to save something in, unless it is there."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError.of("folder", "a folder or a path where one can be made", str(folder), "A file has that name.")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def refusing_nonsense(what: str, hint: str) -> Iterator[None]:
+    """Raises an `ArtifactError`, which begins with `what`, in the place of what content raises that makes no sense."""
+    try:
+        yield
+    except (ArtifactError, UnsupportedError, torch.OutOfMemoryError):
+        raise
+    except _NONSENSE as error:
+        raise ArtifactError(f"{what} ({type(error).__name__}: {str(error)[:500]}). {hint}") from error
 
 
 def _read_tensors(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor] | None:
@@ -273,14 +274,10 @@ def _read_tensors(folder: Path, entry: Mapping[str, Any]) -> dict[str, Tensor] |
         if path.stat().st_size != entry["bytes"]:
             raise ArtifactError(f"{path}: truncated or damaged, its length is not the one in {MANIFEST_NAME}. {_AGAIN}")
         return read_safetensors(path, entry["sha256"])[0]
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ArtifactError(f"{path}: can't be read: {error}. {_AGAIN}") from error
-    except ArtifactError:
+    except (OSError, ArtifactError) as error:
         if not path.exists():
             return None
-        raise
+        raise error if isinstance(error, ArtifactError) else ArtifactError(f"{path}: can't be read: {error}. {_AGAIN}") from error
 
 
 def _sweep(folder: Path, keep: str) -> None:
@@ -356,25 +353,24 @@ def _keys(value: Any) -> list[Any]:
     return [key for item in value for key in _keys(item)] if isinstance(value, list | tuple) else []
 
 
-def _download(
-    repo_id: str, revision: str | None, token: str | bool | None, cache_dir: str | os.PathLike[str] | None, local_files_only: bool
-) -> Path:
+def local_folder(folder_or_hub_id: str | os.PathLike[str], files: list[str], **options: Any) -> Path:
+    """A folder, or what was downloaded of a Hub repository where there is no such folder.
+
+    Args:
+        folder_or_hub_id: A folder, or `"owner/name"`.
+        files: The names or patterns of those that are needed.
+        **options: `revision`, `token`, `cache_dir`, `local_files_only`.
+    """
+    repo_id = str(folder_or_hub_id)
+    if Path(folder_or_hub_id).is_dir():
+        return Path(folder_or_hub_id)
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo_id) is None or repo_id.startswith("."):
         raise ArtifactError(f"{repo_id}: expected a folder that exists or a Hub id like 'owner/name', it is neither. Check the path.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                token=token,
-                cache_dir=None if cache_dir is None else Path(cache_dir),
-                local_files_only=local_files_only,
-                allow_patterns=[MANIFEST_NAME, _TENSORS_PATTERN],
-            )
-        )
+        return Path(snapshot_download(repo_id, allow_patterns=files, **options))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ArtifactError(
             f"{repo_id}: there is no such folder, and the Hub gave no artifact of that name: {error}. "

@@ -270,6 +270,25 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         """
         return saving.load(cls, Path(path), model)
 
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the cache into a folder, made if need be, as `save` does into a file.
+
+        Args:
+            folder: Where to. Other files in it stay.
+        """
+        saving.save_in_folder(self, Path(folder))
+
+    @classmethod
+    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, **options: Any) -> Self:
+        """Reads a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
+
+        Args:
+            folder_or_hub_id: A folder, or `"owner/name"`.
+            model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
+            **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
+        """
+        return cls.load(saving.file_in(folder_or_hub_id, **options), model)
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

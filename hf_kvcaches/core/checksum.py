@@ -1,4 +1,4 @@
-"""Exact checksums of tensors, computed where the tensors are, and descriptions of state that rest on them.
+"""Exact checksums of tensors, computed where the tensors are, descriptions of state and of values, and sketches that survive a cast.
 
 A tensor's bytes are read as 64-bit integers. The checksum is their sum, and a sum weighted by position, both modulo 2^64. It is the same
 on every device and in every order of summation. Two states that differ in one integer never have one checksum, because the plain sums
@@ -7,24 +7,33 @@ differ. Two that differ in several have one with a probability below 2^-32, whic
 
 from __future__ import annotations
 
+import base64
+import functools
 import hashlib
 import io
+import json
+import math
+import re
+import struct
+import sys
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import UnsupportedError
 
-# Integers that share a row of weights: with their weights and a scratch row they fit in a core's second-level cache.
-_ROW = 1 << 15
-# Rows that an accelerator sums at a time.
-_ROWS = 256
+# Integers that share a row of weights, and rows at a time: on a CPU, what fits in a core's second-level cache.
+_ROW, _ROWS, _ROWS_ON_CPU = 1 << 15, 256, 8
 # Hex characters of a digest: 128 bits.
 _HEX = 32
+# By how much a cast to each type changes a number at most, as a share of it, and the most that float16 makes 0.
+_ROUNDING, _UNDERFLOW = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}, 2.0**-25
+# Sums in a sketch, and how far estimates from so many may be off.
+_SUMS, _SLACK = 32, 1.5
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +43,7 @@ class Deferred:
     Args:
         home: Where it lies, by name.
         name: Its name there.
-        placeholder: The tensor without data that stands for it in the model.
+        placeholder: The tensor without data that the model has in its place.
     """
 
     home: Mapping[str, Any]
@@ -57,25 +66,39 @@ def describe(state: Mapping[str, Any]) -> dict[str, str]:
     """One text per entry, equal only for equal entries: dtypes, shapes and checksums for tensors, the values themselves for the rest.
 
     Args:
-        state: Entries of a state dict, by name; see `digest_of`.
+        state: Entries of a state dict, by name; see `digest_of`. An entry under two names is read once.
     """
-    sums: dict[tuple[Any, ...], Tensor] = {}
-    parts = {name: _parts(value, name, sums) for name, value in state.items()}
+    sums: list[Tensor] = []
+    parts: dict[int, list[str | int]] = {}
+    for name, value in state.items():
+        if id(value) not in parts:
+            parts[id(value)] = _parts(value, name, sums)
     numbers = _fetch(sums)
-    return {name: "".join(part if isinstance(part, str) else numbers[part] for part in entry) for name, entry in parts.items()}
+    texts = {key: "".join(part if isinstance(part, str) else numbers[part] for part in entry) for key, entry in parts.items()}
+    return {name: texts[id(value)] for name, value in state.items()}
 
 
-# A text, or the key of a checksum that is still on its device.
-_Part = str | tuple[Any, ...]
+def why_unreadable(value: Any) -> str:
+    """What keeps a tensor's numbers from being read here, as a noun; "" where nothing does."""
+    if not isinstance(value, Tensor):
+        return ""
+    return "one on the meta device" if value.is_meta else "one shard of a distributed one" if hasattr(value, "full_tensor") else ""
 
 
-def _parts(value: Any, name: str, sums: dict[tuple[Any, ...], Tensor]) -> list[_Part]:
-    if isinstance(value, Tensor):
-        return _tensor_parts(value, name, sums)
-    if isinstance(value, Deferred):
-        fetched = _fetched(value, name)
-        # Fetched tensors are not kept, so another one may take the same memory.
-        return _tensor_parts(fetched, name, sums, key=(id(value.home), value.name))
+def dtype_name(value: Tensor) -> str:
+    """A tensor's dtype without the "torch."."""
+    return str(value.dtype).removeprefix("torch.")
+
+
+def head_of(value: Tensor) -> str:
+    """What the description of a tensor begins with: its dtype and its whole shape."""
+    return f"{dtype_name(value)} {list(value.shape)} "
+
+
+def _parts(value: Any, name: str, sums: list[Tensor]) -> list[str | int]:
+    """The description of an entry: texts, and indices of checksums that are still on their devices, which are added to `sums`."""
+    if isinstance(value, Tensor | Deferred):
+        return _tensor_parts(_fetched(value, name), name, sums)
     if isinstance(value, Mapping):
         items = [(f"{key!r}:", value[key]) for key in sorted(value, key=repr)]
         return ["{", *(part for key, item in items for part in (key, *_parts(item, name, sums), ",")), "}"]
@@ -93,7 +116,9 @@ def _parts(value: Any, name: str, sums: dict[tuple[Any, ...], Tensor]) -> list[_
     )
 
 
-def _fetched(value: Deferred, name: str) -> Tensor:
+def _fetched(value: Tensor | Deferred, name: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
     try:
         tensor: Tensor = value.home[value.name]
     except (KeyError, OSError) as error:
@@ -104,82 +129,111 @@ def _fetched(value: Deferred, name: str) -> Tensor:
     return tensor
 
 
-def _tensor_parts(value: Tensor, name: str, sums: dict[tuple[Any, ...], Tensor], key: tuple[Any, ...] | None = None) -> list[_Part]:
-    if value.is_meta:
+def _tensor_parts(value: Tensor, name: str, sums: list[Tensor]) -> list[str | int]:
+    if reason := why_unreadable(value):
         raise UnsupportedError(
-            f"{name}: expected a tensor with data, got one on the meta device. "
-            "Load the weights first; for offloaded models use accelerate's device_map, whose hooks are understood."
+            f"{name}: expected a tensor with all of its data, got {reason}. Take ModelFingerprint.of(model) where the weights are whole, "
+            "and give it to set_fingerprint(model, fingerprint) here."
         )
-    if hasattr(value, "full_tensor"):
-        raise UnsupportedError(
-            f"{name}: expected a whole tensor, got one shard of a distributed one, which would give every rank another identity. "
-            "Take the fingerprint of the model before it is sharded."
-        )
-    head = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} "
+    head = head_of(value)
     if hasattr(value, "__tensor_flatten__"):
         inner, context = value.__tensor_flatten__()
         inside = [part for attribute in inner for part in _parts(getattr(value, attribute), f"{name}.{attribute}", sums)]
         return [f"{head}{type(value).__qualname__} {context!r} ", *inside]
     if value.is_quantized:
-        # At once: these are copies, whose memory others may take.
-        return [f"{head}{value.qscheme()} ", describe({name: [*_scales(value), value.int_repr()]})[name]]
+        by_tensor = value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric)
+        scales: tuple[Any, ...] = (value.q_scale(), value.q_zero_point()) if by_tensor else ()
+        if not by_tensor:
+            scales = (value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis())
+        return [f"{head}{value.qscheme()} ", *_parts([*scales, value.int_repr()], name, sums)]
     if value.layout != torch.strided:
         raise UnsupportedError(f"{name}: expected a dense tensor, got layout {value.layout}. Convert it with to_dense() first.")
-    # Tied tensors have one key, and are read once.
-    key = key or (value.data_ptr(), value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg(), value.device, id(value))
-    if key not in sums:
-        sums[key] = checksum(value)
-    return [head, key]
+    sums.append(checksum(value))
+    return [head, len(sums) - 1]
 
 
-def _scales(value: Tensor) -> tuple[Any, ...]:
-    if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return value.q_scale(), value.q_zero_point()
-    return value.q_per_channel_scales(), value.q_per_channel_zero_points(), value.q_per_channel_axis()
-
-
-def _fetch(sums: Mapping[tuple[Any, ...], Tensor]) -> dict[tuple[Any, ...], str]:
+def _fetch(sums: list[Tensor]) -> list[str]:
     """All checksums in hex, with one transfer per device."""
-    keys: dict[torch.device, list[tuple[Any, ...]]] = {}
-    for key, pair in sums.items():
-        keys.setdefault(pair.device, []).append(key)
-    rows = {key: row for group in keys.values() for key, row in zip(group, torch.stack([sums[key] for key in group]).tolist(), strict=True)}
-    return {key: "".join(f"{number % (1 << 64):016x}" for number in row) for key, row in rows.items()}
+    numbers = [""] * len(sums)
+    for device in {pair.device for pair in sums}:
+        indices = [index for index, pair in enumerate(sums) if pair.device == device]
+        for index, row in zip(indices, torch.stack([sums[index] for index in indices]).tolist(), strict=True):
+            numbers[index] = "".join(f"{number % (1 << 64):016x}" for number in row)
+    return numbers
+
+
+def plain(value: Any, leave_out: frozenset[str] = frozenset()) -> Any:
+    """A value as JSON, equal in every process. What can't be looked into counts as its type alone.
+
+    Args:
+        value: Of any kind.
+        leave_out: Keys that have no effect, in dicts at any depth. Nor have private ones, and dropout under whichever of its names.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else repr(value)
+    if isinstance(value, Mapping):
+        items = ((str(key), item) for key, item in value.items() if key not in leave_out)
+        return {key: plain(item, leave_out) for key, item in items if not key.startswith("_") and "dropout" not in key}
+    if isinstance(value, list | tuple):
+        return [plain(item, leave_out) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((plain(item, leave_out) for item in value), key=str)
+    if isinstance(value, Tensor):
+        return digest_of(value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if callable(value):
+        return _function(value)
+    return plain(value.to_dict(), leave_out) if hasattr(value, "to_dict") else type_name(type(value))
+
+
+def type_name(kind: type) -> str:
+    """A class by its full name; what FSDP puts in its place is the same."""
+    kind = next((base for base in kind.__mro__ if not base.__module__.startswith("torch.distributed.fsdp")), kind)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _function(value: Any) -> Any:
+    """A function's name where the name leads to it, else its code and what it closes over."""
+    if isinstance(value, functools.partial):
+        return ["partial", _function(value.func), plain(value.args), plain(value.keywords)]
+    function = getattr(value, "__func__", value)
+    name, home = getattr(function, "__qualname__", None), getattr(function, "__module__", None)
+    if name is None:
+        return type_name(type(value))
+    named: Any = sys.modules.get(home or "")
+    for step in name.split("."):
+        named = getattr(named, step, None)
+    code = getattr(function, "__code__", None)
+    if named is function or not isinstance(code, types.CodeType):
+        return f"{home}.{name}"
+    cells = [plain(cell.cell_contents) for cell in function.__closure__ or ()]
+    return [f"{home}.{name}", _code(code), plain(function.__defaults__), cells]
+
+
+def _code(code: types.CodeType) -> str:
+    constants = [_code(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts]
+    return hashlib.sha256(repr((code.co_code.hex(), code.co_names, constants)).encode()).hexdigest()[:32]
 
 
 def checksum(value: Tensor) -> Tensor:
-    """The plain and the weighted sum of a dense tensor's bytes, (2,) int64, on its device.
-
-    Args:
-        value: Of any dtype and size.
-    """
+    """The plain and the weighted sum of a dense tensor's bytes, (2,) int64, on its device."""
     words = _words(value.detach())
-    # Integer products of vectors are fast on CPUs, and there are none elsewhere.
-    sums = (row_dots if words.device.type == "cpu" else row_products)(words)
-    weights = _weights(words.device, _ROW, max(_ROW, len(sums)))[: len(sums)]
-    return torch.stack([words.sum(), (sums * weights).sum()])
+    columns, sums = _weights(words.device, 0, _ROW), []
+    for block in words.split(_ROW * _rows_at_a_time(words)):
+        if len(block) % _ROW:
+            block = torch.nn.functional.pad(block, (0, -len(block) % _ROW))
+        rows = block.view(len(block) // _ROW, _ROW)
+        # High bits are brought down: modulo 2^64, a product knows little of them.
+        sums.append((rows >> 32).bitwise_xor_(rows).mul_(columns).sum(1))
+    by_row = torch.cat(sums)
+    return torch.stack([words.sum(), (by_row * _weights(words.device, _ROW, max(_ROW, len(by_row)))[: len(by_row)]).sum()])
 
 
-def row_dots(words: Tensor) -> Tensor:
-    """The weighted sum of each row, one by one.
-
-    Args:
-        words: Integers; all rows but the last are full.
-    """
-    weights, folded = _weights(words.device, 0, _ROW), torch.empty_like(words[:_ROW])
-    sums = [torch.dot(_fold(row, folded[: len(row)]), weights[: len(row)]) for row in words.split(_ROW)]
-    return torch.stack(sums)
-
-
-def row_products(words: Tensor) -> Tensor:
-    """The same as `row_dots`, of many rows at a time.
-
-    Args:
-        words: Likewise.
-    """
-    weights, whole = _weights(words.device, 0, _ROW), len(words) - len(words) % _ROW
-    blocks = [*words[:whole].view(-1, _ROW).split(_ROWS), words[None, whole:]]
-    return torch.cat([_fold(block, torch.empty_like(block)).mul_(weights[: block.shape[1]]).sum(1) for block in blocks])
+def _rows_at_a_time(value: Tensor) -> int:
+    return _ROWS_ON_CPU if value.device.type == "cpu" else _ROWS
 
 
 def _words(value: Tensor) -> Tensor:
@@ -189,31 +243,76 @@ def _words(value: Tensor) -> Tensor:
     flat = value.resolve_neg().contiguous().view(-1)
     size = flat.element_size()
     if len(flat) * size % 8:
-        flat = flat.view(torch.uint8)
-        flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
+        flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, -len(flat) * size % 8))
     elif flat.storage_offset() * size % 8:
         flat = flat.clone()
     return flat.view(torch.int64)
 
 
-def _fold(words: Tensor, out: Tensor) -> Tensor:
-    """Brings high bits down: modulo 2^64, a product knows little of them."""
-    return torch.bitwise_right_shift(words, 32, out=out).bitwise_xor_(words)
-
-
-@cache
+@functools.cache
 def _weights(device: torch.device, start: int, count: int) -> Tensor:
-    return _mixed(torch.arange(start, start + count, device=device))
-
-
-def _mixed(numbers: Tensor) -> Tensor:
     """An odd integer for each number, as good as random, by the finalizer of splitmix64. Products wrap alike on every device."""
-    mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        mixed = (mixed ^ _right(mixed, shift)) * factor
-    return (mixed ^ _right(mixed, 31)) | 1
+    mixed = torch.arange(start, start + count, device=device) * -7046029254386353131  # 0x9E3779B97F4A7C15
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
+        # The shift is to bring in zeros from the left.
+        mixed = (mixed ^ (mixed >> shift) & ((1 << (64 - shift)) - 1)) * factor
+    return mixed | 1
 
 
-def _right(numbers: Tensor, shift: int) -> Tensor:
-    """Shifts zeros in from the left."""
-    return (numbers >> shift) & ((1 << (64 - shift)) - 1)
+@dataclass(frozen=True)
+class Sketch:
+    """The size of a tensor's numbers, and sums of them with random signs, which estimate how far another tensor is from it.
+
+    A sum of differences with random signs is, squared, the sum of their squares on average. A cast to another type moves each number by a
+    known share at most, so the same tensor in another precision is told from one whose numbers differ by more.
+
+    Args:
+        dtype: Of the tensor.
+        shape: Likewise.
+        norm: The square root of the sum of squares.
+        sums: Of the numbers at every 32nd place.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float
+    sums: tuple[float, ...]
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> Self | None:
+        """Reads a tensor; None for what no cast makes of another: quantized ones, integers, other layouts."""
+        value = _fetched(value, name) if isinstance(value, Deferred) else value
+        if not isinstance(value, Tensor) or dtype_name(value) not in _ROUNDING or why_unreadable(value):
+            return None
+        if value.layout != torch.strided or hasattr(value, "__tensor_flatten__"):
+            return None
+        squares, sums = 0.0, torch.zeros(_SUMS, dtype=torch.float64)
+        columns, most = (_weights(value.device, 0, _ROW) >> 63).float() * 2 + 1, _rows_at_a_time(value)
+        for number, block in enumerate(value.detach().reshape(-1).split(_ROW * most)):
+            rows = torch.nn.functional.pad(block.float(), (0, -len(block) % _ROW)).view(-(-len(block) // _ROW), _ROW)
+            signs = (_weights(value.device, _ROW + number * most * _SUMS, most * _SUMS)[: len(rows) * _SUMS] >> 63) * 2 + 1
+            squares += rows.square().sum(1).cpu().double().sum().item()
+            sums += ((rows * columns).view(len(rows), _ROW // _SUMS, _SUMS).sum(1) * signs.view(-1, _SUMS)).cpu().double().sum(0)
+        # In the precision of the text that `str` makes.
+        return cls(dtype_name(value), tuple(value.shape), float(f"{math.sqrt(squares):.7g}"), tuple(sums.float().tolist()))
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)} {self.norm} {base64.b64encode(struct.pack(f'<{_SUMS}f', *self.sums)).decode()}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Reads what `str` made of one; anything else is a `ValueError`."""
+        fields = re.fullmatch(r"(\w+) (\[[\d, ]*\]) ([^\s_]+) ([\w+/=]+)", text)
+        sums = base64.b64decode(fields[4]) if fields else b""
+        if fields is None or fields[1] not in _ROUNDING or len(sums) != 4 * _SUMS:
+            raise ValueError(f"no sketch: {text[:60]!r}")
+        return cls(fields[1], tuple(json.loads(fields[2])), float(fields[3]), struct.unpack(f"<{_SUMS}f", sums))
+
+    def is_cast_of(self, other: Sketch) -> bool:
+        """Whether both are one tensor in two types."""
+        if self.shape != other.shape or self.dtype == other.dtype:
+            return False
+        dtypes = (self.dtype, other.dtype)
+        underflow = _UNDERFLOW * math.sqrt(math.prod(self.shape)) * ("float16" in dtypes)
+        most = sum(_ROUNDING[dtype] for dtype in dtypes) * max(self.norm, other.norm) + underflow
+        return abs(self.norm - other.norm) <= most * (1 + 1e-5) and math.dist(self.sums, other.sums) <= _SLACK * most

@@ -1,33 +1,37 @@
-"""Tells whether stored keys and values belong to the model at hand."""
+"""Tells whether stored keys and values, or what was calibrated, belong to the model at hand."""
 
 from __future__ import annotations
 
 import json
-import os
+import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from hf_kvcaches.core._model_parts import (
+from hf_kvcaches.core.checksum import Sketch, why_unreadable
+from hf_kvcaches.core.model_parts import (
+    AS_CONFIGURED,
+    ModelState,
     Part,
-    adapters_part,
-    config_parts,
     digest_of_part,
-    modules_parts,
-    precision_part,
+    facts_of,
+    parts_of,
+    sketches_of,
+    take_apart,
     tokenizer_part,
-    weights_part,
 )
-from hf_kvcaches.core._model_state import ModelState, take_apart
-from hf_kvcaches.core.checksum import Deferred
-from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, require_instance
 
 _FORMAT_VERSION = 2
 _COMPONENTS = ("weights", "adapters", "tokenizer", "rope", "attention", "geometry", "architecture", "precision")
 # Differing fields of one component that are spelled out.
 _SHOWN_FIELDS = 3
+# Digests of two fingerprints that were found to be of one model in two precisions, so that weights are sketched once.
+_one_model: set[tuple[str, str]] = set()
+# Of models whose weights can't be read, by the caller.
+_given: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class ModelFingerprint:
         precision: The dtypes of the weights, and how they are quantised.
         details: Component -> field -> JSON value, from which the digests follow and from which `differs_from` explains. Not compared.
         facts: What a person wants to know: name, class, size. Not compared.
+        sketches: Of each tensor, by which `require_model` knows the model in another precision. Not compared, and empty unless asked for.
     """
 
     weights: str
@@ -66,9 +71,10 @@ class ModelFingerprint:
     precision: str
     details: Mapping[str, Part] = field(default_factory=dict, compare=False, repr=False)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    sketches: Mapping[str, Sketch] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any = None) -> ModelFingerprint:
+    def of(cls, model: nn.Module, tokenizer: Any = None, *, any_precision: bool = False) -> ModelFingerprint:
         """Reads all of the model's weights, each time: nothing announces every write. That takes about 0.2 s of processor time per GB.
 
         Hooks, replaced `forward`s and autocast can't be read; see `core.identity`. Adapters that were merged and unmerged again leave
@@ -77,33 +83,20 @@ class ModelFingerprint:
         Args:
             model: A transformers model, also one with PEFT adapters, compiled, quantized, or offloaded by accelerate.
             tokenizer: Its tokenizer or processor. Give it where the stored state depends on texts and not only on token ids.
+            any_precision: Whether to add what `require_model` needs to know the model in float32, bfloat16 and float16. Give it where what
+                is stored is good for all of these. Weights are read twice then.
         """
-        if not isinstance(model, nn.Module):
-            raise ConfigError.of("model", "a transformers model", type(model).__name__, "Pass what from_pretrained returned.")
         state = take_apart(model)
-        config = getattr(state.root, "config", None)
-        if not hasattr(config, "get_text_config"):
-            raise ConfigError.of("model", "a transformers model with a config", type(model).__name__, "Pass what from_pretrained returned.")
-        parts = config_parts(config)
-        for name, part in modules_parts(state, config).items():
-            parts[name] |= part
-        parts["weights"] = weights_part(state)
-        parts["adapters"] = adapters_part(state)
-        parts["precision"] = precision_part(state, config)
+        given = _given.get(state.root)
+        parts = parts_of(state, {} if given is None else given.details)
         if tokenizer is not None:
             parts["tokenizer"] = tokenizer_part(tokenizer)
-        return cls._from_parts(parts, _facts(state, config, parts))
+        return cls._from_parts(parts, facts_of(state, parts), _sketches(state) if any_precision else {})
 
     @classmethod
-    def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any]) -> ModelFingerprint:
+    def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any], sketches: Mapping[str, Sketch]) -> ModelFingerprint:
         digests: dict[str, Any] = {name: digest_of_part(parts[name]) if name in parts else None for name in _COMPONENTS}
-        return cls(**digests, details=dict(parts), facts=dict(facts))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (ModelFingerprint.from_dict, (self.to_dict(),))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelFingerprint:
-        return self
+        return cls(**digests, details=dict(parts), facts=dict(facts), sketches=dict(sketches))
 
     @property
     def digest(self) -> str:
@@ -115,12 +108,12 @@ class ModelFingerprint:
 
     def describe(self) -> str:
         """The model in one line, for people."""
-        facts = dict(self.facts)
-        adapters = self.details.get("adapters", {})
+        facts, adapters = self.facts, self.details.get("adapters", {})
         used = [*adapters.get("active", []), *(f"{name} (merged)" for name in adapters.get("merged", []))]
+        count = facts.get("parameters")
         words = [
             " ".join(str(facts[key]) for key in ("class", "name") if facts.get(key)),
-            f"{_with_commas(facts.get('parameters'))} parameters in {facts.get('dtypes', 'unknown dtypes')}",
+            f"{f'{count:,}' if isinstance(count, int) else 'unknown'} parameters in {facts.get('dtypes', 'unknown dtypes')}",
             f"adapters {', '.join(used)}" if used else "no adapters",
             "no tokenizer" if self.tokenizer is None else f"{self.details.get('tokenizer', {}).get('vocabulary size')} tokens",
         ]
@@ -132,14 +125,10 @@ class ModelFingerprint:
         Args:
             other: In the reasons, `here` is this fingerprint and `there` the other.
         """
-        reasons: list[str] = []
-        for name in _COMPONENTS:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine == theirs or (name == "tokenizer" and None in (mine, theirs)):
-                continue
-            here, there = self.details.get(name, {}), other.details.get(name, {})
-            reasons.append(f"{name} differ: {_weights_reason(here, there)}" if name == "weights" else _reason(name, here, there))
-        return reasons
+        names = [name for name in _COMPONENTS if getattr(self, name) != getattr(other, name)]
+        if None in (self.tokenizer, other.tokenizer):
+            names = [name for name in names if name != "tokenizer"]
+        return [_reason(name, self.details.get(name, {}), other.details.get(name, {})) for name in names]
 
     def require_same(self, other: ModelFingerprint, what: str) -> None:
         """Raises `FingerprintMismatch` unless state of the other model can be used with this one.
@@ -155,6 +144,40 @@ class ModelFingerprint:
                 f"{other}). Load the model that it was made for, with the same adapters active, or make it anew for this one."
             )
 
+    def require_model(self, model: nn.Module, what: str, tokenizer: Any = None, here: ModelFingerprint | None = None) -> None:
+        """Raises `FingerprintMismatch` unless a model is the one of this fingerprint, perhaps in another precision.
+
+        In another precision it is only known where this fingerprint was made for any precision.
+
+        Args:
+            model: With the adapters that are active now.
+            what: What is bound to the model, as the subject of the message.
+            tokenizer: Compared where this fingerprint has one.
+            here: The model's own, if at hand.
+        """
+        here = here or ModelFingerprint.of(model, tokenizer)
+        if not self.sketches or not here.differs_from(self):
+            here.require_same(self, what)
+        elif (self.digest, here.digest) not in _one_model:
+            here.require_same(self._cast_like(replace(here, sketches=_sketches(take_apart(model)))), what)
+            _one_model.add((self.digest, here.digest))
+
+    def _cast_like(self, other: ModelFingerprint) -> ModelFingerprint:
+        """This fingerprint, with everything of the other's that is the same but for the types of numbers."""
+        details, theirs = {name: dict(part) for name, part in self.details.items()}, other.details
+        same = {name for name, sketch in self.sketches.items() if name in other.sketches and sketch.is_cast_of(other.sketches[name])}
+        details["weights"] |= {name: theirs["weights"][name] for name in same & set(theirs["weights"]) & set(details["weights"])}
+        details["precision"]["tensors by dtype"] = theirs["precision"].get("tensors by dtype")
+        for adapter in self.details["adapters"]["active"]:
+            weights = f"weights of {adapter!r}"
+            here, there = ({name for name in made.sketches if name.startswith(f"{adapter!r} ")} for made in (self, other))
+            if here == there and here <= same and weights in theirs["adapters"]:
+                details["adapters"][weights] = theirs["adapters"][weights]
+        for name, value in theirs["rope"].items():
+            if str(value).startswith(AS_CONFIGURED) and str(details["rope"].get(name)).startswith(AS_CONFIGURED):
+                details["rope"][name] = value
+        return ModelFingerprint._from_parts(details, self.facts, {})
+
     def to_dict(self) -> dict[str, Any]:
         """The fingerprint as JSON values, for `from_dict`."""
         return {
@@ -162,31 +185,58 @@ class ModelFingerprint:
             "components": {name: getattr(self, name) for name in _COMPONENTS},
             "details": json.loads(json.dumps({name: dict(part) for name, part in self.details.items()})),
             "facts": json.loads(json.dumps(dict(self.facts))),
+            "sketches": {name: str(sketch) for name, sketch in self.sketches.items()},
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ModelFingerprint:
         """Reads what `to_dict` wrote; anything else is an `ArtifactError`."""
         hint = "Make it anew with ModelFingerprint.of(model, tokenizer)."
-        if not isinstance(data, Mapping) or not isinstance(data.get("format_version"), int):
+        version = data.get("format_version") if isinstance(data, Mapping) else None
+        if not isinstance(version, int):
             raise ArtifactError(f"fingerprint: expected a dict with a format_version, got {type(data).__name__}. {hint}")
-        if data["format_version"] != _FORMAT_VERSION:
-            newer = data["format_version"] > _FORMAT_VERSION
-            raise ArtifactError(
-                f"fingerprint: expected format version {_FORMAT_VERSION}, got {data['format_version']}. "
-                + (
-                    "Upgrade hf-kvcaches."
-                    if newer
-                    else "Older ones knew less of a model and can't be compared: make what it belongs to anew."
-                )
-            )
+        if version != _FORMAT_VERSION:
+            older = "Older ones knew less of a model and can't be compared: make what it belongs to anew."
+            advice = "Upgrade hf-kvcaches." if version > _FORMAT_VERSION else older
+            raise ArtifactError(f"fingerprint: expected format version {_FORMAT_VERSION}, got {version}. {advice}")
         details, facts = data.get("details"), data.get("facts")
         if not _is_complete(details) or not isinstance(facts, Mapping) or details is None:
             raise ArtifactError(f"fingerprint: expected components, details and facts, got keys {sorted(map(str, data))}. {hint}")
-        read = cls._from_parts(details, facts)
+        try:
+            sketches = {name: Sketch.from_text(text) for name, text in data.get("sketches", {}).items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ArtifactError(f"fingerprint: expected sketches of tensors, got {str(error)[:200]}. {hint}") from error
+        read = cls._from_parts(details, facts, sketches)
         if data.get("components") != {name: getattr(read, name) for name in _COMPONENTS}:
             raise ArtifactError(f"fingerprint: the digests do not follow from the details, so it is damaged. {hint}")
         return read
+
+
+def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> None:
+    """Says which weights a model has that can't be read where it runs: shards of distributed tensors, or weights on the meta device.
+
+    `ModelFingerprint.of(model)`, and with it every cache and artifact that asks for the model's identity, takes from it what can't be read;
+    all else is read as ever. Make it with `ModelFingerprint.of` where the weights are whole, and bring it along as JSON (`to_dict`,
+    `from_dict`). The weights must be those, and stay so: nobody can tell. Forgotten with the model.
+
+    Args:
+        model: The model, also inside a wrapper.
+        fingerprint: Of the same model in the same precision; None takes back what was given.
+    """
+    state = take_apart(model)
+    if fingerprint is None:
+        _given.pop(state.root, None)
+        return
+    require_instance("fingerprint", fingerprint, ModelFingerprint, {"model": model}, "Make it with ModelFingerprint.of(model).")
+    parts_of(state, fingerprint.details)  # or a refusal
+    _given[state.root] = fingerprint
+
+
+def _sketches(state: ModelState) -> dict[str, Sketch]:
+    """Of all tensors, from the caller's fingerprint where they can't be read."""
+    given = _given.get(state.root)
+    known = {} if given is None else given.sketches
+    return sketches_of(state) | {name: sketch for name, sketch in known.items() if why_unreadable(state.base.get(name))}
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
@@ -207,41 +257,23 @@ def _is_complete(details: Any) -> bool:
     return listed and all(isinstance(part, Mapping) for part in details.values())
 
 
-def _facts(state: ModelState, config: Any, parts: Mapping[str, Part]) -> dict[str, Any]:
-    tensors = [value.placeholder if isinstance(value, Deferred) else value for value in state.base.values()]
-    sizes = {id(tensor): tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)}
-    name = str(getattr(config, "name_or_path", "") or "")
-    return {
-        # A local path says something about the machine and nothing about the model.
-        "name": os.path.basename(os.path.normpath(name)) if os.path.isdir(name) else name,
-        "class": type(state.root).__name__,
-        "parameters": sum(sizes.values()),
-        "dtypes": ", ".join(kind.removeprefix("torch.") for kind in parts["precision"]["tensors by dtype"]),
-    }
-
-
-def _with_commas(count: Any) -> str:
-    return f"{count:,}" if isinstance(count, int) else "an unknown number of"
-
-
-def _weights_reason(here: Part, there: Part) -> str:
-    changed = [name for name in here if name in there and here[name] != there[name]]
-    added, missing = [name for name in here if name not in there], [name for name in there if name not in here]
-    words = [f"{len(changed)} of {len(here)} tensors, first {changed[0]}"] if changed else []
-    words += [f"{len(names)} only {side}, first {names[0]}" for names, side in ((added, "here"), (missing, "there")) if names]
-    return ", ".join(words)
-
-
 def _reason(component: str, here: Part, there: Part) -> str:
     fields = [name for name in {**here, **there} if here.get(name) != there.get(name) or (name in here) != (name in there)]
+    if component == "weights":
+        changed = [name for name in fields if name in here and name in there]
+        words = [f"{len(changed)} of {len(here)} tensors, first {changed[0]}"] if changed else []
+        for side, part in (("here", here), ("there", there)):
+            only = [name for name in fields if name in part and name not in changed]
+            words += [f"{len(only)} only {side}, first {only[0]}"] if only else []
+        return f"weights differ: {', '.join(words)}"
+    title = "adapters differ" if component == "adapters" else f"{component} differs"
     if component == "adapters" and "active" in fields:
         # Whose weights and scaling differ goes without saying where they are other adapters.
-        fields = [name for name in fields if name in ("active", "merged")]
+        title, fields = "active adapters differ", [name for name in fields if name in ("active", "merged")]
         if sorted(here["active"]) == sorted(there["active"]):
             return f"the order of active adapters differs: {here['active']} here, {there['active']} there"
     words = [f"{'' if name == 'active' else name + ' '}{_short(here.get(name))} here, {_short(there.get(name))} there" for name in fields]
     more = f" and {len(fields) - _SHOWN_FIELDS} more" if len(fields) > _SHOWN_FIELDS else ""
-    title = {"adapters": "active adapters differ" if "active" in fields else "adapters differ"}.get(component, f"{component} differs")
     return f"{title}: {', '.join(words[:_SHOWN_FIELDS])}{more}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.artifact import local_folder, make_folder, refusing_nonsense
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
     SomeCache = TypeVar("SomeCache", bound=KVCache)
 
+# In the folder that `save_pretrained` makes.
+FILE_NAME = "kvcache.safetensors"
 FORMAT = "hf_kvcaches.cache"
 VERSION = 2
 
@@ -83,6 +87,27 @@ def _differences(cache: KVCache, filled: Identity, here: ModelFingerprint) -> li
     return [] if glanced_identity(cache.model) == filled else ["its weights, settings or adapters are others"]
 
 
+def save_in_folder(cache: KVCache, folder: Path) -> None:
+    """Writes a cache into a folder, made if need be.
+
+    Args:
+        cache: As of `save`.
+        folder: Where to.
+    """
+    make_folder(folder)
+    cache.save(folder / FILE_NAME)
+
+
+def file_in(folder_or_hub_id: str | os.PathLike[str], **options: Any) -> Path:
+    """The file that `save_in_folder` wrote, in a folder or from the Hub.
+
+    Args:
+        folder_or_hub_id: A folder, or `"owner/name"`.
+        **options: `revision`, `token`, `cache_dir`, `local_files_only`.
+    """
+    return local_folder(folder_or_hub_id, [FILE_NAME], **options) / FILE_NAME
+
+
 def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
     """Builds a cache from a file.
 
@@ -101,13 +126,8 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
         )
     fingerprint = require_identity(compat.base_model(model), f"The cache in {path}")
     fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {path}")
-    try:
+    with refusing_nonsense(f"{path}: its content doesn't make a {cls.__name__}", "Save the cache again."):
         cache = _rebuilt(cls, path, model, header, tensors)
-    except (ArtifactError, UnsupportedError, torch.OutOfMemoryError):
-        raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError) as error:
-        reason = f"{type(error).__name__}: {str(error)[:500]}"
-        raise ArtifactError(f"{path}: its content doesn't make a {cls.__name__} ({reason}). Save the cache again.") from error
     identity = Identity(fingerprint) if cls.takes_over_prefill else glanced_identity(cache.model)
     cache.provenance = Provenance.of(identity, cache.seen)
     return cache

@@ -192,7 +192,7 @@ def calibrate(
     best = sweep.best()
     rows = tuple(each.row(each is best) for each in sweep.done)
     policy = replace(best.setting.policy, bound=float(bound), measured=rows)
-    object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model, tokenizer))
+    object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model, tokenizer, any_precision=True))
     return policy
 
 

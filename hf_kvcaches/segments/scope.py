@@ -28,7 +28,7 @@ def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
         policy: Any policy; one without a fingerprint fits all models.
     """
     if policy.fingerprint is not None:
-        require_identity(model, "The policy").require_same(policy.fingerprint, "The policy")
+        policy.fingerprint.require_model(model, "The policy", here=require_identity(model, "The policy"))
 
 
 class Reader(NamedTuple):

@@ -214,7 +214,7 @@ class SubspaceBases(Artifact):
             tokenizer: Its tokenizer, compared as well where the bases were made with one.
         """
         if self.fingerprint is not None:
-            ModelFingerprint.of(model, tokenizer).require_same(self.fingerprint, "SubspaceBases")
+            self.fingerprint.require_model(model, "SubspaceBases", tokenizer)
 
     def __repr__(self) -> str:
         made = self.settings

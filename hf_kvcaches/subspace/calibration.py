@@ -182,7 +182,7 @@ def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[i
         tokens=tokens,
         unprojected=tuple(index for index, each in sizes.items() if not each.projected and choices.metric == "attention"),
     )
-    fingerprint = ModelFingerprint.of(model, tokenizer if used_tokenizer.used else None)
+    fingerprint = ModelFingerprint.of(model, tokenizer if used_tokenizer.used else None, any_precision=True)
     return SubspaceBases(tuple(layers.get(index) for index in range(len(cache.layers))), settings, fingerprint)
 
 

@@ -15,10 +15,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core._model_parts import tokenizer_part
 from hf_kvcaches.core.calibrating import Tokenized, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
+from hf_kvcaches.core.model_parts import tokenizer_part
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError, require_choice, whole_number
 from hf_kvcaches.translate.head import CODE_DTYPES
@@ -214,7 +214,8 @@ class Pair:
 
     def fingerprints(self) -> tuple[ModelFingerprint, ModelFingerprint]:
         """Of the producer and the consumer."""
-        return require_identity(self.producer, "producer: the translator"), require_identity(self.consumer, "consumer: the translator")
+        producer = require_identity(self.producer, "producer: the translator", any_precision=True)
+        return producer, require_identity(self.consumer, "consumer: the translator", any_precision=True)
 
     def states(
         self, ids: torch.Tensor, lowest: int, hidden: Sequence[int] = (), queries: Callable[..., None] | None = None

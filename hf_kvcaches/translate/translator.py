@@ -384,7 +384,7 @@ def _checked(
     if identity.digest != expected.digest:
         hint = f" It is the {other_role} that the translator was fitted for." if identity.digest == other.digest else ""
         try:
-            identity.fingerprint.require_same(expected, f"The translator's {role}")
+            expected.require_model(base, f"The translator's {role}", here=identity.fingerprint)
         except FingerprintMismatch as error:
             raise FingerprintMismatch(f"{error}{hint}") from None
     return base

@@ -120,7 +120,7 @@ def _chosen(model: Any, tokenizer: Any, base: WarmStartGate, found: Sequence[Mea
         reusable = base.reusable
     rows = [{"limit": "tau", **row} for row in for_slots] + [{"limit": "reusable", **row} for row in for_align]
     gate = replace(base, tau=tau, reusable=reusable, measured=tuple(rows))
-    object.__setattr__(gate, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer))
+    object.__setattr__(gate, "fingerprint", ModelFingerprint.of(compat.base_model(model), tokenizer, any_precision=True))
     return gate
 
 

@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches.core.artifact import Artifact
-from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.adapters import Adapters
 
@@ -64,5 +63,5 @@ class TrainedAdapters(Artifact):
         if made != wanted:
             raise ConfigError.of("adapters", f"those for slots, layout and tail {wanted}", made, "Train others with train_compressor.py.")
         if self.fingerprint is not None:
-            ModelFingerprint.of(model).require_same(self.fingerprint, "The adapters")
+            self.fingerprint.require_model(model, "The adapters")
         return self.adapters

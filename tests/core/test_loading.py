@@ -30,7 +30,7 @@ from hf_kvcaches import (
     WarmStartLibrary,
 )
 from hf_kvcaches.core.saving import FORMAT, _checksum
-from hf_kvcaches.errors import ArtifactError, UnsupportedError
+from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.stores.files import write_safetensors
 from hf_kvcaches.stores.reading import read_safetensors, sha256_of
 from hf_kvcaches.translate.translator import CacheTranslator
@@ -293,3 +293,31 @@ def test_a_saved_cache_that_is_no_file_or_endless_is_refused_at_once(tmp_path, d
     cache.save(tmp_path / "cache")
     damage(tmp_path / "cache")
     assert outcome(lambda: GrowingCache.load(tmp_path / "cache", model()))
+
+
+# Caches in folders
+
+
+def test_a_cache_goes_into_a_folder_and_comes_back_from_it(tmp_path):
+    cache = GrowingCache(model())
+    model().generate(tiny.ids(1, 9), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    cache.save_pretrained(tmp_path / "new" / "folder")
+    (tmp_path / "new" / "folder" / "notes.txt").write_text("mine")
+    cache.save_pretrained(tmp_path / "new" / "folder")
+    again = GrowingCache.from_pretrained(tmp_path / "new" / "folder", model())
+    assert again.seen == cache.seen
+    assert torch.equal(again.layers[1].keys, cache.layers[1].keys)
+    assert (tmp_path / "new" / "folder" / "notes.txt").read_text() == "mine"
+    with pytest.raises(FingerprintMismatch):
+        GrowingCache.from_pretrained(tmp_path / "new" / "folder", tiny.llama(seed=1, num_hidden_layers=2))
+    with pytest.raises(ConfigError, match="A file has that name"):
+        cache.save_pretrained(tmp_path / "new" / "folder" / "notes.txt")
+
+
+def test_a_folder_without_a_cache_and_a_name_of_none_are_refused(tmp_path):
+    with pytest.raises(ArtifactError, match="there is none"):
+        GrowingCache.from_pretrained(tmp_path, model())
+    with pytest.raises(ArtifactError, match="no such folder"):
+        GrowingCache.from_pretrained("nobody/nothing", model(), cache_dir=tmp_path, local_files_only=True)
+    with pytest.raises(ArtifactError, match="Check the path"):
+        GrowingCache.from_pretrained(tmp_path / "elsewhere" / "folder", model())

@@ -112,7 +112,11 @@ def test_a_loaded_cache_that_went_on_is_saved_again(tmp_path: Path) -> None:
     assert cache.seen == tokens.shape[1] - 1
 
 
-@pytest.mark.parametrize("name", LASTING)
+# A translator serves its models in every precision.
+OF_TRANSLATORS = [name for name in LASTING if name != "dtype"]
+
+
+@pytest.mark.parametrize("name", OF_TRANSLATORS)
 def test_a_changed_producer_is_refused(name: str) -> None:
     change = LASTING[name]
     setup = Setup(change.make())
@@ -130,7 +134,7 @@ def test_a_changed_producer_is_refused(name: str) -> None:
         assert translator.encode(setup.runner, FEW).to_bytes() == before
 
 
-@pytest.mark.parametrize("name", LASTING)
+@pytest.mark.parametrize("name", OF_TRANSLATORS)
 def test_a_changed_consumer_is_refused_when_the_cache_is_made_and_when_it_is_filled(name: str) -> None:
     change = LASTING[name]
     setup = Setup(change.make())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_kvcaches import ArtifactError, FingerprintMismatch, SubspaceBases, SubspaceCache
-from hf_kvcaches.core.artifact import read_safetensors
+from hf_kvcaches.stores.reading import read_safetensors
 from hf_kvcaches.subspace.bases import LayerBases
 from tests import tiny
 from tests.core.artifact_helpers import rewrite_manifest, tensor_file

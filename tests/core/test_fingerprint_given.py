@@ -1,0 +1,164 @@
+"""A model whose weights can't be read where it runs has the identity that the caller gives it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from hf_kvcaches import (
+    GrowingCache,
+    ModelFingerprint,
+    SegmentReuseCache,
+    SegmentStore,
+    SubspaceBases,
+    SubspaceCache,
+    set_fingerprint,
+)
+from hf_kvcaches.core.identity import identity_of
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from tests import tiny
+from tests.core.fingerprint_helpers import llama, two_adapters
+
+
+def without_data(model: torch.nn.Module) -> torch.nn.Module:
+    """The weights on the meta device, as where another program keeps them."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
+    return model
+
+
+def carried(fingerprint: ModelFingerprint) -> ModelFingerprint:
+    return ModelFingerprint.from_dict(json.loads(json.dumps(fingerprint.to_dict())))
+
+
+def test_weights_that_cannot_be_read_ask_for_a_fingerprint() -> None:
+    model = without_data(tiny.llama())
+    with pytest.raises(UnsupportedError, match=r"embed_tokens.weight.*meta device.*set_fingerprint"):
+        ModelFingerprint.of(model)
+    with SegmentStore("memory") as store:
+        assert "set_fingerprint" in identity_of(model).reason
+        bases = SubspaceBases.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], rank=4, progress=False)
+        for ask in (lambda: SubspaceCache(model, bases), lambda: GrowingCache(model).save("unused")):
+            with pytest.raises((FingerprintMismatch, UnsupportedError), match="set_fingerprint"):
+                ask()
+        SegmentReuseCache(model, store)
+
+
+def test_a_given_fingerprint_stands_for_what_cannot_be_read() -> None:
+    expected = ModelFingerprint.of(tiny.llama(), any_precision=True)
+    model = without_data(tiny.llama())
+    set_fingerprint(model, carried(expected))
+    assert ModelFingerprint.of(model) == expected
+    assert identity_of(model).digest == expected.digest
+    bases = SubspaceBases.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], rank=4, progress=False)
+    SubspaceCache(model, bases)
+    other = SubspaceBases.calibrate(tiny.llama(seed=1), None, [tiny.ids(60).tolist()], rank=4, progress=False)
+    with pytest.raises(FingerprintMismatch, match="weights differ"):
+        SubspaceCache(model, other)
+    set_fingerprint(model, None)
+    with pytest.raises(UnsupportedError, match="set_fingerprint"):
+        ModelFingerprint.of(model)
+
+
+def test_bases_of_another_precision_serve_a_model_that_cannot_be_read() -> None:
+    bases = SubspaceBases.calibrate(tiny.llama(), None, [tiny.ids(60).tolist()], rank=4, progress=False)
+    model = tiny.llama().to(torch.bfloat16)
+    fingerprint = ModelFingerprint.of(model, any_precision=True)
+    set_fingerprint(without_data(model), fingerprint)
+    bases.require_model(model)
+
+
+def test_what_can_be_read_is_read() -> None:
+    model = tiny.llama()
+    fingerprint = ModelFingerprint.of(model)
+    set_fingerprint(model, fingerprint)
+    model.model.norm.weight.data[0] += 1
+    assert "1 of 39 tensors, first model.norm.weight" in ModelFingerprint.of(model).differs_from(fingerprint)[0]
+    model.model.layers[0].self_attn.scaling = 1.0
+    assert "attention differs" in ModelFingerprint.of(without_data(model)).differs_from(fingerprint)[0]
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (lambda: tiny.llama(hidden_size=48, num_attention_heads=6), r"embed_tokens.weight.*\[96, 32\] here"),
+        (lambda: tiny.llama(num_hidden_layers=2), r"layers\.2\..*no such tensor"),
+        (lambda: tiny.llama().to(torch.bfloat16), "float32.*here"),
+    ],
+    ids=["shape", "layers", "dtype"],
+)
+def test_a_fingerprint_of_another_model_is_refused_and_the_one_before_stays(other, reason) -> None:
+    model, fingerprint = without_data(tiny.llama()), ModelFingerprint.of(tiny.llama())
+    set_fingerprint(model, fingerprint)
+    with pytest.raises(UnsupportedError, match=reason):
+        set_fingerprint(model, ModelFingerprint.of(other()))
+    assert ModelFingerprint.of(model) == fingerprint
+
+
+def test_what_is_no_fingerprint_is_refused() -> None:
+    with pytest.raises(ConfigError, match="fingerprint"):
+        set_fingerprint(tiny.llama(), "a digest")
+
+
+def test_adapters_that_cannot_be_read_are_known_too_and_merged_ones_are_refused() -> None:
+    whole = two_adapters()
+    fingerprint = ModelFingerprint.of(whole)
+    model = without_data(two_adapters())
+    set_fingerprint(model, fingerprint)
+    assert ModelFingerprint.of(model) == ModelFingerprint.of(model.get_base_model()) == fingerprint
+    model.set_adapter("medical")
+    with pytest.raises(UnsupportedError, match="set_fingerprint"):
+        ModelFingerprint.of(model)
+    readable = two_adapters()
+    set_fingerprint(readable, fingerprint)
+    readable.merge_adapter()
+    without_data(readable.get_base_model())
+    with pytest.raises(UnsupportedError, match="merged adapters"):
+        ModelFingerprint.of(readable)
+
+
+def test_a_given_fingerprint_is_forgotten_with_its_model() -> None:
+    from hf_kvcaches.core import fingerprint as home
+
+    model = llama()
+    before = len(home._given)
+    set_fingerprint(model, ModelFingerprint.of(model))
+    del model
+    assert len(home._given) == before
+
+
+def test_a_tensor_parallel_model_shares_nothing_for_each_process_has_other_heads() -> None:
+    model = tiny.llama()
+    model._tp_size = 2
+    assert "tensor parallelism" in identity_of(model).reason
+
+
+@pytest.mark.full
+def test_a_sharded_model_is_the_whole_one_by_its_given_fingerprint(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(sharded, args=(tmp_path, ModelFingerprint.of(tiny.llama()).to_dict()), nprocs=2)
+    for rank in range(2):
+        found = ModelFingerprint.from_dict(json.loads((tmp_path / str(rank)).read_text()))
+        assert not found.differs_from(ModelFingerprint.of(tiny.llama()))
+
+
+def sharded(rank: int, folder: Path, fingerprint: dict) -> None:
+    """What one of the processes does."""
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = tiny.llama()
+    for part in (*model.model.layers, model):
+        fully_shard(part)
+    assert "set_fingerprint" in identity_of(model).reason
+    set_fingerprint(model, ModelFingerprint.from_dict(fingerprint))
+    found = identity_of(model).fingerprint
+    assert found is not None
+    (folder / str(rank)).write_text(json.dumps(found.to_dict()))
+    dist.destroy_process_group()

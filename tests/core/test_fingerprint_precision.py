@@ -1,0 +1,258 @@
+"""What was made for a model serves it in any precision, and no other model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, PreTrainedModel
+
+from hf_kvcaches import (
+    CacheTranslator,
+    GrowingCache,
+    SegmentPolicy,
+    SegmentReuseCache,
+    SegmentStore,
+    SubspaceBases,
+    SubspaceCache,
+    TrainedAdapters,
+    TranslatedCache,
+    WarmStartLibrary,
+)
+from hf_kvcaches.core.checksum import Sketch
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.errors import ArtifactError, FingerprintMismatch
+from hf_kvcaches.warmstart.adapters import Adapters
+from tests import tiny
+from tests.core.fingerprint_helpers import TINY, llama, lora, two_adapters
+from tests.warmstart.warm import library_of, words
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "llama tied": lambda: llama(tie_word_embeddings=True),
+    "llama yarn": lambda: llama(rope_parameters={"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}),
+    "gemma2": tiny.gemma2,
+    "gpt2": tiny.gpt2,
+    "gpt_neox": lambda: tiny.build(GPTNeoXConfig(**TINY)),
+}
+
+
+def fingerprint(model: torch.nn.Module) -> ModelFingerprint:
+    return ModelFingerprint.of(model, any_precision=True)
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    return copy.deepcopy(model).to(dtype)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("there", TYPES)
+def test_a_model_is_known_in_every_precision_loaded_or_cast(name: str, there: torch.dtype, tmp_path: Path) -> None:
+    MODELS[name]().save_pretrained(tmp_path)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype) for dtype in TYPES]
+    expected = ModelFingerprint.from_dict(json.loads(json.dumps(fingerprint(models[TYPES.index(there)]).to_dict())))
+    for model in [*models, *(cast(models[0], dtype) for dtype in TYPES)]:
+        expected.require_model(model, "it")
+    for model in models:
+        if model.dtype != there:
+            with pytest.raises(FingerprintMismatch):
+                ModelFingerprint.of(model).require_same(expected, "it")
+
+
+def scaled_layer(model: PreTrainedModel) -> None:
+    for parameter in model.model.layers[1].parameters():
+        parameter.data.mul_(1.01)
+
+
+def scaled_matrix(model: PreTrainedModel) -> None:
+    model.model.layers[1].mlp.up_proj.weight.data.mul_(1.01)
+
+
+def noisy_layer(model: PreTrainedModel) -> None:
+    torch.manual_seed(5)
+    for parameter in model.model.layers[1].parameters():
+        parameter.data.mul_(1 + 0.01 * torch.randn_like(parameter))
+
+
+def one_row(model: PreTrainedModel) -> None:
+    model.model.embed_tokens.weight.data[7].neg_()
+
+
+def exchanged(model: PreTrainedModel) -> None:
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data.copy_(weight.data.roll(1, 0))
+
+
+def slower(model: PreTrainedModel) -> None:
+    model.model.rotary_emb.inv_freq.mul_(1.05)
+
+
+CHANGES: dict[str, tuple[Callable[[PreTrainedModel], object], str]] = {
+    "another seed": (lambda model: model.load_state_dict(llama(seed=1).state_dict()), "weights differ"),
+    "one layer scaled": (scaled_layer, "weights differ: 9 of 21 tensors"),
+    "one matrix scaled": (scaled_matrix, "weights differ: 1 of 21 tensors"),
+    "one layer with noise": (noisy_layer, "weights differ"),
+    "one row": (one_row, "weights differ: 1 of 21 tensors"),
+    "rows exchanged": (exchanged, "weights differ: 1 of 21 tensors"),
+    "frequencies": (slower, "rope differs"),
+    "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 1.0), "attention differs"),
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_model_is_refused_in_every_precision(name: str, dtype: torch.dtype) -> None:
+    change, reason = CHANGES[name]
+    model = llama()
+    expected = fingerprint(model)
+    change(model)
+    with pytest.raises(FingerprintMismatch, match=reason):
+        expected.require_model(cast(model, dtype), "it")
+    with pytest.raises(FingerprintMismatch, match=reason.partition(":")[0]):
+        fingerprint(cast(model, dtype)).require_model(llama(), "it")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_adapters_are_known_in_every_precision_and_merged_or_other_ones_are_refused(dtype: torch.dtype) -> None:
+    model = two_adapters()
+    expected = fingerprint(model)
+    expected.require_model(cast(model, dtype), "it")
+    changed = copy.deepcopy(model)
+    changed.base_model.model.model.layers[0].self_attn.q_proj.lora_A["law"].weight.data.mul_(1.01)
+    with pytest.raises(FingerprintMismatch, match="weights of 'law'"):
+        expected.require_model(cast(changed, dtype), "it")
+    model.set_adapter("medical")
+    with pytest.raises(FingerprintMismatch, match="active adapters differ"):
+        expected.require_model(cast(model, dtype), "it")
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_merged_adapter_is_refused_in_every_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    merged = get_peft_model(llama(), lora()).merge_and_unload()
+    with pytest.raises(FingerprintMismatch, match="weights differ: 4 of 21 tensors"):
+        fingerprint(llama()).require_model(cast(merged, dtype), "it")
+
+
+def test_a_small_change_without_a_cast_is_refused() -> None:
+    model = llama()
+    expected = fingerprint(model)
+    model.model.norm.weight.data[3] += 1e-6
+    with pytest.raises(FingerprintMismatch, match="1 of 21 tensors"):
+        expected.require_model(model, "it")
+
+
+def test_what_was_not_made_for_any_precision_is_of_one() -> None:
+    model, other = llama(), cast(llama(), torch.bfloat16)
+    fingerprint(model).require_model(other, "it")
+    with pytest.raises(FingerprintMismatch, match="precision differs"):
+        ModelFingerprint.of(model).require_model(other, "it")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        [],
+        "text",
+        "float32 [2] 1.0 AAAA",
+        "int8 [2] 1.0 " + "A" * 171 + "=",
+        "float32 2 1.0 " + "A" * 171 + "=",
+        "float32 [,] 1 " + "A" * 171 + "=",
+    ],
+)
+def test_broken_sketches_are_an_artifact_error(value: object) -> None:
+    data = fingerprint(llama()).to_dict()
+    for broken in ({**data, "sketches": value}, {**data, "sketches": {"model.norm.weight": value}}):
+        with pytest.raises(ArtifactError, match="sketches"):
+            ModelFingerprint.from_dict(broken)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (1,), (31, 7), (400, 400)])
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e3])
+def test_sketches_tell_casts_from_other_tensors(shape: tuple[int, ...], size: float) -> None:
+    torch.manual_seed(0)
+    value = torch.randn(shape) * size
+    sketches = [Sketch.of(value.to(dtype), "it") for dtype in TYPES]
+    for sketch in sketches:
+        assert [sketch.is_cast_of(other) for other in sketches] == [other is not sketch for other in sketches]
+    if value.numel() > 1:
+        for dtype in (torch.bfloat16, torch.float16):
+            assert not Sketch.of((value * 1.01).to(dtype), "it").is_cast_of(sketches[0])
+
+
+# Artifacts in use
+
+PROMPT = tiny.ids(1, 60, seed=3)
+
+
+def answer(model: PreTrainedModel, cache: object) -> Any:
+    return model.generate(
+        PROMPT, past_key_values=cache, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_bases_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    SubspaceBases.calibrate(tiny.llama(), None, [tiny.ids(96).tolist()], rank=8, progress=False).save_pretrained(tmp_path)
+    model = tiny.llama().to(dtype)
+    bases = SubspaceBases.from_pretrained(tmp_path, model=model)
+    logits = answer(model, SubspaceCache(model, bases, sinks=2, recent=4)).logits[0]
+    # All dimensions are kept, so only rounding is lost.
+    tolerance = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.2}[dtype]
+    torch.testing.assert_close(logits, answer(model, None).logits[0], atol=tolerance, rtol=0.01)
+    with pytest.raises(FingerprintMismatch, match="weights differ"):
+        SubspaceCache(tiny.llama(seed=1).to(dtype), bases)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_translators_serve_their_models_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    pair = [tiny.llama(), tiny.llama(seed=2)]
+    texts = [tiny.ids(40, seed=seed).tolist() for seed in range(4)]
+    CacheTranslator.fit(*pair, None, texts, payload=0.5, dtype="float16", patch_layers=None, progress=False).save_pretrained(tmp_path)
+    producer, consumer = (model.to(dtype) for model in pair)
+    translator = CacheTranslator.from_pretrained(tmp_path, producer=producer, consumer=consumer)
+    cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))
+    answer(consumer, cache)
+    assert cache.seen == PROMPT.shape[1] + 2
+    with pytest.raises(FingerprintMismatch, match="It is the producer"):
+        translator.check_consumer(tiny.llama())
+    with pytest.raises(FingerprintMismatch, match="weights differ"):
+        translator.check_consumer(tiny.llama(seed=3).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_policies_and_trained_adapters_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    policy = SegmentPolicy(bound=0.1)
+    adapters = TrainedAdapters(Adapters(*((torch.eye(4).repeat(2, 1, 1),) * 4,) * 2), 4, "salient", 1, ())
+    for artifact in (policy, adapters):
+        object.__setattr__(artifact, "fingerprint", fingerprint(tiny.llama()))
+    policy.save_pretrained(tmp_path)
+    model = tiny.llama().to(dtype)
+    loaded = SegmentPolicy.from_pretrained(tmp_path, model=model)
+    with SegmentStore("memory") as store:
+        SegmentReuseCache(model, store, policy=loaded)
+        with pytest.raises(FingerprintMismatch, match="weights differ"):
+            SegmentReuseCache(tiny.llama(seed=1).to(dtype), store, policy=loaded)
+    adapters.checked(model, 4, "salient", 1)
+
+
+def test_stored_keys_and_values_stay_with_their_precision(tmp_path: Path) -> None:
+    model, other = tiny.llama(), tiny.llama().to(torch.bfloat16)
+    fingerprint(model).require_model(other, "it")
+    library_of(model, tiny.ids(1, 12), slots=4).save_pretrained(tmp_path / "library")
+    with pytest.raises(FingerprintMismatch, match="precision differs"):
+        WarmStartLibrary.from_pretrained(tmp_path / "library", other, words())
+    cache = GrowingCache(model)
+    answer(model, cache)
+    cache.save_pretrained(tmp_path / "cache")
+    with pytest.raises(FingerprintMismatch, match="precision differs"):
+        GrowingCache.from_pretrained(tmp_path / "cache", other)

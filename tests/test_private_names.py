@@ -1,0 +1,112 @@
+"""Only `compat.py` knows private or unofficial names of torch, transformers, peft and accelerate."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "hf_kvcaches"
+# The one file that may.
+COMPAT = "compat.py"
+# Names without an underscore that no documentation promises.
+UNOFFICIAL = {"DYNAMIC_LAYER_TYPE_MAPPING", "get_layer_types_and_kwargs", "output_capturing", "weights_map", "execution_device"}
+# What named tuples promise.
+PROMISED = {"_asdict", "_fields", "_replace"}
+# Not in compat.py yet.
+LEFT = {
+    ("core/calibrating.py", "_shared_state"),
+    ("core/partial.py", "_modules"),
+    ("core/prefill.py", "_forward_pre_hooks"),
+    ("core/prefill.py", "_forward_pre_hooks_with_kwargs"),
+    ("equip/compiled.py", "_assert_async"),
+}
+# Private names of others that some class of the package has, too.
+OF_OTHERS = {"_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_hf_hook", "_old_forward", "_orig_mod"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name.strip("_") != ""
+
+
+def names_defined(tree: ast.AST) -> Iterator[str]:
+    """The names that a file gives to functions, classes, variables, arguments and attributes of its own objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_of_self(node):
+            yield node.attr
+
+
+def is_of_self(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+
+
+def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and name of what is private or unofficial, and not the package's own."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Attribute) and not is_of_self(node):
+            names = [node.attr]
+        elif isinstance(node, ast.ImportFrom) and not (node.level or (node.module or "").startswith("hf_kvcaches")):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = [step for alias in node.names if not alias.name.startswith("hf_kvcaches") for step in alias.name.split(".")]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "setattr", "hasattr", "delattr"):
+            names = [
+                argument.value for argument in node.args[1:2] if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            ]
+        for name in names:
+            if name in UNOFFICIAL | OF_OTHERS or (is_private(name) and name not in own):
+                yield getattr(node, "lineno", 0), name
+
+
+def faults(package: Path, left: Collection[tuple[str, str]] = ()) -> list[str]:
+    """Where files of `package` other than the one that may use private names of others."""
+    trees = {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    own = {name for tree in trees.values() for name in names_defined(tree)} | PROMISED
+    uses = ((path, line, name) for path, tree in trees.items() if path != COMPAT for line, name in private_names(tree, own))
+    return [f"{path}:{line}: {name}" for path, line, name in uses if (path, name) not in left]
+
+
+def test_private_names_of_other_packages_are_in_compat_alone() -> None:
+    assert faults(PACKAGE, LEFT) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("def f(model):\n    return model._secret", "_secret"),
+        ("def f(model):\n    model._secret = 3", "_secret"),
+        ("def f(model):\n    return getattr(model, '_secret', None)", "_secret"),
+        ("def f(module):\n    return module._modules", "_modules"),
+        ("import torch._dynamo", "_dynamo"),
+        ("from torch._inductor import config", "_inductor"),
+        ("from transformers.utils import _secret", "_secret"),
+        ("from transformers.utils import output_capturing", "output_capturing"),
+    ],
+)
+def test_a_private_name_is_found(tmp_path: Path, source: str, name: str) -> None:
+    (tmp_path / "cache.py").write_text(source)
+    (tmp_path / COMPAT).write_text(source)
+    assert [fault.rpartition(" ")[2] for fault in faults(tmp_path)] == [name]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "class C:\n    def __init__(self):\n        self._mine = 3\ndef f(c):\n    return c._mine",
+        "class C:\n    def f(self):\n        return self._modules",
+        "def _f():\n    pass\ndef g(module):\n    return module._f",
+        "def f(pair):\n    return pair._asdict()",
+        "from hf_kvcaches.core import _mine",
+        "def f(model):\n    return model.__dict__",
+    ],
+)
+def test_what_is_the_packages_own_is_left_alone(tmp_path: Path, source: str) -> None:
+    (tmp_path / "cache.py").write_text(source)
+    assert faults(tmp_path) == []
