@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection
-
-# How often others are looked for in place of what can't be deleted.
-_ROUNDS = 8
+from collections.abc import Collection
 
 
 class Worth:
@@ -81,20 +78,3 @@ class Worth:
             excess -= self.sizes[key]
             self._clock = max(self._clock, worth)
         return leaving
-
-
-def evict(leaving: Callable[[Collection[str]], list[str]], delete: Callable[[str], bool], follow: Callable[[], None]) -> None:
-    """Deletes what has to go, and others in place of what can't be deleted.
-
-    Args:
-        leaving: The ids of what has to go, given ids that must stay.
-        delete: Whether it could.
-        follow: Learns what was deleted.
-    """
-    stuck: set[str] = set()
-    for _ in range(_ROUNDS):
-        keys = leaving(stuck)
-        if not keys:
-            return
-        stuck.update([key for key in keys if not delete(key)])
-        follow()
