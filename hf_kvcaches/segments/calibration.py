@@ -23,7 +23,7 @@ from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.core.splicing.codec import Quantization
-from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.segments.cache import SegmentReuseCache
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.store import SegmentStore
@@ -174,7 +174,7 @@ def calibrate(
         progress: Whether to show a bar.
     """
     for name, number in (("bound", bound), ("slack", slack)):
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+        if not is_number(number) or not 0 <= number < float("inf"):
             raise ConfigError.of(name, "a number of at least 0", number)
     series = _series(prompts, asked)
     if quantization not in _QUANTIZATIONS:

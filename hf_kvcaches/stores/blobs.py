@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, is_number
 from hf_kvcaches.stores.blobs_format import checked_key, crc32_of, dense, head_as_json
 from hf_kvcaches.stores.reading import as_bytes
 
@@ -291,7 +291,7 @@ def open_blobs(location: str, timeout: float = TIMEOUT) -> BlobStore:
             several stores in one database.
         timeout: Seconds that one answer of Redis may take, and all calls of a request together. Others answer at once.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+    if not is_number(timeout) or not 0 < timeout < math.inf:
         raise ConfigError.of("timeout", "a number of seconds above 0", timeout, f"{TIMEOUT:g} is the default.")
     kind, colon, rest = location.partition(":") if isinstance(location, str) else ("", "", "")
     if location == "memory":

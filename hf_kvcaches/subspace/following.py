@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.kernels.coefficients import TILE
-from hf_kvcaches.subspace.moments import Projection, principal
+from hf_kvcaches.subspace.projections import Projection, principal
 from hf_kvcaches.subspace.sketch import FrequentDirections, Sketch
 
 # The least energy of a direction that coefficients in 8 bits are evened by, as a share of the largest.

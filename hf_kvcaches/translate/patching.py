@@ -22,7 +22,7 @@ from hf_kvcaches.translate.aligners import MLPAligner, fit_ridge, train_aligner
 from hf_kvcaches.translate.calibration import Clock, Pair, Wanted, state_path
 from hf_kvcaches.translate.codes import Part, pack
 from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
-from hf_kvcaches.translate.moments import Moments
+from hf_kvcaches.translate.moments import BlockMoments
 from hf_kvcaches.translate.reuse import reduced_rank
 from hf_kvcaches.translate.routing import Route, select
 from hf_kvcaches.translate.solving import Solver, part_name
@@ -198,7 +198,7 @@ def _fit_patches(
     pair: Pair, solver: Solver, layers: Sequence[int], wanted: Wanted, kept: Sequence[torch.Tensor], progress: bool
 ) -> dict[int, tuple[Encoder | None, LayerDecoder]]:
     """Maps of the patched layers, from one more pass over the texts."""
-    moments: dict[int, Moments] = {}
+    moments: dict[int, BlockMoments] = {}
     rows: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
     count = 0
     for ids in tqdm(kept, unit=" texts", desc="Reading inputs", disable=not progress or process()[0] > 0):
@@ -211,7 +211,7 @@ def _fit_patches(
             assert target is not None
             if layer not in moments:
                 widths = {"one": 1, "side": known.shape[1], "producer": given.shape[1], "consumer": target.shape[1]}
-                moments[layer] = Moments(widths | {"pair": consumer[layer].pair.shape[1]}, known.device)
+                moments[layer] = BlockMoments(widths | {"pair": consumer[layer].pair.shape[1]}, known.device)
             given, target = given.to(known.device), target.to(known.device)
             moments[layer].add(
                 one=known.new_ones(len(known), 1), side=known, producer=given, consumer=target, pair=consumer[layer].pair.to(known.device)
@@ -223,7 +223,7 @@ def _fit_patches(
 
 
 def _fit_patch(
-    layer: int, moments: Moments, solver: Solver, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    layer: int, moments: BlockMoments, solver: Solver, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 ) -> tuple[Encoder | None, LayerDecoder]:
     # What errors of the input cost: those of the keys and values that follow from it.
     mean = moments.of("one", "consumer")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
 
 # The metric, greater is better, with exactly these layers patched and all others reused.
 Score = Callable[[frozenset[int]], float]
@@ -204,6 +204,6 @@ def _index(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise ValueError(f"{value!r} is not a finite number")
     return float(value)

@@ -20,7 +20,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.tokens import as_ids
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, is_number
 from hf_kvcaches.warmstart.cache import Strategy, WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate, changes
 from hf_kvcaches.warmstart.library import WarmStartLibrary
@@ -92,7 +92,7 @@ def calibrate_gate(
         tail: Likewise.
         progress: Whether to show a bar.
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget < 1:
+    if not is_number(budget) or not 0 <= budget < 1:
         raise ConfigError.of("budget", "a share of at least 0, below 1", budget)
     options = dict(library_options or {})
     for name in _FORBIDDEN:
