@@ -97,8 +97,6 @@ def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.
     The projection is asked what it does to unit vectors, so that its layout, adapters and quantisation need not be known.
 
     Args:
-        module: The attention.
-        heads: Query heads.
         values: For their size, type and device.
     """
     size = values.shape[-1]

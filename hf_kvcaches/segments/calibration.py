@@ -70,7 +70,6 @@ def next_tokens(model: PreTrainedModel, prompt: Tokens, asked: Tokens, cache: Se
     """The logits of each asked token's place, (asked tokens, vocabulary).
 
     Args:
-        model: The model.
         prompt: What is prefilled.
         asked: What follows, fed in as it is.
         cache: A new one that reuses, or None for the model alone.
@@ -171,7 +170,6 @@ def calibrate(
         asked: How many tokens at the end of each prompt are withheld, and compared.
         quantization: How the store that the policy is for keeps keys and values. The others are measured with the chosen policy, too.
         check_layers: The layers to try for probes; None: 1, 2 and the middle one.
-        progress: Whether to show a bar.
     """
     for name, number in (("bound", bound), ("slack", slack)):
         if not is_number(number) or not 0 <= number < float("inf"):
@@ -379,8 +377,6 @@ def measure_break_even(
     """Measures storing, reusing and computing of segments of some lengths; medians.
 
     Args:
-        model: The model.
-        tokenizer: Its tokenizer, or None.
         ids: A text that segments are taken from, one after the other.
         lengths: Tokens of the segments.
         location: As for `SegmentStore`, an empty one.

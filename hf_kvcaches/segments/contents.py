@@ -57,11 +57,7 @@ class SegmentContents:
         return self._told.excess()
 
     def record(self, key: str) -> Record | None:
-        """A segment's record, or None where there is none.
-
-        Args:
-            key: The segment's id.
-        """
+        """A segment's record, or None where there is none."""
         return next((index.records[key] for index in self.indices.values() if key in index.records), None)
 
     def lengths(self) -> Mapping[str, int]:

@@ -30,11 +30,7 @@ class Chain:
         self._hasher = hashlib.blake2b(digest_size=16)
 
     def extend(self, ids: Ids) -> Chain:
-        """The name after more tokens; this one stays as it is.
-
-        Args:
-            ids: The tokens.
-        """
+        """The name after more tokens; this one stays as it is."""
         longer = Chain.__new__(Chain)
         longer._hasher = self._hasher.copy()
         longer._hasher.update(np.ascontiguousarray(ids, dtype="<u4").data)
@@ -96,11 +92,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
-        """Undoes `to_dict`; a `LookupError`, `TypeError` or `ValueError` where something is missing or of the wrong kind.
-
-        Args:
-            data: From JSON.
-        """
+        """Undoes `to_dict`; a `LookupError`, `TypeError` or `ValueError` where something is missing or of the wrong kind."""
         arrays = {name: None if data[name] is None else _unpacked(data[name]) for name in ("ids", "context", "signature", "surroundings")}
         plain = {name: data[name] for name in _KINDS}
         for name, kind in _KINDS.items():

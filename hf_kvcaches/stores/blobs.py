@@ -120,12 +120,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Marks a key for all processes, whether or not there is a blob. The store gives no meaning to that.
-
-        Args:
-            key: To be marked.
-            pinned: Whether to set the mark or to take it off.
-        """
+        """Marks a key for all processes, whether or not there is a blob. The store gives no meaning to that."""
 
     @abstractmethod
     def pinned(self) -> frozenset[str]:
@@ -175,12 +170,7 @@ class BlobStore(ABC):
             self._touch(key)
 
     def discard(self, key: str, reason: object) -> None:
-        """Deletes what was found damaged, and complains unless another was quicker.
-
-        Args:
-            key: Of the blob.
-            reason: What is wrong with it.
-        """
+        """Deletes what was found damaged, and complains unless another was quicker."""
         try:
             there = self._remove(key)
         except StoreUnavailable:

@@ -118,7 +118,6 @@ def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
     Args:
         key: A checked key. It isn't written, but in the checksum.
-        head: What JSON can hold.
         tensors: By name. They come back in this order.
     """
     written, plain = head_as_json(head), dense(tensors)
@@ -152,7 +151,6 @@ def header_length(start: bytes | memoryview, size: int) -> int:
 
     Args:
         start: The first 8 bytes or more.
-        size: Of the whole blob.
     """
     if size < _CHECK.stop or len(start) < _LENGTH:
         raise ArtifactError(f"it ends after {size} bytes, in its header")
@@ -166,7 +164,6 @@ def read_header(key: str, header: bytes | memoryview) -> Header:
     """What a header says, or an `ArtifactError` with the reason why it can't be trusted.
 
     Args:
-        key: Where the blob was found.
         header: All that stands before the body, and nothing else.
     """
     if header_length(header, len(header)) != len(header):
@@ -190,7 +187,6 @@ def decode(key: str, content: Any) -> dict[str, Tensor]:
     """The tensors of a blob, in its own memory; an `ArtifactError` with the reason if a single bit is not as it was.
 
     Args:
-        key: Where the blob was found.
         content: All of it, in writable memory: torch warns of any other. It lives as long as the tensors do.
     """
     view = memoryview(content)

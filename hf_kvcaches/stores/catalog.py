@@ -97,7 +97,6 @@ class Catalog:
         """The tensors of a blob, not to be written to; None where it is gone, damaged or can't be read.
 
         Args:
-            key: Of the blob.
             check: Raises an `ArtifactError` for tensors that are not those of the blob's head: it is deleted then.
         """
         try:
@@ -120,9 +119,6 @@ class Catalog:
         """Stores a blob, and returns whether the place could be used.
 
         Args:
-            key: Of the blob.
-            head: As in `BlobStore.put`.
-            tensors: As in `BlobStore.put`.
             reported: Whether the blob counts as written.
         """
         self.blobs.begin()
@@ -175,31 +171,17 @@ class Catalog:
             return [*victims, *self.worth.least(excess, keep=keep.union(victims))]
 
     def used(self, key: str, tokens: int) -> None:
-        """Counts the work that a blob saved.
-
-        Args:
-            key: Of the blob.
-            tokens: That were not computed.
-        """
+        """Counts the work that a blob saved."""
         with self.lock:
             self.worth.used(key, tokens)
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keeps a blob from eviction, by any process.
-
-        Args:
-            key: Of the blob.
-            pinned: False takes the pin off.
-        """
+        """Keeps a blob from eviction, by any process."""
         self.blobs.begin()
         self.blobs.pin(key, pinned)
 
     def delete(self, key: str) -> bool:
-        """Deletes a blob, and returns whether there was one.
-
-        Args:
-            key: Of the blob.
-        """
+        """Deletes a blob, and returns whether there was one."""
         self.blobs.begin()
         deleted = self.blobs.delete(key)
         self.follow()
@@ -231,12 +213,7 @@ class Catalog:
             return {**usage, "pinned": len(pinned.intersection(among)), "damaged": self.blobs.damaged, **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
-        """Warns of each kind of event the first time.
-
-        Args:
-            kind: Of the event.
-            sentence: The warning.
-        """
+        """Warns of each kind of event the first time."""
         with self.lock:
             if kind in self._warned:
                 return

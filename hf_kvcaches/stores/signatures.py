@@ -111,7 +111,6 @@ class SignatureIndex:
         """Puts a key in, or moves it to another signature if it is there.
 
         Args:
-            key: Any string.
             signature: `(permutations,)`.
         """
         buckets = self._cut(signature)

@@ -23,13 +23,7 @@ class Worth:
         self._uses = 0
 
     def add(self, key: str, size: int, tokens: int) -> None:
-        """Counts a blob in.
-
-        Args:
-            key: Its id.
-            size: The bytes that it takes.
-            tokens: That it holds.
-        """
+        """Counts a blob in."""
         if key in self.sizes:
             return
         self.sizes[key] = size
@@ -42,7 +36,6 @@ class Worth:
 
         Args:
             key: Its id; what is not there any more is ignored.
-            tokens: That were not computed.
         """
         if key in self.sizes:
             self._uses += 1
@@ -50,23 +43,14 @@ class Worth:
             self._rank[key] = (self._clock + self._saved[key] / max(self.sizes[key], 1), self._uses)
 
     def remove(self, key: str) -> None:
-        """Counts a blob out.
-
-        Args:
-            key: Its id.
-        """
+        """Counts a blob out."""
         size = self.sizes.pop(key, None)
         if size is not None:
             self.total -= size
             del self._saved[key], self._rank[key]
 
     def least(self, excess: int, keep: Collection[str]) -> list[str]:
-        """What to evict, the least worth first.
-
-        Args:
-            excess: How many bytes have to go.
-            keep: Ids that must stay.
-        """
+        """What to evict, the least worth first."""
         if excess <= 0:
             return []
         ranked = [(rank, key) for key, rank in self._rank.items() if key not in keep]

@@ -144,11 +144,7 @@ def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[i
     """See `SubspaceBases.calibrate`.
 
     Args:
-        model: The model.
-        tokenizer: Its tokenizer, or None.
         texts: Strings, or token ids.
-        choices: Which bases.
-        reading: How texts are read.
     """
     base, config = compat.split_model(model)
     assert base is not None

@@ -67,11 +67,7 @@ class Choices:
         return {name: value for name, value in rules.items() if value is not None}
 
     def check_sizes(self, layers: Sequence[Sizes]) -> None:
-        """Refuses ranks that the model's heads don't have, and budgets too small for any.
-
-        Args:
-            layers: The sizes of all layers.
-        """
+        """Refuses ranks that the model's heads don't have, and budgets too small for any."""
         if isinstance(self.rank, tuple):
             most = min(each.key_dim for each in layers), min(each.value_dim for each in layers)
             for rank, dim in zip(self.rank, most, strict=True):
@@ -101,7 +97,6 @@ def fit(meters: Sequence[LayerMeter], choices: Choices) -> list[LayerBases]:
 
     Args:
         meters: One for each layer, with the sums of all processes.
-        choices: What the user asked.
     """
     spectra = [_spectra(meter, choices) for meter in meters]
     ranks = _ranks(spectra, [_sizes(meter) for meter in meters], choices)

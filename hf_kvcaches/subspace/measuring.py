@@ -57,12 +57,7 @@ class Sampler:
         self.kept: dict[int, tuple[float, int]] = {}  # block -> priority, tokens
 
     def pick(self, blocks: Sequence[int], length: int) -> list[Pick]:
-        """What to keep of a batch, if anything.
-
-        Args:
-            blocks: The numbers of the rows.
-            length: Tokens of each row.
-        """
+        """What to keep of a batch, if anything."""
         picked = []
         for row, block in enumerate(blocks):
             source = random.Random(block)
@@ -98,11 +93,7 @@ class Tokens:
     values: torch.Tensor
 
     def to(self, device: torch.device | str) -> Tokens:
-        """The same on another device.
-
-        Args:
-            device: Which.
-        """
+        """The same on another device."""
         return Tokens(*(each.to(device) for each in (self.positions, self.queries, self.keys, self.values)))
 
 
@@ -122,13 +113,7 @@ class LayerMeter:
         self.sample: dict[int, Tokens] = {}
 
     def open(self, sizes: Sizes, device: torch.device | str, output: torch.Tensor | None = None) -> None:
-        """Makes the sums.
-
-        Args:
-            sizes: Of the layer.
-            device: Where they are.
-            output: As from `output_metric`.
-        """
+        """Makes the sums."""
         self.sizes = sizes
         self.attention = AttentionMeter(sizes, self.geometry, output, self.block, device) if self.watch else None
         self.keys = Moments((sizes.kv_heads,), sizes.key_dim, device)
@@ -150,7 +135,6 @@ class LayerMeter:
         """Counts a batch of whole sequences in.
 
         Args:
-            module: The attention module.
             query: (batch, heads, tokens, d), as it meets the keys.
             keys: (batch, kv_heads, tokens, d).
             values: (batch, kv_heads, tokens, e).
@@ -173,7 +157,6 @@ class LayerMeter:
 
         Args:
             keys: (batch, kv_heads, tokens, d), as attention sees them.
-            gradients: Like `keys`.
         """
         pulls = before_rotation(self.geometry, gradients, torch.arange(keys.shape[-2], device=keys.device))
         _pull(self.key_pulls, self.pulled_keys, self.in_frame(keys), pulls)
@@ -190,11 +173,7 @@ class LayerMeter:
         _pull(self.output_pulls, self.pulled_outputs, *grouped)
 
     def forget(self, sampler: Sampler) -> None:
-        """Drops what is no longer in the sample.
-
-        Args:
-            sampler: Who decides.
-        """
+        """Drops what is no longer in the sample."""
         self.sample = {block: tokens for block, tokens in self.sample.items() if block in sampler.kept}
 
     def in_frame(self, vectors: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:

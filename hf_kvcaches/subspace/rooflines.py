@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, whole_number
+from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
 
 Bound = Literal["compute", "bandwidth"]
 
@@ -355,7 +355,7 @@ def _check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> Non
 
 def _check_machine(flops_per_second: float | None, bytes_per_second: float | None) -> None:
     for name, value in (("flops_per_second", flops_per_second), ("bytes_per_second", bytes_per_second)):
-        if value is not None and (not is_number(value) or not value > 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise ConfigError.of(name, "a number above 0, or None", value)
     if (flops_per_second is None) != (bytes_per_second is None):
         raise ConfigError("flops_per_second, bytes_per_second: a prediction needs both. Give both, or neither.")

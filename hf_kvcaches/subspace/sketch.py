@@ -31,8 +31,6 @@ class Sketch(ABC):
 
         Args:
             lead: The leading dimensions, such as (batch, heads).
-            dim: Size of a row.
-            device: Where the state is.
         """
 
     @abstractmethod
@@ -47,44 +45,26 @@ class Sketch(ABC):
 
     @abstractmethod
     def gram(self, state: torch.Tensor) -> torch.Tensor:
-        """The sum of the rows' outer products, as far as the sketch knows it: (..., d, d), float64.
-
-        Args:
-            state: The sketch's state.
-        """
+        """The sum of the rows' outer products, as far as the sketch knows it: (..., d, d), float64."""
 
     @abstractmethod
     def scaled(self, state: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
         """The state with the energy of all past rows multiplied, so that newer ones count for more.
 
         Args:
-            state: The sketch's state.
             factor: 0 and up, a number or a tensor (...) of the leading dimensions.
         """
 
     def forget(self, state: torch.Tensor) -> torch.Tensor:
-        """The state with nothing in it: what to fill with the last tokens where a sketch shall know only these.
-
-        Args:
-            state: The sketch's state.
-        """
+        """The state with nothing in it: what to fill with the last tokens where a sketch shall know only these."""
         return torch.zeros_like(state)
 
     def basis(self, state: torch.Tensor, rank: int) -> torch.Tensor:
-        """The main directions as orthonormal rows, (..., rank, d), float32; any orthonormal ones where there was nothing to see.
-
-        Args:
-            state: The sketch's state.
-            rank: How many, 1 to d.
-        """
+        """The main directions as orthonormal rows, (..., rank, d), float32; any orthonormal ones where there was nothing to see."""
         return principal(self.gram(state), rank).encode.float()
 
     def energies(self, state: torch.Tensor) -> torch.Tensor:
-        """The energy in each direction, (..., d), float64, the largest first.
-
-        Args:
-            state: The sketch's state.
-        """
+        """The energy in each direction, (..., d), float64, the largest first."""
         return principal(self.gram(state), 1).energies
 
 

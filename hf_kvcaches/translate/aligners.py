@@ -105,11 +105,7 @@ class MLPAligner(nn.Module):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> MLPAligner:
-        """An aligner as `state_dict` gave it.
-
-        Args:
-            state: By name.
-        """
+        """An aligner as `state_dict` gave it."""
         hidden, inputs = state["inner.weight"].shape
         # Before room is made for both together.
         if inputs != len(state["weight"]):
@@ -196,7 +192,6 @@ def train_aligner(
     Args:
         aligner: Untrained: its weight and bias are the start, which the result is never worse than on the rows kept apart.
         batches: Pairs of rows by number: `len(batches)` and `batches[i]`, each time the same. Read one at a time.
-        steps: How many.
         lr: The first step's learning rate.
         seed: Of the order of batches and rows.
         state: A file to store the training in; None for none. It may be deleted afterwards.

@@ -85,11 +85,7 @@ class Wanted:
         return self.dtype or ("float16" if self.method == "paper" else "int4")
 
     def ridge_for(self, moments: BlockMoments) -> float:
-        """The regularisation of a fit.
-
-        Args:
-            moments: That it is made of.
-        """
+        """The regularisation of a fit."""
         if self.ridge is not None:
             return self.ridge
         # Where there are hardly more tokens than columns to regress on, the weakest directions are chance.
@@ -97,11 +93,7 @@ class Wanted:
         return max(1e-8, 1e-4 * min(1.0, columns / max(moments.count, 1)) ** 3)
 
     def directions(self, width: int) -> int:
-        """How many codes stand for so many keys and values.
-
-        Args:
-            width: Of them.
-        """
+        """How many codes stand for so many keys and values."""
         return int(self.payload * width * 8 / min(8, _BITS[self.code_dtype]))
 
 
@@ -128,7 +120,6 @@ class Sums:
         """Counts a text in.
 
         Args:
-            producer: Its states by layer.
             consumer: Likewise, with what enters the lowest layer that is not run.
         """
         known = consumer[self.wanted.recompute_layers].hidden
@@ -181,7 +172,6 @@ class Sums:
         """What errors of a layer cost.
 
         Args:
-            layer: Which.
             spread: Covariance of its keys and values.
         """
         if self.wanted.metric == "plain":
@@ -243,7 +233,6 @@ class Pair:
             ids: (tokens,).
             lowest: The layer whose input the consumer knows.
             hidden: Layers whose inputs are wanted of both.
-            queries: See `read_states`.
         """
         found: list[dict[int, State]] = []
         for model, extra in ((self.producer, ()), (self.consumer, (lowest,))):
@@ -280,11 +269,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a stage.
-
-        Args:
-            name: Of the stage.
-        """
+        """Adds the time inside to a stage."""
         start = time.perf_counter()
         try:
             yield
@@ -302,17 +287,7 @@ def fit(
     max_length: int,
     progress: bool,
 ) -> tuple[Maps, TranslatorSettings, Route, tuple[ModelFingerprint, ModelFingerprint]]:
-    """See `CacheTranslator.fit`.
-
-    Args:
-        producer: Likewise.
-        consumer: Likewise.
-        tokenizer: Likewise.
-        texts: Likewise.
-        wanted: What is asked for.
-        max_length: Likewise.
-        progress: Likewise.
-    """
+    """See `CacheTranslator.fit`."""
     if wanted.method == "paper":
         wanted = replace(wanted, metric="plain")  # the only one that it has
     pair, clock = Pair(producer, consumer, tokenizer), Clock()
@@ -406,8 +381,6 @@ def add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: i
     """Counts in what the consumer's loss asks of a text's keys and values.
 
     Args:
-        model: The consumer.
-        sums: Where to.
         ids: Of the text, (tokens,).
         seed: Of the tokens that are drawn.
     """
@@ -418,11 +391,7 @@ def add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: i
 
 
 def join_processes(sums: Sums) -> None:
-    """Adds up what all processes read, so that each has everything.
-
-    Args:
-        sums: Of this process.
-    """
+    """Adds up what all processes read, so that each has everything."""
     if process()[1] == 1:
         return
     moments = [*(blocks.sums for blocks in sums.moments.values()), *sums.losses.values()]
@@ -431,12 +400,7 @@ def join_processes(sums: Sums) -> None:
 
 
 def state_path(folder: Any, layer: int) -> Path | None:
-    """Where the training of a layer's aligner is kept.
-
-    Args:
-        folder: The caller's, or None.
-        layer: The layer.
-    """
+    """Where the training of a layer's aligner is kept."""
     if folder is None:
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,6 @@ def gradient_rows(geometry: RotaryGeometry, keys: torch.Tensor, values: torch.Te
     """Gradients at a layer's keys without rotation and values, side by side as in a `State`, (tokens, width).
 
     Args:
-        geometry: How the layer's keys are rotated.
         keys: At rotated keys, (1, kv_heads, tokens, key_dim).
         values: At values.
         positions: (1, tokens).

@@ -83,12 +83,7 @@ class Trial:
         return logits
 
     def translated(self, maps: Maps, wanted: Wanted) -> Pairs:
-        """Keys and values of all layers that are sent.
-
-        Args:
-            maps: As fitted.
-            wanted: With the type of codes.
-        """
+        """Keys and values of all layers that are sent."""
         codes: dict[str | None, torch.Tensor] = {}
         for encoder in maps.encoders:
             part = encoder.part_of([self.producer[layer] for layer in encoder.layers], wanted.code_dtype, wanted.group)
@@ -118,14 +113,8 @@ def patch(
     """Chooses layers, fits their maps, and keeps those that are better than reuse.
 
     Args:
-        pair: The models.
-        solver: That made the maps.
-        maps: Without patched layers.
-        wanted: What the caller asks for.
         kept: The texts that maps are fitted to.
         apart: Those that layers are tried on.
-        clock: For the stages.
-        progress: Whether to show bars.
     """
     named = None if wanted.patch_layers in ("auto", None) else _named(wanted.patch_layers, solver.sums.sent)
     if named == [] or (named is None and not apart):

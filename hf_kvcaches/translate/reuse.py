@@ -37,18 +37,13 @@ class ReducedRank(NamedTuple):
     consumer: torch.Tensor
 
     def encoder(self, rank: int) -> torch.Tensor:
-        """(producer, rank), float32.
-
-        Args:
-            rank: How many directions.
-        """
+        """(producer, rank), float32."""
         return self.encode[:, :rank].float()
 
     def decoder(self, rank: int, columns: slice = slice(None)) -> Decoder:
         """From what is known and that many codes.
 
         Args:
-            rank: How many directions.
             columns: Of the consumer's.
         """
         known = self.consumer - self.producer @ self.encode[:, :rank] @ self.decode[:rank]

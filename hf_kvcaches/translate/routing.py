@@ -87,7 +87,6 @@ def greedy(score: Score, candidates: Iterable[int], most: int, *, least: int = 0
     Stops when no candidate improves the score, or there are `most`. No set is scored twice.
 
     Args:
-        score: The metric.
         candidates: Indices, each once.
         most: The largest number of steps.
         least: Steps that are taken even where they improve nothing, because a pair may where neither of the two does alone.

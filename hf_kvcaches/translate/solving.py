@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def part_name(layer: int) -> str:
-    """Of the part that a layer is sent in.
-
-    Args:
-        layer: The layer.
-    """
+    """Of the part that a layer is sent in."""
     return f"layer.{layer}"
 
 

@@ -78,7 +78,6 @@ class AdapterSample:
             keys: For each layer (kv_heads, length, head_dim), rotated: of the whole prompt.
             values: For each layer (kv_heads, length, value_dim).
             query: For each layer (heads, head_dim), rotated and not scaled: of the last token.
-            geometries: How each layer rotates.
             tail: How many of the last tokens are run behind the slots.
             scaling: What each layer multiplies logits with; None for `head_dim ** -0.5`.
         """
@@ -160,11 +159,7 @@ class Adapters:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Adapters:
-        """Adapters from what `tensors` gave.
-
-        Args:
-            tensors: By name.
-        """
+        """Adapters from what `tensors` gave."""
         layers = range(len(tensors) // 2)
         if any(each.ndim != 3 or each.shape[1] != each.shape[2] for each in tensors.values()):
             raise ArtifactError(f"The stored adapters have the shapes {[tuple(each.shape) for each in tensors.values()]}.")
@@ -182,7 +177,6 @@ class Adapters:
 
         Args:
             slots: As they were pooled, shifted or not.
-            geometries: How each layer rotates.
         """
         require_layers("slots", slots.keys, len(self.keys))
         require_layers("geometries", geometries, len(self.keys))
@@ -245,11 +239,7 @@ class AdapterTraining:
         return Adapters(*(tuple(each.detach().clone() for each in part) for part in (self._keys, self._values)))
 
     def run(self, steps: int) -> None:
-        """Takes steps.
-
-        Args:
-            steps: How many.
-        """
+        """Takes steps."""
         for _ in range(steps):
             chosen = torch.randperm(len(self._samples), generator=self._generator)[: self._batch].tolist()
             with torch.enable_grad():
@@ -271,11 +261,7 @@ class AdapterTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes back to where `state_dict` was taken.
-
-        Args:
-            state: What it gave.
-        """
+        """Goes back to where `state_dict` was taken."""
         given = Adapters.of(state["adapters"])
         require_layers("state", given.keys, len(self._keys))
         with torch.no_grad():
@@ -293,11 +279,8 @@ def fit_adapters(
 
     Args:
         samples: From several prompts.
-        steps: How many.
-        lr: The step size.
         weight: Of the pull towards the identity.
         seed: Decides in which order samples are seen.
-        batch: Samples a step.
     """
     training = AdapterTraining(samples, lr=lr, weight=weight, seed=seed, batch=batch)
     training.run(steps)

@@ -79,11 +79,7 @@ class EntryContents:
         return ()
 
     def beginning(self, ids: Ids) -> tuple[str | None, int]:
-        """The entry that shares the longest beginning with a prompt, and how many tokens that is.
-
-        Args:
-            ids: Tokens.
-        """
+        """The entry that shares the longest beginning with a prompt, and how many tokens that is."""
         index = bisect_left(self._order, (_sortable(ids), ""))
         best, longest = None, 0
         # The longest common beginning is that of a neighbour in the order.
@@ -179,7 +175,6 @@ class EntryStore:
         """An entry, or None where there is none of that id and scope, or none any more, or a damaged one.
 
         Args:
-            key: Its id.
             check: Raises an `ArtifactError` for tensors that are not what they should be: the entry is deleted then.
         """
         head = self.head(key)
@@ -209,29 +204,17 @@ class EntryStore:
                 yield entry
 
     def head(self, key: str) -> EntryHead | None:
-        """What is known of an entry without reading it, or None.
-
-        Args:
-            key: Its id.
-        """
+        """What is known of an entry without reading it, or None."""
         with self.catalog.lock:
             return self.contents.heads.get(key)
 
     def exact(self, ids: Sequence[int]) -> str | None:
-        """The id of the entry with exactly these tokens, or None.
-
-        Args:
-            ids: Tokens.
-        """
+        """The id of the entry with exactly these tokens, or None."""
         key = self._key(_as_ids(ids))
         return key if key in self else None
 
     def beginning(self, ids: Ids) -> tuple[str | None, int]:
-        """The id of the entry that shares the longest beginning with a prompt, and how many tokens that is.
-
-        Args:
-            ids: Tokens.
-        """
+        """The id of the entry that shares the longest beginning with a prompt, and how many tokens that is."""
         with self.catalog.lock:
             return self.contents.beginning(ids)
 
@@ -240,7 +223,6 @@ class EntryStore:
 
         Args:
             embedding: `(dim,)`, of length 1.
-            k: How many.
         """
         vectors = self.contents.vectors
         return [] if vectors is None else vectors.search(embedding, k)[0]
@@ -254,7 +236,6 @@ class EntryStore:
         """Counts the work that an entry saved.
 
         Args:
-            key: Its id.
             tokens: That were not computed; None: as many as it has.
         """
         head = self.head(key)
@@ -266,20 +247,11 @@ class EntryStore:
                 self._saved_tokens += saved
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keeps an entry from eviction, by any process.
-
-        Args:
-            key: Its id.
-            pinned: False takes the pin off.
-        """
+        """Keeps an entry from eviction, by any process."""
         self.catalog.pin(key, pinned)
 
     def delete(self, key: str) -> bool:
-        """Deletes an entry of this scope, and returns whether it was there.
-
-        Args:
-            key: Its id.
-        """
+        """Deletes an entry of this scope, and returns whether it was there."""
         return key in self and self.catalog.delete(key)
 
     def refresh(self) -> None:

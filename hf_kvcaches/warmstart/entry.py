@@ -49,11 +49,7 @@ class Facts:
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Those in an entry's provenance, or None where no library has put them there.
-
-        Args:
-            provenance: From JSON.
-        """
+        """Those in an entry's provenance, or None where no library has put them there."""
         try:
             ids = np.frombuffer(base64.b64decode(provenance["ids"], validate=True), "<u4").astype(np.uint32)
             return cls(ids, provenance["stored"])

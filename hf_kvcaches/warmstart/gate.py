@@ -187,7 +187,6 @@ def changes(source: str, target: str, *, stop: bool = False) -> Changes:
     """What differs between two texts, word by word.
 
     Args:
-        source: The earlier text.
         target: The new one.
         stop: Whether the first risk is enough; texts that have little in common take long otherwise. Places are then read from the end,
             where the question is.

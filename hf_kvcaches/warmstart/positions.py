@@ -125,11 +125,7 @@ class PositionCorrection:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> PositionCorrection:
-        """A correction from what `tensors` gave.
-
-        Args:
-            tensors: By name.
-        """
+        """A correction from what `tensors` gave."""
         try:
             return cls(tensors["embeddings"], tuple(tensors[f"maps.{layer}"] for layer in range(len(tensors) - 1)))
         except KeyError as error:

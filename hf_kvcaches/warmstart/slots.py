@@ -64,23 +64,13 @@ class Slots:
 
     @classmethod
     def from_layers(cls, layers: Sequence[LayerSlots], length: int) -> Slots:
-        """Slots from those of each layer.
-
-        Args:
-            layers: One for each layer.
-            length: Tokens of the prompt.
-        """
+        """Slots from those of each layer."""
         keys, values, positions, counts = (tuple(layer[part] for layer in layers) for part in range(len(_PARTS)))
         return cls(keys, values, positions, counts, length)
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], length: int) -> Slots:
-        """Slots from what `tensors` gave.
-
-        Args:
-            tensors: By name.
-            length: Tokens of the prompt.
-        """
+        """Slots from what `tensors` gave."""
         found: dict[int, LayerSlots] = {}
         try:
             for stack in range(sum(name.startswith("layers.") for name in tensors)):
@@ -132,18 +122,13 @@ class Slots:
 
         Args:
             delta: Length of the other prompt minus `length`.
-            geometries: How each layer rotates.
         """
         require_layers("geometries", geometries, len(self.keys))
         keys = tuple(geometry.shift(own[None], delta)[0] for own, geometry in zip(self.keys, geometries, strict=True))
         return replace(self, keys=keys, positions=tuple(own + delta for own in self.positions), length=self.length + delta)
 
     def to(self, device: torch.device | str) -> Slots:
-        """The same on a device.
-
-        Args:
-            device: Where to.
-        """
+        """The same on a device."""
         return Slots.from_layers([LayerSlots(*(part.to(device) for part in layer)) for layer in self.layers()], self.length)
 
 
@@ -152,20 +137,12 @@ def turned(keys: torch.Tensor, delta: int, geometry: RotaryGeometry) -> torch.Te
 
     Args:
         keys: (kv_heads, n, head_dim), rotated.
-        delta: How far.
-        geometry: How the layer rotates.
     """
     return geometry.shift(keys[None], delta)[0] if geometry.kind == "rope" else keys
 
 
 def require_layers(argument: str, given: Sequence[object], layers: int) -> None:
-    """Refuses a sequence that has not one element for each layer.
-
-    Args:
-        argument: Its name.
-        given: The sequence.
-        layers: How many there should be.
-    """
+    """Refuses a sequence that has not one element for each layer."""
     if len(given) != layers:
         raise ConfigError.of(argument, f"one for each of {layers} layers", len(given))
 
