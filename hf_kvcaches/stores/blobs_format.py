@@ -17,6 +17,7 @@ billion of the others. Neither is there against someone who means harm: whoever 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -24,6 +25,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -90,6 +93,17 @@ def head_as_json(head: Mapping[str, Any]) -> str:
     if not same:
         raise ConfigError.of("head", "a dict that comes back from JSON as it was", head, hint)
     return text
+
+
+def array_as_text(values: npt.ArrayLike, dtype: str) -> str:
+    """An array as a head can hold it; `dtype` in NumPy's notation, with the order of its bytes."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
+
+
+def array_of_text(text: str, dtype: str) -> npt.NDArray[Any]:
+    """Undoes `array_as_text`, with the machine's own order of bytes; a `ValueError` or `TypeError` for any other text."""
+    array = np.frombuffer(base64.b64decode(text, validate=True), dtype)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 from hf_kvcaches.warmstart.slots import LayerSlots, Slots, require_layers, turned
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ class AdapterSample:
             raise ConfigError.of("compressor", "one without adapters", "one with adapters")
         require_layers("geometries", geometries, len(keys))
         length = keys[0].shape[1]
-        if isinstance(tail, bool) or not isinstance(tail, int) or not 1 <= tail < length:
-            raise ConfigError.of("tail", f"an integer of 1 to {length - 1}", tail)
+        tail = whole_number("tail", tail, 1, f"an integer of 1 to {length - 1}", most=length - 1)
         start = length - tail
         slots = compressor.compress([own[:, :start] for own in keys], [own[:, :start] for own in values], query, length, scaling)
         layers = []
@@ -219,8 +218,7 @@ class AdapterTraining:
             raise ConfigError.of("lr", "a number above 0", lr)
         if not weight >= 0:
             raise ConfigError.of("weight", "a number of at least 0", weight)
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise ConfigError.of("batch", "an integer of at least 1", batch)
+        batch = whole_number("batch", batch, 1)
         self._samples, self._weight, self._batch = list(samples), weight, min(batch, len(samples))
         start = Adapters.identity(samples[0])
         self._keys, self._values = ([each.requires_grad_() for each in part] for part in (start.keys, start.values))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import time
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from hf_kvcaches.core.splicing.tokens import Ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.stores.blobs import TIMEOUT, Stored
+from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.reading import not_finite
 from hf_kvcaches.stores.vectors import VectorIndex
@@ -50,7 +50,7 @@ class EntryContents:
                 continue
             if data["scope"] == self.scope:
                 try:
-                    vectors[key] = self.checked(np.frombuffer(base64.b64decode(data["embedding"], validate=True), "<f4"))
+                    vectors[key] = self.checked(array_of_text(data["embedding"], "<f4"))
                 except ValueError:
                     continue
                 if self.vectors is None:
@@ -59,10 +59,9 @@ class EntryContents:
                 text, length, provenance = data["text"], data["length"], data["provenance"]
                 self.heads[key] = EntryHead(text, length, provenance, data["created"], data["sizes"], size, facts)
                 if facts is not None:
-                    self._order.append((_sortable(facts.ids), key))
+                    insort(self._order, (_sortable(facts.ids), key))
             tokens[key] = data["length"]
         # All at once: one by one takes longer.
-        self._order.sort()
         if vectors and self.vectors is not None:
             self.vectors.add(list(vectors), np.stack(list(vectors.values())))
         return tokens
@@ -163,7 +162,7 @@ class EntryStore:
             "provenance": dict(entry.provenance),
             "sizes": sizes,
             # In the head, so that opening the store does not read the tensors of all entries.
-            "embedding": base64.b64encode(embedding.astype("<f4").tobytes()).decode(),
+            "embedding": array_as_text(embedding, "<f4"),
         }
         if key not in self and not self.catalog.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors}):
             return None

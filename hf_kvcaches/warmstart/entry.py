@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hf_kvcaches.core.splicing.tokens import Ids
+from hf_kvcaches.stores.blobs_format import array_of_text
 
 Embedding = npt.NDArray[np.float32]
 
@@ -51,8 +51,7 @@ class Facts:
     def of(cls, provenance: Mapping[str, Any]) -> Self | None:
         """Those in an entry's provenance, or None where no library has put them there."""
         try:
-            ids = np.frombuffer(base64.b64decode(provenance["ids"], validate=True), "<u4").astype(np.uint32)
-            return cls(ids, provenance["stored"])
+            return cls(array_of_text(provenance["ids"], "<u4"), provenance["stored"])
         except (LookupError, TypeError, ValueError):
             return None
 

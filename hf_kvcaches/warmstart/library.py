@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from hf_kvcaches.errors import (
     whole_number,
 )
 from hf_kvcaches.stores.blobs import TIMEOUT
+from hf_kvcaches.stores.blobs_format import array_as_text
 from hf_kvcaches.warmstart.adapters import Adapters
 from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
@@ -159,7 +159,7 @@ class WarmStartLibrary:
             packed, stored = codec.encode(states.layers, {}, quantization)
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
         # In the head, so that entries can be compared token by token without reading their tensors.
-        facts = {"ids": base64.b64encode(as_ids(ids).astype("<u4").tobytes()).decode(), "stored": stored, "user": provenance}
+        facts = {"ids": array_as_text(as_ids(ids), "<u4"), "stored": stored, "user": provenance}
         return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, facts))
 
     def _encoded(self, text: str, ids: Sequence[int]) -> Any:

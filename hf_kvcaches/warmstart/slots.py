@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 
 _PARTS = ("keys", "values", "positions", "counts")
 
@@ -57,8 +57,7 @@ class Slots:
         layers = {name: len(getattr(self, name)) for name in _PARTS}
         if len(set(layers.values())) > 1:
             raise ConfigError.of("keys, values, positions, counts", "as many layers in each", layers)
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1:
-            raise ConfigError.of("length", "an integer of at least 1", self.length)
+        whole_number("length", self.length, 1)
         for index, layer in enumerate(self.layers()):
             _check_layer(index, layer)
 

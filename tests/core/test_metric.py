@@ -11,7 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_kvcaches.compat import attention_module, base_model
-from hf_kvcaches.core.metric import QueryMeter, Sizes, output_metric
+from hf_kvcaches.core.metric import QueryMeter, Sizes, before_rotation, output_metric
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.translate.states import Tokens, read_states, require_plain_layers
 from tests.translate.models import MODELS, layers_of
 
@@ -70,6 +71,18 @@ def test_the_logit_moment_gives_the_square_of_a_models_own_logit(family):
         key = content[head // (len(moment) // len(content))]
         scale = float(key.square().sum() * own.diagonal().sum())
         assert float(key @ own @ key) == pytest.approx(float(logits[0][head]) ** 2, rel=1e-4, abs=1e-5 * scale)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("rotary_dim", [4, 8])
+def test_gradients_before_a_rotation_are_those_through_it_also_where_it_scales_and_leaves_dimensions_alone(layout, rotary_dim):
+    frequencies = 10.0 ** -torch.arange(rotary_dim // 2, dtype=torch.float64)
+    geometry = RotaryGeometry(frequencies, 8, layout=layout, attention_scaling=1.5)
+    keys, weights = (torch.randn(2, 3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    keys.requires_grad_()
+    positions = torch.arange(5) + 7
+    (geometry.rotate(keys, positions) * weights).sum().backward()
+    torch.testing.assert_close(before_rotation(geometry, weights, positions), keys.grad)
 
 
 def test_queries_meet_no_keys_beyond_a_window_and_more_than_was_expected():
