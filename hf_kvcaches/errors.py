@@ -80,6 +80,11 @@ def whole_number(argument: str, value: Any, least: int, expected: str = "", hint
     return int(value)
 
 
+def is_number(value: object) -> bool:
+    """Whether a value is an int or a float, and no bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def require_choice(argument: str, value: object, known: Collection[str | None], *, also: str = "", hint: str = "") -> None:
     """Refuses a value that is none of the known ones, and says which it was perhaps meant to be.
 

@@ -345,7 +345,8 @@ def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> l
             seconds[name].append(own)
         near: list[tuple[str, float]] = parts["search"][1]
         _, shared = parts["beginning"][1]
-        nearest += bool((library._known[near[0][0]].ids == source).all())
+        head = library.entries.head(near[0][0])
+        nearest += bool(head and head.facts and (head.facts.ids == source).all())
         if shared < common_prefix(source, ids):
             raise SystemExit(f"look-up among {count}: a stored prompt begins like it for longer: not timed")
     if nearest < 0.9 * calls:

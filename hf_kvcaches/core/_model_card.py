@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 
 _BEGIN = "<!-- hf_kvcaches: begin of the generated part, which saving replaces -->"
@@ -69,5 +72,16 @@ def merge_cards(existing: str | None, generated: str) -> str | None:
     return existing[:start] + generated[generated.index(_BEGIN) :].rstrip("\n") + existing[end + len(_END) :]
 
 
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows with the same names as a Markdown table; "" for none."""
+    if not rows:
+        return ""
+    cells = [[_cell(row.get(name)) for name in rows[0]] for row in rows]
+    lines = [f"| {' | '.join(rows[0])} |", f"|{'---|' * len(rows[0])}", *(f"| {' | '.join(line)} |" for line in cells)]
+    return "\n".join(lines)
+
+
 def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
     return str(value).replace("|", "\\|").replace("\n", " ")

@@ -63,6 +63,21 @@ def process() -> tuple[int, int]:
     return int(state.process_index), int(state.num_processes)
 
 
+def process_device() -> torch.device:
+    """The device on which processes exchange tensors, where there are several."""
+    from accelerate import PartialState
+
+    return torch.device(PartialState().device)
+
+
+def add_up(tensors: Iterable[torch.Tensor]) -> None:
+    """Sums tensors over all processes, in place; each process has as many, of the same shapes."""
+    from accelerate.utils import reduce
+
+    for tensor in tensors:
+        tensor.copy_(reduce(tensor.to(process_device()), reduction="sum"))
+
+
 def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """The Kullback-Leibler divergence in nats, (...).
 

@@ -116,9 +116,6 @@ def plan_row(
     Args:
         ids: All tokens of the row, without the last, which is always computed.
         begin: How many of them are in the cache already.
-        chain: The name of those.
-        index: What is stored.
-        policy: What is let in.
         mode: Whether approximations are let in, with or without gates.
         layers: How many the model has.
         resembling: Looks for near-identical segments; only asked where something verbatim was found, because a look takes longer.
@@ -170,8 +167,6 @@ def settle(part: Part, passed: bool, deviations: npt.NDArray[np.float32] | None 
     """What becomes of a part that has been looked at.
 
     Args:
-        part: The part.
-        passed: Whether it may be reused.
         deviations: How much the keys of its tokens deviate, (tokens,), where some are to be chosen.
     """
     if not passed:
@@ -261,12 +256,7 @@ def _stood_before(run: Run) -> Ids:
 
 
 def similarity(a: Ids, b: Ids) -> float:
-    """How alike two texts end, as the Jaccard similarity of the shingles of their last tokens.
-
-    Args:
-        a: Tokens.
-        b: Tokens.
-    """
+    """How alike two texts end, as the Jaccard similarity of the shingles of their last tokens."""
     first, second = (_shingles(ids[-SURROUNDINGS:].tobytes()) for ids in (a, b))
     if not first or not second:
         return float(np.array_equal(a, b))

@@ -23,7 +23,7 @@ from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.core.splicing.codec import Quantization
-from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.segments.cache import SegmentReuseCache
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.store import SegmentStore
@@ -70,7 +70,6 @@ def next_tokens(model: PreTrainedModel, prompt: Tokens, asked: Tokens, cache: Se
     """The logits of each asked token's place, (asked tokens, vocabulary).
 
     Args:
-        model: The model.
         prompt: What is prefilled.
         asked: What follows, fed in as it is.
         cache: A new one that reuses, or None for the model alone.
@@ -171,10 +170,9 @@ def calibrate(
         asked: How many tokens at the end of each prompt are withheld, and compared.
         quantization: How the store that the policy is for keeps keys and values. The others are measured with the chosen policy, too.
         check_layers: The layers to try for probes; None: 1, 2 and the middle one.
-        progress: Whether to show a bar.
     """
     for name, number in (("bound", bound), ("slack", slack)):
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < float("inf"):
+        if not is_number(number) or not 0 <= number < float("inf"):
             raise ConfigError.of(name, "a number of at least 0", number)
     series = _series(prompts, asked)
     if quantization not in _QUANTIZATIONS:
@@ -379,8 +377,6 @@ def measure_break_even(
     """Measures storing, reusing and computing of segments of some lengths; medians.
 
     Args:
-        model: The model.
-        tokenizer: Its tokenizer, or None.
         ids: A text that segments are taken from, one after the other.
         lengths: Tokens of the segments.
         location: As for `SegmentStore`, an empty one.

@@ -53,9 +53,6 @@ def canonical(text: str) -> str:
     Lower case, white space as single spaces, and a placeholder for each of: dates and timestamps (ISO 8601 and the common ones), clock
     times, UUIDs, hexadecimal ids (behind 0x, or of 8 and more digits, letters among them), and numbers of 5 and more digits. Twice is as
     once.
-
-    Args:
-        text: Any text.
     """
     return _MASKED.sub(PLACEHOLDER, " ".join(text.lower().split()))
 
@@ -96,27 +93,16 @@ class Signer:
         """Signatures `(spans, permutations)`.
 
         Args:
-            ids: The prompt.
             spans: Start and stop of each, as places of tokens; what else a tuple holds is left alone.
         """
         return self.hasher.signatures(self.shingles(ids, spans))
 
     def left_of(self, ids: Ids, starts: Sequence[int]) -> NDArray[np.uint32]:
-        """Signatures of the `left` tokens, or as many as there are, that stand before each place: `(starts, permutations)`.
-
-        Args:
-            ids: The prompt.
-            starts: Places of tokens.
-        """
+        """Signatures of the `left` tokens, or as many as there are, that stand before each place: `(starts, permutations)`."""
         return self.of(ids, [(max(start - self.left, 0), start) for start in starts])
 
     def shingles(self, ids: Ids, spans: Sequence[tuple[int, ...]]) -> list[NDArray[np.uint32]]:
-        """Hashes of the shingles of each span, in the order of the text.
-
-        Args:
-            ids: The prompt.
-            spans: As for `of`.
-        """
+        """Hashes of the shingles of each span, in the order of the text."""
         if not len(spans):
             return []
         if self._pieces is None:
@@ -153,9 +139,6 @@ def _word_hashes(text: str) -> tuple[NDArray[np.uint64], list[int]]:
     """Hashes of the words of the canonical form of a text, and which of them are `_BETWEEN`.
 
     On arrays of characters: prompts are long, and Python's way through them word by word takes ten times as long.
-
-    Args:
-        text: In lower case.
     """
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32).astype(np.int64)
     classes = _classes(codes)

@@ -40,9 +40,6 @@ class Experience:
         """Whether a segment would pass a probe, or None where nothing is known of it.
 
         Args:
-            scope: See `Record`.
-            layer: At which keys are compared.
-            ids: The segment's tokens.
             similarity: Of the surroundings, old and new.
             threshold: What a score must reach.
         """
@@ -56,11 +53,7 @@ class Experience:
         """Remembers what a probe found.
 
         Args:
-            scope: See `Record`.
-            layer: At which keys were compared.
-            ids: The segment's tokens.
             similarity: Of the surroundings, old and new.
-            score: Of the probe.
         """
         with self._lock:
             key = _key(scope, layer, ids)
@@ -75,11 +68,7 @@ class Experience:
         return [[*key, similarity, score] for key, similarity, score in told]
 
     def hear(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Remembers what a process told of. A `TypeError`, `ValueError` or `OverflowError` where it is something else.
-
-        Args:
-            rows: As `untold` gave them.
-        """
+        """Remembers what a process told of. A `TypeError`, `ValueError` or `OverflowError` where it is something else."""
         read = [((str(scope), int(layer), str(name)), float(similarity), float(score)) for scope, layer, name, similarity, score in rows]
         if not all(math.isfinite(number) for _, *numbers in read for number in numbers):
             raise ValueError("scores that are not finite")
@@ -107,18 +96,12 @@ class ToldBlobs:
         """Counts one in.
 
         Args:
-            key: Its id.
             created: When, in seconds since 1970.
-            size: The bytes that it takes.
         """
         self._blobs[key] = created, size
 
     def remove(self, key: str) -> None:
-        """Counts one out, if it is one.
-
-        Args:
-            key: Its id.
-        """
+        """Counts one out, if it is one."""
         self._blobs.pop(key, None)
 
     def excess(self) -> list[str]:

@@ -102,12 +102,7 @@ class SegmentIndex:
         self._signatures: SignatureIndex | None = None
 
     def add(self, key: str, record: Record) -> None:
-        """Makes a segment known.
-
-        Args:
-            key: Its id.
-            record: What is known of it.
-        """
+        """Makes a segment known."""
         if key in self.records:
             return
         self.records[key] = record
@@ -129,11 +124,7 @@ class SegmentIndex:
                 del alike[:-ALIKE]
 
     def remove(self, key: str) -> None:
-        """Forgets a segment, if it is known.
-
-        Args:
-            key: Its id.
-        """
+        """Forgets a segment, if it is known."""
         record = self.records.pop(key, None)
         if record is None:
             return
@@ -161,9 +152,7 @@ class SegmentIndex:
         """The longest start of a row that earlier rows had, cut into what is stored of it, and the name of all tokens up to its end.
 
         Args:
-            ids: The row.
             chain: The name of its first `start` tokens.
-            start: From where on.
             exact_only: Whether to leave out what holds approximations.
         """
         whole = self._from_the_start(ids, chain, start, exact_only)
@@ -201,20 +190,12 @@ class SegmentIndex:
         return found
 
     def shares_with(self, ids: Ids) -> int:
-        """About how many shingles of a stretch stand in stored segments: never too few, sometimes too many.
-
-        Args:
-            ids: The stretch.
-        """
+        """About how many shingles of a stretch stand in stored segments: never too few, sometimes too many."""
         places, bits = _bits(ids)
         return int((self._seen[places] & bits != 0).sum())
 
     def near(self, signature: Signature) -> list[Record]:
-        """Segments that resemble one, by the signatures of their canonical texts.
-
-        Args:
-            signature: As `Record.signature`.
-        """
+        """Segments that resemble one, by the signatures of their canonical texts."""
         if self._signatures is None:
             self._signatures = SignatureIndex(NEAR)
             for key, record in self.records.items():
@@ -226,8 +207,6 @@ class SegmentIndex:
         """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps.
 
         Args:
-            ids: The row.
-            start: From where on.
             shortest: Shorter runs are not worth it.
         """
         found: list[Run] = []

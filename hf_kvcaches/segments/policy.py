@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from hf_kvcaches.core._model_card import markdown_table
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.errors import ConfigError, is_number, whole_number
 
 RepairBy = Literal["first", "deviation"]
 
@@ -62,7 +63,7 @@ class SegmentPolicy(Artifact):
     def __post_init__(self) -> None:
         for name, low, high, hint in _RANGES:
             value = getattr(self, name)
-            if not _is_number(value) or not low <= value <= high:
+            if not is_number(value) or not low <= value <= high:
                 raise ConfigError.of(name, f"a number from {low} to {high}", value, hint)
         counted = "It counts tokens."
         hints = {"check_layer": "Layer 0 knows nothing of what stands to the left.", "shortest": counted, "aligned": counted}
@@ -71,7 +72,7 @@ class SegmentPolicy(Artifact):
             object.__setattr__(self, name, whole_number(name, value, 1, hint=hint))
         if self.repair_by not in ("first", "deviation"):
             raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by, "'first' takes no extra look at keys.")
-        if self.bound is not None and not (_is_number(self.bound) and self.bound >= 0):
+        if self.bound is not None and not (is_number(self.bound) and self.bound >= 0):
             raise ConfigError.of("bound", "a number of nats of at least 0, or None", self.bound, "Calibration sets it.")
         object.__setattr__(self, "guard", _guard(self.guard))
         object.__setattr__(self, "measured", tuple(self.measured))
@@ -134,7 +135,7 @@ class SegmentPolicy(Artifact):
         lines = [
             f"Thresholds at which accepted segments kept a mean KL divergence of at most {self.bound:g} nats on the next tokens.",
             "",
-            *_markdown(self.measured),
+            markdown_table(self.measured),
         ]
         return "\n".join(lines)
 
@@ -152,14 +153,10 @@ class SegmentPolicy(Artifact):
         return changed
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _guard(given: Any) -> tuple[tuple[float, int], ...]:
     """The pairs, as tuples."""
     pairs = [tuple(pair) if isinstance(pair, tuple | list) else () for pair in given] if isinstance(given, tuple | list) else [()]
-    sound = all(len(pair) == 2 and _is_number(pair[0]) and 0 < pair[0] <= 1 and type(pair[1]) is int and pair[1] >= 0 for pair in pairs)
+    sound = all(len(pair) == 2 and is_number(pair[0]) and 0 < pair[0] <= 1 and type(pair[1]) is int and pair[1] >= 0 for pair in pairs)
     if not sound or pairs != sorted(pairs):
         raise ConfigError.of(
             "guard",
@@ -168,15 +165,3 @@ def _guard(given: Any) -> tuple[tuple[float, int], ...]:
             "Such as ((0.25, 512),); () lets nothing in unrepaired.",
         )
     return tuple((float(share), tokens) for share, tokens in pairs)
-
-
-def _markdown(rows: tuple[dict[str, Any], ...]) -> list[str]:
-    if not rows:
-        return []
-    names = list(rows[0])
-    cells = [[_cell(row.get(name)) for name in names] for row in rows]
-    return [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}", *(f"| {' | '.join(line)} |" for line in cells)]
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_kvcaches.core.splicing.tokens import Ids
+from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 
 Signature = npt.NDArray[np.uint32]
 Tier = Literal["exact", "guarded", "repaired", "probed", "computed"]
@@ -30,11 +30,7 @@ class Chain:
         self._hasher = hashlib.blake2b(digest_size=16)
 
     def extend(self, ids: Ids) -> Chain:
-        """The name after more tokens; this one stays as it is.
-
-        Args:
-            ids: The tokens.
-        """
+        """The name after more tokens; this one stays as it is."""
         longer = Chain.__new__(Chain)
         longer._hasher = self._hasher.copy()
         longer._hasher.update(np.ascontiguousarray(ids, dtype="<u4").data)
@@ -92,16 +88,15 @@ class Record:
         """As JSON can hold it."""
         arrays = {"ids": self.ids, "context": self.context, "signature": self.signature, "surroundings": self.surroundings}
         plain = {name: getattr(self, name) for name in _KINDS}
-        return plain | {name: None if value is None else _packed(value) for name, value in arrays.items()}
+        return plain | {name: None if value is None else array_as_text(value, "<u4") for name, value in arrays.items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
-        """Undoes `to_dict`; a `LookupError`, `TypeError` or `ValueError` where something is missing or of the wrong kind.
-
-        Args:
-            data: From JSON.
-        """
-        arrays = {name: None if data[name] is None else _unpacked(data[name]) for name in ("ids", "context", "signature", "surroundings")}
+        """Undoes `to_dict`; a `LookupError`, `TypeError` or `ValueError` where something is missing or of the wrong kind."""
+        arrays = {
+            name: None if data[name] is None else array_of_text(data[name], "<u4")
+            for name in ("ids", "context", "signature", "surroundings")
+        }
         plain = {name: data[name] for name in _KINDS}
         for name, kind in _KINDS.items():
             if type(plain[name]) is not kind:
@@ -111,11 +106,3 @@ class Record:
         if arrays["ids"] is None or not len(arrays["ids"]) or arrays["context"] is None:
             raise ValueError("a segment without tokens, or without those to the left of it")
         return cls(**plain, **arrays)  # type: ignore[arg-type]
-
-
-def _packed(values: npt.NDArray[np.uint32]) -> str:
-    return base64.b64encode(np.ascontiguousarray(values, dtype="<u4").tobytes()).decode()
-
-
-def _unpacked(text: str) -> npt.NDArray[np.uint32]:
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype="<u4").astype(np.uint32, copy=False)

@@ -69,9 +69,6 @@ class Remembering:
         """Takes over what is to be stored as soon as it is computed.
 
         Args:
-            rows: With something new.
-            scope: See `Record`.
-            reader: Cuts rows into segments.
             needed: How many slots the layers will hold then.
         """
         with self._lock:

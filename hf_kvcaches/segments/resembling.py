@@ -33,7 +33,6 @@ class Resembling:
         """Stretches of the gaps that stand in similar segments, in order and without overlaps.
 
         Args:
-            ids: The row.
             gaps: Where to look, as (start, stop).
             shortest: Gaps and stretches with fewer tokens are not worth it.
         """

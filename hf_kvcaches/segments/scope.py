@@ -52,10 +52,6 @@ def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantiz
 
     Args:
         identity: Under which its tokens are computed.
-        model: That computes them.
-        tokenizer: Its tokenizer, or None.
-        quantization: How segments are stored.
-        depth: Of how many layers.
     """
     parts = (str(FORMAT), identity.digest, _tokenizer_name(tokenizer), str(quantization), str(depth), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
@@ -77,12 +73,7 @@ _without_tokenizer: dict[tuple[str, ...], Reader] = {}
 
 
 def reader_for(tokenizer: Any, separators: tuple[str, ...]) -> Reader:
-    """One for each tokenizer, because it learns tokens by heart.
-
-    Args:
-        tokenizer: Or None.
-        separators: The caller's own.
-    """
+    """One for each tokenizer, because it learns tokens by heart."""
     known = _without_tokenizer if tokenizer is None else _readers.setdefault(tokenizer, {})
     if separators not in known:
         discovery = Discovery(tokenizer, separators=separators, shortest=SHORTEST, longest=LONGEST)

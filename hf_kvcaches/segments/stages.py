@@ -90,12 +90,7 @@ class Stages:
         return kept
 
     def cost_of_looking(self, row: Row, costs: Costs) -> float:
-        """What was run of a row only to settle its parts, in floating-point operations; a look at a layer counts for all of that layer.
-
-        Args:
-            row: One of the rows, settled.
-            costs: Of the model.
-        """
+        """What was run of a row only to settle its parts, in floating-point operations; a look at a layer counts for all of that layer."""
         looked = self._looked.get(row.number)
         if looked is None:
             return 0.0

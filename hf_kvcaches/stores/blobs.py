@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, is_number
 from hf_kvcaches.stores.blobs_format import checked_key, crc32_of, dense, head_as_json
 from hf_kvcaches.stores.reading import as_bytes
 
@@ -120,12 +120,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Marks a key for all processes, whether or not there is a blob. The store gives no meaning to that.
-
-        Args:
-            key: To be marked.
-            pinned: Whether to set the mark or to take it off.
-        """
+        """Marks a key for all processes, whether or not there is a blob. The store gives no meaning to that."""
 
     @abstractmethod
     def pinned(self) -> frozenset[str]:
@@ -175,12 +170,7 @@ class BlobStore(ABC):
             self._touch(key)
 
     def discard(self, key: str, reason: object) -> None:
-        """Deletes what was found damaged, and complains unless another was quicker.
-
-        Args:
-            key: Of the blob.
-            reason: What is wrong with it.
-        """
+        """Deletes what was found damaged, and complains unless another was quicker."""
         try:
             there = self._remove(key)
         except StoreUnavailable:
@@ -291,7 +281,7 @@ def open_blobs(location: str, timeout: float = TIMEOUT) -> BlobStore:
             several stores in one database.
         timeout: Seconds that one answer of Redis may take, and all calls of a request together. Others answer at once.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+    if not is_number(timeout) or not 0 < timeout < math.inf:
         raise ConfigError.of("timeout", "a number of seconds above 0", timeout, f"{TIMEOUT:g} is the default.")
     kind, colon, rest = location.partition(":") if isinstance(location, str) else ("", "", "")
     if location == "memory":

@@ -17,6 +17,7 @@ billion of the others. Neither is there against someone who means harm: whoever 
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -24,6 +25,8 @@ import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -92,6 +95,17 @@ def head_as_json(head: Mapping[str, Any]) -> str:
     return text
 
 
+def array_as_text(values: npt.ArrayLike, dtype: str) -> str:
+    """An array as a head can hold it; `dtype` in NumPy's notation, with the order of its bytes."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
+
+
+def array_of_text(text: str, dtype: str) -> npt.NDArray[Any]:
+    """Undoes `array_as_text`, with the machine's own order of bytes; a `ValueError` or `TypeError` for any other text."""
+    array = np.frombuffer(base64.b64decode(text, validate=True), dtype)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
 def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the CPU and contiguous, not copied where they are so already; a `ConfigError` for what can't be stored."""
     plain = {}
@@ -118,7 +132,6 @@ def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
     Args:
         key: A checked key. It isn't written, but in the checksum.
-        head: What JSON can hold.
         tensors: By name. They come back in this order.
     """
     written, plain = head_as_json(head), dense(tensors)
@@ -152,7 +165,6 @@ def header_length(start: bytes | memoryview, size: int) -> int:
 
     Args:
         start: The first 8 bytes or more.
-        size: Of the whole blob.
     """
     if size < _CHECK.stop or len(start) < _LENGTH:
         raise ArtifactError(f"it ends after {size} bytes, in its header")
@@ -166,7 +178,6 @@ def read_header(key: str, header: bytes | memoryview) -> Header:
     """What a header says, or an `ArtifactError` with the reason why it can't be trusted.
 
     Args:
-        key: Where the blob was found.
         header: All that stands before the body, and nothing else.
     """
     if header_length(header, len(header)) != len(header):
@@ -190,7 +201,6 @@ def decode(key: str, content: Any) -> dict[str, Tensor]:
     """The tensors of a blob, in its own memory; an `ArtifactError` with the reason if a single bit is not as it was.
 
     Args:
-        key: Where the blob was found.
         content: All of it, in writable memory: torch warns of any other. It lives as long as the tensors do.
     """
     view = memoryview(content)

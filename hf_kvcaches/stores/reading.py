@@ -74,12 +74,7 @@ class Place(NamedTuple):
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Opens a regular file, also behind a link, without waiting for anything. A folder, a FIFO or a device is an `OSError`.
-
-    Args:
-        path: The file.
-        flags: How to open it.
-    """
+    """Opens a regular file, also behind a link, without waiting for anything. A folder, a FIFO or a device is an `OSError`."""
     handle = os.open(path, flags | sum(_FLAGS))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
@@ -89,22 +84,13 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file to read from.
-
-    Args:
-        path: The file.
-    """
+    """A regular file to read from."""
     with os.fdopen(open_regular(path), "rb") as file:
         yield file
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_JSON) -> bytes:
-    """All bytes of a regular file; an `ArtifactError` if there are too many, an `OSError` if it can't be read.
-
-    Args:
-        path: The file.
-        most: How many bytes are allowed.
-    """
+    """All bytes of a regular file; an `ArtifactError` if there are too many, an `OSError` if it can't be read."""
     with opened(path) as file:
         # The size that the system tells may change, and is 0 for some files that aren't empty.
         if (size := os.fstat(file.fileno()).st_size) <= most and (size := len(content := file.read(most + 1))) <= most:
@@ -181,7 +167,6 @@ def read_safetensors(path: str | os.PathLike[str], sha256: str | None = None) ->
     """The tensors of a safetensors file, on the CPU, and its metadata. Any damage is an `ArtifactError`.
 
     Args:
-        path: The file.
         sha256: The digest, in hex, that the bytes which were read must have.
     """
     try:
@@ -258,11 +243,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def checked_layers(count: Any) -> int:
-    """A number of layers as a file says it, or an `ArtifactError`.
-
-    Args:
-        count: From JSON.
-    """
+    """A number of layers as a file says it, or an `ArtifactError`."""
     if type(count) is not int or not 0 <= count <= MOST_LAYERS:
         raise ArtifactError(f"layers: expected a number from 0 to {MOST_LAYERS}, got {str(count)[:50]}. {_AGAIN}")
     return count

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, whole_number
 
 Hashes = NDArray[np.uint32]
 
 # Hashes times permutations that are worked on at a time: small enough to stay in a core's cache.
 _AT_ONCE = 1 << 18
 _EMPTY = np.uint32(0xFFFFFFFF)
+_MOST = (1 << 32) - 1
 
 
 class MinHasher:
@@ -35,8 +36,8 @@ class MinHasher:
     """
 
     def __init__(self, permutations: int = 64, seed: int = 1) -> None:
-        self.permutations = _whole("permutations", permutations, 1)
-        self.seed = _whole("seed", seed, 0)
+        self.permutations = whole_number("permutations", permutations, 1, "a whole number of at least 1", most=_MOST)
+        self.seed = whole_number("seed", seed, 0, "a whole number of at least 0", most=_MOST)
         random = np.random.RandomState(self.seed)
         # Odd factors, so that no two hashes are sent to the same number.
         self._factors = random.randint(0, 1 << 31, permutations, dtype=np.uint32) * np.uint32(2) + np.uint32(1)
@@ -94,7 +95,7 @@ class SignatureIndex:
     """
 
     def __init__(self, threshold: float = 0.5, permutations: int = 64) -> None:
-        self.permutations = _whole("permutations", permutations, 2)
+        self.permutations = whole_number("permutations", permutations, 2, "a whole number of at least 2", most=_MOST)
         if not isinstance(threshold, int | float) or not 0 < threshold < 1:
             raise ConfigError.of("threshold", "a similarity between 0 and 1", threshold)
         bands, self._width = _layout(float(threshold), permutations)
@@ -110,7 +111,6 @@ class SignatureIndex:
         """Puts a key in, or moves it to another signature if it is there.
 
         Args:
-            key: Any string.
             signature: `(permutations,)`.
         """
         buckets = self._cut(signature)
@@ -179,9 +179,3 @@ def _mixed(hashes: Hashes) -> Hashes:
     hashes = hashes ^ (hashes >> np.uint32(13))
     hashes = hashes * np.uint32(0xC2B2AE35)
     return hashes ^ (hashes >> np.uint32(16))
-
-
-def _whole(argument: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 32:
-        raise ConfigError.of(argument, f"a whole number of at least {least}", value)
-    return value

@@ -127,7 +127,6 @@ class VectorIndex:
 
         Args:
             vectors: `(dim,)` or `(n, dim)`, of length 1.
-            k: How many.
         """
         k = whole_number("k", k, 1, "a number of at least 1")
         queries = self._checked("vectors", vectors)
@@ -141,11 +140,7 @@ class VectorIndex:
             ]
 
     def get(self, name: str) -> Vectors | None:
-        """The vector of an id, `(dim,)`, or None.
-
-        Args:
-            name: The id.
-        """
+        """The vector of an id, `(dim,)`, or None."""
         with self._lock:
             row = self._rows.get(name)
             found: Vectors | None = None if row is None else self._index.reconstruct(row)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection
-
-# How often others are looked for in place of what can't be deleted.
-_ROUNDS = 8
+from collections.abc import Collection
 
 
 class Worth:
@@ -26,13 +23,7 @@ class Worth:
         self._uses = 0
 
     def add(self, key: str, size: int, tokens: int) -> None:
-        """Counts a blob in.
-
-        Args:
-            key: Its id.
-            size: The bytes that it takes.
-            tokens: That it holds.
-        """
+        """Counts a blob in."""
         if key in self.sizes:
             return
         self.sizes[key] = size
@@ -45,7 +36,6 @@ class Worth:
 
         Args:
             key: Its id; what is not there any more is ignored.
-            tokens: That were not computed.
         """
         if key in self.sizes:
             self._uses += 1
@@ -53,23 +43,14 @@ class Worth:
             self._rank[key] = (self._clock + self._saved[key] / max(self.sizes[key], 1), self._uses)
 
     def remove(self, key: str) -> None:
-        """Counts a blob out.
-
-        Args:
-            key: Its id.
-        """
+        """Counts a blob out."""
         size = self.sizes.pop(key, None)
         if size is not None:
             self.total -= size
             del self._saved[key], self._rank[key]
 
     def least(self, excess: int, keep: Collection[str]) -> list[str]:
-        """What to evict, the least worth first.
-
-        Args:
-            excess: How many bytes have to go.
-            keep: Ids that must stay.
-        """
+        """What to evict, the least worth first."""
         if excess <= 0:
             return []
         ranked = [(rank, key) for key, rank in self._rank.items() if key not in keep]
@@ -81,20 +62,3 @@ class Worth:
             excess -= self.sizes[key]
             self._clock = max(self._clock, worth)
         return leaving
-
-
-def evict(leaving: Callable[[Collection[str]], list[str]], delete: Callable[[str], bool], follow: Callable[[], None]) -> None:
-    """Deletes what has to go, and others in place of what can't be deleted.
-
-    Args:
-        leaving: The ids of what has to go, given ids that must stay.
-        delete: Whether it could.
-        follow: Learns what was deleted.
-    """
-    stuck: set[str] = set()
-    for _ in range(_ROUNDS):
-        keys = leaving(stuck)
-        if not keys:
-            return
-        stuck.update([key for key in keys if not delete(key)])
-        follow()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from hf_kvcaches.errors import ConfigError, require_choice, whole_number
+from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.sketch import FrequentDirections, Gram, Sketch
 
@@ -67,7 +67,7 @@ class AdaptiveSubspace:
             if len(pair) != 2:
                 raise ConfigError.of("rank", _RANK, self.rank)
             object.__setattr__(self, "rank", tuple(whole_number("rank", each, 1, _RANK) for each in pair))
-        if self.bytes_ratio is not None and not (_is_number(self.bytes_ratio) and 0 < self.bytes_ratio <= 1):
+        if self.bytes_ratio is not None and not (is_number(self.bytes_ratio) and 0 < self.bytes_ratio <= 1):
             raise ConfigError.of("bytes_ratio", "a number above 0 and up to 1", self.bytes_ratio, "It is a share, such as 0.375.")
         for name, known in (("sketch", ("gram", "fd")), ("rotation", ("aware", "post")), ("metric", ("attention", "plain"))):
             require_choice(name, getattr(self, name), known)
@@ -85,7 +85,7 @@ class AdaptiveSubspace:
             raise ConfigError.of("sketch_size", f"at least the rank, {max(self.rank)}, and better two to four times it", self.sketch_size)
         for name in ("tau_k", "tau_v", "decay", "agreement"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 <= value <= 1):
+            if value is not None and not (is_number(value) and 0 <= value <= 1):
                 raise ConfigError.of(name, "a number from 0 to 1", value)
 
     def summary(self, rank: int) -> Sketch:
@@ -102,7 +102,3 @@ class AdaptiveSubspace:
         if self.decay is not None:
             return self.decay
         return 1.0 if self.rotation == "aware" else 0.5
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

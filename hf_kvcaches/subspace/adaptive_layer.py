@@ -19,8 +19,8 @@ from hf_kvcaches.subspace.following import Follower, Track
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import Grouping, Ranks, of_heads
 from hf_kvcaches.subspace.measuring import LayerMeter
-from hf_kvcaches.subspace.moments import packed, unpacked
 from hf_kvcaches.subspace.numbering import Arrival, Span, latest, resized
+from hf_kvcaches.subspace.projections import packed, unpacked
 from hf_kvcaches.subspace.store import SIDES, Settings
 from hf_kvcaches.subspace.warming import Begun, SharedBudget, Warm, measured, unmeasured
 

@@ -134,9 +134,6 @@ def weight_error_bound(logit_error: Number) -> torch.Tensor:
     e and all others fall by e: then its odds grow by exp(2e). The gain is largest for p = 1 / (1 + exp(e)), and there tanh(e / 2).
 
     Softmax ignores what is added to all logits, so half the difference between the largest and the smallest error may be given, too.
-
-    Args:
-        logit_error: The largest error of a logit.
     """
     return 2 * torch.tanh(_double(logit_error) / 2)
 
@@ -148,7 +145,6 @@ def output_error_bound(logit_error: Number, value_radius: Number, value_residual
     all values in the first sum; the second is an average of residuals.
 
     Args:
-        logit_error: The largest error of a logit.
         value_radius: The largest distance of the values from some one vector; see `value_radius`.
         value_residual: The largest of `residual_rows` of the values, or their `residual_norm`.
     """

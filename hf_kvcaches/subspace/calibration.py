@@ -17,15 +17,16 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.calibrating import Tokenized, process, sequences
+from hf_kvcaches.core.calibrating import Tokenized, add_up, process, process_device, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
+from hf_kvcaches.core.metric import Sizes, loss_of_drawn
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, whole_number
 from hf_kvcaches.subspace.bases import BasesSettings, SubspaceBases
 from hf_kvcaches.subspace.fitting import Choices, fit
-from hf_kvcaches.subspace.measuring import LayerMeter, Pick, Sampler, Sizes
+from hf_kvcaches.subspace.measuring import LayerMeter, Pick, Sampler
 
 # A block's number and its token ids.
 _Block = tuple[int, torch.Tensor]
@@ -143,11 +144,7 @@ def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[i
     """See `SubspaceBases.calibrate`.
 
     Args:
-        model: The model.
-        tokenizer: Its tokenizer, or None.
         texts: Strings, or token ids.
-        choices: Which bases.
-        reading: How texts are read.
     """
     base, config = compat.split_model(model)
     assert base is not None
@@ -228,25 +225,12 @@ def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids:
         # In the caller's inference mode there would be no gradients, nor with tensors that come from there.
         with torch.inference_mode(False), torch.enable_grad():
             logits = base(input_ids=ids.clone().to(base.device), **options).logits
-            cache.follow(_loss_of_drawn(logits, numbers))
+            cache.follow(loss_of_drawn(logits, numbers))
     else:
         if "logits_to_keep" in inspect.signature(base.forward).parameters:
             options["logits_to_keep"] = 1
         base(input_ids=ids.to(base.device), **options)
     cache.views = []
-
-
-def _loss_of_drawn(logits: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
-    """The loss of tokens that the model itself would go on with, drawn anew at each place; see `measuring`."""
-    log_shares = logits.float().log_softmax(-1)
-    with torch.no_grad():
-        # By the blocks' numbers, so that batches and processes don't matter.
-        drawn = [torch.rand(logits.shape[1], 1, generator=torch.Generator().manual_seed(number)) for number in numbers]
-        sums = log_shares.exp().cumsum(-1)
-        # Rounding leaves the whole a little off 1.
-        tokens = torch.searchsorted(sums, torch.stack(drawn).to(sums.device) * sums[..., -1:])
-        tokens = tokens.clamp_max(logits.shape[-1] - 1)
-    return -log_shares.gather(-1, tokens).sum()
 
 
 def _no_gradients(base: PreTrainedModel, choices: Choices) -> str | None:
@@ -303,27 +287,24 @@ def _join_processes(cache: MeterCache, sampler: Sampler) -> None:
     """Adds up what all processes measured, so that each has everything."""
     own, processes = process()
     if processes > 1:
-        from accelerate import PartialState
-        from accelerate.utils import broadcast_object_list, gather_object, reduce
+        from accelerate.utils import broadcast_object_list, gather_object
 
-        device = PartialState().device
+        meters = list(cache.meters.values())
         # The first process always has a block; one without any learns from it what a layer looks like.
-        if not all(gather_object([all(meter.sizes is not None for meter in cache.meters.values())])):
-            known = [[(meter.sizes, meter.output.cpu()) for meter in cache.meters.values()]] if own == 0 else [None]
-            for meter, (sizes, output) in zip(cache.meters.values(), broadcast_object_list(known)[0] or (), strict=True):
+        if not all(gather_object([all(meter.sizes is not None for meter in meters)])):
+            outputs = [None if meter.attention is None else meter.attention.output.cpu() for meter in meters]
+            known = [[(meter.sizes, output) for meter, output in zip(meters, outputs, strict=True)]] if own == 0 else [None]
+            for meter, (sizes, output) in zip(meters, broadcast_object_list(known)[0] or (), strict=True):
                 if meter.sizes is None:
-                    meter.open(sizes, device)
-                    meter.output = output.to(device)
-        for meter in cache.meters.values():
-            for each in meter.sums():
-                each.copy_(reduce(each.to(device), reduction="sum"))
+                    meter.open(sizes, process_device(), output)
+        add_up(part for meter in meters for part in meter.sums())
         for kept in gather_object([sampler.kept]):
             sampler.kept |= kept
         sampler.trim()
         for meter in cache.meters.values():
             meter.forget(sampler)
             for sample in gather_object([{block: tokens.to("cpu") for block, tokens in meter.sample.items()}]):
-                meter.sample |= {block: tokens.to(meter.met.device) for block, tokens in sample.items()}
+                meter.sample |= {block: tokens.to(meter.value_weight.device) for block, tokens in sample.items()}
     for meter in cache.meters.values():
         # Summed in one order, whoever read which block.
         meter.sample = dict(sorted(meter.sample.items()))

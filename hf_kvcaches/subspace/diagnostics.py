@@ -122,11 +122,7 @@ class _Side(NamedTuple):
 
 @torch.no_grad()
 def measure(layer: SubspaceLayer) -> LayerDiagnostics | None:
-    """What a layer has lost; None before its first token.
-
-    Args:
-        layer: Of a `SubspaceCache`.
-    """
+    """What a layer has lost; None before its first token."""
     rows = layer.rows
     if not rows:
         return None
@@ -193,7 +189,6 @@ def of_track(track: Track, follower: Follower) -> _Side:
 
     Args:
         track: Where the text has led, of rows that have a basis.
-        follower: How it was followed.
     """
     if not track.sketch.shape[2]:  # nothing is left out
         nothing = torch.zeros_like(track.limit)

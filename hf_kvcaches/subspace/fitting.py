@@ -8,10 +8,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from hf_kvcaches.errors import ConfigError, require_choice, whole_number
+from hf_kvcaches.core.allocation import allocate
+from hf_kvcaches.core.metric import Sizes
+from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 from hf_kvcaches.subspace.bases import LayerBases
-from hf_kvcaches.subspace.measuring import LayerMeter, Sizes
-from hf_kvcaches.subspace.moments import Projection, allocate, in_metric, principal, rank_for_energy, rotation_average
+from hf_kvcaches.subspace.measuring import LayerMeter
+from hf_kvcaches.subspace.projections import Projection, in_metric, principal, rank_for_energy
 
 Ranks = list[tuple[int, int]]
 
@@ -45,7 +47,7 @@ class Choices:
             require_choice(name, getattr(self, name), known)
         for name in ("energy", "bytes_ratio"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value <= 1):
+            if value is not None and not (is_number(value) and 0 < value <= 1):
                 hint = "It is a share of the energy, such as 0.98." if name == "energy" else "It is a share of the bytes, such as 0.375."
                 raise ConfigError.of(name, "a number above 0 and up to 1", value, hint)
         if self.rank is not None:
@@ -55,7 +57,7 @@ class Choices:
                 raise ConfigError.of("rank", expected, self.rank)
             object.__setattr__(self, "rank", tuple(whole_number("rank", each, 1, expected) for each in pair))
         object.__setattr__(self, "multiple_of", whole_number("multiple_of", self.multiple_of, 1))
-        if not (_is_number(self.percentile) and 0 <= self.percentile <= 100):
+        if not (is_number(self.percentile) and 0 <= self.percentile <= 100):
             raise ConfigError.of("percentile", "a number of 0 to 100", self.percentile)
 
     @property
@@ -65,11 +67,7 @@ class Choices:
         return {name: value for name, value in rules.items() if value is not None}
 
     def check_sizes(self, layers: Sequence[Sizes]) -> None:
-        """Refuses ranks that the model's heads don't have, and budgets too small for any.
-
-        Args:
-            layers: The sizes of all layers.
-        """
+        """Refuses ranks that the model's heads don't have, and budgets too small for any."""
         if isinstance(self.rank, tuple):
             most = min(each.key_dim for each in layers), min(each.value_dim for each in layers)
             for rank, dim in zip(self.rank, most, strict=True):
@@ -99,7 +97,6 @@ def fit(meters: Sequence[LayerMeter], choices: Choices) -> list[LayerBases]:
 
     Args:
         meters: One for each layer, with the sums of all processes.
-        choices: What the user asked.
     """
     spectra = [_spectra(meter, choices) for meter in meters]
     ranks = _ranks(spectra, [_sizes(meter) for meter in meters], choices)
@@ -113,7 +110,7 @@ def _spectra(meter: LayerMeter, choices: Choices) -> _Spectra:
         (keys, key_metric), (values, value_metric) = meter.key_pull, meter.output_pull
     else:
         keys, values = meter.keys.mean, meter.value_moment
-        key_metric, value_metric = metrics(meter) if choices.metric == "attention" else (None, None)
+        key_metric, value_metric = (None, None) if meter.attention is None else meter.attention.metrics()
     if choices.share == "layer":
         keys, values = keys.mean(0, keepdim=True), values.mean(0, keepdim=True)
         if key_metric is not None and value_metric is not None:
@@ -130,31 +127,6 @@ def _project(gram: torch.Tensor, metric: torch.Tensor | None) -> Projection:
     unit = metric / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
     full = in_metric(gram, unit, dim)
     return full._replace(energies=full.energies * size[:, None])
-
-
-def metrics(meter: LayerMeter) -> tuple[torch.Tensor, torch.Tensor]:
-    """What an error of a key and of a value costs, (kv_heads, d, d) and (kv_heads, e, e); see `measuring`.
-
-    Args:
-        meter: Of the layer.
-    """
-    sizes = _sizes(meter)
-    moment, scaling = meter.queries.mean, sizes.scaling
-    if meter.geometry is not None:
-        met = meter.met / meter.met.sum()
-        moment = rotation_average(moment, meter.geometry, torch.arange(len(met), device=met.device), met)
-        # Keys and queries get it after the rotation that the bases don't see.
-        scaling *= meter.geometry.attention_scaling**2
-    stake, share = (_evened(each / meter.watched) for each in (meter.stake, meter.share))
-    keys, values = (stake * scaling**2)[:, None, None] * moment, share[:, None, None] * meter.output
-    group = sizes.heads // sizes.kv_heads
-    return keys.unflatten(0, (-1, group)).sum(1), values.unflatten(0, (-1, group)).sum(1)
-
-
-def _evened(each: torch.Tensor) -> torch.Tensor:
-    # A head that had little to do in this text may be the one that another text needs. On the testbed, halfway to the mean of the
-    # layer costs nothing in perplexity at equal bytes and keeps the recall that heads' own numbers lose.
-    return (each + each.mean()) / 2
 
 
 def _ranks(spectra: Sequence[_Spectra], layers: Sequence[Sizes], choices: Choices) -> list[Ranks]:
@@ -267,7 +239,3 @@ def _full(layers: Sequence[Sizes]) -> int:
 def _sizes(meter: LayerMeter) -> Sizes:
     assert meter.sizes is not None
     return meter.sizes
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.kernels.coefficients import TILE
-from hf_kvcaches.subspace.moments import Projection, principal
+from hf_kvcaches.subspace.projections import Projection, principal
 from hf_kvcaches.subspace.sketch import FrequentDirections, Sketch
 
 # The least energy of a direction that coefficients in 8 bits are evened by, as a share of the largest.
@@ -105,7 +105,6 @@ class Follower:
         """Coefficients in the basis in use, (batch, heads, tokens, rank).
 
         Args:
-            track: Where the text has led.
             rows: (batch, heads, tokens, d).
         """
         return torch.matmul(rows.to(track.encode.dtype), track.encode.mT)
@@ -114,7 +113,6 @@ class Follower:
         """With more tokens in the sketch.
 
         Args:
-            track: Where the text has led.
             rooted: (batch, heads, tokens, d), as `in_metric` gives them.
         """
         if not rooted.shape[2] or not track.sketch.shape[2]:
@@ -133,7 +131,6 @@ class Follower:
         What an orthonormal basis leaves of a vector has the length that its coefficients lack, so nothing is decoded.
 
         Args:
-            track: Where the text has led.
             rooted: Whole tiles, (batch, heads, tokens, d), as `in_metric` gives them.
             coefficients: Theirs, (batch, heads, tokens, rank).
         """
@@ -150,7 +147,6 @@ class Follower:
         """Takes tokens in.
 
         Args:
-            track: Where the text has led.
             rows: (batch, heads, tokens, d): tokens from coefficient `first` on, to the last one that came.
             first: Where the rows begin: not behind `start`'s tile, nor behind what is to be fed.
             start: The first coefficient to make.
@@ -212,7 +208,6 @@ class Follower:
         """Looks at the basis of some heads, and replaces it where another one is better by enough.
 
         Args:
-            track: Where the text has led.
             at: The coefficient that is next.
             due: Which heads, (batch, heads).
         """
@@ -281,7 +276,6 @@ def in_metric(track: Track, rows: torch.Tensor) -> torch.Tensor:
     """Vectors in coordinates in which the metric is the identity, at least in float32, without gradients.
 
     Args:
-        track: Whose metric.
         rows: (batch, heads, tokens, d).
     """
     rows = rows.detach().to(torch.promote_types(rows.dtype, torch.float32))
@@ -289,11 +283,7 @@ def in_metric(track: Track, rows: torch.Tensor) -> torch.Tensor:
 
 
 def reading(track: Track) -> torch.Tensor:
-    """What reads coefficients in the basis in use, (batch, heads, d, rank).
-
-    Args:
-        track: Whose bank.
-    """
+    """What reads coefficients in the basis in use, (batch, heads, d, rank)."""
     pick = track.current.clamp(min=0)[..., None, None, None].expand(-1, -1, 1, *track.bank.shape[3:])
     return track.bank.gather(2, pick).squeeze(2)
 

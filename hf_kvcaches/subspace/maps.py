@@ -39,12 +39,7 @@ class Grouping:
 
     @classmethod
     def of(cls, ranks: Sequence[Ranks], device: torch.device) -> Grouping:
-        """The groups of heads with these ranks.
-
-        Args:
-            ranks: Of each head.
-            device: Where `back` is needed.
-        """
+        """The groups of heads with these ranks."""
         own = sorted(set(ranks))
         heads = tuple(tuple(head for head, each in enumerate(ranks) if each == one) for one in own)
         order = torch.tensor([head for group in heads for head in group], device=device)
@@ -92,7 +87,6 @@ class LayerMaps:
         Args:
             bases: As calibrated.
             dtype: Of the maps.
-            device: Where they are needed.
             even: Whether all coefficients of a head are to be equally large over the calibration texts, so that one scale fits them all.
         """
         ranks = [Ranks(key.shape[0], value.shape[0]) for key, value in zip(bases.key_encode, bases.value_encode, strict=True)]
@@ -115,7 +109,6 @@ def of_heads(states: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
 
     Args:
         states: (batch, heads, ...).
-        heads: Of the group.
     """
     return states if len(heads) == states.shape[1] else states[:, list(heads)]
 
@@ -137,8 +130,6 @@ class LayerSource:
 
         Args:
             dtype: Of the maps.
-            device: Where they are needed.
-            even: As in `LayerMaps.of`.
         """
         if (dtype, device, even) not in self._made:
             # A later pass may need gradients, which tensors of the caller's inference mode refuse.

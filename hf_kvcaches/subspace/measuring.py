@@ -1,28 +1,14 @@
-"""What one pass over a text tells about a layer: second moments, what errors cost in its output, and a sample of tokens.
+"""What one pass over a text tells about a layer: second moments, what errors cost, and a sample of tokens.
 
-**What an error costs.** Let a query give its keys the weights a_i and get the output o = sum a_i v_i, which the output projection W takes
-to the layer's output. If a value is off by d_i, that is off by `sum a_i W d_i`. If a logit is off by e_i, weights are off by
-`a_i (e_i - sum a_j e_j)` to first order, and because `sum a_i (v_i - o) = 0` the output by `sum a_i e_i W (v_i - o)`. With errors that
-have nothing to do with each other the squares add up:
+What an error costs is in `stakes.py` and `core/metric.py`. With the metric "attention", values count in their second moment by how much
+attention gives them: those that nobody looks at may be off. Keys count alike: one that nobody looks at becomes one that somebody does if
+its logit is far too high, which a first order does not see.
 
-    keys:    sum a_i^2 |W (v_i - o)|^2 e_i^2        values:  sum a_i^2 |W d_i|^2
-
-So for each query head there are two numbers that make errors of keys and values comparable, the means over queries of
-`stake = sum a_i^2 |W (v_i - o)|^2` and of `share = sum a_i^2`. With M, the second moment of the queries times the square of their scaling,
-an error of keys is measured by `stake * M`, and one of values by `share * W'W`. A key head adds up what the heads of its group give. Values
-count in their own second moment by the a_i^2 that they get: those that nobody looks at may be off. Keys count alike: one that nobody looks
-at becomes one that somebody does if its logit is far too high, which a first order does not see.
-
-**What it costs in the end.** The layer's output is a means; what is to stay the same is what the model says. Draw at each place a token
-from what the model says there, and let `f` be the loss of these tokens. Its gradient g at some vector of a layer has the mean 0, and to
-second order an error d there moves what the model says by the divergence `E (g . d)^2 / 2`, all that comes behind it included. So
-one pass back measures, whatever attention and the layers above are like:
-
-    keys:    E (G_i . e_i)^2, with G_i the gradient at key i        values:  E (g . (o - o'))^2, with g that at a query's output o
-
-A projection P of the values is one of the outputs, `sum a_i P v_i = P o`, so that errors of values that add up or cancel are counted as
-they do. Both are treated as if gradients had nothing to do with the vectors but for how large they are: vectors count in their moment by
-the square of their gradient. With keys that holds for one half of the moment, and in the other half all count alike, for the reason above.
+With the metric "loss", gradients are those at keys and at the outputs of attention, all that follows included: tokens that come later are
+computed from what was decoded. A projection P of the values is one of the outputs, `sum a_i P v_i = P o`, so that errors of values that
+add up or cancel are counted as they do. Gradients are treated as independent of the vectors but for their size: vectors count in their
+moment by the square of their gradient. With keys that holds for one half of the moment, and in the other half all count alike, for the
+reason above.
 
 **The sample.** Gamma and the percentiles depend on bases that are known only in the end. They are measured on at most `SAMPLE_TOKENS`
 tokens of each layer, up to `SAMPLE_OF_BLOCK` of a block so that they have met each other. Which blocks depends on their numbers alone.
@@ -38,34 +24,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from hf_kvcaches.core.metric import Sizes, before_rotation, output_metric
+from hf_kvcaches.core.moments import Moments
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.subspace.moments import Moments
+from hf_kvcaches.subspace.stakes import AttentionMeter
 
 SAMPLE_TOKENS = 4096
 SAMPLE_OF_BLOCK = 128
-# Queries of a block whose attention weights are looked at.
-_WATCHED = 128
-_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "proj")
-
-
-class Sizes(NamedTuple):
-    """The shape of a layer's attention.
-
-    Args:
-        heads: Query heads.
-        kv_heads: Key heads.
-        key_dim: Size of a key.
-        value_dim: Size of a value.
-        scaling: What the model multiplies `q.k` with.
-        projected: Whether the output projection was found.
-    """
-
-    heads: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
-    scaling: float
-    projected: bool
 
 
 class Pick(NamedTuple):
@@ -92,12 +57,7 @@ class Sampler:
         self.kept: dict[int, tuple[float, int]] = {}  # block -> priority, tokens
 
     def pick(self, blocks: Sequence[int], length: int) -> list[Pick]:
-        """What to keep of a batch, if anything.
-
-        Args:
-            blocks: The numbers of the rows.
-            length: Tokens of each row.
-        """
+        """What to keep of a batch, if anything."""
         picked = []
         for row, block in enumerate(blocks):
             source = random.Random(block)
@@ -133,11 +93,7 @@ class Tokens:
     values: torch.Tensor
 
     def to(self, device: torch.device | str) -> Tokens:
-        """The same on another device.
-
-        Args:
-            device: Which.
-        """
+        """The same on another device."""
         return Tokens(*(each.to(device) for each in (self.positions, self.queries, self.keys, self.values)))
 
 
@@ -153,36 +109,25 @@ class LayerMeter:
     def __init__(self, geometry: RotaryGeometry | None, watch: bool, block: int) -> None:
         self.geometry, self.watch, self.block = geometry, watch, block
         self.sizes: Sizes | None = None
+        self.attention: AttentionMeter | None = None
         self.sample: dict[int, Tokens] = {}
 
-    def open(self, sizes: Sizes, device: torch.device | str) -> None:
-        """Makes the sums.
-
-        Args:
-            sizes: Of the layer.
-            device: Where they are.
-        """
+    def open(self, sizes: Sizes, device: torch.device | str, output: torch.Tensor | None = None) -> None:
+        """Makes the sums."""
         self.sizes = sizes
-        self.queries = Moments((sizes.heads,), sizes.key_dim, device)
+        self.attention = AttentionMeter(sizes, self.geometry, output, self.block, device) if self.watch else None
         self.keys = Moments((sizes.kv_heads,), sizes.key_dim, device)
         self.values = Moments((sizes.kv_heads,), sizes.value_dim, device)
         self.value_weight = torch.zeros(sizes.kv_heads, dtype=torch.float64, device=device)
-        self.stake = torch.zeros(sizes.heads, dtype=torch.float64, device=device)
-        self.share = torch.zeros(sizes.heads, dtype=torch.float64, device=device)
-        self.watched = torch.zeros((), dtype=torch.float64, device=device)
-        # How often a query met a key at each distance.
-        self.met = torch.zeros(self.block, dtype=torch.float64, device=device)
         # The loss' gradients at keys and at the outputs of the heads of a group, and these vectors by the size of their gradient.
         self.key_pulls, self.pulled_keys = (Moments((sizes.kv_heads,), sizes.key_dim, device) for _ in range(2))
         self.output_pulls, self.pulled_outputs = (Moments((sizes.kv_heads,), sizes.value_dim, device) for _ in range(2))
-        # W'W of each query head.
-        self.output = torch.eye(sizes.value_dim, dtype=torch.float64, device=device).repeat(sizes.heads, 1, 1)
 
     def sums(self) -> list[torch.Tensor]:
         """Everything that adds up over processes, to be changed in place."""
-        pulls = (self.key_pulls, self.pulled_keys, self.output_pulls, self.pulled_outputs)
-        moments = [part for each in (self.queries, self.keys, self.values, *pulls) for part in (each.total, each.count)]
-        return [*moments, self.value_weight, self.stake, self.share, self.watched, self.met]
+        moments = (self.keys, self.values, self.key_pulls, self.pulled_keys, self.output_pulls, self.pulled_outputs)
+        own = [part for each in moments for part in (each.total, each.count)]
+        return [*own, self.value_weight, *(self.attention.sums() if self.attention is not None else ())]
 
     def observe(
         self, module: nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any], picks: list[Pick]
@@ -190,7 +135,6 @@ class LayerMeter:
         """Counts a batch of whole sequences in.
 
         Args:
-            module: The attention module.
             query: (batch, heads, tokens, d), as it meets the keys.
             keys: (batch, kv_heads, tokens, d).
             values: (batch, kv_heads, tokens, e).
@@ -198,17 +142,10 @@ class LayerMeter:
             picks: What to keep as a sample.
         """
         if self.sizes is None:
-            projection = _output_metric(module, query, values) if self.watch else None
-            scaling = options.get("scaling")
-            scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-            self.open(Sizes(query.shape[1], keys.shape[1], keys.shape[-1], values.shape[-1], scaling, projection is not None), keys.device)
-            if projection is not None:
-                self.output = projection
-        tokens = keys.shape[-2]
-        self.queries.add(self.in_frame(query))
+            output = output_metric(module, query.shape[1], values) if self.watch else None
+            self.open(Sizes.of(query, keys, values, options, output is not None), keys.device, output)
         self.keys.add(self.in_frame(keys))
-        self.met[:tokens] += len(keys) * torch.arange(tokens, 0, -1, dtype=torch.float64, device=keys.device)
-        weights = self._watch(query, keys, values, options) if self.watch else torch.ones_like(values[..., 0])
+        weights = torch.ones_like(values[..., 0]) if self.attention is None else self.attention.observe(query, keys, values, options)
         self.value_weight += weights.double().sum((0, 2))
         self.values.add(values * weights.sqrt().unsqueeze(-1))
         for pick in picks:
@@ -220,12 +157,8 @@ class LayerMeter:
 
         Args:
             keys: (batch, kv_heads, tokens, d), as attention sees them.
-            gradients: Like `keys`.
         """
-        pulls = self.in_frame(gradients)
-        if self.geometry is not None and self.geometry.attention_scaling != 1:
-            # Undone for a key, which it made larger; a gradient behind it is one before it times as much.
-            pulls[..., : self.geometry.rotary_dim] *= self.geometry.attention_scaling**2
+        pulls = before_rotation(self.geometry, gradients, torch.arange(keys.shape[-2], device=keys.device))
         _pull(self.key_pulls, self.pulled_keys, self.in_frame(keys), pulls)
 
     def pull_outputs(self, outputs: torch.Tensor, gradients: torch.Tensor) -> None:
@@ -240,11 +173,7 @@ class LayerMeter:
         _pull(self.output_pulls, self.pulled_outputs, *grouped)
 
     def forget(self, sampler: Sampler) -> None:
-        """Drops what is no longer in the sample.
-
-        Args:
-            sampler: Who decides.
-        """
+        """Drops what is no longer in the sample."""
         self.sample = {block: tokens for block, tokens in self.sample.items() if block in sampler.kept}
 
     def in_frame(self, vectors: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
@@ -273,29 +202,7 @@ class LayerMeter:
     @property
     def output_pull(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The moment of outputs by their gradients, and that of the gradients of a token's group of heads, (kv_heads, e, e)."""
-        tokens = self.keys.count.clamp_min(1)[:, None, None]
-        return _by_size(self.output_pulls, self.pulled_outputs), self.output_pulls.total / tokens
-
-    def _watch(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """Adds up stakes and shares; returns what each value weighs in the output, (batch, kv_heads, tokens)."""
-        assert self.sizes is not None
-        tokens, group = keys.shape[-2], query.shape[1] // keys.shape[1]
-        # The last query has the most keys, so the even distances between those watched are counted from there.
-        step = -(-tokens // _WATCHED)
-        at = torch.arange(tokens - 1, -1, -step, device=keys.device)
-        every_key, every_value = (each.float().repeat_interleave(group, 1) for each in (keys, values))
-        weights = _attention_weights(query[:, :, at].float(), every_key, at, self.sizes.scaling, options)
-        output = weights @ every_value
-        metric = self.output.float()
-        seen = every_value @ metric
-        # |W (v - o)|^2, multiplied out.
-        spread = (seen * every_value).sum(-1).unsqueeze(-2) - 2 * output @ seen.mT + ((output @ metric) * output).sum(-1, keepdim=True)
-        squares = weights.square()
-        self.stake += (squares * spread.clamp_min(0)).sum((0, 2, 3), dtype=torch.float64)
-        self.share += squares.sum((0, 2, 3), dtype=torch.float64)
-        self.watched += len(keys) * len(at)
-        size = self.output.diagonal(dim1=-2, dim2=-1).sum(-1).float()
-        return (squares.sum(-2) * size[:, None]).unflatten(1, (-1, group)).sum(2)
+        return _by_size(self.output_pulls, self.pulled_outputs), self.output_pulls.total / self.keys.count.clamp_min(1)
 
 
 def _pull(gradients: Moments, vectors: Moments, rows: torch.Tensor, pulls: torch.Tensor) -> None:
@@ -307,37 +214,3 @@ def _pull(gradients: Moments, vectors: Moments, rows: torch.Tensor, pulls: torch
 def _by_size(gradients: Moments, vectors: Moments) -> torch.Tensor:
     size = gradients.total.diagonal(dim1=-2, dim2=-1).sum(-1)
     return vectors.total / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
-
-
-def _attention_weights(query: torch.Tensor, keys: torch.Tensor, at: torch.Tensor, scaling: float, options: dict[str, Any]) -> torch.Tensor:
-    """Causal attention weights of the queries at some positions, (batch, heads, queries, keys)."""
-    scores = query @ keys.mT * scaling
-    if (cap := options.get("softcap")) is not None:
-        scores = cap * torch.tanh(scores / cap)
-    hidden = torch.arange(keys.shape[-2], device=keys.device) > at.unsqueeze(-1)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    if (sinks := options.get("s_aux")) is not None:
-        drain = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        return torch.cat((scores, drain), -1).softmax(-1)[..., :-1]
-    return scores.softmax(-1)
-
-
-def _output_metric(module: nn.Module, query: torch.Tensor, values: torch.Tensor) -> torch.Tensor | None:
-    """W'W of each query head's part of the output projection, (heads, e, e), or None where there is no such projection.
-
-    The projection is asked what it does to unit vectors, so that its layout, adapters and quantisation need not be known.
-    """
-    heads, size = query.shape[1], values.shape[-1]
-    for name in _PROJECTIONS:
-        projection = getattr(module, name, None)
-        if not isinstance(projection, nn.Module):
-            continue
-        units = torch.eye(heads * size, dtype=values.dtype, device=values.device)
-        try:
-            rows = projection(units).double() - projection(units[:1] * 0).double()
-        except (RuntimeError, TypeError, AttributeError):
-            continue
-        if rows.ndim == 2 and len(rows) == heads * size and bool(rows.isfinite().all()):
-            rows = rows.unflatten(0, (heads, size))
-            return rows @ rows.mT
-    return None

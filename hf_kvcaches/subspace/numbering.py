@@ -41,7 +41,6 @@ class Span:
         Args:
             starts: The first, of each row.
             stops: The one after the last, if that is behind the first.
-            device: Of the tensors.
         """
         return cls(tuple(starts), tuple(max(each) for each in zip(starts, stops, strict=True)), device)
 
@@ -86,19 +85,11 @@ class Span:
         return torch.tensor(self.stops, device=self.device)[:, None]
 
     def moved(self, places: int) -> Span:
-        """As many places, further on.
-
-        Args:
-            places: By how many.
-        """
+        """As many places, further on."""
         return Span(tuple(each + places for each in self.starts), tuple(each + places for each in self.stops), self.device)
 
     def times(self, width: int) -> Span:
-        """The places of what consists of so many of them.
-
-        Args:
-            width: How many.
-        """
+        """The places of what consists of so many of them."""
         return Span(tuple(each * width for each in self.starts), tuple(each * width for each in self.stops), self.device)
 
     def evened(self) -> Span:
@@ -201,7 +192,6 @@ def resized(ring: torch.Tensor, last: torch.Tensor, slots: int) -> torch.Tensor:
     Args:
         ring: (batch, heads, slots, d).
         last: The one after the last place, (batch, 1).
-        slots: The new number.
     """
     numbers = turning(last, slots)
     return gathered(ring, numbers % ring.shape[2])
@@ -212,7 +202,6 @@ def turning(last: torch.Tensor, slots: int) -> torch.Tensor:
 
     Args:
         last: The one after the last place, (batch, 1).
-        slots: How many.
     """
     before = last - 1
     return before - (before - torch.arange(slots, device=last.device)) % slots

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_kvcaches.core.moments import second_moment
 from hf_kvcaches.errors import ConfigError, whole_number
-from hf_kvcaches.subspace.moments import masked, principal, second_moment
+from hf_kvcaches.subspace.projections import principal
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -30,8 +31,6 @@ class Sketch(ABC):
 
         Args:
             lead: The leading dimensions, such as (batch, heads).
-            dim: Size of a row.
-            device: Where the state is.
         """
 
     @abstractmethod
@@ -46,44 +45,26 @@ class Sketch(ABC):
 
     @abstractmethod
     def gram(self, state: torch.Tensor) -> torch.Tensor:
-        """The sum of the rows' outer products, as far as the sketch knows it: (..., d, d), float64.
-
-        Args:
-            state: The sketch's state.
-        """
+        """The sum of the rows' outer products, as far as the sketch knows it: (..., d, d), float64."""
 
     @abstractmethod
     def scaled(self, state: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
         """The state with the energy of all past rows multiplied, so that newer ones count for more.
 
         Args:
-            state: The sketch's state.
             factor: 0 and up, a number or a tensor (...) of the leading dimensions.
         """
 
     def forget(self, state: torch.Tensor) -> torch.Tensor:
-        """The state with nothing in it: what to fill with the last tokens where a sketch shall know only these.
-
-        Args:
-            state: The sketch's state.
-        """
+        """The state with nothing in it: what to fill with the last tokens where a sketch shall know only these."""
         return torch.zeros_like(state)
 
     def basis(self, state: torch.Tensor, rank: int) -> torch.Tensor:
-        """The main directions as orthonormal rows, (..., rank, d), float32; any orthonormal ones where there was nothing to see.
-
-        Args:
-            state: The sketch's state.
-            rank: How many, 1 to d.
-        """
+        """The main directions as orthonormal rows, (..., rank, d), float32; any orthonormal ones where there was nothing to see."""
         return principal(self.gram(state), rank).encode.float()
 
     def energies(self, state: torch.Tensor) -> torch.Tensor:
-        """The energy in each direction, (..., d), float64, the largest first.
-
-        Args:
-            state: The sketch's state.
-        """
+        """The energy in each direction, (..., d), float64, the largest first."""
         return principal(self.gram(state), 1).energies
 
 
@@ -158,7 +139,7 @@ class FrequentDirections(Sketch):
         stored = new & ~full.unsqueeze(-1)
         # Free slots are zeros, so adding is writing; what is not stored adds zeros to the first.
         slot = (used.unsqueeze(-1) + new.cumsum(-1) - 1).where(stored, 0)
-        out = state.scatter_add(-2, slot.unsqueeze(-1).expand(rows.shape), masked(rows, stored))
+        out = state.scatter_add(-2, slot.unsqueeze(-1).expand(rows.shape), _masked(rows, stored))
         if shrinking:
             out[full] = self._shrunk(state[full], rows[full])
         return out
@@ -217,7 +198,7 @@ def _usable(state: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor | None)
     if rows.shape[:-2] != state.shape[:-2] or rows.shape[-1] != state.shape[-1] or rows.ndim != state.ndim:
         lead = ", ".join(map(str, state.shape[:-2]))
         raise ConfigError.of("rows", f"shape ({lead}, n, {state.shape[-1]})", tuple(rows.shape))
-    return masked(_single(rows.detach()), valid)
+    return _masked(_single(rows.detach()), valid)
 
 
 def _single(x: torch.Tensor) -> torch.Tensor:
@@ -232,3 +213,13 @@ def _factor(state: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
     if not factor >= 0:
         raise ConfigError.of("factor", "a number of at least 0", factor)
     return torch.tensor(float(factor), dtype=torch.float64, device=state.device)
+
+
+def _masked(rows: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
+    """Rows (..., n, d) with zeros where `valid`, booleans that broadcast to (..., n), is False."""
+    if valid is None:
+        return rows
+    if valid.dtype != torch.bool:
+        raise ConfigError.of("valid", "booleans", valid.dtype)
+    # Not a product: what is not valid may be NaN.
+    return rows.masked_fill(~valid.unsqueeze(-1), 0.0)

@@ -7,12 +7,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from hf_kvcaches.core.allocation import allocate
 from hf_kvcaches.core.calls import Call
+from hf_kvcaches.core.moments import roots, second_moment
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
-from hf_kvcaches.subspace.fitting import metrics
 from hf_kvcaches.subspace.maps import Ranks
 from hf_kvcaches.subspace.measuring import LayerMeter
-from hf_kvcaches.subspace.moments import allocate, principal, roots, second_moment
+from hf_kvcaches.subspace.projections import principal
 
 _TINY = torch.finfo(torch.float64).tiny
 
@@ -150,7 +151,8 @@ def measured(
     for row in range(len(query)):
         one, taken = slice(row, row + 1), meter()
         taken.observe(call.module, query[one], keys[one], values[one], {"scaling": call.scaling, "softcap": call.softcap}, [])
-        metric.append(metrics(taken))
+        assert taken.attention is not None
+        metric.append(taken.attention.metrics())
     for rows, each in zip(_kept(plain, values, sinks), zip(*metric, strict=True), strict=True):
         whole = torch.stack(each)
         # With a metric of mean 1 the coefficients are about as large as what they stand for.

@@ -65,7 +65,6 @@ def body_tensors(ranks: Mapping[str, int], tokens: int, dtype: str, group: int |
 
     Args:
         ranks: Widths of its codes by name.
-        tokens: Their length.
         dtype: `float32`, `float16`, `int8` or `int4`.
         group: How many tokens share a scale; None: all.
     """
@@ -84,8 +83,6 @@ def code_meta(rank: int, tokens: int, dtype: str, group: int | None) -> dict[str
     """What a quantised code has beside its tensors, as `Quantized` takes and gives it.
 
     Args:
-        rank: Its width.
-        tokens: Its length.
         dtype: `int8` or `int4`.
         group: How many tokens share a scale; None: all.
     """
@@ -108,11 +105,7 @@ def body_header(tensors: Sequence[BodyTensor]) -> bytes:
 
 
 def body_size(tensors: Sequence[BodyTensor]) -> int:
-    """Bytes of a body.
-
-    Args:
-        tensors: In it.
-    """
+    """Bytes of a body."""
     return len(body_header(tensors)) + sum(tensor.nbytes for tensor in tensors)
 
 
@@ -129,7 +122,5 @@ def digest_of_part(before: bytes, number: int, body: bytes | bytearray) -> bytes
 
     Args:
         before: The digest of the part before, or of the head.
-        number: Of the part, from 0.
-        body: Its bytes.
     """
     return digest_of(before, number.to_bytes(4, "little"), body)

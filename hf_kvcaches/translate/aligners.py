@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 from hf_kvcaches.stores.files import write_atomically, write_safetensors
 from hf_kvcaches.stores.reading import parse_json, read_safetensors
 
@@ -84,8 +84,7 @@ class MLPAligner(nn.Module):
         inputs, outputs = weight.shape
         if bias is not None and tuple(bias.shape) != (outputs,):
             raise ConfigError.of("bias", f"a vector of {outputs}, as weight has columns", tuple(bias.shape))
-        if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1:
-            raise ConfigError.of("hidden", "an integer of at least 1", hidden)
+        hidden = whole_number("hidden", hidden, 1)
         linear = weight.detach().to(torch.float32, copy=True)
         self.register_buffer("weight", linear)
         self.register_buffer("bias", torch.zeros_like(linear[0]) if bias is None else bias.detach().to(linear, copy=True))
@@ -105,11 +104,7 @@ class MLPAligner(nn.Module):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> MLPAligner:
-        """An aligner as `state_dict` gave it.
-
-        Args:
-            state: By name.
-        """
+        """An aligner as `state_dict` gave it."""
         hidden, inputs = state["inner.weight"].shape
         # Before room is made for both together.
         if inputs != len(state["weight"]):
@@ -163,9 +158,7 @@ class _Settings:
     def check(self) -> None:
         """Refuses what the caller got wrong."""
         for name in ("steps", "every", "rows"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError.of(name, "an integer of at least 1", value)
+            whole_number(name, getattr(self, name), 1)
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError.of("lr", "a finite number above 0", self.lr)
         if not 0 < self.held_out < 1:
@@ -196,7 +189,6 @@ def train_aligner(
     Args:
         aligner: Untrained: its weight and bias are the start, which the result is never worse than on the rows kept apart.
         batches: Pairs of rows by number: `len(batches)` and `batches[i]`, each time the same. Read one at a time.
-        steps: How many.
         lr: The first step's learning rate.
         seed: Of the order of batches and rows.
         state: A file to store the training in; None for none. It may be deleted afterwards.

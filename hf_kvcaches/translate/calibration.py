@@ -15,16 +15,18 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import Tokenized, process, sequences
+from hf_kvcaches.core.calibrating import Tokenized, add_up, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
+from hf_kvcaches.core.metric import QueryMeter, Sizes, output_metric
 from hf_kvcaches.core.model_parts import tokenizer_part
+from hf_kvcaches.core.moments import Moments
 from hf_kvcaches.core.verify import evaluating
-from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError, require_choice, whole_number
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError, is_number, require_choice, whole_number
 from hf_kvcaches.translate.head import CODE_DTYPES
 from hf_kvcaches.translate.maps import Maps
-from hf_kvcaches.translate.metric import LossMoments, attention_metric, blend, loss_gradients, output_projection
-from hf_kvcaches.translate.moments import Moments, QueryMoments
+from hf_kvcaches.translate.metric import attention_metric, blend, gradient_rows, loss_gradients
+from hf_kvcaches.translate.moments import BlockMoments
 from hf_kvcaches.translate.routing import Route
 from hf_kvcaches.translate.solving import Solver
 from hf_kvcaches.translate.states import ReadingCache, State, Tokens, is_of_tokens_alone, read_states, require_plain_layers
@@ -58,7 +60,7 @@ class Wanted:
         for name, allowed in choices.items():
             require_choice(name, getattr(self, name), get_args(allowed))
         require_choice("dtype", self.dtype, (*CODE_DTYPES, None))
-        if isinstance(self.payload, bool) or not isinstance(self.payload, int | float) or not 0 <= self.payload <= 1:
+        if not is_number(self.payload) or not 0 <= self.payload <= 1:
             raise ConfigError.of("payload", "a share of 0 to 1", self.payload)
         if self.group is not None:
             object.__setattr__(self, "group", whole_number("group", self.group, 1, "a number of tokens, or None for all"))
@@ -82,24 +84,16 @@ class Wanted:
         """Of codes."""
         return self.dtype or ("float16" if self.method == "paper" else "int4")
 
-    def ridge_for(self, moments: Moments) -> float:
-        """The regularisation of a fit.
-
-        Args:
-            moments: That it is made of.
-        """
+    def ridge_for(self, moments: BlockMoments) -> float:
+        """The regularisation of a fit."""
         if self.ridge is not None:
             return self.ridge
         # Where there are hardly more tokens than columns to regress on, the weakest directions are chance.
         columns = moments.places["producer"].stop - moments.places["one"].start
-        return max(1e-8, 1e-4 * min(1.0, columns / max(float(moments.count), 1.0)) ** 3)
+        return max(1e-8, 1e-4 * min(1.0, columns / max(moments.count, 1)) ** 3)
 
     def directions(self, width: int) -> int:
-        """How many codes stand for so many keys and values.
-
-        Args:
-            width: Of them.
-        """
+        """How many codes stand for so many keys and values."""
         return int(self.payload * width * 8 / min(8, _BITS[self.code_dtype]))
 
 
@@ -110,21 +104,22 @@ class Sums:
         pair: The models.
         wanted: What the caller asks for.
         sent: The layers.
+        length: Of the longest text.
     """
 
-    def __init__(self, pair: Pair, wanted: Wanted, sent: Sequence[int]) -> None:
-        self.wanted, self.sent, self.pair = wanted, tuple(sent), pair
-        self.moments: dict[int, Moments] = {}
-        self.queries = {layer: QueryMoments(pair.rotation.layers[layer]) for layer in sent}
-        self.losses = {layer: LossMoments(pair.rotation.layers[layer]) for layer in sent}
-        self.projections: dict[int, torch.Tensor] = {}
+    def __init__(self, pair: Pair, wanted: Wanted, sent: Sequence[int], length: int = 1024) -> None:
+        self.wanted, self.sent, self.pair, self.length = wanted, tuple(sent), pair, length
+        self.moments: dict[int, BlockMoments] = {}
+        self.queries: dict[int, QueryMeter] = {}
+        self.outputs: dict[int, torch.Tensor] = {}
+        # Of the gradients at keys and values.
+        self.losses: dict[int, Moments] = {}
         self.shapes: dict[str, tuple[int, int, int]] = {}
 
     def add(self, producer: dict[int, State], consumer: dict[int, State]) -> None:
         """Counts a text in.
 
         Args:
-            producer: Its states by layer.
             consumer: Likewise, with what enters the lowest layer that is not run.
         """
         known = consumer[self.wanted.recompute_layers].hidden
@@ -144,35 +139,48 @@ class Sums:
         x, y = (torch.cat([state.pair.to(known.device) for state in states], dim=1) for states in (producer, consumer))
         if key not in self.moments:
             widths = {"one": 1, "side": known.shape[1], "producer": x.shape[1], "consumer": y.shape[1]}
-            self.moments[key] = Moments(widths, known.device)
+            self.moments[key] = BlockMoments(widths, known.device)
         self.moments[key].add(one=known.new_ones(len(known), 1), side=known, producer=x, consumer=y)
 
     def look(
         self, layer: int, module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, arguments: dict[str, Any]
     ) -> None:
         """Counts a layer's queries in; see `ReadingCache`."""
-        if layer not in self.queries:
+        if layer not in self.sent:
             return
-        self.queries[layer].add(module, query, arguments)
-        if layer not in self.projections:
-            self.projections[layer] = output_projection(module, query.shape[1] * values.shape[3])
+        if layer not in self.queries:
+            output = output_metric(module, query.shape[1], values)
+            if output is None:
+                raise UnsupportedError(f"metric: found no output projection in {type(module).__name__}. Use metric='plain'.")
+            sizes = Sizes.of(query, keys, values, arguments, True)
+            self.outputs[layer] = output
+            self.queries[layer] = QueryMeter(sizes, self.pair.rotation.layers[layer], self.length, keys.device)
+        self.queries[layer].observe(query, arguments)
+
+    def add_gradients(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]], positions: torch.Tensor) -> None:
+        """Adds what a loss asks of a text's keys and values.
+
+        Args:
+            gradients: At each layer's rotated keys and values.
+            positions: (1, tokens).
+        """
+        for layer in self.sent:
+            rows = gradient_rows(self.pair.rotation.layers[layer], *gradients[layer], positions)
+            self.losses.setdefault(layer, Moments((), rows.shape[1], rows.device)).add(rows)
 
     def metric(self, layer: int, spread: torch.Tensor) -> torch.Tensor:
         """What errors of a layer cost.
 
         Args:
-            layer: Which.
             spread: Covariance of its keys and values.
         """
         if self.wanted.metric == "plain":
             return torch.eye(len(spread), dtype=torch.float64) / max(float(spread.trace()), 1e-300)
-        keys, _, heads = self.shapes["consumer"]
-        made = attention_metric(self.projections[layer], self.queries[layer].mean(), spread[keys:, keys:].cpu(), heads)
+        keys = self.shapes["consumer"][0]
+        made = attention_metric(self.queries[layer].logit_moment(), self.outputs[layer], spread[keys:, keys:])
         if self.wanted.metric == "attention":
             return made / max(float((made * spread.cpu()).sum()), 1e-300)
-        loss = self.losses[layer]
-        assert loss.sums is not None
-        return blend(loss.sums / loss.count, made)
+        return blend(self.losses[layer].mean.cpu(), made)
 
 
 class Pair:
@@ -226,7 +234,6 @@ class Pair:
             ids: (tokens,).
             lowest: The layer whose input the consumer knows.
             hidden: Layers whose inputs are wanted of both.
-            queries: See `read_states`.
         """
         found: list[dict[int, State]] = []
         for model, extra in ((self.producer, ()), (self.consumer, (lowest,))):
@@ -263,11 +270,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Adds the time inside to a stage.
-
-        Args:
-            name: Of the stage.
-        """
+        """Adds the time inside to a stage."""
         start = time.perf_counter()
         try:
             yield
@@ -285,17 +288,7 @@ def fit(
     max_length: int,
     progress: bool,
 ) -> tuple[Maps, TranslatorSettings, Route, tuple[ModelFingerprint, ModelFingerprint]]:
-    """See `CacheTranslator.fit`.
-
-    Args:
-        producer: Likewise.
-        consumer: Likewise.
-        tokenizer: Likewise.
-        texts: Likewise.
-        wanted: What is asked for.
-        max_length: Likewise.
-        progress: Likewise.
-    """
+    """See `CacheTranslator.fit`."""
     if wanted.method == "paper":
         wanted = replace(wanted, metric="plain")  # the only one that it has
     pair, clock = Pair(producer, consumer, tokenizer), Clock()
@@ -312,7 +305,7 @@ def fit(
         if len(kept) < process()[1]:
             expected = f"at least {process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
             raise ConfigError.of("texts", expected, len(kept))
-        sums = Sums(pair, wanted, sent)
+        sums = Sums(pair, wanted, sent, max_length)
         if sent:
             wanted = _read(pair, sums, kept, wanted, clock, progress)
             join_processes(sums)
@@ -389,48 +382,26 @@ def add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: i
     """Counts in what the consumer's loss asks of a text's keys and values.
 
     Args:
-        model: The consumer.
-        sums: Where to.
         ids: Of the text, (tokens,).
         seed: Of the tokens that are drawn.
     """
     cache = ReadingCache(model)
     cache.leaves = []
     tokens = Tokens.of(ids).to(compat.input_device(model))
-    gradients = loss_gradients(model, tokens.ids, cache.leaves, cache, seed)
-    for layer, own in sums.losses.items():
-        own.add(*gradients[layer], tokens.positions)
+    sums.add_gradients(loss_gradients(model, tokens.ids, cache.leaves, cache, seed), tokens.positions)
 
 
 def join_processes(sums: Sums) -> None:
-    """Adds up what all processes read, so that each has everything.
-
-    Args:
-        sums: Of this process.
-    """
+    """Adds up what all processes read, so that each has everything."""
     if process()[1] == 1:
         return
-    from accelerate import PartialState
-    from accelerate.utils import reduce
-
-    device = PartialState().device
-    for moments in sums.moments.values():
-        for own in (moments.sums, moments.count):
-            own.copy_(reduce(own.to(device), reduction="sum"))
-    for layer in sums.sent:
-        for each in (sums.queries[layer], sums.losses[layer]):
-            if each.sums is not None:
-                each.sums = reduce(each.sums.to(device), reduction="sum").cpu()
-                each.count = reduce(torch.as_tensor(float(each.count), device=device), reduction="sum").cpu()
+    moments = [*(blocks.sums for blocks in sums.moments.values()), *sums.losses.values()]
+    add_up(part for each in moments for part in (each.total, each.count))
+    add_up(part for meter in sums.queries.values() for part in meter.sums())
 
 
 def state_path(folder: Any, layer: int) -> Path | None:
-    """Where the training of a layer's aligner is kept.
-
-    Args:
-        folder: The caller's, or None.
-        layer: The layer.
-    """
+    """Where the training of a layer's aligner is kept."""
     if folder is None:
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)

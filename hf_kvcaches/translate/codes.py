@@ -111,11 +111,7 @@ class CodesWriter:
         return start + self._digest
 
     def add(self, part: Part) -> bytes:
-        """The bytes of the next part.
-
-        Args:
-            part: As the head says.
-        """
+        """The bytes of the next part."""
         assert self._digest is not None, "begin() comes first"
         assert not (fault := _misfit(self.head, self._number, part)), fault
         tensors, given = self.head.tensors_of(self.head.parts[self._number]), dense(_tensors(part))

@@ -42,12 +42,7 @@ class Places(NamedTuple):
 
 
 def place(head: CodesHead, tokens: Tokens) -> tuple[Places, int] | None:
-    """Finds each row of a batch among those that were coded, and how many slots can be filled; None where a row is not among them.
-
-    Args:
-        head: Of the codes.
-        tokens: The whole prompts.
-    """
+    """Finds each row of a batch among those that were coded, and how many slots can be filled; None where a row is not among them."""
     padding = (~tokens.real).sum(-1).tolist()
     found: list[tuple[int, int]] = []
     for ids in tokens.rows():
@@ -92,7 +87,6 @@ class Filling:
         """Runs the lowest layers, and rebuilds the others.
 
         Args:
-            head: Of the codes.
             parts: In the head's order; each may have to be waited for.
         """
         self._index = self._codes_of(head)
@@ -144,11 +138,7 @@ class Filling:
         self._copy_rows(layer)
 
     def _run_lowest(self, tokens: Tokens) -> torch.Tensor:
-        """Runs the layers that the consumer has for itself, up to the next one's keys and values; what its attention is given.
-
-        Args:
-            tokens: To run.
-        """
+        """Runs the layers that the consumer has for itself, up to the next one's keys and values; what its attention is given."""
         lowest = self.translator.settings.recompute_layers
 
         def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -282,7 +272,6 @@ def on_device(weights: Decoder, device: torch.device, dtype: torch.dtype) -> Dec
 
     Args:
         weights: As they are stored, float32.
-        device: Of the layer.
         dtype: Of the cache. A CPU multiplies in float32 anyway, and would convert at each call.
     """
     kind = torch.float32 if device.type == "cpu" else dtype

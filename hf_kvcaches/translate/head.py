@@ -182,19 +182,11 @@ class CodesHead:
         return START.size + len(self.to_json()) + DIGEST + sum(PART.size + size for size in bodies)
 
     def tensors_of(self, part: PartHead) -> list[BodyTensor]:
-        """What the body of a part holds.
-
-        Args:
-            part: One of the parts.
-        """
+        """What the body of a part holds."""
         return body_tensors(part.ranks, self.tokens, self.dtype, self.group)
 
     def meta_of(self, rank: int) -> dict[str, Any]:
-        """What a quantised code has beside its tensors.
-
-        Args:
-            rank: Its width.
-        """
+        """What a quantised code has beside its tensors."""
         return code_meta(rank, self.tokens, self.dtype, self.group)
 
     def to_json(self) -> bytes:
@@ -206,11 +198,7 @@ class CodesHead:
 
     @classmethod
     def from_json(cls, text: bytes | bytearray) -> Self:
-        """The inverse of `to_json`; an `ArtifactError` for any other bytes.
-
-        Args:
-            text: What came.
-        """
+        """The inverse of `to_json`; an `ArtifactError` for any other bytes."""
         if text.count(b",") > MOST_COMMAS:
             raise ArtifactError(f"Semantic codes have a head with more than the {MOST_COMMAS} commas allowed. {AGAIN}")
         try:

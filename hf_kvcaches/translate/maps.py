@@ -51,18 +51,12 @@ class Encoder:
         """The codes as they are sent.
 
         Args:
-            states: Of its layers, in order.
-            dtype: Of codes.
             group: How many tokens of a channel share a scale.
         """
         return Part(self.part, {name: pack(code.cpu(), dtype, group) for name, code in self.encode(states).items()})
 
     def encode(self, states: Sequence[State]) -> dict[str, torch.Tensor]:
-        """The codes, (tokens, rank) each, float32.
-
-        Args:
-            states: Of its layers, in order.
-        """
+        """The codes, (tokens, rank) each, float32."""
         made = {}
         for name, weights in self.weights.items():
             given = torch.cat([_of(state, name) for state in states], dim=1)
@@ -117,12 +111,7 @@ class LayerDecoder:
 
 
 def to_tensors(encoders: Sequence[Encoder], decoders: Sequence[LayerDecoder]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Maps as tensors by name, and the rest as JSON values.
-
-    Args:
-        encoders: All.
-        decoders: All.
-    """
+    """Maps as tensors by name, and the rest as JSON values."""
     tensors: dict[str, torch.Tensor] = {}
     for number, encoder in enumerate(encoders):
         tensors |= {f"encoders.{number}.{name}": weights for name, weights in encoder.weights.items()}
@@ -150,12 +139,7 @@ class Maps:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> Self:
-        """The inverse of `to_tensors`.
-
-        Args:
-            tensors: By name.
-            rest: As JSON gave it back.
-        """
+        """The inverse of `to_tensors`."""
         encoders = [
             Encoder(part, kind, tuple(layers), {name: tensors[f"encoders.{number}.{name}"] for name in names})
             for number, (part, kind, layers, names) in enumerate(rest["encoders"])

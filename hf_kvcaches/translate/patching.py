@@ -22,7 +22,7 @@ from hf_kvcaches.translate.aligners import MLPAligner, fit_ridge, train_aligner
 from hf_kvcaches.translate.calibration import Clock, Pair, Wanted, state_path
 from hf_kvcaches.translate.codes import Part, pack
 from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
-from hf_kvcaches.translate.moments import Moments
+from hf_kvcaches.translate.moments import BlockMoments
 from hf_kvcaches.translate.reuse import reduced_rank
 from hf_kvcaches.translate.routing import Route, select
 from hf_kvcaches.translate.solving import Solver, part_name
@@ -83,12 +83,7 @@ class Trial:
         return logits
 
     def translated(self, maps: Maps, wanted: Wanted) -> Pairs:
-        """Keys and values of all layers that are sent.
-
-        Args:
-            maps: As fitted.
-            wanted: With the type of codes.
-        """
+        """Keys and values of all layers that are sent."""
         codes: dict[str | None, torch.Tensor] = {}
         for encoder in maps.encoders:
             part = encoder.part_of([self.producer[layer] for layer in encoder.layers], wanted.code_dtype, wanted.group)
@@ -118,14 +113,8 @@ def patch(
     """Chooses layers, fits their maps, and keeps those that are better than reuse.
 
     Args:
-        pair: The models.
-        solver: That made the maps.
-        maps: Without patched layers.
-        wanted: What the caller asks for.
         kept: The texts that maps are fitted to.
         apart: Those that layers are tried on.
-        clock: For the stages.
-        progress: Whether to show bars.
     """
     named = None if wanted.patch_layers in ("auto", None) else _named(wanted.patch_layers, solver.sums.sent)
     if named == [] or (named is None and not apart):
@@ -198,7 +187,7 @@ def _fit_patches(
     pair: Pair, solver: Solver, layers: Sequence[int], wanted: Wanted, kept: Sequence[torch.Tensor], progress: bool
 ) -> dict[int, tuple[Encoder | None, LayerDecoder]]:
     """Maps of the patched layers, from one more pass over the texts."""
-    moments: dict[int, Moments] = {}
+    moments: dict[int, BlockMoments] = {}
     rows: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
     count = 0
     for ids in tqdm(kept, unit=" texts", desc="Reading inputs", disable=not progress or process()[0] > 0):
@@ -211,7 +200,7 @@ def _fit_patches(
             assert target is not None
             if layer not in moments:
                 widths = {"one": 1, "side": known.shape[1], "producer": given.shape[1], "consumer": target.shape[1]}
-                moments[layer] = Moments(widths | {"pair": consumer[layer].pair.shape[1]}, known.device)
+                moments[layer] = BlockMoments(widths | {"pair": consumer[layer].pair.shape[1]}, known.device)
             given, target = given.to(known.device), target.to(known.device)
             moments[layer].add(
                 one=known.new_ones(len(known), 1), side=known, producer=given, consumer=target, pair=consumer[layer].pair.to(known.device)
@@ -223,7 +212,7 @@ def _fit_patches(
 
 
 def _fit_patch(
-    layer: int, moments: Moments, solver: Solver, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    layer: int, moments: BlockMoments, solver: Solver, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 ) -> tuple[Encoder | None, LayerDecoder]:
     # What errors of the input cost: those of the keys and values that follow from it.
     mean = moments.of("one", "consumer")

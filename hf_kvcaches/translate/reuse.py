@@ -1,22 +1,22 @@
 """Which few numbers of a producer's keys and values a consumer's follow from best: closed forms on second moments.
 
 `reduced_rank` is reduced-rank regression: of all maps of a rank, the one with the least error in a metric, once what the consumer knows of
-each token for nothing has been taken out. `joint_svd` is the paper's factorisation, to measure against. `allocate` shares a budget out.
+each token for nothing has been taken out. `joint_svd` is the paper's factorisation, to measure against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
+from hf_kvcaches.core.moments import roots
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.aligners import fit_ridge
-from hf_kvcaches.translate.moments import Moments
+from hf_kvcaches.translate.moments import BlockMoments
 
-# Directions of a metric below this share of the strongest count as this strong: they must not become free.
-_FLOOR = 1e-6
+# What is below this share of a variance is made of rounding.
+_ROUNDING = 1e-12
 
 
 class ReducedRank(NamedTuple):
@@ -37,18 +37,13 @@ class ReducedRank(NamedTuple):
     consumer: torch.Tensor
 
     def encoder(self, rank: int) -> torch.Tensor:
-        """(producer, rank), float32.
-
-        Args:
-            rank: How many directions.
-        """
+        """(producer, rank), float32."""
         return self.encode[:, :rank].float()
 
     def decoder(self, rank: int, columns: slice = slice(None)) -> Decoder:
         """From what is known and that many codes.
 
         Args:
-            rank: How many directions.
             columns: Of the consumer's.
         """
         known = self.consumer - self.producer @ self.encode[:, :rank] @ self.decode[:rank]
@@ -57,7 +52,7 @@ class ReducedRank(NamedTuple):
         return Decoder(side=known[1:] if len(known) > 1 else None, codes=codes, bias=known[0])
 
 
-def reduced_rank(moments: Moments, metric: torch.Tensor, ridge: float, known: tuple[str, ...] = ("one", "side")) -> ReducedRank:
+def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float, known: tuple[str, ...] = ("one", "side")) -> ReducedRank:
     """Fits all ranks at once.
 
     Args:
@@ -91,21 +86,14 @@ def reduced_rank(moments: Moments, metric: torch.Tensor, ridge: float, known: tu
     size = float(spread("producer", "producer").diagonal().mean())
     values, vectors = torch.linalg.eigh((xx + xx.T) / 2)
     # Where states follow from what is known, or from each other, there is nothing left but rounding.
-    inverse = torch.where(values > moments.rounding * size, 1 / (values + ridge * size), 0.0)
-    straight, back = _roots(metric.to(xx))
+    inverse = torch.where(values > _ROUNDING * size, 1 / (values + ridge * size), 0.0)
+    straight, back = roots(metric.to(xx))
     whitened = (vectors * inverse.sqrt()) @ (vectors.T @ xy) @ straight
     _, strengths, directions = torch.linalg.svd(whitened, full_matrices=False)
     encode = (vectors * inverse) @ (vectors.T @ xy) @ straight @ directions.T
     # Codes of about the size 1, what follows from what is known included: half precision has to hold them.
     norms = (encode * (moments.of("producer", "producer") @ encode)).sum(0).clamp_min(1e-300).sqrt()
     return ReducedRank(strengths, encode / norms, norms[:, None] * (directions @ back), maps["producer"], maps["consumer"])
-
-
-def _roots(metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The square root of a metric, and its inverse."""
-    values, vectors = torch.linalg.eigh((metric + metric.T) / 2)
-    values = values.clamp_min(_FLOOR * float(values[-1].clamp_min(1e-300)))
-    return (vectors * values.sqrt()) @ vectors.T, (vectors / values.sqrt()) @ vectors.T
 
 
 class JointSVD(NamedTuple):
@@ -120,7 +108,7 @@ class JointSVD(NamedTuple):
     decode: torch.Tensor
 
 
-def joint_svd(moments: Moments, columns: tuple[slice, slice], rank: int, ridge: float, heads: int = 1) -> JointSVD:
+def joint_svd(moments: BlockMoments, columns: tuple[slice, slice], rank: int, ridge: float, heads: int = 1) -> JointSVD:
     """Latents that both models share, by a truncated SVD of their states side by side, and a ridge encoder (equations 6 and 7).
 
     Args:
@@ -146,17 +134,3 @@ def joint_svd(moments: Moments, columns: tuple[slice, slice], rank: int, ridge: 
         encoders.append(fit_ridge(aa, torch.cat([aa, ab], dim=1) @ latents, ridge))
         decoders.append(latents[widths[0] :].T)
     return JointSVD(torch.block_diag(*encoders).float(), torch.block_diag(*decoders).float())
-
-
-def allocate(strengths: Mapping[int, torch.Tensor], total: int) -> dict[int, int]:
-    """How many directions each layer gets, so that together they take most off the error.
-
-    Args:
-        strengths: Of each layer's directions, descending, in one unit for all layers.
-        total: Directions in all. Each layer gets one at least.
-    """
-    ranked = sorted(((-float(strength), layer) for layer, own in strengths.items() for strength in own[1:]))
-    ranks = dict.fromkeys(strengths, 1)
-    for _, layer in ranked[: max(0, total - len(ranks))]:
-        ranks[layer] += 1
-    return ranks

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, is_number, whole_number
 
 # The metric, greater is better, with exactly these layers patched and all others reused.
 Score = Callable[[frozenset[int]], float]
@@ -87,13 +87,12 @@ def greedy(score: Score, candidates: Iterable[int], most: int, *, least: int = 0
     Stops when no candidate improves the score, or there are `most`. No set is scored twice.
 
     Args:
-        score: The metric.
         candidates: Indices, each once.
         most: The largest number of steps.
         least: Steps that are taken even where they improve nothing, because a pair may where neither of the two does alone.
     """
     known, left = _Known.over(score), sorted(_indices("candidates", candidates))
-    most, least = _count("most", most, 0), _count("least", least, 0)
+    most, least = whole_number("most", most, 0), whole_number("least", least, 0)
     taken: frozenset[int] = frozenset()
     steps: list[Step] = []
     while left and len(steps) < most:
@@ -133,9 +132,9 @@ def select(
         cost: What patching a set costs, above 0, or the cost of each layer.
     """
     known, indices = _Known.over(score), _indices("layers", layers)
-    size = len(indices) if pool is None else _count("pool", pool, 1)
-    limit = len(indices) if most is None else _count("most", most, 0)
-    if _count("least", least, 0) > min(limit, size, len(indices)):
+    size = len(indices) if pool is None else whole_number("pool", pool, 1)
+    limit = len(indices) if most is None else whole_number("most", most, 0)
+    if whole_number("least", least, 0) > min(limit, size, len(indices)):
         raise ConfigError.of("least", f"at most {min(limit, size, len(indices))}: no more than most, pool and the layers", least)
     sensitivity = restore_one(known, indices)
     candidates = sorted(indices, key=lambda layer: (-sensitivity[layer], layer))[:size]
@@ -178,12 +177,6 @@ def _indices(argument: str, layers: Iterable[int]) -> list[int]:
     return found
 
 
-def _count(argument: str, value: int, lowest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ConfigError.of(argument, f"an integer of at least {lowest}", value)
-    return value
-
-
 def _cost(cost: Callable[[frozenset[int]], float] | float, layers: frozenset[int]) -> float:
     value = cost(layers) if callable(cost) else cost * len(layers)
     if not (math.isfinite(value) and value > 0):
@@ -204,6 +197,6 @@ def _index(value: Any) -> int:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not is_number(value) or not math.isfinite(value):
         raise ValueError(f"{value!r} is not a finite number")
     return float(value)

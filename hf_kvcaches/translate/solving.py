@@ -6,21 +6,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_kvcaches.core.allocation import allocate
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
-from hf_kvcaches.translate.reuse import ReducedRank, allocate, joint_svd, reduced_rank
+from hf_kvcaches.translate.reuse import ReducedRank, joint_svd, reduced_rank
 
 if TYPE_CHECKING:
     from hf_kvcaches.translate.calibration import Sums, Wanted
 
 
 def part_name(layer: int) -> str:
-    """Of the part that a layer is sent in.
-
-    Args:
-        layer: The layer.
-    """
+    """Of the part that a layer is sent in."""
     return f"layer.{layer}"
 
 
@@ -65,7 +62,8 @@ class Solver:
         if total == 0:
             return Maps((), [LayerDecoder(layer, None, "reuse", fit.decoder(0)) for layer, fit in fits.items()])
         # A strength is the root of what a direction takes off the error, and errors add up as squares.
-        self.ranks = allocate({layer: fit.strengths.square() for layer, fit in fits.items()}, total)
+        bought = allocate([fit.strengths.square() for fit in fits.values()], max(total, len(fits)), cost=1)
+        self.ranks = dict(zip(fits, bought, strict=True))
         encoders, decoders = [], []
         for layer, fit in fits.items():
             rank = self.ranks[layer]

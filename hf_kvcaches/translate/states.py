@@ -143,11 +143,7 @@ class ReadingCache(KVCache):
 
 
 def require_plain_layers(config: Any) -> Rotation:
-    """How a model's keys are turned, if each of its layers has keys and values that can be translated.
-
-    Args:
-        config: Of the decoder.
-    """
+    """How a model's keys are turned, if each of its layers has keys and values that can be translated."""
     foreign = sorted({kind for kind, _ in compat.layer_plan(config) if kind not in ReadingCache.own_layer_types})
     if foreign:
         raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be translated.")
@@ -205,12 +201,9 @@ def read_states(
     """Runs a model over prompts, and hands each layer's state on as soon as it is there.
 
     Args:
-        model: Without a PEFT wrapper.
-        tokens: On the model's device.
         on_state: Called with each layer's index and state, in order.
         hidden: Layers whose normalised inputs are wanted, too.
         upto: The last layer that is wanted; the pass ends there, before its attention. None: all, and the pass is run to its end.
-        queries: See `ReadingCache`.
     """
     rotation = require_plain_layers(compat.decoder_config(model.config))
     inputs: dict[int, torch.Tensor] = {}
@@ -233,7 +226,6 @@ def is_of_tokens_alone(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     """Whether layer 0's state of a token is the same wherever it stands and whatever stands around it, as seen in a text.
 
     Args:
-        model: Without a PEFT wrapper.
         ids: Of the text, (tokens,), on the model's device.
     """
     found: list[State] = []
@@ -250,13 +242,7 @@ def is_of_tokens_alone(model: PreTrainedModel, ids: torch.Tensor) -> bool:
 
 
 def run_base(model: PreTrainedModel, cache: KVCache, tokens: Tokens) -> None:
-    """A pass without the model's head.
-
-    Args:
-        model: Without a PEFT wrapper.
-        cache: Where keys and values go.
-        tokens: On the model's device.
-    """
+    """A pass without the model's head."""
     run_span(model, cache, tokens.ids, tokens.positions, tokens.mask)
 
 
@@ -264,11 +250,8 @@ def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.T
     """A layer's state of the real tokens. Keys lose their rotation; learned positions stay in them.
 
     Args:
-        rotation: Of the model.
-        layer: Which.
         keys: (batch, kv_heads, tokens, head_dim).
         values: Likewise.
-        tokens: The prompts.
     """
     geometry, real = rotation.layers[layer], tokens.real.to(keys.device)
     content = geometry.unrotate(keys, tokens.positions.to(keys.device)) if geometry.kind == "rope" else keys
@@ -280,10 +263,7 @@ def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
     """Gives a layer's attention another input than the model's own, up to its keys and values.
 
     Args:
-        model: Without a PEFT wrapper.
-        layer: Which.
         hidden: Normalised, (batch, tokens, hidden).
-        tokens: The prompts.
         cache: Takes keys and values, and raises `PassEnded` behind them.
     """
 
@@ -299,12 +279,7 @@ def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
 
 
 def with_told_attention(layer: nn.Module, on_call: Callable[..., Any]) -> nn.Module:
-    """A twin of a decoder layer that tells what its attention is called with.
-
-    Args:
-        layer: The layer.
-        on_call: As in `ToldModule`.
-    """
+    """A twin of a decoder layer that tells what its attention is called with."""
     attention = compat.attention_module(layer)
     return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
 
@@ -314,10 +289,7 @@ def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
     """The keys and values that a layer makes of an input.
 
     Args:
-        model: Without a PEFT wrapper.
-        layer: Which.
         hidden: Normalised, (tokens, hidden), of one prompt.
-        tokens: The prompt.
     """
     cache, found = ReadingCache(model), list[State]()
 
@@ -335,8 +307,6 @@ def watch_inputs(model: PreTrainedModel, layers: Sequence[int], on_input: Callab
     """While open, tells what the attention of some layers is given, (batch, tokens, hidden).
 
     Args:
-        model: Without a PEFT wrapper.
-        layers: Which.
         on_input: Called with a layer's index and its attention's input.
     """
     decoder = compat.decoder_layers(model)[2]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 from hf_kvcaches.warmstart.slots import LayerSlots, Slots, require_layers, turned
 
 if TYPE_CHECKING:
@@ -78,7 +78,6 @@ class AdapterSample:
             keys: For each layer (kv_heads, length, head_dim), rotated: of the whole prompt.
             values: For each layer (kv_heads, length, value_dim).
             query: For each layer (heads, head_dim), rotated and not scaled: of the last token.
-            geometries: How each layer rotates.
             tail: How many of the last tokens are run behind the slots.
             scaling: What each layer multiplies logits with; None for `head_dim ** -0.5`.
         """
@@ -86,8 +85,7 @@ class AdapterSample:
             raise ConfigError.of("compressor", "one without adapters", "one with adapters")
         require_layers("geometries", geometries, len(keys))
         length = keys[0].shape[1]
-        if isinstance(tail, bool) or not isinstance(tail, int) or not 1 <= tail < length:
-            raise ConfigError.of("tail", f"an integer of 1 to {length - 1}", tail)
+        tail = whole_number("tail", tail, 1, f"an integer of 1 to {length - 1}", most=length - 1)
         start = length - tail
         slots = compressor.compress([own[:, :start] for own in keys], [own[:, :start] for own in values], query, length, scaling)
         layers = []
@@ -160,11 +158,7 @@ class Adapters:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> Adapters:
-        """Adapters from what `tensors` gave.
-
-        Args:
-            tensors: By name.
-        """
+        """Adapters from what `tensors` gave."""
         layers = range(len(tensors) // 2)
         if any(each.ndim != 3 or each.shape[1] != each.shape[2] for each in tensors.values()):
             raise ArtifactError(f"The stored adapters have the shapes {[tuple(each.shape) for each in tensors.values()]}.")
@@ -182,7 +176,6 @@ class Adapters:
 
         Args:
             slots: As they were pooled, shifted or not.
-            geometries: How each layer rotates.
         """
         require_layers("slots", slots.keys, len(self.keys))
         require_layers("geometries", geometries, len(self.keys))
@@ -225,8 +218,7 @@ class AdapterTraining:
             raise ConfigError.of("lr", "a number above 0", lr)
         if not weight >= 0:
             raise ConfigError.of("weight", "a number of at least 0", weight)
-        if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-            raise ConfigError.of("batch", "an integer of at least 1", batch)
+        batch = whole_number("batch", batch, 1)
         self._samples, self._weight, self._batch = list(samples), weight, min(batch, len(samples))
         start = Adapters.identity(samples[0])
         self._keys, self._values = ([each.requires_grad_() for each in part] for part in (start.keys, start.values))
@@ -245,11 +237,7 @@ class AdapterTraining:
         return Adapters(*(tuple(each.detach().clone() for each in part) for part in (self._keys, self._values)))
 
     def run(self, steps: int) -> None:
-        """Takes steps.
-
-        Args:
-            steps: How many.
-        """
+        """Takes steps."""
         for _ in range(steps):
             chosen = torch.randperm(len(self._samples), generator=self._generator)[: self._batch].tolist()
             with torch.enable_grad():
@@ -271,11 +259,7 @@ class AdapterTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes back to where `state_dict` was taken.
-
-        Args:
-            state: What it gave.
-        """
+        """Goes back to where `state_dict` was taken."""
         given = Adapters.of(state["adapters"])
         require_layers("state", given.keys, len(self._keys))
         with torch.no_grad():
@@ -293,11 +277,8 @@ def fit_adapters(
 
     Args:
         samples: From several prompts.
-        steps: How many.
-        lr: The step size.
         weight: Of the pull towards the identity.
         seed: Decides in which order samples are seen.
-        batch: Samples a step.
     """
     training = AdapterTraining(samples, lr=lr, weight=weight, seed=seed, batch=batch)
     training.run(steps)

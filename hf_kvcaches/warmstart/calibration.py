@@ -20,7 +20,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.tokens import as_ids
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, is_number
 from hf_kvcaches.warmstart.cache import Strategy, WarmStartCache
 from hf_kvcaches.warmstart.gate import WarmStartGate, changes
 from hf_kvcaches.warmstart.library import WarmStartLibrary
@@ -83,16 +83,14 @@ def calibrate_gate(
 
     Args:
         model: A causal language model with rotary positions.
-        tokenizer: Its tokenizer.
         library_options: Of the `WarmStartLibrary` that the gate is for: `slots`, `encoder`, `layout`, `tail`, `full`, `adapters`.
         pairs: (earlier prompt, new prompt), as texts or token ids.
         budget: The largest share of false hits in what is let through.
         gate: Where the other limits come from; None for the defaults. Limits that nothing was measured for stay.
         guard: Of the `WarmStartCache`.
         tail: Likewise.
-        progress: Whether to show a bar.
     """
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget < 1:
+    if not is_number(budget) or not 0 <= budget < 1:
         raise ConfigError.of("budget", "a share of at least 0, below 1", budget)
     options = dict(library_options or {})
     for name in _FORBIDDEN:
@@ -129,7 +127,6 @@ def limit(seen: Sequence[tuple[float, float]], budget: float, given: float) -> t
 
     Args:
         seen: (what the limit is for, divergence) of each pair.
-        budget: The largest share.
         given: The limit that stands if it is lower than all that was seen, and all that was seen keeps the budget.
     """
     rows: list[dict[str, Any]] = []

@@ -75,7 +75,6 @@ class SlotCompressor:
                 run again behind the slots.
             values: For each layer (kv_heads, tokens, value_dim).
             query: For each layer (heads, head_dim), rotated and not scaled: of the prompt's last token.
-            length: Tokens of the prompt.
             scaling: What each layer multiplies logits with; None for `head_dim ** -0.5`.
         """
         require_layers("values", values, len(keys))
@@ -108,8 +107,6 @@ def triangles(slots: int, tokens: int, device: torch.device | str | None = None)
 
     Args:
         slots: At most `tokens`: each triangle is then wide enough to have a token under it.
-        tokens: How many.
-        device: Of the result.
     """
     if not 1 <= slots <= tokens:
         raise ConfigError.of("slots", f"1 to {tokens}, the number of tokens", slots)

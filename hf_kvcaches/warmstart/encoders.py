@@ -74,7 +74,6 @@ class Encoder(ABC):
         """A vector of length 1 for each prompt, `(prompts, dim)`.
 
         Args:
-            texts: The prompts.
             ids: Their tokens, each at least one.
         """
         if len(texts) != len(ids):

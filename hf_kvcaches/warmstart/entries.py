@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import threading
 import time
-import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -15,12 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError, require, whole_number
-from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, StoreUnavailable, open_blobs
+from hf_kvcaches.core.splicing.tokens import Ids, common_prefix
+from hf_kvcaches.errors import ArtifactError, ConfigError, require
+from hf_kvcaches.stores.blobs import TIMEOUT, Stored
+from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
+from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.reading import not_finite
 from hf_kvcaches.stores.vectors import VectorIndex
-from hf_kvcaches.stores.worth import Worth, evict
-from hf_kvcaches.warmstart.entry import Embedding, Entry, EntryHead, EntryReport
+from hf_kvcaches.warmstart.entry import Embedding, Entry, EntryHead, EntryReport, Facts
 
 _KIND = "warm-start entry, version 1"
 _IDS = "ids"
@@ -28,38 +28,110 @@ _IDS = "ids"
 _FIELDS = {"kind": str, "scope": str, "text": str, "length": int, "created": float, "provenance": dict, "sizes": dict, "embedding": str}
 
 
+class EntryContents:
+    """Entries of one scope by their tokens and their embeddings, as the `Contents` of a catalog.
+
+    Args:
+        scope: As in `EntryStore`.
+    """
+
+    def __init__(self, scope: str) -> None:
+        self.scope = scope
+        self.heads: dict[str, EntryHead] = {}
+        self.vectors: VectorIndex | None = None
+        # Tokens and id of each entry that has `Facts`, sorted.
+        self._order: list[tuple[bytes, str]] = []
+
+    def add(self, blobs: Sequence[Stored]) -> dict[str, int]:
+        tokens: dict[str, int] = {}
+        vectors: dict[str, Embedding] = {}
+        for key, data, size in blobs:
+            if any(type(data.get(name)) is not kind for name, kind in _FIELDS.items()) or data["kind"] != _KIND:
+                continue
+            if data["scope"] == self.scope:
+                try:
+                    vectors[key] = self.checked(array_of_text(data["embedding"], "<f4"))
+                except ValueError:
+                    continue
+                if self.vectors is None:
+                    self.vectors = VectorIndex(len(vectors[key]))
+                facts = Facts.of(data["provenance"])
+                text, length, provenance = data["text"], data["length"], data["provenance"]
+                self.heads[key] = EntryHead(text, length, provenance, data["created"], data["sizes"], size, facts)
+                if facts is not None:
+                    insort(self._order, (_sortable(facts.ids), key))
+            tokens[key] = data["length"]
+        # All at once: one by one takes longer.
+        if vectors and self.vectors is not None:
+            self.vectors.add(list(vectors), np.stack(list(vectors.values())))
+        return tokens
+
+    def remove(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            head = self.heads.pop(key, None)
+            if head is not None and head.facts is not None:
+                del self._order[bisect_left(self._order, (_sortable(head.facts.ids), key))]
+        if self.vectors is not None:
+            self.vectors.remove(keys)
+
+    def expired(self) -> Sequence[str]:
+        return ()
+
+    def beginning(self, ids: Ids) -> tuple[str | None, int]:
+        """The entry that shares the longest beginning with a prompt, and how many tokens that is."""
+        index = bisect_left(self._order, (_sortable(ids), ""))
+        best, longest = None, 0
+        # The longest common beginning is that of a neighbour in the order.
+        for _, key in self._order[max(0, index - 1) : index + 1]:
+            facts = self.heads[key].facts
+            shared = 0 if facts is None else common_prefix(facts.ids, ids)
+            if shared > longest:
+                best, longest = key, shared
+        return best, longest
+
+    def checked(self, embedding: Embedding) -> Embedding:
+        """An embedding as float32, of the dimension of the others.
+
+        Args:
+            embedding: `(dim,)`, of length 1.
+        """
+        vector = np.asarray(embedding, np.float32)
+        dim = vector.shape[0] if self.vectors is None and vector.ndim == 1 else getattr(self.vectors, "dim", 0)
+        if vector.shape != (dim,) or not dim or not abs(float(np.linalg.norm(vector)) - 1) <= 1e-3:
+            got = f"{vector.shape} of length {np.linalg.norm(vector):.4g}"
+            raise ConfigError.of("entry.embedding", f"a vector of {dim or 'some'} elements and of length 1", got, "Take an Encoder's.")
+        return vector
+
+
 class EntryStore:
     """Entries of one scope, in memory, in a folder or in Redis.
 
-    Any thread may call any method, and processes may share a place. What others did is known after `refresh`, or after this one's own
-    changes. Where the place fails, or what it holds is damaged, that is a miss, and is said once as a `RuntimeWarning`.
+    Any thread may call any method, and processes may share a place. Changes of other processes are applied by `refresh`, and with every
+    change of this one. Where the place fails, or what it holds is damaged, that is a miss, and the first one is a `RuntimeWarning`.
 
     Args:
         location: `memory`, `disk:FOLDER` or `redis://host:port/db` (see `open_blobs`).
         scope: All that has to be the same for an entry to be of use: the model, the tokenizer, the encoder, the format. Entries of
             other scopes may lie in the same place; they count for the cap, and otherwise are left alone.
-        max_bytes: What all entries may take, but for pinned ones. Beyond, those go that saved the fewest tokens a byte, and not lately.
+        max_bytes: What all entries may take, but for pinned ones. Beyond, those are evicted that saved the fewest tokens a byte, and not
+            lately.
         timeout: Seconds that all look-ups of a request may wait for Redis together; see `open_blobs`.
     """
 
-    def __init__(self, location: str, scope: str, max_bytes: int | None = None, timeout: float = TIMEOUT) -> None:
+    def __init__(self, location: str, scope: str, max_bytes: int | str | None = None, timeout: float = TIMEOUT) -> None:
         if not isinstance(scope, str) or not scope:
             raise ConfigError.of("scope", "a string that names the model and all else that entries depend on", scope)
-        if max_bytes is not None:
-            max_bytes = whole_number("max_bytes", max_bytes, 1, "a number of bytes, at least 1, or None")
         # Entries are put into an index as soon as there are any.
         require("faiss", "retrieval", "A store of prompts")
-        self.scope, self.max_bytes = scope, max_bytes
-        self._blobs: BlobStore = open_blobs(location, timeout)
-        # Under the first one nobody waits for a server; under the second, changes are asked for and taken over in their order.
-        self._lock, self._following = threading.RLock(), threading.RLock()
-        self._heads: dict[str, EntryHead] = {}
-        self._news: tuple[list[str], list[str]] = [], []
-        self._index: VectorIndex | None = None
-        self._worth = Worth()
-        self._said: set[str] = set()
-        self._counts = dict.fromkeys(("hits", "saved_tokens", "loads", "written", "evicted", "failures"), 0)
+        self.scope, self.contents = scope, EntryContents(scope)
+        self.catalog = Catalog(location, timeout, max_bytes, self.contents, "entry")
+        self._hits = self._saved_tokens = 0
         self.refresh()
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The cap, or None."""
+        return self.catalog.max_bytes
 
     def put(self, entry: Entry) -> str | None:
         """Stores an entry and returns its id; one of the same tokens that is there already is kept. None where it didn't stay.
@@ -68,7 +140,7 @@ class EntryStore:
             entry: Its tensors are copied.
         """
         ids = _as_ids(entry.ids)
-        embedding = self._checked(entry.embedding)
+        embedding = self.contents.checked(entry.embedding)
         if _IDS in entry.tensors:
             raise ConfigError.of("entry.tensors", f"names other than {_IDS!r}, which is taken", sorted(entry.tensors))
         key = self._key(ids)
@@ -77,9 +149,8 @@ class EntryStore:
             raise ConfigError.of(f"entry.tensors[{name!r}]", "finite numbers", "infinities or NaN", "Look for them in the model.")
         sizes = {name: tensor.nbytes for name, tensor in dense.items()}
         if self.max_bytes is not None and sum(sizes.values()) + ids.nbytes > self.max_bytes:
-            self._say(
-                "large", f"A prompt of {len(ids)} tokens takes more than all of the {self.max_bytes} bytes allowed; it is not stored."
-            )
+            sentence = f"A prompt of {len(ids)} tokens takes more than all of the {self.max_bytes} bytes allowed; it is not stored."
+            self.catalog.warn_once("large", sentence)
             return None
         head = {
             "kind": _KIND,
@@ -90,167 +161,121 @@ class EntryStore:
             "created": float(int(time.time())),
             "provenance": dict(entry.provenance),
             "sizes": sizes,
-            # In the head, so that who opens the store need not read the tensors of all entries.
-            "embedding": base64.b64encode(embedding.astype("<f4").tobytes()).decode(),
+            # In the head, so that opening the store does not read the tensors of all entries.
+            "embedding": array_as_text(embedding, "<f4"),
         }
-        self._blobs.begin()
-        try:
-            if key not in self:
-                size = self._blobs.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors})
-                self._count("written", size > 0)
-        except StoreUnavailable as error:
-            self._failed(error)
+        if key not in self and not self.catalog.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors}):
             return None
-        # Who looks last sees what all have written, so processes stay within the cap together.
+        # The last one to look sees what all have written, so processes stay within the cap together.
         self.refresh()
         return key if key in self else None
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None) -> Entry | None:
         """An entry, or None where there is none of that id and scope, or none any more, or a damaged one.
 
         Args:
-            key: Its id.
+            check: Raises an `ArtifactError` for tensors that are not what they should be: the entry is deleted then.
         """
         head = self.head(key)
         if head is None:
             return None
-        try:
-            found = self._blobs.tensors(key)
-        except StoreUnavailable as error:
-            self._failed(error)
+
+        def check_all(tensors: Mapping[str, Tensor]) -> None:
+            ids = tensors.get(_IDS)
+            if ids is None or ids.dtype != torch.int32 or ids.shape != (head.length,):
+                raise ArtifactError("it does not hold its tokens")
+            if (name := not_finite(tensors)) is not None:
+                raise ArtifactError(f"its tensor {name!r} has infinities or NaN")
+            check(tensors)
+
+        tensors = self.catalog.read(key, check_all)
+        embedding = None if self.contents.vectors is None else self.contents.vectors.get(key)
+        if tensors is None or embedding is None:
             return None
-        self._count("loads")
-        embedding = None if self._index is None else self._index.get(key)
-        if found is not None and (fault := _fault(found, head.length)):
-            self._blobs.discard(key, fault)
-            found = None
-        if found is None or embedding is None:
-            self._follow()
-            return None
-        ids = found.pop(_IDS)
-        return Entry(head.text, ids.tolist(), embedding, found, head.provenance)
+        ids = tensors.pop(_IDS)
+        return Entry(head.text, ids.tolist(), embedding, tensors, head.provenance)
 
     def all(self) -> Iterator[Entry]:
         """All entries, each read as a request of its own."""
         for key in self.ids():
-            self._blobs.begin()
+            self.catalog.blobs.begin()
             if (entry := self.get(key)) is not None:
                 yield entry
 
     def head(self, key: str) -> EntryHead | None:
-        """What is known of an entry without reading it, or None.
-
-        Args:
-            key: Its id.
-        """
-        with self._lock:
-            return self._heads.get(key)
+        """What is known of an entry without reading it, or None."""
+        with self.catalog.lock:
+            return self.contents.heads.get(key)
 
     def exact(self, ids: Sequence[int]) -> str | None:
-        """The id of the entry with exactly these tokens, or None.
-
-        Args:
-            ids: Tokens.
-        """
+        """The id of the entry with exactly these tokens, or None."""
         key = self._key(_as_ids(ids))
         return key if key in self else None
+
+    def beginning(self, ids: Ids) -> tuple[str | None, int]:
+        """The id of the entry that shares the longest beginning with a prompt, and how many tokens that is."""
+        with self.catalog.lock:
+            return self.contents.beginning(ids)
 
     def near(self, embedding: npt.ArrayLike, k: int = 1) -> list[tuple[str, float]]:
         """The ids of the most similar entries with their cosines, the most similar first.
 
         Args:
             embedding: `(dim,)`, of length 1.
-            k: How many.
         """
-        index = self._index
-        return [] if index is None else index.search(embedding, k)[0]
+        vectors = self.contents.vectors
+        return [] if vectors is None else vectors.search(embedding, k)[0]
 
     def ids(self) -> list[str]:
         """Of all entries."""
-        with self._lock:
-            return list(self._heads)
-
-    def news(self) -> tuple[list[str], list[str]]:
-        """The ids of entries that came and of those that went since the last call; one that went and came again is in both."""
-        with self._lock:
-            news, self._news = self._news, ([], [])
-        return news
+        with self.catalog.lock:
+            return list(self.contents.heads)
 
     def used(self, key: str, tokens: int | None = None) -> None:
         """Counts the work that an entry saved.
 
         Args:
-            key: Its id.
             tokens: That were not computed; None: as many as it has.
         """
-        with self._lock:
-            head = self._heads.get(key)
-            if head is not None:
-                saved = head.length if tokens is None else tokens
-                self._worth.used(key, saved)
-                self._counts["hits"] += 1
-                self._counts["saved_tokens"] += saved
+        head = self.head(key)
+        if head is not None:
+            saved = head.length if tokens is None else tokens
+            with self.catalog.lock:
+                self.catalog.used(key, saved)
+                self._hits += 1
+                self._saved_tokens += saved
 
-    def pin(self, key: str) -> None:
-        """Keeps an entry from eviction, by any process.
-
-        Args:
-            key: Its id.
-        """
-        self._blobs.begin()
-        self._blobs.pin(key)
-
-    def unpin(self, key: str) -> None:
-        """Lets an entry go again.
-
-        Args:
-            key: Its id.
-        """
-        self._blobs.begin()
-        self._blobs.pin(key, False)
+    def pin(self, key: str, pinned: bool = True) -> None:
+        """Keeps an entry from eviction, by any process."""
+        self.catalog.pin(key, pinned)
 
     def delete(self, key: str) -> bool:
-        """Deletes an entry of this scope, and returns whether it was there.
-
-        Args:
-            key: Its id.
-        """
-        self._blobs.begin()
-        gone = key in self and self._blobs.delete(key)
-        self._follow()
-        return gone
+        """Deletes an entry of this scope, and returns whether it was there."""
+        return key in self and self.catalog.delete(key)
 
     def refresh(self) -> None:
-        """Begins a request: learns what other processes did, and evicts what is too much."""
-        self._blobs.begin()
-        self._follow()
-        evict(self._leaving, self._evict, self._follow)
+        """Begins a request: applies what other processes changed, and evicts what exceeds the cap."""
+        self.catalog.refresh()
+        if len(self.catalog.worth.sizes) > len(self):
+            sentence = f"{self.catalog.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
+            self.catalog.warn_once("foreign", sentence)
 
     def report(self) -> EntryReport:
         """What the store holds now."""
         self.refresh()
-        pinned = self._pinned()
-        with self._lock:
-            return EntryReport(
-                location=self._blobs.place,
-                entries=len(self._heads),
-                foreign=len(self._worth.sizes) - len(self._heads),
-                bytes=self._worth.total,
-                max_bytes=self.max_bytes,
-                pinned=len(pinned & self._heads.keys()),
-                damaged=self._blobs.damaged,
-                **self._counts,
-            )
+        own = self.ids()
+        foreign = len(self.catalog.worth.sizes) - len(own)
+        return EntryReport(entries=len(own), foreign=foreign, hits=self._hits, saved_tokens=self._saved_tokens, **self.catalog.summary(own))
 
     def close(self) -> None:
-        """Lets go of connections. What is stored stays, unless it is in memory."""
-        self._blobs.close()
+        """Closes connections. What is stored stays, unless it is in memory."""
+        self.catalog.close()
 
     def __len__(self) -> int:
-        return len(self._heads)
+        return len(self.contents.heads)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._heads
+        return key in self.contents.heads
 
     def __enter__(self) -> Self:
         return self
@@ -263,120 +288,17 @@ class EntryStore:
         return self
 
     def __repr__(self) -> str:
-        return f"EntryStore({self._blobs.place!r}, {len(self)} entries)"
+        return f"EntryStore({self.catalog.place!r}, {len(self)} entries)"
 
     def _key(self, ids: npt.NDArray[np.int32]) -> str:
         hasher = hashlib.blake2b(_KIND.encode() + b"|" + self.scope.encode() + b"|", digest_size=16)
         hasher.update(ids.astype("<i4").tobytes())
         return hasher.hexdigest()
 
-    def _checked(self, embedding: Embedding) -> Embedding:
-        vector = np.asarray(embedding, np.float32)
-        dim = vector.shape[0] if self._index is None and vector.ndim == 1 else getattr(self._index, "dim", 0)
-        if vector.shape != (dim,) or not dim or not abs(float(np.linalg.norm(vector)) - 1) <= 1e-3:
-            got = f"{vector.shape} of length {np.linalg.norm(vector):.4g}"
-            raise ConfigError.of("entry.embedding", f"a vector of {dim or 'some'} elements and of length 1", got, "Take an Encoder's.")
-        return vector
 
-    def _follow(self) -> None:
-        """Learns what came and went, by this process too: what the back-end tells is all that is known."""
-        try:
-            with self._following:
-                changes = self._blobs.changes()
-                with self._lock:
-                    for key in changes.removed:
-                        self._worth.remove(key)
-                        if self._heads.pop(key, None) is not None:
-                            self._news[1].append(key)
-                    if self._index is not None:
-                        self._index.remove(changes.removed)
-                    self._learn(changes.added)
-        except StoreUnavailable as error:
-            self._failed(error)
-        if self._blobs.damaged:
-            self._say("damaged", f"A damaged entry is made anew. {self._blobs.complaints[0]}")
-        for sentence in list(self._blobs.unreadable.values())[:1]:
-            self._say("unusable", sentence)
-
-    def _learn(self, added: Sequence[Stored]) -> None:
-        vectors: dict[str, Embedding] = {}
-        for key, data, size in added:
-            if any(type(data.get(name)) is not kind for name, kind in _FIELDS.items()) or data["kind"] != _KIND:
-                self._say(
-                    "unreadable", f"{self._blobs.place} holds something that is no entry, or one of another version; it is left alone."
-                )
-                continue
-            self._worth.add(key, size, data["length"])
-            if data["scope"] != self.scope:
-                self._say(
-                    "foreign", f"{self._blobs.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
-                )
-                continue
-            try:
-                vector = self._checked(np.frombuffer(base64.b64decode(data["embedding"], validate=True), "<f4"))
-            except ValueError:
-                self._say("unreadable", f"{self._blobs.place} holds an entry with an embedding of another kind; it is left alone.")
-                continue
-            if self._index is None:
-                self._index = VectorIndex(len(vector))
-            vectors[key] = vector
-            self._news[0].append(key)
-            self._heads[key] = EntryHead(data["text"], data["length"], data["provenance"], data["created"], data["sizes"], size)
-        # At once: many one by one would take longer.
-        if vectors and self._index is not None:
-            self._index.add(list(vectors), np.stack(list(vectors.values())))
-
-    def _pinned(self) -> frozenset[str]:
-        try:
-            return self._blobs.pinned()
-        except StoreUnavailable as error:
-            self._failed(error)
-            return frozenset()
-
-    def _leaving(self, stuck: Collection[str]) -> list[str]:
-        if self.max_bytes is None or self._worth.total <= self.max_bytes:
-            return []
-        try:
-            pinned = self._blobs.pinned()
-        except StoreUnavailable as error:
-            # Without its pins nothing may go.
-            self._failed(error)
-            return []
-        with self._lock:
-            return self._worth.least(self._worth.total - self.max_bytes, keep=pinned.union(stuck))
-
-    def _evict(self, key: str) -> bool:
-        try:
-            gone = self._blobs.delete(key)
-        except StoreUnavailable as error:
-            self._failed(error)
-            return False
-        self._count("evicted", gone)
-        return gone
-
-    def _count(self, what: str, number: int = 1) -> None:
-        with self._lock:
-            self._counts[what] += number
-
-    def _failed(self, error: Exception) -> None:
-        self._count("failures")
-        self._say("unavailable", f"{self._blobs.place}: {error} Prompts are computed instead, until it can be used.")
-
-    def _say(self, kind: str, sentence: str) -> None:
-        with self._lock:
-            if kind in self._said:
-                return
-            self._said.add(kind)
-        warnings.warn(sentence, RuntimeWarning, stacklevel=3)
-
-
-def _fault(tensors: Mapping[str, Tensor], length: int) -> str | None:
-    """What is wrong with the tensors of an entry that has so many tokens, or None."""
-    ids = tensors.get(_IDS)
-    if ids is None or ids.dtype != torch.int32 or ids.shape != (length,):
-        return "it does not hold its tokens"
-    name = not_finite(tensors)
-    return None if name is None else f"its tensor {name!r} has infinities or NaN"
+def _sortable(ids: Ids) -> bytes:
+    # With the highest byte first, bytes have the order of the numbers.
+    return ids.astype(">u4").tobytes()
 
 
 def _as_ids(ids: Sequence[int]) -> npt.NDArray[np.int32]:

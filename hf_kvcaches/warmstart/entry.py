@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -12,6 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hf_kvcaches.core.splicing.tokens import Ids
+from hf_kvcaches.stores.blobs_format import array_of_text
 
 Embedding = npt.NDArray[np.float32]
 
@@ -36,6 +36,27 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a library keeps of an entry outside of its tensors.
+
+    Args:
+        ids: Its tokens.
+        stored: What `codec` needs to read its keys and values, or None where it has none.
+    """
+
+    ids: Ids
+    stored: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, Any]) -> Self | None:
+        """Those in an entry's provenance, or None where no library has put them there."""
+        try:
+            return cls(array_of_text(provenance["ids"], "<u4"), provenance["stored"])
+        except (LookupError, TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
 class EntryHead:
     """What is known of a stored entry without reading its tensors.
 
@@ -46,6 +67,7 @@ class EntryHead:
         created: When, in seconds since 1970.
         sizes: The bytes of each of its tensors.
         bytes: What all of it takes in the store.
+        facts: What a library put into its provenance, or None.
     """
 
     text: str
@@ -54,6 +76,7 @@ class EntryHead:
     created: float
     sizes: dict[str, int]
     bytes: int
+    facts: Facts | None
 
 
 @dataclass(frozen=True)
@@ -89,29 +112,3 @@ class EntryReport:
     evicted: int
     damaged: int
     failures: int
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a library keeps of an entry outside of its tensors.
-
-    Args:
-        ids: Its tokens.
-        stored: What `codec` needs to read its keys and values, or None where it has none.
-    """
-
-    ids: Ids
-    stored: Mapping[str, Any] | None
-
-    @classmethod
-    def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Those in an entry's provenance, or None where no library has put them there.
-
-        Args:
-            provenance: From JSON.
-        """
-        try:
-            ids = np.frombuffer(base64.b64decode(provenance["ids"], validate=True), "<u4").astype(np.uint32)
-            return cls(ids, provenance["stored"])
-        except (LookupError, TypeError, ValueError):
-            return None

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_kvcaches.core._model_card import markdown_table
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.splicing.alignment import Ids, align
 from hf_kvcaches.core.splicing.tokens import common_prefix
@@ -144,11 +145,7 @@ class WarmStartGate(Artifact):
         return cls(**metadata, lengths=tuple(tensors["lengths"].tolist()))
 
     def describe_calibration(self) -> str:
-        if not self.measured:
-            return "Not calibrated."
-        names = list(self.measured[0])
-        lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-        return "\n".join(lines + ["| " + " | ".join(str(row.get(name)) for name in names) + " |" for row in self.measured])
+        return markdown_table(self.measured) or "Not calibrated."
 
     def decide(
         self,
@@ -190,7 +187,6 @@ def changes(source: str, target: str, *, stop: bool = False) -> Changes:
     """What differs between two texts, word by word.
 
     Args:
-        source: The earlier text.
         target: The new one.
         stop: Whether the first risk is enough; texts that have little in common take long otherwise. Places are then read from the end,
             where the question is.

@@ -54,7 +54,6 @@ class WarmLayer(SplicedLayer):
         Args:
             keys: The buffer, (batch, kv_heads, capacity, head_dim), of which the first `seen` slots count.
             values: Likewise.
-            seen: How many there are.
         """
         self.key_buffer, self.value_buffer = keys, values
         self.counts = self.places = None

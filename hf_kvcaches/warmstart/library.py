@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import threading
-from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -18,7 +15,7 @@ from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
-from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids
 from hf_kvcaches.errors import (
     ArtifactError,
     ConfigError,
@@ -29,6 +26,7 @@ from hf_kvcaches.errors import (
     whole_number,
 )
 from hf_kvcaches.stores.blobs import TIMEOUT
+from hf_kvcaches.stores.blobs_format import array_as_text
 from hf_kvcaches.warmstart.adapters import Adapters
 from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
@@ -43,8 +41,6 @@ from hf_kvcaches.warmstart.trained import TrainedAdapters
 Full = Literal["int8", "int4", "exact"] | None
 
 _SLOTS, _FULL = "slots.", "full."
-# So many new entries are put in order one by one; more are sorted together with the others.
-_FEW = 64
 
 
 class Neighbour(NamedTuple):
@@ -77,7 +73,7 @@ class WarmStartLibrary:
         tail: The last tokens of a prompt, which no slot stands for and which are run behind the slots.
         full: How all keys and values are stored: `"int8"`, `"int4"`, `"exact"`, or None for slots only.
         location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
-        max_bytes: The most that all entries may take; above it, those go first that saved least work a byte.
+        max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, those go first that saved least work a byte.
         timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take.
         adapters: Maps for pooled slots, from `scripts/train_compressor.py`, or None.
         correct_positions: Experimental. For models with learned positions (GPT-2), where keys can't be turned: slots are moved by what a
@@ -95,7 +91,7 @@ class WarmStartLibrary:
         tail: int = 1,
         full: Full = "int8",
         location: str = "memory",
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         timeout: float = TIMEOUT,
         adapters: TrainedAdapters | Adapters | None = None,
         correct_positions: bool = False,
@@ -122,10 +118,6 @@ class WarmStartLibrary:
         self.location = location
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
-        self._known: dict[str, Facts] = {}
-        self._order: list[tuple[bytes, str]] = []
-        self._lock = threading.RLock()
-        self._sync()
 
     def _scope(self) -> str:
         tokenizer = digest_of_tokenizer(self.tokenizer)
@@ -151,8 +143,7 @@ class WarmStartLibrary:
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
         text = prompt if isinstance(prompt, str) else self.text(ids)
-        with self._lock:
-            present = self.entries.exact(ids)
+        present = self.entries.exact(ids)
         if present is not None:
             return present
         states = read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model)))
@@ -168,11 +159,8 @@ class WarmStartLibrary:
             packed, stored = codec.encode(states.layers, {}, quantization)
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
         # In the head, so that entries can be compared token by token without reading their tensors.
-        facts = {"ids": base64.b64encode(as_ids(ids).astype("<u4").tobytes()).decode(), "stored": stored, "user": provenance}
-        embedding = self._encoded(text, ids)
-        key = self.entries.put(Entry(text, ids, embedding, tensors, facts))
-        self._sync()
-        return key
+        facts = {"ids": array_as_text(as_ids(ids), "<u4"), "stored": stored, "user": provenance}
+        return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, facts))
 
     def _encoded(self, text: str, ids: Sequence[int]) -> Any:
         return self.encoder.encode([text], [ids])[0]
@@ -188,28 +176,10 @@ class WarmStartLibrary:
     def refresh(self) -> None:
         """Learns what other processes added and deleted."""
         self.entries.refresh()
-        self._sync()
 
-    def _sync(self) -> None:
-        """Brings the order of prompts in step with the entries."""
-        with self._lock:
-            added, removed = self.entries.news()
-            for key in removed:
-                known = self._known.pop(key, None)
-                if known is not None:
-                    del self._order[bisect_left(self._order, (_sortable(known.ids), key))]
-            for key in added:
-                head = None if key in self._known else self.entries.head(key)
-                facts = None if head is None else Facts.of(head.provenance)
-                if facts is None:
-                    continue
-                self._known[key] = facts
-                if len(added) < _FEW:
-                    insort(self._order, (_sortable(facts.ids), key))
-                else:
-                    self._order.append((_sortable(facts.ids), key))
-            if len(added) >= _FEW:
-                self._order.sort()
+    def _facts(self, key: str | None) -> Facts | None:
+        head = None if key is None else self.entries.head(key)
+        return None if head is None else head.facts
 
     def exact(self, ids: Ids) -> Neighbour | None:
         """The entry with exactly these tokens.
@@ -218,7 +188,7 @@ class WarmStartLibrary:
             ids: Tokens.
         """
         key = self.entries.exact(ids.tolist())
-        return Neighbour(key, ids) if key is not None and key in self._known else None
+        return None if key is None or self._facts(key) is None else Neighbour(key, ids)
 
     def beginning(self, ids: Ids) -> tuple[Neighbour | None, int]:
         """The entry that begins like a prompt for longest, and for how many tokens.
@@ -226,15 +196,9 @@ class WarmStartLibrary:
         Args:
             ids: Tokens.
         """
-        with self._lock:
-            place = bisect_left(self._order, (_sortable(ids), ""))
-            best, longest = None, 0
-            # In order, what shares most is next to it on one side or the other.
-            for _, key in self._order[max(0, place - 1) : place + 1]:
-                shared = common_prefix(self._known[key].ids, ids)
-                if shared > longest:
-                    best, longest = Neighbour(key, self._known[key].ids), shared
-        return best, longest
+        key, shared = self.entries.beginning(ids)
+        facts = self._facts(key)
+        return (None, 0) if key is None or facts is None else (Neighbour(key, facts.ids), shared)
 
     def near(self, ids: Ids, text: str | None = None, k: int = 3) -> list[Neighbour]:
         """The most similar entries, the most similar first.
@@ -247,9 +211,8 @@ class WarmStartLibrary:
         tokens = ids.tolist()
         if text is None:
             text = self.text(tokens) if self.encoder.reads_text else ""
-        found = self.entries.near(self._encoded(text, tokens), k)
-        with self._lock:
-            return [Neighbour(key, self._known[key].ids, cosine) for key, cosine in found if key in self._known]
+        nearest = self.entries.near(self._encoded(text, tokens), k)
+        return [Neighbour(key, facts.ids, cosine) for key, cosine in nearest if (facts := self._facts(key)) is not None]
 
     def slots_of(self, key: str) -> Slots | None:
         """An entry's summary; None where there is none (any more).
@@ -257,14 +220,13 @@ class WarmStartLibrary:
         Args:
             key: Its id.
         """
-        entry = self.entries.get(key) if self.slots else None
-        if entry is None:
+        head = self.entries.head(key) if self.slots else None
+        if head is None:
             return None
-        try:
-            return Slots.of({name.removeprefix(_SLOTS): t for name, t in entry.tensors.items() if name.startswith(_SLOTS)}, len(entry.ids))
-        except ArtifactError:
-            self.entries.delete(key)
-            return None
+        slots: list[Slots] = []
+        # Damaged slots are noticed when they are put together.
+        self.entries.get(key, lambda tensors: slots.append(Slots.of(_named(tensors, _SLOTS), head.length)))
+        return slots[0] if slots else None
 
     def full_of(self, key: str) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]] | None:
         """An entry's keys and values, as `codec` packs them; None where there are none (any more).
@@ -272,21 +234,12 @@ class WarmStartLibrary:
         Args:
             key: Its id.
         """
-        with self._lock:
-            known = self._known.get(key)
-        if known is None or known.stored is None:
+        facts = self._facts(key)
+        if facts is None or facts.stored is None:
             return None
-        entry = self.entries.get(key)
-        if entry is None:
-            self._sync()
-            return None
-        tensors = {name.removeprefix(_FULL): t for name, t in entry.tensors.items() if name.startswith(_FULL)}
-        try:
-            codec.check(tensors, known.stored, len(entry.ids))
-        except ArtifactError:
-            self.delete(key)
-            return None
-        return known.stored, tensors
+        stored, tokens = facts.stored, len(facts.ids)
+        entry = self.entries.get(key, lambda tensors: codec.check(_named(tensors, _FULL), stored, tokens))
+        return None if entry is None else (stored, _named(entry.tensors, _FULL))
 
     def moved(self, slots: Slots, length: int) -> Slots:
         """Slots at the end of another prompt.
@@ -304,9 +257,7 @@ class WarmStartLibrary:
         Args:
             key: Its id.
         """
-        gone = self.entries.delete(key)
-        self._sync()
-        return gone
+        return self.entries.delete(key)
 
     def pin(self, key: str, pinned: bool = True) -> None:
         """Keeps an entry from eviction.
@@ -315,7 +266,7 @@ class WarmStartLibrary:
             key: Its id.
             pinned: False lets it go again.
         """
-        (self.entries.pin if pinned else self.entries.unpin)(key)
+        self.entries.pin(key, pinned)
 
     def ids(self) -> list[str]:
         """Of all entries."""
@@ -369,7 +320,7 @@ class WarmStartLibrary:
         encoder: str | Callable[[list[str]], Any] | Encoder | None = None,
         *,
         location: str = "memory",
-        max_bytes: int | None = None,
+        max_bytes: int | str | None = None,
         **options: Any,
     ) -> Self:
         """Loads a library that `save_pretrained` wrote.
@@ -393,7 +344,6 @@ class WarmStartLibrary:
                 library.entries.put(entry)
         except ConfigError as error:
             raise ArtifactError(f"{folder_or_hub_id}: it holds what is no entry: {error}") from error
-        library._sync()
         return library
 
     def _packed(self) -> PackedLibrary:
@@ -435,9 +385,8 @@ class WarmStartLibrary:
         return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, full={self.full!r}, {self.location!r})"
 
 
-def _sortable(ids: Ids) -> bytes:
-    # With the highest byte first, bytes have the order of the numbers.
-    return ids.astype(">u4").tobytes()
+def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:

@@ -51,11 +51,7 @@ class RowPlan:
         return self.blocks[0].length if self.blocks and self.blocks[0].target == 0 else 0
 
     def to_run(self, tokens: int) -> Places:
-        """Places of the tokens that are.
-
-        Args:
-            tokens: Of the row.
-        """
+        """Places of the tokens that are."""
         run = np.ones(tokens, dtype=bool)
         for block in self.blocks:
             run[block.target : block.target + block.length] = False
@@ -70,7 +66,6 @@ def reusable_blocks(source: Ids, target: Ids, *, guard: int, tail: int, moved: b
 
     Args:
         source: The other prompt's tokens.
-        target: The prompt's tokens.
         guard: Tokens to run again behind every change.
         tail: Tokens to run again at the end; at least one.
         moved: Whether stretches may stand in another order.
@@ -93,24 +88,12 @@ def reusable_blocks(source: Ids, target: Ids, *, guard: int, tail: int, moved: b
 
 
 def beginning(shared: int, tokens: int) -> tuple[Block, ...]:
-    """What a row begins with like an entry, without the row's last token.
-
-    Args:
-        shared: Tokens that both begin with.
-        tokens: Of the row.
-    """
+    """What a row begins with like an entry, without the row's last token."""
     return (Block(0, 0, min(shared, tokens - 1)),)
 
 
 def best_aligned(neighbours: Sequence[Neighbour], ids: Ids, *, guard: int, tail: int) -> tuple[Neighbour | None, tuple[Block, ...]]:
-    """The entry that most of a prompt can be taken from, and what.
-
-    Args:
-        neighbours: Entries to compare.
-        ids: The prompt's tokens.
-        guard: See `reusable_blocks`.
-        tail: Likewise.
-    """
+    """The entry that most of a prompt can be taken from, and what."""
     best: Neighbour | None = None
     blocks: tuple[Block, ...] = ()
     for neighbour in neighbours:

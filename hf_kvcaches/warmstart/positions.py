@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 from hf_kvcaches.warmstart.slots import Slots, require_layers
 
 
@@ -25,8 +25,7 @@ def repaired(positions: torch.Tensor, last: int) -> torch.Tensor:
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool or positions.ndim == 0:
         raise ConfigError.of("positions", "an integer tensor of shape (..., slots)", (positions.dtype, tuple(positions.shape)))
     slots = positions.shape[-1]
-    if isinstance(last, bool) or not isinstance(last, int) or last < slots - 1:
-        raise ConfigError.of("last", f"an integer of at least {slots - 1}, so that {slots} slots have a place each", last)
+    last = whole_number("last", last, slots - 1, f"an integer of at least {slots - 1}, so that {slots} slots have a place each")
     if slots == 0:
         return positions
     ordered, order = positions.sort(dim=-1, stable=True)
@@ -125,11 +124,7 @@ class PositionCorrection:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> PositionCorrection:
-        """A correction from what `tensors` gave.
-
-        Args:
-            tensors: By name.
-        """
+        """A correction from what `tensors` gave."""
         try:
             return cls(tensors["embeddings"], tuple(tensors[f"maps.{layer}"] for layer in range(len(tensors) - 1)))
         except KeyError as error:

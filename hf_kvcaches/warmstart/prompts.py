@@ -15,11 +15,7 @@ Prompt = str | Sequence[int] | torch.Tensor
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Several prompts, where one was given too.
-
-    Args:
-        prompts: Texts or rows of token ids.
-    """
+    """Several prompts, where one was given too."""
     if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
         raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
     single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
@@ -31,8 +27,6 @@ def token_ids(prompt: Prompt, model: PreTrainedModel, tokenizer: Any) -> list[in
 
     Args:
         prompt: A text, tokenised with special tokens as the tokenizer has them, or token ids.
-        model: Whose vocabulary they are from.
-        tokenizer: The model's.
     """
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])

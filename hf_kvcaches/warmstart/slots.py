@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 
 _PARTS = ("keys", "values", "positions", "counts")
 
@@ -57,30 +57,19 @@ class Slots:
         layers = {name: len(getattr(self, name)) for name in _PARTS}
         if len(set(layers.values())) > 1:
             raise ConfigError.of("keys, values, positions, counts", "as many layers in each", layers)
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1:
-            raise ConfigError.of("length", "an integer of at least 1", self.length)
+        whole_number("length", self.length, 1)
         for index, layer in enumerate(self.layers()):
             _check_layer(index, layer)
 
     @classmethod
     def from_layers(cls, layers: Sequence[LayerSlots], length: int) -> Slots:
-        """Slots from those of each layer.
-
-        Args:
-            layers: One for each layer.
-            length: Tokens of the prompt.
-        """
+        """Slots from those of each layer."""
         keys, values, positions, counts = (tuple(layer[part] for layer in layers) for part in range(len(_PARTS)))
         return cls(keys, values, positions, counts, length)
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], length: int) -> Slots:
-        """Slots from what `tensors` gave.
-
-        Args:
-            tensors: By name.
-            length: Tokens of the prompt.
-        """
+        """Slots from what `tensors` gave."""
         found: dict[int, LayerSlots] = {}
         try:
             for stack in range(sum(name.startswith("layers.") for name in tensors)):
@@ -132,18 +121,13 @@ class Slots:
 
         Args:
             delta: Length of the other prompt minus `length`.
-            geometries: How each layer rotates.
         """
         require_layers("geometries", geometries, len(self.keys))
         keys = tuple(geometry.shift(own[None], delta)[0] for own, geometry in zip(self.keys, geometries, strict=True))
         return replace(self, keys=keys, positions=tuple(own + delta for own in self.positions), length=self.length + delta)
 
     def to(self, device: torch.device | str) -> Slots:
-        """The same on a device.
-
-        Args:
-            device: Where to.
-        """
+        """The same on a device."""
         return Slots.from_layers([LayerSlots(*(part.to(device) for part in layer)) for layer in self.layers()], self.length)
 
 
@@ -152,20 +136,12 @@ def turned(keys: torch.Tensor, delta: int, geometry: RotaryGeometry) -> torch.Te
 
     Args:
         keys: (kv_heads, n, head_dim), rotated.
-        delta: How far.
-        geometry: How the layer rotates.
     """
     return geometry.shift(keys[None], delta)[0] if geometry.kind == "rope" else keys
 
 
 def require_layers(argument: str, given: Sequence[object], layers: int) -> None:
-    """Refuses a sequence that has not one element for each layer.
-
-    Args:
-        argument: Its name.
-        given: The sequence.
-        layers: How many there should be.
-    """
+    """Refuses a sequence that has not one element for each layer."""
     if len(given) != layers:
         raise ConfigError.of(argument, f"one for each of {layers} layers", len(given))
 

@@ -51,11 +51,7 @@ class ExactPrefill:
         self.failure: BaseException | None = None
 
     def start(self, owner: object) -> None:
-        """Begins in a thread, which ends soon after `stop`, or when nobody has the owner any more.
-
-        Args:
-            owner: The cache.
-        """
+        """Begins in a thread, which ends soon after `stop`, or when nobody has the owner any more."""
         # Of the event alone: what was computed must go when it has been taken.
         weakref.finalize(owner, self._stop.set)
         self._thread = threading.Thread(target=self._try, name="hf_kvcaches-prefill", daemon=True)

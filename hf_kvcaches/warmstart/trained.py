@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvcaches.core._model_card import markdown_table
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.adapters import Adapters
@@ -45,10 +46,7 @@ class TrainedAdapters(Artifact):
         return cls(Adapters.of(tensors), **{**metadata, "measured": tuple(metadata["measured"])})
 
     def describe_calibration(self) -> str:
-        names = list(self.measured[0]) if self.measured else []
-        lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)] if names else []
-        lines += ["| " + " | ".join(str(row[name]) for name in names) + " |" for row in self.measured]
-        return f"For {self.slots} slots, layout {self.layout!r}, the last {self.tail} tokens run.\n\n" + "\n".join(lines)
+        return f"For {self.slots} slots, layout {self.layout!r}, the last {self.tail} tokens run.\n\n{markdown_table(self.measured)}"
 
     def checked(self, model: PreTrainedModel, slots: int, layout: str, tail: int) -> Adapters:
         """The adapters, if they are for such summaries of a model.

@@ -109,7 +109,7 @@ class _Stopping(SegmentStore):
 
 
 def forget_pause(store: SegmentStore) -> None:
-    store._blobs._pause_until = 0.0
+    store.catalog.blobs._pause_until = 0.0
 
 
 @pytest.mark.parametrize("moment", ["before the look-up", "before loading", "before writing"])
@@ -251,15 +251,15 @@ def test_what_can_not_be_deleted_is_replaced_by_others_when_the_cap_is_reached(m
         ask(model, prompt(seed), store)
     whole = store.report()
     stuck = ask(model, prompt(0), store).keys
-    deleting = store._blobs.delete
+    deleting = store.catalog.blobs.delete
 
     def delete(key: str) -> bool:
         if key in stuck:
             raise StoreUnavailable("Operation not permitted")
         return deleting(key)
 
-    store._blobs.delete = delete
-    store.max_bytes = whole.bytes // 2
+    store.catalog.blobs.delete = delete
+    store.catalog.max_bytes = whole.bytes // 2
     with said():
         assert store.report().bytes <= whole.bytes // 2
     assert right(model, prompt(0), store).reused == WHOLE

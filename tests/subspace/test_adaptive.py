@@ -15,7 +15,7 @@ from hf_kvcaches import AdaptiveSubspace, SubspaceBases, SubspaceCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.coefficients import TILE
-from hf_kvcaches.subspace.moments import unpacked
+from hf_kvcaches.subspace.projections import unpacked
 from tests import tiny
 from tests.reference.following import FollowingOracle
 from tests.subspace.test_cache import run

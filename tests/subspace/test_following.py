@@ -12,9 +12,9 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from hf_kvcaches.core.moments import roots
 from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.following import Follower, Track, in_metric
-from hf_kvcaches.subspace.moments import roots
 from hf_kvcaches.subspace.sketch import FrequentDirections, Gram
 from tests.reference.following import FollowingOracle, Step
 

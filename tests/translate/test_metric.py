@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import DynamicCache
-from transformers.pytorch_utils import Conv1D
 
-from hf_kvcaches.compat import attention_module, base_model
-from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.translate.metric import LossMoments, attention_metric, blend, loss_gradients, output_projection
+from hf_kvcaches.core.moments import second_moment
+from hf_kvcaches.translate.metric import attention_metric, blend, gradient_rows, loss_gradients
 from hf_kvcaches.translate.states import ReadingCache, require_plain_layers
 from tests import tiny
 from tests.translate.models import MODELS, layers_of
@@ -56,39 +51,10 @@ def test_the_attention_metric_is_the_mean_error_of_the_output(kv_heads, group, k
         expected += of_logit * reach
     moments = torch.einsum("qhd,qhe->hde", queries, queries) / 7
     flat = spread.flatten(1)
-    metric = attention_metric(projection, moments, flat.T @ flat / 9, kv_heads)
+    rows = projection.unflatten(0, (heads, value_dim))
+    metric = attention_metric(moments, rows @ rows.mT, flat.T @ flat / 9)
     errors = torch.cat([key_errors.flatten(), value_errors.flatten()])
     assert float(errors @ metric @ errors) == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("family", sorted(MODELS))
-def test_the_output_projection_is_what_the_module_does_to_its_input_without_its_bias(family):
-    model = MODELS[family]()
-    attention = attention_module(layers_of(model)[1])
-    projection = next(getattr(attention, name) for name in ("o_proj", "c_proj", "dense") if hasattr(attention, name))
-    weight = projection.weight if isinstance(projection, Conv1D) else projection.weight.T
-    found = output_projection(attention, len(weight))
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, weight.detach().double(), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_count_in_the_output_projection(dtype):
-    config = LoraConfig(r=4, lora_alpha=16, target_modules=["o_proj"], init_lora_weights=False)
-    wrapped = get_peft_model(copy.deepcopy(MODELS["qwen2"]()), config).eval()
-    projection = layers_of(base_model(wrapped))[2].self_attn.o_proj
-    adapter = (16 / 4 * projection.lora_B["default"].weight @ projection.lora_A["default"].weight).detach()
-    expected = (projection.base_layer.weight + adapter).T.detach().double()
-    assert float(adapter.abs().max()) > 0.01
-    wrapped.to(dtype)
-    found = output_projection(layers_of(base_model(wrapped))[2].self_attn, 32)
-    tolerance = 1e-6 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
-
-
-def test_an_attention_without_a_known_output_projection_is_refused():
-    with pytest.raises(UnsupportedError, match="metric='plain'"):
-        output_projection(nn.Identity(), 4)
 
 
 def test_blending_gives_both_the_same_weight_in_the_unit_of_the_first():
@@ -103,7 +69,7 @@ def test_blending_gives_both_the_same_weight_in_the_unit_of_the_first():
 def test_gradients_at_keys_are_those_at_keys_before_their_rotation(family):
     geometry = require_plain_layers(MODELS[family]().config).layers[0]
     generator = torch.Generator().manual_seed(4)
-    moments, expected, rows = LossMoments(geometry), 0.0, 0
+    expected, found = 0.0, 0.0
     for tokens in (5, 9):
         content = torch.randn(1, 2, tokens, geometry.head_dim, generator=generator, dtype=torch.float64).requires_grad_()
         values = torch.randn(1, 2, tokens, 3, generator=generator, dtype=torch.float64).requires_grad_()
@@ -111,13 +77,11 @@ def test_gradients_at_keys_are_those_at_keys_before_their_rotation(family):
         rotated = geometry.rotate(content, positions) if geometry.kind == "rope" else content * 1.0
         loss = (rotated.tanh() @ torch.randn(1, 2, geometry.head_dim, 3, generator=generator, dtype=torch.float64) * values.sin()).sum()
         at_rotated, at_content, at_values = torch.autograd.grad(loss, [rotated, content, values])
-        moments.add(at_rotated, at_values, positions)
+        found = found + second_moment(gradient_rows(geometry, at_rotated, at_values, positions))
         for place in range(tokens):
             row = torch.cat([at_content[0, 0, place], at_content[0, 1, place], at_values[0, 0, place], at_values[0, 1, place]])
             expected = expected + torch.outer(row, row)
-            rows += 1
-    assert moments.count == rows
-    torch.testing.assert_close(moments.sums, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 class Nudged(DynamicCache):

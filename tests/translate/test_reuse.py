@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import pytest
@@ -11,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_kvcaches.translate.moments import Moments
-from hf_kvcaches.translate.reuse import ReducedRank, allocate, joint_svd, reduced_rank
+from hf_kvcaches.translate.moments import BlockMoments
+from hf_kvcaches.translate.reuse import ReducedRank, joint_svd, reduced_rank
 
 TINY = 1e-9
 SEEDS = st.integers(0, 10**6)
@@ -29,13 +28,10 @@ class Rows(NamedTuple):
     def known(self) -> Tensor:
         return torch.cat([torch.ones(len(self.side), 1, dtype=torch.float64), self.side], dim=1)
 
-    def moments(self) -> Moments:
-        """In float64 throughout, so that what is compared is the closed form."""
+    def moments(self) -> BlockMoments:
         blocks = {"one": self.known[:, :1], "side": self.side, "producer": self.producer, "consumer": self.consumer}
-        made = Moments({name: block.shape[1] for name, block in blocks.items()})
-        columns = torch.cat(list(blocks.values()), dim=1)
-        made.sums += columns.T @ columns
-        made.count += len(columns)
+        made = BlockMoments({name: block.shape[1] for name, block in blocks.items()})
+        made.add(**blocks)
         return made
 
 
@@ -159,18 +155,13 @@ def test_where_what_is_known_says_it_all_codes_take_nothing_off(seed, ridge):
         close(said(fit, rows, rank), rows.consumer, 10 * ridge + 1e-4)
 
 
-@given(seed=SEEDS, ridge=st.sampled_from([1e-10, 1e-7, 1e-4]), half=st.booleans())
-def test_states_that_depend_on_each_other_or_on_what_is_known_do_no_harm(seed, ridge, half):
-    """Also with sums of float32's precision, in which what depends looks a little as if it did not."""
+@given(seed=SEEDS, ridge=st.sampled_from([1e-10, 1e-7, 1e-4]))
+def test_states_that_depend_on_each_other_or_on_what_is_known_do_no_harm(seed, ridge):
     rows = rows_of(seed)
     extra = torch.cat([rows.producer[:, :3], rows.side, torch.zeros(len(rows.side), 1, dtype=torch.float64), rows.known[:, :1]], dim=1)
     more = rows._replace(producer=torch.cat([rows.producer, extra], dim=1))
     metric = metric_of(seed, 5)
-    moments = more.moments()
-    if half:
-        moments = Moments({"one": 1, "side": 4, "producer": more.producer.shape[1], "consumer": 5})
-        moments.add(one=more.known[:, :1], side=more.side, producer=more.producer, consumer=more.consumer)
-    one, other = reduced_rank(rows.moments(), metric, ridge), reduced_rank(moments, metric, ridge)
+    one, other = reduced_rank(rows.moments(), metric, ridge), reduced_rank(more.moments(), metric, ridge)
     assert all(bool(part.isfinite().all()) for part in other)
     for rank in range(6):
         left = [cost(each.consumer - said(fit, each, rank), metric) for fit, each in ((one, rows), (other, more))]
@@ -242,16 +233,3 @@ def test_models_of_other_widths_have_a_factorisation_too():
     made = joint_svd(rows.moments(), (slice(0, 6), slice(0, 4)), 3, 1e-12, heads=2)
     pieces = [svd_by_hand(rows.producer[:, 3 * h : 3 * h + 3], rows.consumer[:, 2 * h : 2 * h + 2], 2 - h) for h in (0, 1)]
     close(rows.producer @ made.encode.double() @ made.decode.double(), torch.cat(pieces, dim=1), 1e-3)
-
-
-@given(strengths=st.lists(st.lists(st.floats(0, 10), min_size=1, max_size=4), min_size=1, max_size=3), total=st.integers(0, 12))
-def test_a_budget_is_shared_out_as_trying_all_ways_would(strengths, total):
-    own = {3 * number: torch.tensor(sorted(each, reverse=True), dtype=torch.float64) for number, each in enumerate(strengths)}
-    ranks = allocate(own, total)
-    budget = max(total, len(own))
-    ways = itertools.product(*(range(1, len(each) + 1) for each in own.values()))
-    best = max(sum(float(each[:rank].sum()) for each, rank in zip(own.values(), way, strict=True)) for way in ways if sum(way) <= budget)
-    assert list(ranks) == list(own)
-    assert all(1 <= rank <= len(own[layer]) for layer, rank in ranks.items())
-    assert sum(ranks.values()) == min(budget, sum(map(len, own.values())))
-    assert sum(float(own[layer][:rank].sum()) for layer, rank in ranks.items()) == pytest.approx(best)

@@ -157,9 +157,9 @@ def test_any_sequence_of_changes_leaves_a_store_that_agrees_with_a_dict_and_stay
             assert store.delete(key)
             known.discard(seed)
             pinned.discard(seed)
-            store.unpin(key)
+            store.pin(key, False)
         elif key is not None and what in ("pin", "unpin") and len(pinned) < 3:
-            (store.pin if what == "pin" else store.unpin)(key)
+            store.pin(key, what == "pin")
             (pinned.add if what == "pin" else pinned.discard)(seed)
         elif key is not None and what == "used":
             store.used(key)
@@ -228,7 +228,7 @@ def test_pinned_entries_stay_until_they_are_let_go(whose, shared):
         store.put(entry(seed))
     assert pinned in store
     assert store.report().pinned == 1
-    pinning.unpin(pinned)
+    pinning.pin(pinned, False)
     for seed in range(8, 12):
         store.put(entry(seed))
     assert pinned not in store
@@ -257,7 +257,7 @@ def test_nothing_is_evicted_while_pins_can_not_be_read(monkeypatch):
     def fails() -> frozenset[str]:
         raise StoreUnavailable("It is away.")
 
-    monkeypatch.setattr(store._blobs, "pinned", fails)
+    monkeypatch.setattr(store.catalog.blobs, "pinned", fails)
     with said() as sentences:
         keys = [store.put(entry(seed)) for seed in range(3)]
     assert store.ids() == keys
@@ -369,7 +369,7 @@ def test_a_server_that_is_gone_is_a_miss_that_is_told_of_once(server):
         ({"scope": ""}, "scope: expected a string that names the model"),
         ({"scope": None}, "scope"),
         ({"max_bytes": 0}, "max_bytes: expected a number of bytes, at least 1, or None, got 0"),
-        ({"max_bytes": "4GiB"}, "max_bytes"),
+        ({"max_bytes": "4 GiBs"}, "max_bytes"),
         ({"max_bytes": True}, "max_bytes"),
         ({"location": "/folder"}, "location: .*For a folder write disk: before it"),
     ],

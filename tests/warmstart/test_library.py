@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import os
 import shutil
@@ -22,8 +23,8 @@ from transformers import PreTrainedModel
 from hf_kvcaches import GrowingCache, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.splicing.tokens import as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
-from hf_kvcaches.warmstart.entry import Facts
-from hf_kvcaches.warmstart.library import _sortable
+from hf_kvcaches.stores.blobs import Stored
+from hf_kvcaches.warmstart.entries import EntryContents
 from tests import tiny
 from tests.segments.test_cache import A, B, C, D, joined
 from tests.stores.blob_helpers import PROCESSES
@@ -107,7 +108,7 @@ def test_what_is_deleted_is_gone_and_what_is_pinned_stays(location: str) -> None
     report = library.report()
     assert report.bytes <= 3.5 * size
     assert (report.pinned, report.evicted) == (1, 4)
-    assert len(library) == len(library._known) == len(library._order) == 3
+    assert len(library) == 3
     assert served(model, library, prompt(0)) == "exact"
     library.pin(keys[0] or "", False)
     assert library.report().pinned == 0
@@ -188,18 +189,23 @@ def test_a_prompt_and_its_slots_are_as_many_as_asked_for() -> None:
     assert copy.deepcopy(library) is library
 
 
+def head_of(ids: np.ndarray) -> dict[str, Any]:
+    """Of a blob as a library stores it."""
+    coded = [base64.b64encode(array.tobytes()).decode() for array in (ids.astype("<u4"), np.ones(1, "<f4"))]
+    head = {"kind": "warm-start entry, version 1", "scope": "scope", "text": "", "length": len(ids), "created": 0.0, "sizes": {}}
+    return head | {"provenance": {"ids": coded[0], "stored": None, "user": {}}, "embedding": coded[1]}
+
+
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=9))
 def test_the_longest_beginning_is_found_as_by_looking_at_all(prompts: list[list[int]], asked: list[int]) -> None:
-    library = WarmStartLibrary.__new__(WarmStartLibrary)
-    library._lock = threading.RLock()
     rows = {str(number): as_ids(row) for number, row in enumerate(prompts)}
-    library._known = {key: Facts(row, None) for key, row in rows.items()}
-    library._order = sorted((_sortable(row), key) for key, row in rows.items())
-    best, shared = library.beginning(as_ids(asked))
+    contents = EntryContents("scope")
+    contents.add([Stored(key, head_of(row), 1) for key, row in rows.items()])
+    best, shared = contents.beginning(as_ids(asked))
     assert shared == max(common_prefix(row, as_ids(asked)) for row in rows.values())
     assert (best is None) == (shared == 0)
     if best is not None:
-        assert common_prefix(rows[best.key], as_ids(asked)) == shared
+        assert common_prefix(rows[best], as_ids(asked)) == shared
 
 
 # Files
@@ -291,7 +297,7 @@ def test_flipped_bits_anywhere_in_a_file_are_a_miss_that_is_said_once(tmp_path: 
                     close(logits_of(model, prompt(seed), cache), logits_of(model, prompt(seed)))
                     assert cache.report().strategies == ("cold",), place
         assert ["damaged" in sentence for sentence in sentences] == [True], place
-        assert len(library) == len(library._known) == 0
+        assert len(library) == 0
         # It can be added again.
         library.add(prompt(0)[0])
         assert served(model, library, prompt(0)) == "exact"
@@ -350,7 +356,7 @@ def test_threads_that_add_and_ask_get_right_answers() -> None:
     for worker in workers:
         worker.join(60)
     assert not faults
-    assert len(library) == len(library._known) == len(library._order) == 20
+    assert len(library) == 20
     for seed in (*range(100, 112), *range(200, 208)):
         key = library.exact(prompt(seed)[0].numpy()).key  # type: ignore[union-attr]
         alone = GrowingCache(model)
@@ -422,6 +428,6 @@ def test_the_longest_common_beginning_is_found_among_entries_that_share_the_firs
         library.add(torch.cat([shared, tiny.ids(1, 80, seed=9)[0][:length], tiny.ids(1, 30, seed=seed)[0]]).tolist())
     asked = as_ids(torch.cat([shared, tiny.ids(1, 80, seed=9)[0]]))
     found, count = library.beginning(asked)
-    longest = max(common_prefix(library._known[key].ids, asked) for key in library.ids())
+    longest = max(common_prefix(library.entries.head(key).facts.ids, asked) for key in library.ids())
     assert found is not None
     assert count == common_prefix(found.ids, asked) == longest >= 1160

@@ -1,0 +1,146 @@
+"""What errors of keys and values cost: the parts that such metrics have in common.
+
+**In the output of attention**, an error of a key counts by the logits that meet it: by the second moment of the queries, as keys without
+rotation meet them. An error of a value counts by W'W, with W the output projection.
+
+**In the prediction.** Draw a token at each position from the model's distribution there, and take the loss of these tokens. Its gradient g
+at some vector of a layer has the mean 0, and to second order an error d there changes the predictions by the divergence `E (g . d)^2 / 2`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_kvcaches.core.moments import Moments, rotation_average
+from hf_kvcaches.core.rope import RotaryGeometry
+
+_PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "proj")
+
+
+class Sizes(NamedTuple):
+    """The shape of a layer's attention.
+
+    Args:
+        heads: Query heads.
+        kv_heads: Key heads.
+        key_dim: Size of a key.
+        value_dim: Size of a value.
+        scaling: What the model multiplies `q.k` with.
+        projected: Whether the output projection was found.
+    """
+
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    scaling: float
+    projected: bool
+
+    @classmethod
+    def of(cls, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: dict[str, Any], projected: bool) -> Sizes:
+        """Those of one call of attention, with its options."""
+        scaling = options.get("scaling")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        return cls(query.shape[1], keys.shape[1], keys.shape[-1], values.shape[-1], scaling, projected)
+
+
+class QueryMeter:
+    """Sums over the queries of a layer, and the metric of keys that follows from them.
+
+    Args:
+        sizes: Of the layer.
+        geometry: How keys are rotated; None to take them as they are.
+        length: Of the longest sequence, as far as it is known.
+        device: Of the sums.
+    """
+
+    def __init__(self, sizes: Sizes, geometry: RotaryGeometry | None, length: int, device: torch.device | str) -> None:
+        self.sizes, self.geometry = sizes, geometry
+        self.moments = Moments((sizes.heads,), sizes.key_dim, device)
+        # How often a query met a key at each distance.
+        self.met = torch.zeros(length, dtype=torch.float64, device=device)
+
+    def sums(self) -> list[torch.Tensor]:
+        """Everything that adds up over processes, to be changed in place."""
+        return [self.moments.total, self.moments.count, self.met]
+
+    def observe(self, query: torch.Tensor, options: dict[str, Any]) -> None:
+        """Adds whole sequences.
+
+        Args:
+            query: (batch, heads, tokens, d), rotated.
+            options: What else the model gave its attention.
+        """
+        tokens = query.shape[-2]
+        met = torch.arange(tokens, 0, -1, dtype=torch.float64, device=query.device)
+        if (window := options.get("sliding_window")) is not None:
+            met[window:] = 0
+        self.met = torch.nn.functional.pad(self.met, (0, max(0, tokens - len(self.met))))
+        self.met[:tokens] += len(query) * met
+        self.moments.add(before_rotation(self.geometry, query, torch.arange(tokens, device=query.device)))
+
+    def logit_moment(self) -> torch.Tensor:
+        """By which keys without rotation count for the squared error of a logit, (heads, d, d)."""
+        moment = self.moments.mean * self.sizes.scaling**2
+        if self.geometry is None or self.geometry.kind != "rope":
+            return moment
+        return rotation_average(moment, self.geometry, torch.arange(len(self.met), device=self.met.device), self.met / self.met.sum())
+
+
+def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.Tensor | None:
+    """W'W of each query head's part of the output projection, (heads, e, e), or None where there is no such projection.
+
+    The projection is asked what it does to unit vectors, so that its layout, adapters and quantisation need not be known.
+
+    Args:
+        values: For their size, type and device.
+    """
+    size = values.shape[-1]
+    for name in _PROJECTIONS:
+        projection = getattr(module, name, None)
+        if not isinstance(projection, nn.Module):
+            continue
+        units = torch.eye(heads * size, dtype=values.dtype, device=values.device)
+        try:
+            rows = projection(units).double() - projection(units[:1] * 0).double()
+        except (RuntimeError, TypeError, AttributeError):
+            continue
+        if rows.ndim == 2 and len(rows) == heads * size and bool(rows.isfinite().all()):
+            rows = rows.unflatten(0, (heads, size))
+            return rows @ rows.mT
+    return None
+
+
+def before_rotation(geometry: RotaryGeometry | None, gradients: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Gradients at keys before their rotation, of those at rotated keys; queries are such gradients, of logits.
+
+    The adjoint of a rotation is the rotation back, and what scales a key scales its gradient once more instead of less.
+
+    Args:
+        geometry: How keys are rotated; None where they are taken as they are.
+        gradients: (batch, heads, tokens, d).
+        positions: Of the keys.
+    """
+    precise = gradients if gradients.dtype == torch.float64 else gradients.float()
+    return geometry.rotate(precise, -positions) if geometry is not None and geometry.kind == "rope" else precise
+
+
+def loss_of_drawn(logits: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+    """The loss of tokens that the model itself would continue with, drawn anew at each position; summed.
+
+    Args:
+        logits: (batch, tokens, vocabulary).
+        seeds: One for each row, so that batches and processes don't matter.
+    """
+    log_shares = logits.float().log_softmax(-1)
+    with torch.no_grad():
+        drawn = [torch.rand(logits.shape[1], 1, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        sums = log_shares.exp().cumsum(-1)
+        # Rounding leaves the whole a little off 1.
+        tokens = torch.searchsorted(sums, torch.stack(drawn).to(sums.device) * sums[..., -1:])
+        tokens = tokens.clamp_max(logits.shape[-1] - 1)
+    return -log_shares.gather(-1, tokens).sum()
