@@ -31,7 +31,7 @@ _SHOWN_FIELDS = 3
 # Digests of two fingerprints that were found to be of one model in two precisions, so that weights are sketched once.
 _one_model: set[tuple[str, str]] = set()
 # Of models whose weights can't be read, by the caller.
-_given: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
+_supplied: weakref.WeakKeyDictionary[nn.Module, ModelFingerprint] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class ModelFingerprint:
                 is stored is good for all of these. Weights are read twice then.
         """
         state = take_apart(model)
-        given = _given.get(state.root)
-        parts = parts_of(state, {} if given is None else given.details)
+        supplied = _supplied.get(state.root)
+        parts = parts_of(state, {} if supplied is None else supplied.details)
         if tokenizer is not None:
             parts["tokenizer"] = tokenizer_part(tokenizer)
         return cls._from_parts(parts, facts_of(state, parts), _sketches(state) if any_precision else {})
@@ -225,17 +225,17 @@ def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> N
     """
     state = take_apart(model)
     if fingerprint is None:
-        _given.pop(state.root, None)
+        _supplied.pop(state.root, None)
         return
     require_instance("fingerprint", fingerprint, ModelFingerprint, {"model": model}, "Make it with ModelFingerprint.of(model).")
     parts_of(state, fingerprint.details)  # or a refusal
-    _given[state.root] = fingerprint
+    _supplied[state.root] = fingerprint
 
 
 def _sketches(state: ModelState) -> dict[str, Sketch]:
     """Of all tensors, from the caller's fingerprint where they can't be read."""
-    given = _given.get(state.root)
-    known = {} if given is None else given.sketches
+    supplied = _supplied.get(state.root)
+    known = {} if supplied is None else supplied.sketches
     return sketches_of(state) | {name: sketch for name, sketch in known.items() if why_unreadable(state.base.get(name))}
 
 

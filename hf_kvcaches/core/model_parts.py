@@ -175,21 +175,21 @@ def digest_of_part(part: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()
 
 
-def parts_of(state: ModelState, given: Mapping[str, Part]) -> dict[str, Part]:
+def parts_of(state: ModelState, supplied: Mapping[str, Part]) -> dict[str, Part]:
     """All parts of a model's identity, by the names of `ModelFingerprint`'s components.
 
     Args:
         state: The model.
-        given: The same of a fingerprint that the caller gave, for tensors that can't be read.
+        supplied: The same of a fingerprint that the caller gave, for tensors that can't be read.
     """
     parts = _config_parts(state.root.config)
     for name, part in _modules_parts(state).items():
         parts[name] |= part
-    parts["weights"] = _weights_part(state, given.get("weights"))
-    parts["adapters"] = _adapters_part(state, given.get("adapters", {}))
+    parts["weights"] = _weights_part(state, supplied.get("weights"))
+    parts["adapters"] = _adapters_part(state, supplied.get("adapters", {}))
     parts["precision"] = _precision_part(state)
-    if given and any(map(why_unreadable, state.base.values())):
-        merged, expected = parts["adapters"]["merged"], given["adapters"]["merged"]
+    if supplied and any(map(why_unreadable, state.base.values())):
+        merged, expected = parts["adapters"]["merged"], supplied["adapters"]["merged"]
         if merged != expected:
             raise UnsupportedError(
                 f"model: expected the merged adapters {expected} of the fingerprint given with set_fingerprint, got {merged}, which "
@@ -293,14 +293,14 @@ def _as_configured(here: Tensor, configured: Tensor | None) -> str:
     return "" if not same else f"{AS_CONFIGURED}, as {dtype_name(here)}" if cast else AS_CONFIGURED
 
 
-def _weights_part(state: ModelState, given: Part | None) -> Part:
+def _weights_part(state: ModelState, supplied: Part | None) -> Part:
     """The parameters and buffers of the base, but for frequencies of rotary embeddings, which `_modules_parts` compares."""
     rotary = {f"{path}.{name}".lstrip(".") for path, module in state.modules.items() for name in _frequencies(module)}
     entries = {name: value for name, value in state.base.items() if name not in rotary}
-    unreadable = {name: value for name, value in entries.items() if given is not None and why_unreadable(value)}
+    unreadable = {name: value for name, value in entries.items() if supplied is not None and why_unreadable(value)}
     described = describe({name: value for name, value in entries.items() if name not in unreadable})
     for name, value in unreadable.items():
-        described[name] = str((given or {}).get(name, "no such tensor"))
+        described[name] = str((supplied or {}).get(name, "no such tensor"))
         if not described[name].startswith(head_of(value)):
             raise UnsupportedError(
                 f"{name}: expected the fingerprint given with set_fingerprint to be of this model, which has {head_of(value)}here; it has "
@@ -339,7 +339,7 @@ def facts_of(state: ModelState, parts: Mapping[str, Part]) -> dict[str, Any]:
     }
 
 
-def _adapters_part(state: ModelState, given: Part) -> Part:
+def _adapters_part(state: ModelState, supplied: Part) -> Part:
     """The adapters that take part in the forward, in order, with their weights and scaling; merged ones by name."""
     active, merged = (list(dict.fromkeys(name for each in state.adapted for name in getattr(each, use))) for use in ("active", "merged"))
     part: Part = {"active": active, "merged": merged}
@@ -347,8 +347,8 @@ def _adapters_part(state: ModelState, given: Part) -> Part:
         layers = [layer for layer in state.adapted if name in layer.active]
         tensors = {entry: value for layer in layers for entry, value in layer.tensors[name].items()}
         weights, scaling = f"weights of {name!r}", {layer.path: layer.settings[name].get("scaling") for layer in layers}
-        known = weights in given and any(map(why_unreadable, tensors.values()))
-        part[weights] = given[weights] if known else digest_of_part(describe(tensors))
+        known = weights in supplied and any(map(why_unreadable, tensors.values()))
+        part[weights] = supplied[weights] if known else digest_of_part(describe(tensors))
         part[f"scaling of {name!r}"] = next(iter(scaling.values())) if len(set(scaling.values())) == 1 else scaling
         part[f"kind of {name!r}"] = digest_of_part({layer.path: [layer.kind, layer.settings[name]] for layer in layers})
     # Exceptions to the order, and layers that have merged what others have not.

@@ -52,7 +52,7 @@ def test_weights_that_cannot_be_read_ask_for_a_fingerprint() -> None:
         SegmentReuseCache(model, store)
 
 
-def test_a_given_fingerprint_stands_for_what_cannot_be_read() -> None:
+def test_a_given_fingerprint_says_what_cannot_be_read() -> None:
     expected = ModelFingerprint.of(tiny.llama(), any_precision=True)
     model = without_data(tiny.llama())
     set_fingerprint(model, carried(expected))
@@ -129,10 +129,10 @@ def test_a_given_fingerprint_is_forgotten_with_its_model() -> None:
     from hf_kvcaches.core import fingerprint as home
 
     model = llama()
-    before = len(home._given)
+    before = len(home._supplied)
     set_fingerprint(model, ModelFingerprint.of(model))
     del model
-    assert len(home._given) == before
+    assert len(home._supplied) == before
 
 
 def test_a_tensor_parallel_model_shares_nothing_for_each_process_has_other_heads() -> None:
