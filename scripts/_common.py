@@ -75,14 +75,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_table(path: Path, names: Iterable[str], rows: Iterable[Mapping[str, Any]], fixed: Mapping[str, Any] | None = None) -> None:
-    """A CSV file.
-
-    Args:
-        path: Its folder is made.
-        names: Of the columns.
-        rows: By these names; what a row lacks stays empty.
-        fixed: Columns that come first and are the same in all rows.
-    """
+    """A CSV file."""
     fixed = fixed or {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -28,17 +28,11 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class Columns:
-    """Of a benchmark's file, behind those of the computer.
-
-    Args:
-        names: All.
-        texts: Those that hold words.
-        whole: Those that hold whole numbers; all others hold any.
-    """
+    """Of a benchmark's file, behind those of the computer."""
 
     names: tuple[str, ...]
-    texts: tuple[str, ...]
-    whole: tuple[str, ...]
+    texts: tuple[str, ...]  # those that hold words
+    whole: tuple[str, ...]  # those that hold whole numbers; all others hold any
 
     def read(self, path: Path, device: torch.device, sections: Sequence[str]) -> list[Row]:
         """The rows of an earlier run on this computer, but for those sections that are measured anew."""
@@ -61,14 +55,7 @@ class Columns:
 
 
 def arguments(text: str | None, sections: Sequence[str], count: str, of_what: str) -> argparse.ArgumentParser:
-    """What such a benchmark is asked.
-
-    Args:
-        text: Its docstring.
-        sections: That it has.
-        count: What it can be asked more or fewer of.
-        of_what: Said of them in its help.
-    """
+    """What such a benchmark is asked."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--threads", type=int, help="of the CPU; default: as torch has it")
@@ -81,12 +68,7 @@ def arguments(text: str | None, sections: Sequence[str], count: str, of_what: st
 
 
 def begin(args: argparse.Namespace, count: str) -> torch.device:
-    """Checks what was asked, and says on what it is measured.
-
-    Args:
-        args: As parsed.
-        count: As for `arguments`.
-    """
+    """Checks what was asked, and says on what it is measured."""
     asked = getattr(args, count)
     if asked is not None and asked < 2:
         raise ConfigError.of(f"--{count}", "at least 2, so that there are quartiles", asked)
@@ -101,14 +83,7 @@ def begin(args: argparse.Namespace, count: str) -> torch.device:
 
 
 def measure_each(run: Run, works: Mapping[str, Callable[[], None]], sections: Sequence[str], show: Callable[[list[Row]], str]) -> None:
-    """Measures some sections, and prints each as soon as it is there.
-
-    Args:
-        run: Gets the rows.
-        works: What each section does.
-        sections: Those that are asked for.
-        show: What is printed of a section's rows.
-    """
+    """Measures some sections, and prints each as soon as it is there."""
     for section in sections:
         before = len(run.rows)
         works[section]()
@@ -116,14 +91,7 @@ def measure_each(run: Run, works: Mapping[str, Callable[[], None]], sections: Se
 
 
 def run_sections(run: Run, columns: Columns, args: argparse.Namespace, device: torch.device) -> None:
-    """Measures the sections that are asked for, beside those in the file.
-
-    Args:
-        run: Gets all rows.
-        columns: Of the file.
-        args: As parsed.
-        device: On which it runs.
-    """
+    """Measures the sections that are asked for, beside those in the file."""
     if args.csv and args.csv.exists():
         run.rows = columns.read(args.csv, device, args.sections)
     try:

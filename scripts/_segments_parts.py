@@ -47,9 +47,6 @@ class ManySegments:
 
     As in texts, some tokens are far more frequent than others, and segments have many lengths: they begin at any place, often with the
     same token.
-
-    Args:
-        count: How many segments.
     """
 
     def __init__(self, count: int) -> None:
@@ -127,12 +124,7 @@ class ManySegments:
 
 
 def lookups(segments: int, calls: int) -> list[Row]:
-    """A row for each kind of look-up, with what it must find and the time that it takes.
-
-    Args:
-        segments: In the index.
-        calls: Of each kind, with another prompt each.
-    """
+    """A row for each kind of look-up, with what it must find and the time that it takes."""
     many = ManySegments(segments)
     index, shortest = many.index, SegmentPolicy().shortest
     prefix = lambda ids: sum(piece.stop - piece.start for piece in index.prefix(ids, Chain(), 0, exact_only=False)[0])  # noqa: E731
@@ -170,14 +162,7 @@ def lookups(segments: int, calls: int) -> list[Row]:
 
 
 def packed_like(kind: codec.Quantization, shape: Shape4, dtype: torch.dtype, device: torch.device) -> list[Packed]:
-    """Random keys and values of all layers, as they are stored.
-
-    Args:
-        kind: In how many bits.
-        shape: (layers, heads, tokens, dim).
-        dtype: That they had.
-        device: Where they are.
-    """
+    """Random keys and values of all layers, as they are stored."""
     random = torch.Generator().manual_seed(_SEED)
     layers, *rest = shape
     states = [LayerStates(*(torch.randn(rest, generator=random).to(dtype) for _ in range(2))) for _ in range(layers)]
@@ -192,14 +177,7 @@ def packed_like(kind: codec.Quantization, shape: Shape4, dtype: torch.dtype, dev
 
 
 class Splicing:
-    """Keys, turned, and values, written into the buffers of all layers.
-
-    Args:
-        quantization: How they are stored.
-        shape: (layers, heads, tokens, dim).
-        pieces: Into so many places, in another order.
-        device: Where they are.
-    """
+    """Keys, turned, and values, written into the buffers of all layers."""
 
     def __init__(self, quantization: codec.Quantization, shape: Shape4, pieces: int, device: torch.device) -> None:
         layers, heads, tokens, dim = shape
@@ -237,13 +215,7 @@ class Splicing:
 
 
 def splices(shape: Shape4, rounds: int, clock: Clock) -> list[Row]:
-    """A row for each way in which segments are stored, and into how many places they go.
-
-    Args:
-        shape: (layers, heads, tokens, dim).
-        rounds: How often each is done, in turns.
-        clock: Of the device.
-    """
+    """A row for each way in which segments are stored, and into how many places they go."""
     kinds: list[tuple[codec.Quantization, int]] = [(kind, pieces) for kind in ("int8", "int4", None) for pieces in (1, 8)]
     names = [f"{kind or 'plain'}, {pieces} piece{'s' * (pieces > 1)}" for kind, pieces in kinds]
     sides = {name: Splicing(kind, shape, pieces, clock.device) for name, (kind, pieces) in zip(names, kinds, strict=True)}
@@ -304,16 +276,7 @@ def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
 
 
 def sharing(backend: str, location: str, pair: Pair, requests: int, policy: str | None, prompts: Sequence[torch.Tensor]) -> list[Row]:
-    """How much of the second half of the prompts is reused by the process that had the first half too, and by another one.
-
-    Args:
-        backend: A name for the store.
-        location: Of a store with nothing in it.
-        pair: Who answers.
-        requests: How many prompts, for the other process.
-        policy: A folder, or None.
-        prompts: They.
-    """
+    """How much of the second half of the prompts is reused by the process that had the first half too, and by another one."""
     half = len(prompts) // 2
     side = Side(AUTO, pair, load_policy(policy), location)
     for ids in prompts[:half]:

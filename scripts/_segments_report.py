@@ -40,23 +40,14 @@ def show(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """What is promised.
+    """What is promised."""
 
-    Args:
-        text: In words.
-        chosen: Columns of the rows that it is about.
-        value: What is compared, of one row.
-        least: At least this, or None.
-        most: At most this, or None.
-        unit: Of the value.
-    """
-
-    text: str
-    chosen: dict[str, Any]
-    value: Callable[[Row], float]
-    least: float | None = None
-    most: float | None = None
-    unit: str = "x"
+    text: str  # in words
+    chosen: dict[str, Any]  # columns of the rows that it is about
+    value: Callable[[Row], float]  # what is compared, of one row
+    least: float | None = None  # at least this, or None
+    most: float | None = None  # at most this, or None
+    unit: str = "x"  # of the value
 
     def verdict(self, rows: Sequence[Row]) -> str:
         own = [row for row in rows if all(row.get(name) == value for name, value in self.chosen.items())]

@@ -36,17 +36,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Pair:
-    """The same weights twice: with the model's own attention, and with what caches switch it to.
+    """The same weights twice: with the model's own attention, and with what caches switch it to."""
 
-    Args:
-        plain: For the side without reuse.
-        switched: For the others.
-        tokenizer: Theirs, or None.
-    """
-
-    plain: PreTrainedModel
-    switched: PreTrainedModel
-    tokenizer: Any = None
+    plain: PreTrainedModel  # for the side without reuse
+    switched: PreTrainedModel  # for the others
+    tokenizer: Any = None  # theirs, or None
 
     @classmethod
     def of(cls, model: PreTrainedModel, device: torch.device, tokenizer: Any = None) -> Pair:
@@ -60,30 +54,16 @@ class Pair:
 
 
 class Answer(NamedTuple):
-    """One request.
+    """One request."""
 
-    Args:
-        seconds: Until all new tokens were there, the making of the cache included.
-        storing: Seconds that storing took after that, with nobody waiting for it.
-        tokens: Of the prompt.
-        reused: That were not run.
-    """
-
-    seconds: float
-    storing: float
-    tokens: int
-    reused: int
+    seconds: float  # until all new tokens were there, the making of the cache included
+    storing: float  # seconds that storing took after that, with nobody waiting for it
+    tokens: int  # of the prompt
+    reused: int  # that were not run
 
 
 class Side:
-    """A way to answer requests, with a store of its own.
-
-    Args:
-        name: One of `NONE`, `PREFIX`, `AUTO` and `APPROXIMATE`.
-        pair: Who answers.
-        policy: What "auto" lets in.
-        location: Of the store.
-    """
+    """A way to answer requests, with a store of its own."""
 
     def __init__(self, name: str, pair: Pair, policy: SegmentPolicy, location: str = "memory") -> None:
         self.name, self.pair, self.policy = name, pair, policy
@@ -95,12 +75,7 @@ class Side:
         return SegmentReuseCache(self.pair.switched, self.store, self.pair.tokenizer, mode=MODES[self.name], policy=self.policy)
 
     def ask(self, ids: torch.Tensor, new_tokens: int = 1) -> Answer:
-        """Generates tokens greedily, and waits until all is stored.
-
-        Args:
-            ids: The prompt, (1, tokens).
-            new_tokens: Not fewer and not more.
-        """
+        """Generates tokens greedily, and waits until all is stored."""
         model = self.pair.plain if self.store is None else self.pair.switched
         least = {"min_new_tokens": new_tokens} if new_tokens > 1 else {}
         synchronize(ids.device)
@@ -145,17 +120,7 @@ def passes(
     count: int = 1,
     first: Sequence[torch.Tensor] = (),
 ) -> Asked:
-    """The prompts several times, each time with new stores.
-
-    Args:
-        names: Of the sides.
-        pair: Who answers.
-        policy: What "auto" lets in.
-        prompts: Each (1, tokens).
-        new_tokens: Of each answer.
-        count: How many times.
-        first: Prompts that are answered before and do not count: what is new to a process is slow.
-    """
+    """The prompts several times, each time with new stores."""
     asked: Asked = {name: [] for name in names}
     for turn, these in enumerate([first, *[prompts] * count]):
         sides = [Side(name, pair, policy) for name in names]
@@ -167,13 +132,7 @@ def passes(
 
 
 def rows_of(asked: Asked, measure: str, **labels: Any) -> list[Row]:
-    """A row for the time of each side, and one for what storing took.
-
-    Args:
-        asked: Answers by side, in the same order.
-        measure: What the seconds are.
-        **labels: Columns of all rows.
-    """
+    """A row for the time of each side, and one for what storing took."""
     rows = []
     for name, answers in asked.items():
         whole = sum(answer.tokens for answer in answers)
@@ -227,15 +186,7 @@ def larger_model(shape: Shape, kv_heads: int, device: torch.device) -> Pair:
 
 
 def moved(tokens: int, count: int, vocabulary: int, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
-    """Prompts of which four fifths are the same segments in another order each time, behind and before what is new.
-
-    Args:
-        tokens: Of a prompt.
-        count: How many.
-        vocabulary: Of the model.
-        device: Where they are to be.
-        seed: Of the tokens.
-    """
+    """Prompts of which four fifths are the same segments in another order each time, behind and before what is new."""
     random = torch.Generator().manual_seed(seed)
     fresh = lambda length: torch.randint(1, vocabulary, (length,), generator=random)  # noqa: E731
     pool = fresh(tokens * 4 // 5 // SEGMENT * SEGMENT).split(SEGMENT)
@@ -251,11 +202,7 @@ def moved(tokens: int, count: int, vocabulary: int, device: torch.device, seed: 
 
 
 class Phases:
-    """Own times of named functions: that of what is called inside of one, and has a name too, does not count for it.
-
-    Args:
-        device: Waited for before and after each call.
-    """
+    """Own times of named functions: that of what is called inside of one, and has a name too, does not count for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -264,12 +211,7 @@ class Phases:
         self._thread = threading.current_thread()
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its time being counted where it is called in the thread of this object.
-
-        Args:
-            name: Of the phase.
-            function: What to call.
-        """
+        """The function, its time being counted where it is called in the thread of this object."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -292,11 +234,7 @@ class Phases:
 
     @contextmanager
     def watching(self, places: Sequence[tuple[str, Any, str]]) -> Iterator[None]:
-        """While open, functions are timed.
-
-        Args:
-            places: The phase, and the object with the name of its attribute that is the function.
-        """
+        """While open, functions are timed."""
         before = [(owner, attribute, getattr(owner, attribute)) for _, owner, attribute in places]
         try:
             for (name, owner, attribute), (_, _, function) in zip(places, before, strict=True):
@@ -327,15 +265,7 @@ def places_of(model: PreTrainedModel) -> list[tuple[str, Any, str]]:
 
 
 def phases(names: Sequence[str], pair: Pair, policy: SegmentPolicy, prompts: Sequence[torch.Tensor], workload: str) -> list[Row]:
-    """What the time to the first token goes to: a row for each side and phase. Timing adds a little to all.
-
-    Args:
-        names: Of the sides.
-        pair: Who answers.
-        policy: What "auto" lets in.
-        prompts: Each (1, tokens).
-        workload: Their name.
-    """
+    """What the time to the first token goes to: a row for each side and phase. Timing adds a little to all."""
     rows = []
     for name in names:
         side, found = Side(name, pair, policy), []

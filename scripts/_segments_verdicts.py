@@ -117,12 +117,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def bars(found: Found, bound: float) -> list[str]:
-    """One line for each thing that the cache is asked to reach.
-
-    Args:
-        found: All answers.
-        bound: That the policy was calibrated for.
-    """
+    """One line for each thing that the cache is asked to reach."""
     agents = {side: answers for (workload, side), answers in found.items() if workload == "agents"}
     lines = ["Bars"]
     exact = [answers for (_, side), answers in found.items() if side == PLAIN]

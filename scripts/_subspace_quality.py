@@ -47,14 +47,7 @@ def spans(tokens: int) -> list[tuple[int, int]]:
 def perplexity_rows(
     workshop: Workshop, run: Run, ids: torch.Tensor, full: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-    """The losses of all tokens, and a row of the file for the whole and for each span.
-
-    Args:
-        workshop: Makes the cache.
-        run: Which.
-        ids: (rows, tokens).
-        full: The losses with the full cache, or None if this is it.
-    """
+    """The losses of all tokens, and a row of the file for the whole and for each span."""
     # Sinks are exact to each other anyway, so that reading them at once changes nothing.
     is_full = run.variant.mode == "full"
     first = ids.shape[1] - 1 if is_full else max(1, run.window[0])

@@ -57,12 +57,7 @@ class Cell:
 
 
 def needed(cell: Cell, layers: int = 0) -> int:
-    """A generous estimate of the bytes that all sides of a cell hold at once.
-
-    Args:
-        cell: Of which section of the benchmark.
-        layers: Of the model around it; 0 where one layer's attention is measured alone.
-    """
+    """A generous estimate of the bytes that all sides of a cell hold at once."""
     if layers:  # two full caches, three of coefficients, and the copies that one of them makes of a layer
         return int(cell.full_bytes * (3.2 * layers + 2))
     copies = 1 if cell.kv == "mha" else 1 + HEADS // cell.kv_heads
@@ -86,13 +81,7 @@ def last_cache(device: torch.device) -> int:
 
 
 class Clock:
-    """Times single calls.
-
-    Args:
-        device: Where calls run.
-        warm: On a CPU, let each call find in the processor's caches what it read the last time.
-        small: For a run whose numbers mean nothing.
-    """
+    """Times single calls."""
 
     def __init__(self, device: torch.device, *, warm: bool = False, small: bool = False) -> None:
         self.device, self.warm = device, warm
@@ -101,12 +90,7 @@ class Clock:
         self.bandwidth = self._bandwidth()
 
     def layers(self, size: int, calls: int) -> int:
-        """How many tensors of that size are to be read in turns, so that none is in a cache when its turn comes again.
-
-        Args:
-            size: In bytes.
-            calls: In all; more tensors are of no use.
-        """
+        """How many tensors of that size are to be read in turns, so that none is in a cache when its turn comes again."""
         if self.warm or self.device.type == "cuda":
             return 1
         return max(1, min(calls, -(-2 * last_cache(self.device) // size)))
@@ -136,13 +120,7 @@ class Clock:
 
 
 def compared(seconds: dict[str, list[float]], baselines: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Columns of each side: milliseconds, and how many times as fast as the best baseline it is.
-
-    Args:
-        seconds: Of each round, by side.
-        baselines: Sides of which that with the lowest median is what all are compared with, round by round: what slows the computer
-            for a while slows all sides.
-    """
+    """Columns of each side: milliseconds, and how many times as fast as the best baseline it is."""
     best = min(baselines, key=lambda name: statistics.median(seconds[name]))
     rows: dict[str, dict[str, Any]] = {}
     for name, own in seconds.items():
@@ -153,13 +131,7 @@ def compared(seconds: dict[str, list[float]], baselines: Sequence[str]) -> dict[
 
 
 class Kernels:
-    """One layer's keys and values as coefficients of a quarter of the dimensions, and as what these stand for.
-
-    Args:
-        cell: How many, and in which precision.
-        device: Where they are.
-        seed: Of the numbers.
-    """
+    """One layer's keys and values as coefficients of a quarter of the dimensions, and as what these stand for."""
 
     def __init__(self, cell: Cell, device: torch.device, seed: int = 0) -> None:
         self.cell, self.device, self.dtype = cell, device, getattr(torch, cell.dtype)
@@ -262,12 +234,7 @@ def floor(size: int, milliseconds: float, clock: Clock) -> dict[str, Any]:
 
 
 class Stepping:
-    """A model with a cache for each side, all of which read one prompt.
-
-    Args:
-        models: The same weights twice: for transformers' own cache, and for ours.
-        makers: Each side's empty cache.
-    """
+    """A model with a cache for each side, all of which read one prompt."""
 
     def __init__(self, models: Models, makers: Makers) -> None:
         self.models, self.filled = models, 0
@@ -356,11 +323,6 @@ def adaptive_makers(models: Models, tokens: int, warmup: int) -> Makers:
 
     Random weights make keys that no basis fits, so that with the defaults each chunk gets new ones: both that and bases that are looked at
     after each chunk but stay, as on real text they nearly always do, are measured.
-
-    Args:
-        models: As for `Stepping`.
-        tokens: To calibrate on.
-        warmup: Of adaptive bases.
     """
     model, rank = models.switched, models.plain.config.head_dim // 4
     bases = calibrated(models, tokens, rank=(rank, rank), rotation="aware")

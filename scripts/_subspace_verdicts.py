@@ -24,12 +24,7 @@ NOT_MEASURED = "not measured: "
 
 
 def verdicts(found: dict[str, Rows], tokens: int) -> list[str]:
-    """One line for each falsifier and each bar.
-
-    Args:
-        found: The rows of each task that ran.
-        tokens: Length of the rows that perplexity was measured on.
-    """
+    """One line for each falsifier and each bar."""
     texts = [row for row in found.get("perplexity", ()) if row["mode"] != "full"]
     whole = [row for row in texts if (row["from"], row["to"]) == (2, tokens)]
     lines = ["The paper's falsifiers (held: the paper's claim stands)"]

@@ -25,34 +25,20 @@ from hf_kvcaches.translate.stability import LayerTrace
 
 @dataclass(frozen=True)
 class Kernel:
-    """A layer to rebuild.
+    """A layer to rebuild."""
 
-    Args:
-        side: What is known of a token beside its code.
-        rank: Of the code.
-        width: Of keys and values together.
-        tokens: How many.
-        head_dim: Of keys and of values.
-    """
-
-    side: int
-    rank: int
-    width: int
-    tokens: int = 900
-    head_dim: int = 64
+    side: int  # what is known of a token beside its code
+    rank: int  # of the code
+    width: int  # of keys and values together
+    tokens: int = 900  # how many
+    head_dim: int = 64  # of keys and of values
 
     def __str__(self) -> str:
         return f"d {self.side}, rank {self.rank}, C {self.width}"
 
 
 def kernel_rows(kernel: Kernel, rounds: int, device: torch.device) -> list[Row]:
-    """`rebuild` against the two matrix products alone, which decode nothing, turn nothing and write no cache.
-
-    Args:
-        kernel: The layer.
-        rounds: How many.
-        device: Where.
-    """
+    """`rebuild` against the two matrix products alone, which decode nothing, turn nothing and write no cache."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     heads, half = kernel.width // (2 * kernel.head_dim), kernel.head_dim // 2
@@ -112,31 +98,18 @@ def _prove_kernel(kernel: Kernel, side: torch.Tensor, packed: Any, decoder: Deco
 
 @dataclass
 class Seen:
-    """What a model's layers had while it read tokens, by layer.
+    """What a model's layers had while it read tokens, by layer."""
 
-    Args:
-        inputs: Of attention, normalised, (tokens, hidden).
-        hidden: Of the layer, (tokens, hidden); the last one is what leaves the last layer.
-        middle: Of the second norm, (tokens, hidden).
-        projected: What the first projection gave: queries are in it, (tokens, width).
-        logits: (tokens, vocabulary).
-    """
-
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    hidden: dict[int, Tensor] = field(default_factory=dict)
-    middle: dict[int, Tensor] = field(default_factory=dict)
-    projected: dict[int, Tensor] = field(default_factory=dict)
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # of attention, normalised, (tokens, hidden)
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # of the layer, (tokens, hidden); the last one is what leaves the last layer
+    middle: dict[int, Tensor] = field(default_factory=dict)  # of the second norm, (tokens, hidden)
+    projected: dict[int, Tensor] = field(default_factory=dict)  # what the first projection gave: queries are in it, (tokens, width)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # (tokens, vocabulary)
 
 
 @contextmanager
 def watching(model: nn.Module, seen: Seen) -> Iterator[None]:
-    """While open, a pass over one prompt leaves here what its layers had. Layers of other kinds than Llama's or GPT-2's lack some of it.
-
-    Args:
-        model: Without a PEFT wrapper.
-        seen: Where it goes.
-    """
+    """While open, a pass over one prompt leaves here what its layers had. Layers of other kinds than Llama's or GPT-2's lack some of it."""
     layers = compat.decoder_layers(model)[2]
 
     def before(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
@@ -170,13 +143,7 @@ def watching(model: nn.Module, seen: Seen) -> Iterator[None]:
 
 @torch.no_grad()
 def seen_by(model: Any, ids: Tensor, cache: Any) -> Seen:
-    """What layers have while a model reads tokens behind a cache.
-
-    Args:
-        model: Without a PEFT wrapper.
-        ids: (1, tokens).
-        cache: Empty, or with what comes before.
-    """
+    """What layers have while a model reads tokens behind a cache."""
     seen = Seen()
     with watching(model, seen):
         seen.logits = model(input_ids=ids, past_key_values=cache).logits[0]
@@ -184,12 +151,7 @@ def seen_by(model: Any, ids: Tensor, cache: Any) -> Seen:
 
 
 def traces_of(model: Any, ids: Tensor) -> list[LayerTrace]:
-    """Each layer's trace of a prompt, for `layer_constants`.
-
-    Args:
-        model: Without a PEFT wrapper.
-        ids: (1, tokens).
-    """
+    """Each layer's trace of a prompt, for `layer_constants`."""
     cache = DynamicCache(config=model.config)
     seen, traces = seen_by(model, ids, cache), []
     for index, layer in enumerate(cache.layers):
@@ -205,12 +167,7 @@ def relative(ours: Tensor, expected: Tensor) -> float:
 
 
 def cache_matrix(layer: Any, tokens: int) -> Tensor:
-    """A layer's keys and values beside each other, keys as attention sees them, (tokens, width), float64.
-
-    Args:
-        layer: Of a cache with one row.
-        tokens: The first so many.
-    """
+    """A layer's keys and values beside each other, keys as attention sees them, (tokens, width), float64."""
     return torch.cat([part[0, :, :tokens].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values)], 1).double()
 
 
@@ -219,12 +176,7 @@ _EARLY, _EXAGGERATION, _MOMENTA = 150, 12.0, (0.5, 0.8)
 
 
 def neighbours(points: Tensor, perplexity: float) -> Tensor:
-    """For each point how likely it is to pick each other one, (n, n): a bell whose width gives that many neighbours.
-
-    Args:
-        points: (n, width).
-        perplexity: Effective number of neighbours, below n - 1.
-    """
+    """For each point how likely it is to pick each other one, (n, n): a bell whose width gives that many neighbours."""
     squares = torch.cdist(points.double(), points.double()).square()
     squares.fill_diagonal_(torch.inf)
     least = squares.amin(1, keepdim=True)
@@ -240,13 +192,7 @@ def neighbours(points: Tensor, perplexity: float) -> Tensor:
 
 
 def tsne(points: Tensor, perplexity: float = 30.0, steps: int = 500) -> Tensor:
-    """Places in the plane where what is near stays near, (n, 2): exact t-SNE (van der Maaten and Hinton, 2008), from principal components.
-
-    Args:
-        points: (n, width), some hundreds: memory and time grow with the square.
-        perplexity: Effective number of neighbours; at most a third of the points.
-        steps: Of gradient descent.
-    """
+    """Places in the plane where what is near stays near, (n, 2): exact t-SNE (van der Maaten and Hinton, 2008), from principal components."""
     count = len(points)
     wanted = neighbours(points, min(perplexity, (count - 1) / 3))
     wanted = ((wanted + wanted.T) / (2 * count)).clamp_min(1e-12)

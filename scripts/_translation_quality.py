@@ -31,61 +31,33 @@ TOKENS, FACTS = (200, 900), (4, 8)
 
 @dataclass(frozen=True)
 class Text:
-    """A prefix, and what truly follows.
+    """A prefix, and what truly follows."""
 
-    Args:
-        workload: Its name.
-        prompt: Token ids; all but the last are translated.
-        continuation: Token ids, fed in as they are.
-        answers: Spans of the continuation that a question asks for.
-    """
-
-    workload: str
-    prompt: list[int]
-    continuation: list[int]
-    answers: tuple[tuple[int, int], ...] = ()
+    workload: str  # its name
+    prompt: list[int]  # token ids; all but the last are translated
+    continuation: list[int]  # token ids, fed in as they are
+    answers: tuple[tuple[int, int], ...] = ()  # spans of the continuation that a question asks for
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one text.
+    """What became of one text."""
 
-    Args:
-        tokens: That were translated.
-        bytes: As they are sent.
-        plain: Bytes of the consumer's keys and values of these tokens in bfloat16.
-        kls: In nats, at each place.
-        variations: Total variation at each place.
-        agreed: Places with the same likeliest token as behind its own prefill.
-        losses: Of the true next tokens.
-        losses_alone: Likewise, behind its own prefill.
-        right: Answers that are right.
-        right_alone: Likewise.
-        asked: All.
-    """
-
-    tokens: int
-    bytes: int
-    plain: int
-    kls: tuple[float, ...]
-    variations: tuple[float, ...]
-    agreed: int
-    losses: tuple[float, ...]
+    tokens: int  # that were translated
+    bytes: int  # as they are sent
+    plain: int  # bytes of the consumer's keys and values of these tokens in bfloat16
+    kls: tuple[float, ...]  # in nats, at each place
+    variations: tuple[float, ...]  # total variation at each place
+    agreed: int  # places with the same likeliest token as behind its own prefill
+    losses: tuple[float, ...]  # of the true next tokens
     losses_alone: tuple[float, ...]
-    right: int
+    right: int  # answers that are right
     right_alone: int
     asked: int
 
 
 class Half:
-    """Half of a held-out text.
-
-    Args:
-        tokenizer: The testbed's.
-        domain: Prose or verse.
-        second: Which half.
-        longest: Of pieces, in tokens.
-    """
+    """Half of a held-out text."""
 
     def __init__(self, tokenizer: Any, domain: str, *, second: bool, longest: int = TOKENS[1]) -> None:
         text = held_out(domain)
@@ -94,35 +66,19 @@ class Half:
         self.ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def piece(self, rng: random.Random, more: int = 0) -> list[int]:
-        """Consecutive tokens, a random number of them.
-
-        Args:
-            rng: Draws it.
-            more: So many more.
-        """
+        """Consecutive tokens, a random number of them."""
         length = rng.randint(TOKENS[0], self.longest) + more
         start = rng.randrange(len(self.ids) - length)
         return self.ids[start : start + length]
 
     def document(self, rng: random.Random) -> Document:
-        """A document with paragraphs of this half.
-
-        Args:
-            rng: Draws it.
-        """
+        """A document with paragraphs of this half."""
         count = lambda text: len(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
         return fit_document(rng, self.filler, count, rng.randint(TOKENS[0], self.longest), facts=rng.randint(*FACTS))
 
 
 def calibration_texts(tokenizer: Any, count: int, longest: int = TOKENS[1], seed: int = CALIBRATION_SEED) -> list[list[int]]:
-    """As many documents over prose, documents over verse, prose and verse, of the first halves.
-
-    Args:
-        tokenizer: The testbed's.
-        count: Of texts.
-        longest: In tokens.
-        seed: Of all.
-    """
+    """As many documents over prose, documents over verse, prose and verse, of the first halves."""
     halves = [Half(tokenizer, domain, second=False, longest=longest) for domain in DOMAINS]
     found = []
     for number in range(count):
@@ -132,14 +88,7 @@ def calibration_texts(tokenizer: Any, count: int, longest: int = TOKENS[1], seed
 
 
 def evaluation_texts(tokenizer: Any, count: int, seed: int, longest: int = TOKENS[1]) -> list[Text]:
-    """So many of each workload, of the second halves; documents over prose and verse in turn.
-
-    Args:
-        tokenizer: The testbed's.
-        count: Of texts of a workload.
-        seed: The first of several.
-        longest: Prefix, in tokens.
-    """
+    """So many of each workload, of the second halves; documents over prose and verse in turn."""
     halves = {domain: Half(tokenizer, domain, second=True, longest=longest) for domain in DOMAINS}
     found = []
     for workload in WORKLOADS:
@@ -162,13 +111,7 @@ def _quiz(tokenizer: Any, document: Document) -> Text:
 
 
 def next_tokens(model: Any, text: Text, cache: GrowingCache | None = None) -> torch.Tensor:
-    """Logits at each place of the continuation, (places, vocabulary).
-
-    Args:
-        model: Without a PEFT wrapper.
-        text: The text.
-        cache: With the prompt's first tokens, or None.
-    """
+    """Logits at each place of the continuation, (places, vocabulary)."""
     ids = [*text.prompt, *text.continuation[:-1]]
     device = compat.input_device(model)
     start = 0 if cache is None else int(cache.get_seq_length())
@@ -178,13 +121,7 @@ def next_tokens(model: Any, text: Text, cache: GrowingCache | None = None) -> to
 
 
 def judged(text: Text, alone: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
-    """What the logits say, as fields of `Answer`.
-
-    Args:
-        text: The text.
-        alone: Behind the consumer's own prefill, as `next_tokens` gives them.
-        found: Behind what is judged.
-    """
+    """What the logits say, as fields of `Answer`."""
     asked = min(ASKED, len(text.continuation))
     true = torch.tensor(text.continuation[:asked])
     p, q = alone[:asked], found[:asked]
@@ -205,23 +142,13 @@ def judged(text: Text, alone: torch.Tensor, found: torch.Tensor) -> dict[str, An
 
 
 class Bench:
-    """Asks a consumer behind prefixes that came from a producer.
-
-    Args:
-        workshop: Of the models.
-        made: Translators by the names of their sides.
-    """
+    """Asks a consumer behind prefixes that came from a producer."""
 
     def __init__(self, workshop: Workshop, made: Mapping[str, CacheTranslator]) -> None:
         self.workshop, self.made, self.pair = workshop, made, workshop.pair
 
     def ask(self, text: Text, sides: Sequence[Side]) -> Iterator[tuple[Side, Answer]]:
-        """Answers of each side.
-
-        Args:
-            text: What is asked.
-            sides: Those of kind `alone` behind the one that they take a layer of.
-        """
+        """Answers of each side."""
         producer, consumer = self.pair.producer, self.pair.consumer
         ids = torch.tensor([text.prompt], device=compat.input_device(consumer))
         theirs, own = read(producer, ids[:, :-1]), read(consumer, ids[:, :-1])

@@ -24,26 +24,15 @@ PAYLOADS = (ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:])
 
 @dataclass(frozen=True)
 class Details:
-    """What is known of a side but for its answers.
+    """What is known of a side but for its answers."""
 
-    Args:
-        run_layers: That the consumer runs on the prefix.
-        chosen: Layers: the patched ones, or those that are recomputed.
-        seconds: Of each stage of the calibration.
-    """
-
-    run_layers: int = 0
-    chosen: tuple[int, ...] = ()
-    seconds: Mapping[str, float] | None = None
+    run_layers: int = 0  # that the consumer runs on the prefix
+    chosen: tuple[int, ...] = ()  # layers: the patched ones, or those that are recomputed
+    seconds: Mapping[str, float] | None = None  # of each stage of the calibration
 
 
 class Found:
-    """All answers.
-
-    Attributes:
-        answers: By pair, side and workload.
-        details: By pair and side.
-    """
+    """All answers."""
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, Side, str], list[Answer]] = {}
@@ -55,51 +44,26 @@ class Found:
         return list(dict.fromkeys(pair for pair, _, _ in self.answers))
 
     def sides(self, pair: str) -> list[Side]:
-        """Those of a pair, in their order.
-
-        Args:
-            pair: Its name.
-        """
+        """Those of a pair, in their order."""
         return list(dict.fromkeys(side for own, side, _ in self.answers if own == pair))
 
     def of(self, pair: str, side: Side, workload: str = ALL) -> list[Answer]:
-        """Answers, of all workloads if none is named.
-
-        Args:
-            pair: Its name.
-            side: Which.
-            workload: Its name.
-        """
+        """Answers, of all workloads if none is named."""
         names = WORKLOADS if workload == ALL else (workload,)
         return [answer for name in names for answer in self.answers.get((pair, side, name), ())]
 
     def kl(self, pair: str, side: Side, workload: str = ALL) -> float:
-        """The mean divergence.
-
-        Args:
-            pair: Its name.
-            side: Which.
-            workload: Its name.
-        """
+        """The mean divergence."""
         return fmean(kl for each in self.of(pair, side, workload) for kl in each.kls)
 
     def share(self, pair: str, side: Side) -> float:
-        """Bytes that are sent, of those of bfloat16 keys and values.
-
-        Args:
-            pair: Its name.
-            side: Which.
-        """
+        """Bytes that are sent, of those of bfloat16 keys and values."""
         own = self.of(pair, side)
         return sum(each.bytes for each in own) / sum(each.plain for each in own)
 
 
 def recall(answers: Sequence[Answer]) -> tuple[float, float]:
-    """Percent of right answers, and behind the consumer's own prefill.
-
-    Args:
-        answers: With questions; without any both are not a number.
-    """
+    """Percent of right answers, and behind the consumer's own prefill."""
     asked = sum(each.asked for each in answers)
     if not asked:
         return math.nan, math.nan
@@ -107,14 +71,7 @@ def recall(answers: Sequence[Answer]) -> tuple[float, float]:
 
 
 def summary(found: Found, pair: str, side: Side, workload: str) -> dict[str, Any]:
-    """One row of the file.
-
-    Args:
-        found: All answers.
-        pair: Of which.
-        side: Likewise.
-        workload: Likewise, or "all".
-    """
+    """One row of the file."""
     own, details = found.of(pair, side, workload), found.details.get((pair, side), Details())
     places = sum(len(each.kls) for each in own)
     right, alone = recall(own)
@@ -143,20 +100,12 @@ def summary(found: Found, pair: str, side: Side, workload: str) -> dict[str, Any
 
 
 def rows_of(found: Found) -> list[dict[str, Any]]:
-    """All rows of the file, by pair, side and workload.
-
-    Args:
-        found: All answers.
-    """
+    """All rows of the file, by pair, side and workload."""
     return [summary(found, *key) for key in found.answers]
 
 
 def show(found: Found) -> str:
-    """A table for each pair, over all workloads where none is named; run: layers that the consumer runs on the prefix.
-
-    Args:
-        found: All answers.
-    """
+    """A table for each pair, over all workloads where none is named; run: layers that the consumer runs on the prefix."""
     tables = []
     for pair in found.pairs:
         lines = []
@@ -173,11 +122,7 @@ def show(found: Found) -> str:
 
 
 def explain(found: Found) -> str:
-    """What the divergences are made of: with all layers translated, and with one at a time among the consumer's own.
-
-    Args:
-        found: All answers.
-    """
+    """What the divergences are made of: with all layers translated, and with one at a time among the consumer's own."""
     tables = []
     for pair in found.pairs:
         sides = [side for side in found.sides(pair) if side.family == "explanation" or side in (RAW, ZERO, DEFAULT)]
@@ -191,9 +136,6 @@ def bars(found: Found) -> list[str]:
 
     Divergences are judged over all workloads together; ratios of each stand beside, because a few answers that a side gets wrong outweigh
     all other places.
-
-    Args:
-        found: All answers.
     """
     lines = ["Bars"]
     for pair in found.pairs:
@@ -242,23 +184,13 @@ def _seconds_bar(found: Found, pair: str) -> str:
 
 
 def write_csv(folder: Path, found: Found, fixed: Mapping[str, Any]) -> None:
-    """`translation-quality.csv`.
-
-    Args:
-        folder: Is made.
-        found: All answers.
-        fixed: Columns that are the same in all rows.
-    """
+    """`translation-quality.csv`."""
     rows = rows_of(found)
     write_table(folder / "translation-quality.csv", rows[0], rows, fixed)
 
 
 def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those that no other one beats in both numbers, by the first of them.
-
-    Args:
-        points: Less is better.
-    """
+    """Those that no other one beats in both numbers, by the first of them."""
     best: list[tuple[float, float]] = []
     for point in sorted(set(points)):
         if not best or point[1] < best[-1][1]:
@@ -267,12 +199,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def write_plot(folder: Path, found: Found) -> None:
-    """`translation-quality.png`: divergence and recall by bytes.
-
-    Args:
-        folder: Is made.
-        found: All answers.
-    """
+    """`translation-quality.png`: divergence and recall by bytes."""
     require("matplotlib", "plots", "The plot").use("Agg")
     plots = require("matplotlib.pyplot", "plots", "The plot")
     pairs = found.pairs

@@ -32,25 +32,16 @@ States = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Side:
-    """One way to fill the consumer's cache.
+    """One way to fill the consumer's cache."""
 
-    Args:
-        name: In tables.
-        kind: `oracle`: its own prefill. `raw`, `int4`: the producer's keys and values. `selective`: the same, but half of the layers are
-            the consumer's own. `solved`: a translator from sums that all of them share, without patched layers. `fitted`: a translator
-            from `CacheTranslator.fit`. `alone`: one layer is that of another side, the others are the consumer's own.
-        family: `baseline`, `paper`, `ours`, `variant`, or `explanation`; in pictures and tables.
-        options: Of `CacheTranslator.fit`.
-        of: For `alone`: the name of the other side.
-        layer: For `alone`.
-    """
-
-    name: str
+    name: str  # in tables
+    # `oracle`: its own prefill. `raw`, `int4`: the producer's keys and values. `selective`: the same, but half of the layers are the consum
     kind: Literal["oracle", "raw", "int4", "selective", "solved", "fitted", "alone"]
+    # `baseline`, `paper`, `ours`, `variant`, or `explanation`; in pictures and tables
     family: Literal["baseline", "paper", "ours", "variant", "explanation"]
-    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    of: str = ""
-    layer: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of `CacheTranslator.fit`
+    of: str = ""  # for `alone`: the name of the other side
+    layer: int | None = None  # for `alone`
 
 
 ORACLE = Side("own prefill", "oracle", "baseline")
@@ -81,32 +72,19 @@ RANKS = (1 / 8, 1 / 4, 1 / 2)
 
 
 def rank_sides(keys: int, values: int) -> list[Side]:
-    """The paper's method with each pair of ranks but the one that `REUSE` has.
-
-    Args:
-        keys: Their width in a layer.
-        values: Likewise.
-    """
+    """The paper's method with each pair of ranks but the one that `REUSE` has."""
     pairs = [(int(k * keys), int(v * values)) for k in RANKS for v in RANKS if (k, v) != (0.25, 0.25)]
     return [Side(f"paper's Reuse, ranks {k} + {v}", "solved", "paper", {"method": "paper", "ranks": (k, v)}) for k, v in pairs]
 
 
 def budget_sides(layers: int) -> list[Side]:
-    """The paper's method with one, two and more patched layers, from the lowest one up.
-
-    Args:
-        layers: How many there are.
-    """
+    """The paper's method with one, two and more patched layers, from the lowest one up."""
     budgets = [list(range(1, last + 1)) for last in range(1, layers)]
     return [Side(f"paper's Reuse + Patch of {own}", "fitted", "paper", {**_PATCH, "patch_layers": own}) for own in budgets]
 
 
 def alone_sides(layers: int) -> list[Side]:
-    """The default and full rank in one layer at a time, but for layer 0, which the consumer has for nothing.
-
-    Args:
-        layers: How many there are.
-    """
+    """The default and full rank in one layer at a time, but for layer 0, which the consumer has for nothing."""
     named = (("default", DEFAULT), ("full rank, float32", FULL_RANK))
     return [
         Side(f"{name}, layer {layer} alone", "alone", "explanation", of=side.name, layer=layer)
@@ -116,24 +94,13 @@ def alone_sides(layers: int) -> list[Side]:
 
 
 def wanted_of(options: Mapping[str, Any]) -> Wanted:
-    """What `CacheTranslator.fit` would be asked for with these options, without patched layers.
-
-    Args:
-        options: Of it.
-    """
+    """What `CacheTranslator.fit` would be asked for with these options, without patched layers."""
     defaults = {name: each.default for name, each in signature(CacheTranslator.fit).parameters.items()}
     return Wanted(**{each.name: defaults[each.name] for each in fields(Wanted)} | {"patch_layers": None} | dict(options))
 
 
 class Workshop:
-    """Makes translators for two models from the same texts.
-
-    Args:
-        producer: Perhaps inside a PEFT wrapper.
-        consumer: Likewise.
-        tokenizer: Of both.
-        texts: Token ids.
-    """
+    """Makes translators for two models from the same texts."""
 
     def __init__(self, producer: Any, consumer: Any, tokenizer: Any, texts: Sequence[Sequence[int]]) -> None:
         self.pair, self.tokenizer, self.texts = Pair(producer, consumer, tokenizer), tokenizer, texts
@@ -152,11 +119,7 @@ class Workshop:
         return made
 
     def translator(self, side: Side) -> CacheTranslator:
-        """The translator of a side.
-
-        Args:
-            side: A solved or fitted one.
-        """
+        """The translator of a side."""
         if side.kind == "fitted":
             pair = self.pair
             return CacheTranslator.fit(pair.producer, pair.consumer, self.tokenizer, self.texts, progress=False, **side.options)
@@ -201,33 +164,19 @@ class Workshop:
 
 
 def read(model: Any, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Rotated keys and values of all layers, (1, kv_heads, tokens, head_dim) each.
-
-    Args:
-        model: Without a PEFT wrapper.
-        ids: (1, tokens).
-    """
+    """Rotated keys and values of all layers, (1, kv_heads, tokens, head_dim) each."""
     cache = GrowingCache(model.config)
     model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
     return held(cache)
 
 
 def held(cache: GrowingCache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What is in a cache now; it may grow.
-
-    Args:
-        cache: With plain layers.
-    """
+    """What is in a cache now; it may grow."""
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def filled(model: Any, states: States) -> GrowingCache:
-    """A cache with these states.
-
-    Args:
-        model: Without a PEFT wrapper.
-        states: Of all layers, as `read` gives them.
-    """
+    """A cache with these states."""
     cache = GrowingCache(model.config)
     for layer, (keys, values) in zip(cache.layers, states, strict=True):
         layer.update(keys, values)
@@ -235,12 +184,7 @@ def filled(model: Any, states: States) -> GrowingCache:
 
 
 def as_sent(states: States, *, int4: bool) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[int]]:
-    """Keys and values as they arrive, and each layer's bytes.
-
-    Args:
-        states: As `read` gives them.
-        int4: In groups of 64 tokens of a channel, else in bfloat16.
-    """
+    """Keys and values as they arrive, and each layer's bytes."""
     arrived, sizes = [], []
     for pair in states:
         if int4:
@@ -254,21 +198,12 @@ def as_sent(states: States, *, int4: bool) -> tuple[list[tuple[torch.Tensor, tor
 
 
 def plain_bytes(states: States) -> int:
-    """In bfloat16.
-
-    Args:
-        states: As `read` gives them.
-    """
+    """In bfloat16."""
     return sum(2 * part.numel() for pair in states for part in pair)
 
 
 def translators(workshop: Workshop, sides: Sequence[Side]) -> Iterator[tuple[str, CacheTranslator]]:
-    """By names of their sides, one after the other.
-
-    Args:
-        workshop: Makes them.
-        sides: Others than solved and fitted ones are left out.
-    """
+    """By names of their sides, one after the other."""
     for side in sides:
         if side.kind in ("solved", "fitted"):
             yield side.name, workshop.translator(side)

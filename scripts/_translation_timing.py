@@ -46,43 +46,24 @@ _MODES = {STREAM: b"s", WHOLE: b"w", RAW_SOCKET: b"r"}
 
 
 class Answer(NamedTuple):
-    """One request.
+    """One request."""
 
-    Args:
-        seconds: Until the first token, from what was sent on, the making of the cache included.
-        producing: Seconds of the producer, until it had what is sent.
-        nbytes: Of what is sent.
-        tokens: Of the prompt.
-        new: The first token.
-    """
-
-    seconds: float
-    producing: float
-    nbytes: int
-    tokens: int
-    new: int
+    seconds: float  # until the first token, from what was sent on, the making of the cache included
+    producing: float  # seconds of the producer, until it had what is sent
+    nbytes: int  # of what is sent
+    tokens: int  # of the prompt
+    new: int  # the first token
 
 
 class Side:
-    """A way to the first token.
-
-    Args:
-        name: One of `OWN`, `RAW`, or any other for codes; `BYTES` reads them from bytes.
-        producer: Who reads the prompt.
-        pair: Who answers.
-        codec: Of sides with codes.
-    """
+    """A way to the first token."""
 
     def __init__(self, name: str, producer: PreTrainedModel, pair: Pair, codec: CacheTranslator | None = None) -> None:
         self.name, self.producer, self.pair, self.codec = name, producer, pair, codec
         self.model: Any = pair.plain if codec is None else pair.switched
 
     def produce(self, ids: torch.Tensor) -> Any:
-        """What is sent of a prompt.
-
-        Args:
-            ids: (1, tokens).
-        """
+        """What is sent of a prompt."""
         if self.name == OWN:
             return None
         if self.codec is None:
@@ -106,12 +87,7 @@ class Side:
         return cache
 
     def answer(self, ids: torch.Tensor, payload: Any) -> tuple[float, int]:
-        """Seconds until the first token, and that token.
-
-        Args:
-            ids: The prompt, (1, tokens).
-            payload: Of `produce`.
-        """
+        """Seconds until the first token, and that token."""
         synchronize(ids.device)
         begin = time.perf_counter()
         out = self.model.generate(ids, past_key_values=self.cache(payload), max_new_tokens=1, do_sample=False)
@@ -128,12 +104,7 @@ class Side:
 
 @torch.no_grad()
 def raw_states(producer: PreTrainedModel, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A producer's own keys and values of all tokens but the last, as they would be sent: bfloat16, in CPU memory as codes are.
-
-    Args:
-        producer: The model.
-        ids: (1, tokens).
-    """
+    """A producer's own keys and values of all tokens but the last, as they would be sent: bfloat16, in CPU memory as codes are."""
     cache = DynamicCache(config=producer.config)
     producer.base_model(input_ids=ids[:, :-1], past_key_values=cache)
     return [(layer.keys.to("cpu", torch.bfloat16), layer.values.to("cpu", torch.bfloat16)) for layer in cache.layers]
@@ -185,11 +156,7 @@ def rows_of(answers: Answers, **labels: Any) -> list[Row]:
 
 
 def unchanged(pair: Pair) -> Side:
-    """A side whose codes are the consumer's own keys and values: all that is not fitted is on its way.
-
-    Args:
-        pair: The consumer.
-    """
+    """A side whose codes are the consumer's own keys and values: all that is not fitted is on its way."""
     config: Any = pair.plain.config
     width = 2 * config.num_key_value_heads * config.head_dim
     sent, same = range(1, config.num_hidden_layers), torch.eye(width)
@@ -201,14 +168,7 @@ def unchanged(pair: Pair) -> Side:
 
 
 def prove(sides: Sequence[Side], prompts: Sequence[torch.Tensor], what: str, *, trained: bool) -> tuple[str, list[Row]]:
-    """Compares the first token's distribution with that of the consumer's prefill, and says so; the rows have the divergences.
-
-    Args:
-        sides: `OWN`, `CODES`, `BYTES` and `RAW` among them.
-        prompts: Each (1, tokens).
-        what: A name for all this.
-        trained: Whether the models are: only then codes must be better than raw keys and values.
-    """
+    """Compares the first token's distribution with that of the consumer's prefill, and says so; the rows have the divergences."""
     lossless, worst = unchanged(sides[0].pair), 0.0
     kls, same = {side.name: list[float]() for side in sides}, {side.name: 0 for side in sides}
     for ids in prompts:
@@ -270,13 +230,7 @@ def answering_places(model: PreTrainedModel) -> list[tuple[str, Any, str]]:
 
 
 def phases(sides: Sequence[Side], prompts: Sequence[torch.Tensor], **labels: Any) -> list[Row]:
-    """What producing and answering take: a row for each side and phase. Timing adds a little to all.
-
-    Args:
-        sides: All.
-        prompts: What they are asked.
-        **labels: Columns of all rows.
-    """
+    """What producing and answering take: a row for each side and phase. Timing adds a little to all."""
     rows: list[Row] = []
     for side in sides:
         found: dict[str, list[dict[str, float]]] = {"producer": [], "first token": []}
@@ -299,14 +253,7 @@ def phases(sides: Sequence[Side], prompts: Sequence[torch.Tensor], **labels: Any
 
 
 class Remote:
-    """A producer in a process of its own, asked over TCP on this computer.
-
-    Args:
-        pair: Who answers.
-        codec: With which.
-        folder: Where that codec is, for the other process.
-        load: What the other process loads as its producer: a name of the testbed.
-    """
+    """A producer in a process of its own, asked over TCP on this computer."""
 
     def __init__(self, pair: Pair, codec: CacheTranslator, folder: Path, load: str) -> None:
         self.pair, self.codec = pair, codec
@@ -326,12 +273,7 @@ class Remote:
         self.process.wait(timeout=60)
 
     def ask(self, name: str, ids: torch.Tensor) -> Answer:
-        """Has a prompt read by the other process, and answers it here; the time is that of all.
-
-        Args:
-            name: `STREAM`, `WHOLE` or `RAW_SOCKET`.
-            ids: (1, tokens).
-        """
+        """Has a prompt read by the other process, and answers it here; the time is that of all."""
         tokens = ids[0].cpu().numpy().astype("<i8").tobytes()
         side = Side(RAW, self.pair.plain, self.pair)
         synchronize(ids.device)

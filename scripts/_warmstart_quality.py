@@ -30,35 +30,21 @@ SLIGHT = ("identical", "no_content")
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one prompt.
+    """What became of one prompt."""
 
-    Args:
-        kind: Of the pair.
-        asks: Likewise.
-        served: "exact", "align", "slots", "prefix" or "cold"; the controls are "control".
-        refused: Why nothing better was done, or "".
-        cosine: Of source and target.
-        tokens: Of the prompt.
-        forwarded: Of these, those that were run.
-        kls: At each place of the continuation, in nats; nothing where only the admission was looked at.
-        right: Which answers are right.
-        right_cold: Which are without a warm start.
-        stale: For each question, whether the answer is the source's and wrong; None where the source tells nothing else.
-        stale_cold: The same of the answers without a warm start: there it is the model's own mistake.
-    """
-
-    kind: str
+    kind: str  # of the pair
     asks: str
-    served: str
-    refused: str
-    cosine: float
-    tokens: int
-    forwarded: int
-    kls: tuple[float, ...] = ()
-    right: tuple[bool, ...] = ()
-    right_cold: tuple[bool, ...] = ()
+    served: str  # "exact", "align", "slots", "prefix" or "cold"; the controls are "control"
+    refused: str  # why nothing better was done, or ""
+    cosine: float  # of source and target
+    tokens: int  # of the prompt
+    forwarded: int  # of these, those that were run
+    kls: tuple[float, ...] = ()  # at each place of the continuation, in nats; nothing where only the admission was looked at
+    right: tuple[bool, ...] = ()  # which answers are right
+    right_cold: tuple[bool, ...] = ()  # which are without a warm start
+    # for each question, whether the answer is the source's and wrong; None where the source tells nothing else
     stale: tuple[bool | None, ...] = ()
-    stale_cold: tuple[bool | None, ...] = ()
+    stale_cold: tuple[bool | None, ...] = ()  # the same of the answers without a warm start: there it is the model's own mistake
 
     @property
     def hit(self) -> bool:
@@ -70,27 +56,15 @@ Found = Mapping[Side, Sequence[Answer]]
 
 @dataclass(frozen=True)
 class Extra:
-    """What is measured on other pairs than the tables.
+    """What is measured on other pairs than the tables."""
 
-    Args:
-        risky: Of `AUTO`, where the true answer is another than the source's.
-        unrelated: Of `AUTO`, `ALIGN` and `GATED`, only what served them.
-        swapped: Largest differences of logits behind the swap from the cold ones.
-    """
-
-    risky: Sequence[Answer]
-    unrelated: Mapping[Side, Sequence[Answer]]
-    swapped: Sequence[float]
+    risky: Sequence[Answer]  # of `AUTO`, where the true answer is another than the source's
+    unrelated: Mapping[Side, Sequence[Answer]]  # of `AUTO`, `ALIGN` and `GATED`, only what served them
+    swapped: Sequence[float]  # largest differences of logits behind the swap from the cold ones
 
 
 def judged(pair: Pair, cold: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
-    """The fields of an answer that come of logits.
-
-    Args:
-        pair: What was asked.
-        cold: Logits at each place of the continuation, (places, vocabulary), of the model alone.
-        found: Those of the side.
-    """
+    """The fields of an answer that come of logits."""
     guesses, alone = (logits.argmax(-1).tolist() for logits in (found, cold))
     return {
         "kls": tuple(divergence(cold, found).tolist()),
@@ -180,12 +154,7 @@ def controls(found: Found) -> list[str]:
 
 
 def bars(found: Found, extra: Extra) -> list[str]:
-    """One line for each thing that the cache is asked to reach.
-
-    Args:
-        found: All answers.
-        extra: Of more pairs.
-    """
+    """One line for each thing that the cache is asked to reach."""
     hits = [each for each in found[AUTO] if each.hit]
     first, following = [each.kls[0] for each in hits], [kl for each in hits for kl in each.kls[1:]]
     within = mean([kl <= FALSE for kl in first])

@@ -40,14 +40,7 @@ MEASURES: dict[str, Callable[[Answer], float]] = {
 
 
 def rows_of(answers: Answers, measure: str, group: str = "all", **labels: Any) -> list[Row]:
-    """A row for each side.
-
-    Args:
-        answers: By side, in the same order.
-        measure: One of `MEASURES`.
-        group: `all`, or `hits`: of each side those that a similar prompt answered.
-        **labels: Columns of all rows.
-    """
+    """A row for each side."""
     rows = []
     of = MEASURES[measure]
     for name, own in answers.items():

@@ -30,23 +30,14 @@ FITTED_SEED = 10**6
 
 @dataclass(frozen=True)
 class Side:
-    """One way to start.
+    """One way to start."""
 
-    Args:
-        name: As in tables.
-        strategy: Of a `WarmStartCache` with the library, or None.
-        rule: How the pair's own source is summarised, whatever a gate would say, or None.
-        slots: Of that summary.
-        projected: Whether it goes through a projector.
-        control: `tail`: the last tokens of the target alone. `mismatch`: these behind another pair's source. `prefix`: these behind a
-            learned prefix. Or None.
-    """
-
-    name: str
-    strategy: Literal["auto", "slots", "align", "exact"] | None = None
-    rule: Rule | None = None
-    slots: int = MOST
-    projected: bool = False
+    name: str  # as in tables
+    strategy: Literal["auto", "slots", "align", "exact"] | None = None  # of a `WarmStartCache` with the library, or None
+    rule: Rule | None = None  # how the pair's own source is summarised, whatever a gate would say, or None
+    slots: int = MOST  # of that summary
+    projected: bool = False  # whether it goes through a projector
+    # `tail`: the last tokens of the target alone. `mismatch`: these behind another pair's source. `prefix`: these behind a learned prefix.
     control: Literal["tail", "mismatch", "prefix"] | None = None
 
     def __str__(self) -> str:
@@ -93,13 +84,7 @@ class SummaryCache(WarmStartCache):
 
 
 class Summaries:
-    """Summaries of one prompt by any rule; what the rules look at is computed once.
-
-    Args:
-        model: The model.
-        watched: The same model with eager attention, which tells its attention.
-        ids: The prompt.
-    """
+    """Summaries of one prompt by any rule; what the rules look at is computed once."""
 
     def __init__(self, model: PreTrainedModel, watched: PreTrainedModel, ids: Sequence[int]) -> None:
         self.model, self.watched = model, watched
@@ -123,12 +108,7 @@ class Summaries:
         return self._attention
 
     def by(self, rule: Rule, slots: int) -> Slots:
-        """The summary of all tokens but the last, which is run again.
-
-        Args:
-            rule: How.
-            slots: At most so many in each layer and key head.
-        """
+        """The summary of all tokens but the last, which is run again."""
         states, length = self.states, self.ids.shape[1]
         before = [(keys[:, :-1], values[:, :-1]) for keys, values in states.layers]
         if rule in ("salient", "paper"):
@@ -178,13 +158,7 @@ def fitting_pairs(tokenizer: Any, count: int, length: int) -> list[Pair]:
 def fit_projectors(
     library: WarmStartLibrary, summaries: Callable[[Sequence[int]], Summaries], pairs: Sequence[Pair]
 ) -> dict[str, SlotProjector]:
-    """One projector for each layout, of `MOST` slots.
-
-    Args:
-        library: Knows how layers rotate.
-        summaries: Of a prompt.
-        pairs: What is learned from.
-    """
+    """One projector for each layout, of `MOST` slots."""
     read = [(summaries(pair.source.prompt), summaries(pair.target.prompt)) for pair in pairs]
     geometries = library.rotation.layers
     return {
@@ -202,13 +176,7 @@ class Example(NamedTuple):
 
 
 class LearnedPrefix:
-    """`MOST` virtual tokens in place of every prompt but its tail, trained to predict what the whole prompt does; through peft.
-
-    Args:
-        model: The model; its weights stay as they are.
-        examples: Of prompts of other seeds.
-        steps: Of AdamW, one example each.
-    """
+    """`MOST` virtual tokens in place of every prompt but its tail, trained to predict what the whole prompt does; through peft."""
 
     def __init__(self, model: PreTrainedModel, examples: Sequence[Example], steps: int) -> None:
         peft = require("peft", "peft", "Prefix-tuning")
@@ -226,11 +194,6 @@ class LearnedPrefix:
                 optimizer.step()
 
     def logits(self, tail: Sequence[int], continuation: Sequence[int]) -> torch.Tensor:
-        """At each token of a continuation, (tokens, vocabulary).
-
-        Args:
-            tail: Of the prompt.
-            continuation: What follows.
-        """
+        """At each token of a continuation, (tokens, vocabulary)."""
         ids = torch.tensor([[*tail, *continuation]], device=self.model.device)
         return self.model(input_ids=ids).logits[0, len(tail) - 1 : -1]

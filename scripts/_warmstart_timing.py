@@ -49,39 +49,23 @@ SAME, ROUNDING = 0.95, 0.01
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt.
+    """A prompt."""
 
-    Args:
-        kind: How it differs from what the library has.
-        ids: (1, tokens).
-    """
-
-    kind: str
-    ids: torch.Tensor
+    kind: str  # how it differs from what the library has
+    ids: torch.Tensor  # (1, tokens)
 
 
 class Answer(NamedTuple):
-    """One request.
+    """One request."""
 
-    Args:
-        seconds: Until all new tokens were there, the making of the cache and the look-up included.
-        first: Until the first one was.
-        pause: The longest time between two of them, 0 for a single one.
-        tokens: Of the prompt.
-        reused: That were not run.
-        served: By what: see `WarmStartReport.strategy`.
-        swapped: Whether the exact prefill took the place of what was reused.
-        new: The tokens.
-    """
-
-    seconds: float
-    first: float
-    pause: float
-    tokens: int
-    reused: int
-    served: str
-    swapped: bool
-    new: tuple[int, ...]
+    seconds: float  # until all new tokens were there, the making of the cache and the look-up included
+    first: float  # until the first one was
+    pause: float  # the longest time between two of them, 0 for a single one
+    tokens: int  # of the prompt
+    reused: int  # that were not run
+    served: str  # by what: see `WarmStartReport.strategy`
+    swapped: bool  # whether the exact prefill took the place of what was reused
+    new: tuple[int, ...]  # the tokens
 
 
 class _Moments(BaseStreamer):
@@ -98,14 +82,7 @@ class _Moments(BaseStreamer):
 
 
 class Side:
-    """A way to answer requests.
-
-    Args:
-        name: One of `COLD` and the keys of `SETTINGS`.
-        pair: Who answers.
-        library: Of `pair.switched`, with its tokenizer.
-        gate: When a similar prompt will do; None for the library's default.
-    """
+    """A way to answer requests."""
 
     def __init__(self, name: str, pair: Pair, library: WarmStartLibrary, gate: WarmStartGate | None = None) -> None:
         self.name, self.pair, self.library, self.gate = name, pair, library, gate
@@ -118,12 +95,7 @@ class Side:
         return WarmStartCache(self.pair.switched, self.library, strategy=strategy, swap=swap, gate=self.gate)
 
     def ask(self, ids: torch.Tensor, new_tokens: int = 1) -> Answer:
-        """Generates tokens greedily.
-
-        Args:
-            ids: The prompt, (1, tokens).
-            new_tokens: Not fewer and not more.
-        """
+        """Generates tokens greedily."""
         # A streamer waits for every token, so a single one is timed from outside.
         moments = _Moments() if new_tokens > 1 else None
         more = {"min_new_tokens": new_tokens, "streamer": moments} if moments else {}
@@ -146,11 +118,7 @@ class Side:
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """Of the first new token, in float64, and what served the prompt.
-
-        Args:
-            ids: The prompt, (1, tokens).
-        """
+        """Of the first new token, in float64, and what served the prompt."""
         cache = self.cache()
         out = self.model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].double()
         return out, "" if self.name == COLD else cache.report().strategies[0]
@@ -170,14 +138,7 @@ def in_turns(sides: Sequence[Side], prompts: Sequence[Asked], new_tokens: int = 
 
 
 def prove(sides: Sequence[Side], prompts: Sequence[Asked], what: str, *, trained: bool = True) -> str:
-    """Compares the first token's distribution with that of the first side, which is cold.
-
-    Args:
-        sides: Two or more.
-        prompts: Some of them identical to what the library has.
-        what: A name for all this.
-        trained: Whether the model is. Random weights say nothing about whether reuse is harmless.
-    """
+    """Compares the first token's distribution with that of the first side, which is cold."""
     cold, *others = sides
     lines = []
     for side in others:
@@ -232,13 +193,7 @@ def places_of(model: PreTrainedModel) -> list[tuple[str, Any, str]]:
 
 
 def phases(sides: Sequence[Side], prompts: Sequence[Asked], **labels: Any) -> list[Row]:
-    """What the time to the first token goes to, on hits: a row for each side and phase. Timing adds a little to all.
-
-    Args:
-        sides: Cold among them.
-        prompts: What they are asked.
-        **labels: Columns of all rows.
-    """
+    """What the time to the first token goes to, on hits: a row for each side and phase. Timing adds a little to all."""
     rows: list[Row] = []
     for side in sides:
         places, found = places_of(side.pair.plain), []
@@ -268,13 +223,7 @@ LENGTH = 300
 
 
 class ManyPrompts:
-    """A library of made-up prompts without keys and values, about many topics, that begin in a few ways as agents' prompts do.
-
-    Args:
-        model: Whose library.
-        tokenizer: Its.
-        count: How many prompts.
-    """
+    """A library of made-up prompts without keys and values, about many topics, that begin in a few ways as agents' prompts do."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, count: int) -> None:
         self.random = np.random.default_rng(0)
@@ -326,14 +275,7 @@ def resident() -> int:
 
 
 def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> list[Row]:
-    """A row for each part of a look-up, with what it must find and the time that it takes.
-
-    Args:
-        model: Whose library.
-        tokenizer: Its.
-        count: Prompts in the library.
-        calls: With another prompt each.
-    """
+    """A row for each part of a look-up, with what it must find and the time that it takes."""
     many = ManyPrompts(model, tokenizer, count)
     library = many.library
     seconds: dict[str, list[float]] = {name: [] for name in ("refresh", "exact", "beginning", "encode", "search", "all")}
@@ -359,12 +301,7 @@ def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> l
 
 
 def timed_parts(library: WarmStartLibrary, ids: Ids) -> dict[str, tuple[float, Any]]:
-    """The parts of a look-up in the order in which a cache does them, with their seconds and what they found.
-
-    Args:
-        library: Where.
-        ids: A prompt.
-    """
+    """The parts of a look-up in the order in which a cache does them, with their seconds and what they found."""
     tokens = ids.tolist()
     works: dict[str, Callable[[], Any]] = {
         "refresh": library.refresh,

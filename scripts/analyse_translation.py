@@ -42,12 +42,7 @@ MARGIN = 0.1
 
 
 class Analysis:
-    """A pair of models, translators for it, and prompts.
-
-    Args:
-        args: Of the command line.
-        device: Where.
-    """
+    """A pair of models, translators for it, and prompts."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.rows = args, list[Row]()
@@ -76,11 +71,7 @@ class Analysis:
                 self.codecs[name] = CacheTranslator.fit(self.producer, self.consumer, (one, other), fitted, progress=False, **chosen)
 
     def caches(self, ids: torch.Tensor) -> dict[str, Any]:
-        """A cache of each kind that holds a prompt but for its last tokens.
-
-        Args:
-            ids: (1, length + behind).
-        """
+        """A cache of each kind that holds a prompt but for its last tokens."""
         # One token more, which the caches leave to the model.
         prefix = ids[:, : self.args.length + 1]
         made: dict[str, Any] = {}

@@ -44,36 +44,22 @@ LARGER = Shape(512, 8, 8, 1408, 2048)
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Args:
-        requests: Of agents; a part of them where an answer is long.
-        long_requests: That part.
-        new_tokens: Of a long answer.
-        repeats: Prompts without repeats, and how many passes over them until the first token.
-        shape: Of the larger model, with how many key heads.
-        tokens: Of its prompts.
-        rounds: How many prompts of each length.
-        splice: Layers, heads, tokens, dimensions of what is written, and how often.
-        segments: In the index, and how many look-ups.
-        shared: Requests for two processes.
-        quick: Whether numbers mean nothing.
-    """
-
-    requests: int = 200
-    long_requests: int = 60
-    new_tokens: int = 33
-    repeats: tuple[int, int] = (40, 3)
-    shape: Shape = LARGER
+    requests: int = 200  # of agents; a part of them where an answer is long
+    long_requests: int = 60  # that part
+    new_tokens: int = 33  # of a long answer
+    repeats: tuple[int, int] = (40, 3)  # prompts without repeats, and how many passes over them until the first token
+    shape: Shape = LARGER  # of the larger model, with how many key heads
     kv_heads: int = 2
-    tokens: tuple[int, ...] = (1024, 2048, 4096)
-    rounds: int = 5
-    splice: tuple[int, int, int, int] = (32, 8, 512, 128)
+    tokens: tuple[int, ...] = (1024, 2048, 4096)  # of its prompts
+    rounds: int = 5  # how many prompts of each length
+    splice: tuple[int, int, int, int] = (32, 8, 512, 128)  # layers, heads, tokens, dimensions of what is written, and how often
     splices: int = 9
-    segments: int = 100_000
+    segments: int = 100_000  # in the index, and how many look-ups
     calls: int = 200
-    shared: int = 60
-    quick: bool = False
+    shared: int = 60  # requests for two processes
+    quick: bool = False  # whether numbers mean nothing
 
 
 QUICK = Size(
@@ -96,21 +82,13 @@ QUICK = Size(
 
 @dataclass
 class Run:
-    """One run: what is measured where.
+    """One run: what is measured where."""
 
-    Args:
-        size: How much.
-        device: Where.
-        policy_folder: What "auto" lets in, or None.
-        rows: What is measured so far.
-        notes: What was not, and why.
-    """
-
-    size: Size
-    device: torch.device
-    policy_folder: str | None = None
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    size: Size  # how much
+    device: torch.device  # where
+    policy_folder: str | None = None  # what "auto" lets in, or None
+    rows: list[Row] = field(default_factory=list)  # what is measured so far
+    notes: list[str] = field(default_factory=list)  # what was not, and why
 
     def __post_init__(self) -> None:
         self.policy: SegmentPolicy = load_policy(self.policy_folder)

@@ -104,17 +104,11 @@ QUICK = Size(
 
 @dataclass
 class Run:
-    """One run: what is measured where.
+    """One run: what is measured where."""
 
-    Args:
-        size: What to measure.
-        clock: Of the device.
-        rows: What is measured so far.
-    """
-
-    size: Size
-    clock: Clock
-    rows: list[Row] = field(default_factory=list)
+    size: Size  # what to measure
+    clock: Clock  # of the device
+    rows: list[Row] = field(default_factory=list)  # what is measured so far
     _stepping: tuple[Any, Any] | None = None
 
     def cells(self, points: Iterable[tuple[int, int]], head_dims: Iterable[int], layers: int = 0) -> list[Cell]:
@@ -224,23 +218,15 @@ def show(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """What is promised.
+    """What is promised."""
 
-    Args:
-        text: In words.
-        least: Ratio.
-        section: Of the rows that it is about; `side` and `measure` too.
-        column: Which ratio.
-        points: Batch and tokens, or None for all.
-    """
-
-    text: str
-    least: float
-    section: str
+    text: str  # in words
+    least: float  # ratio
+    section: str  # of the rows that it is about; `side` and `measure` too
     side: str
     measure: str = "attention"
-    column: str = "ratio"
-    points: tuple[tuple[int, int], ...] | None = None
+    column: str = "ratio"  # which ratio
+    points: tuple[tuple[int, int], ...] | None = None  # batch and tokens, or None for all
 
     def about(self, rows: Sequence[Row], dtype: str) -> list[Row]:
         wanted = {"section": self.section, "side": self.side, "measure": self.measure, "dtype": dtype}

@@ -76,32 +76,19 @@ LARGER = Shape(512, 8, 8, 1408, 2048)
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Args:
-        lengths: Of prompts, in tokens.
-        rounds: Prompts of each length.
-        proven: Prompts whose first token is compared before.
-        texts: That translators are fitted to, and their tokens.
-        shape: Of the larger model, with how many key heads.
-        larger: Lengths of its prompts.
-        larger_rounds: How many of each.
-        kernels: Layers to rebuild.
-        kernel_rounds: How often.
-        quick: Whether numbers mean nothing.
-    """
-
-    lengths: tuple[int, ...] = (300, 600, 900)
-    rounds: int = 20
-    proven: int = 8
-    texts: tuple[int, int] = (32, 256)
-    shape: Shape = LARGER
+    lengths: tuple[int, ...] = (300, 600, 900)  # of prompts, in tokens
+    rounds: int = 20  # prompts of each length
+    proven: int = 8  # prompts whose first token is compared before
+    texts: tuple[int, int] = (32, 256)  # that translators are fitted to, and their tokens
+    shape: Shape = LARGER  # of the larger model, with how many key heads
     kv_heads: int = 2
-    larger: tuple[int, ...] = (1024, 2048, 4096)
-    larger_rounds: int = 7
-    kernels: tuple[Kernel, ...] = (Kernel(256, 64, 256), Kernel(4096, 256, 2048))
-    kernel_rounds: int = 30
-    quick: bool = False
+    larger: tuple[int, ...] = (1024, 2048, 4096)  # lengths of its prompts
+    larger_rounds: int = 7  # how many of each
+    kernels: tuple[Kernel, ...] = (Kernel(256, 64, 256), Kernel(4096, 256, 2048))  # layers to rebuild
+    kernel_rounds: int = 30  # how often
+    quick: bool = False  # whether numbers mean nothing
 
 
 QUICK = Size(
@@ -120,17 +107,11 @@ QUICK = Size(
 
 @dataclass
 class Run:
-    """One run: what is measured where.
+    """One run: what is measured where."""
 
-    Args:
-        size: How much.
-        device: Where.
-        rows: What is measured so far.
-    """
-
-    size: Size
-    device: torch.device
-    rows: list[Row] = field(default_factory=list)
+    size: Size  # how much
+    device: torch.device  # where
+    rows: list[Row] = field(default_factory=list)  # what is measured so far
 
     def __post_init__(self) -> None:
         from tests import testbed

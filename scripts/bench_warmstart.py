@@ -52,38 +52,22 @@ CHANGED = 128
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Args:
-        kinds: Of pairs.
-        lengths: Of prompts, in tokens.
-        pairs: Of each kind and length.
-        long_pairs: As many of them are asked for long answers.
-        new_tokens: Of a long answer.
-        misses: Prompts of each length that nothing resembles, and how many passes over them.
-        proven: Pairs of each kind whose answers are compared first.
-        shape: Of the larger model, with how many key heads.
-        larger: Lengths of its prompts.
-        rounds: How many of each.
-        prompts: In the libraries of look-ups.
-        calls: Look-ups in each.
-        quick: Whether numbers mean nothing.
-    """
-
-    kinds: tuple[str, ...] = HIT_KINDS
-    lengths: tuple[int, ...] = (128, 300, 600, 800)
-    pairs: int = 20
-    long_pairs: int = 8
-    new_tokens: int = 33
-    misses: tuple[int, int] = (40, 3)
-    proven: int = 5
-    shape: Shape = LARGER
+    kinds: tuple[str, ...] = HIT_KINDS  # of pairs
+    lengths: tuple[int, ...] = (128, 300, 600, 800)  # of prompts, in tokens
+    pairs: int = 20  # of each kind and length
+    long_pairs: int = 8  # as many of them are asked for long answers
+    new_tokens: int = 33  # of a long answer
+    misses: tuple[int, int] = (40, 3)  # prompts of each length that nothing resembles, and how many passes over them
+    proven: int = 5  # pairs of each kind whose answers are compared first
+    shape: Shape = LARGER  # of the larger model, with how many key heads
     kv_heads: int = 2
-    larger: tuple[int, ...] = (1024, 2048, 4096)
-    rounds: int = 7
-    prompts: tuple[int, ...] = (1_000, 10_000, 100_000)
-    calls: int = 200
-    quick: bool = False
+    larger: tuple[int, ...] = (1024, 2048, 4096)  # lengths of its prompts
+    rounds: int = 7  # how many of each
+    prompts: tuple[int, ...] = (1_000, 10_000, 100_000)  # in the libraries of look-ups
+    calls: int = 200  # look-ups in each
+    quick: bool = False  # whether numbers mean nothing
 
 
 QUICK = Size(
@@ -105,34 +89,21 @@ QUICK = Size(
 
 @dataclass(frozen=True)
 class Shelf:
-    """A library of prompts of one length, and prompts that resemble some of them or none.
+    """A library of prompts of one length, and prompts that resemble some of them or none."""
 
-    Args:
-        library: With them.
-        similar: Of all kinds.
-        unrelated: Begin as others do.
-        other: Have nothing in common with any.
-    """
-
-    library: WarmStartLibrary
-    similar: list[Asked]
-    unrelated: list[Asked]
-    other: list[Asked]
+    library: WarmStartLibrary  # with them
+    similar: list[Asked]  # of all kinds
+    unrelated: list[Asked]  # begin as others do
+    other: list[Asked]  # have nothing in common with any
 
 
 @dataclass
 class Run:
-    """One run: what is measured where.
+    """One run: what is measured where."""
 
-    Args:
-        size: How much.
-        device: Where.
-        rows: What is measured so far.
-    """
-
-    size: Size
-    device: torch.device
-    rows: list[Row] = field(default_factory=list)
+    size: Size  # how much
+    device: torch.device  # where
+    rows: list[Row] = field(default_factory=list)  # what is measured so far
 
     def __post_init__(self) -> None:
         from tests import testbed
@@ -254,11 +225,7 @@ class Run:
 
 
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """For a model with random weights: each token is a word.
-
-    Args:
-        vocabulary: How many.
-    """
+    """For a model with random weights: each token is a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0"))
@@ -267,14 +234,7 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def changed(ids: torch.Tensor, places: int, vocabulary: int, seed: int) -> torch.Tensor:
-    """The same prompt with other words in some places; the last words stay.
-
-    Args:
-        ids: (tokens,), without 0, which is padding.
-        places: How many.
-        vocabulary: Of the model.
-        seed: Of the places and the words.
-    """
+    """The same prompt with other words in some places; the last words stay."""
     random = torch.Generator().manual_seed(seed)
     at = torch.randperm(len(ids) - 32, generator=random)[:places]
     # By so much that it is never the word that is there.

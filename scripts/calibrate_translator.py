@@ -33,12 +33,7 @@ Text = str | list[int]
 
 
 def load_model(name: str, device: torch.device) -> tuple[Any, Any]:
-    """A model and its tokenizer.
-
-    Args:
-        name: A folder, a hub id, or one of this repository's small models.
-        device: Where it is to be.
-    """
+    """A model and its tokenizer."""
     if name not in SMALL or Path(name).is_dir():
         return load(name, device)
     from tests import testbed
@@ -48,13 +43,7 @@ def load_model(name: str, device: torch.device) -> tuple[Any, Any]:
 
 
 def read_texts(path: Path, tokenizer: Any, length: int) -> list[Text]:
-    """The texts of a file.
-
-    Args:
-        path: The file.
-        tokenizer: Of both models.
-        length: Tokens of the pieces that a text file is cut into.
-    """
+    """The texts of a file."""
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         return pieces(content, tokenizer, length)
@@ -74,25 +63,14 @@ def read_texts(path: Path, tokenizer: Any, length: int) -> list[Text]:
 
 
 def pieces(text: str, tokenizer: Any, length: int) -> list[Text]:
-    """Token ids of a text, cut; a last piece of less than half the length is left out, unless it is the only one.
-
-    Args:
-        text: The text.
-        tokenizer: For it.
-        length: In tokens.
-    """
+    """Token ids of a text, cut; a last piece of less than half the length is left out, unless it is the only one."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     cut: list[Text] = [ids[start : start + length] for start in range(0, len(ids), length)]
     return cut[:-1] if len(cut) > 1 and 2 * len(cut[-1]) < length else cut
 
 
 def held_out(tokenizer: Any, length: int) -> list[Text]:
-    """Pieces of this repository's texts, both kinds in turns.
-
-    Args:
-        tokenizer: The testbed's.
-        length: In tokens.
-    """
+    """Pieces of this repository's texts, both kinds in turns."""
     from tests import testbed
 
     kinds = [pieces(testbed.held_out(domain), tokenizer, length) for domain in ("prose", "verse")]
@@ -100,21 +78,12 @@ def held_out(tokenizer: Any, length: int) -> list[Text]:
 
 
 def spaced(texts: Sequence[Text], most: int) -> list[Text]:
-    """No more than so many, from all over.
-
-    Args:
-        texts: All.
-        most: How many.
-    """
+    """No more than so many, from all over."""
     return [texts[number * len(texts) // most] for number in range(most)] if len(texts) > most else list(texts)
 
 
 def layers_of(text: str) -> Any:
-    """What `patch_layers` is to be.
-
-    Args:
-        text: "auto", "none", or numbers with commas between them.
-    """
+    """What `patch_layers` is to be."""
     if text in ("auto", "none"):
         return {"auto": "auto", "none": None}[text]
     try:
@@ -131,11 +100,7 @@ def launched() -> Any:
 
 
 def seconds_table(seconds: dict[str, float]) -> str:
-    """What each stage took, and its share.
-
-    Args:
-        seconds: By stage.
-    """
+    """What each stage took, and its share."""
     whole = max(sum(seconds.values()), 1e-9)
     rows = [[stage, f"{own:.1f}", f"{own / whole:.0%}"] for stage, own in seconds.items()]
     return table(["stage", "seconds", "share"], [*rows, ["together", f"{sum(seconds.values()):.1f}", ""]])

@@ -52,14 +52,7 @@ def _is_prompt(given: Any) -> bool:
 
 
 def generated_pairs(tokenizer: Any, each: int, lengths: list[int], seed: int = CALIBRATION_SEED) -> list[tuple[Prompt, Prompt]]:
-    """Pairs of all kinds, so many of each kind, length and way to ask.
-
-    Args:
-        tokenizer: The testbed's.
-        each: How many.
-        lengths: In tokens.
-        seed: What they follow from.
-    """
+    """Pairs of all kinds, so many of each kind, length and way to ask."""
     from tests.testbed.pairs import KINDS, make_pairs
 
     made = [

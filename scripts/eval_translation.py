@@ -36,12 +36,7 @@ PAIRS = ("base:tuned", "tuned:base", "base:lora")
 
 
 def sides_of(workshop: Workshop, sweep: bool) -> list[Side]:
-    """What is run for a pair.
-
-    Args:
-        workshop: Of the pair.
-        sweep: With more ranks and more patched layers of the paper's method.
-    """
+    """What is run for a pair."""
     swept = []
     if sweep:
         keys, values, _ = workshop.sums.shapes["consumer"]
@@ -50,13 +45,7 @@ def sides_of(workshop: Workshop, sweep: bool) -> list[Side]:
 
 
 def details_of(side: Side, workshop: Workshop, made: dict[str, CacheTranslator]) -> Details:
-    """What is known of a side but for its answers.
-
-    Args:
-        side: Which.
-        workshop: Of the pair.
-        made: Its translators.
-    """
+    """What is known of a side but for its answers."""
     if side == ORACLE:
         return Details(run_layers=workshop.pair.layers)
     if side == SELECTIVE:
@@ -68,13 +57,7 @@ def details_of(side: Side, workshop: Workshop, made: dict[str, CacheTranslator])
 
 
 def measure(args: argparse.Namespace, pair: str, found: Found) -> None:
-    """Adds all answers of a pair.
-
-    Args:
-        args: As given.
-        pair: Producer:consumer.
-        found: Takes them.
-    """
+    """Adds all answers of a pair."""
     device = pick_device(args.device)
     (producer, tokenizer), (consumer, _) = (testbed.load(name) for name in pair.split(":"))
     texts = calibration_texts(tokenizer, args.calibration, args.longest)

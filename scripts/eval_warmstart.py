@@ -58,11 +58,7 @@ RISKY: tuple[Kind, ...] = ("changed_fact", "changed_digit", "negated")
 
 
 class Bench:
-    """Asks pairs on every side.
-
-    Args:
-        args: As given.
-    """
+    """Asks pairs on every side."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.device = pick_device(args.device)

@@ -49,13 +49,7 @@ NO_ADAPTERS, RIDGE = "no adapters", "ridge"
 
 
 def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Pieces of books and generated documents in turns, of half of the length to all of it; none has words of another's pieces.
-
-    Args:
-        tokenizer: The model's.
-        count: How many.
-        length: The most tokens of each.
-    """
+    """Pieces of books and generated documents in turns, of half of the length to all of it; none has words of another's pieces."""
     from tests import testbed
     from tests.testbed.documents import Filler, fit_document
 
@@ -78,16 +72,7 @@ def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
 
 
 class Bench:
-    """Texts read by a model: samples to learn from and to judge by.
-
-    Args:
-        model: Whose slots.
-        tokenizer: Its.
-        texts: Token ids; every fifth is not learned from.
-        slots: For each layer and key head.
-        layout: Of the slots.
-        tail: Tokens that are run behind them.
-    """
+    """Texts read by a model: samples to learn from and to judge by."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, texts: Sequence[list[int]], slots: int, layout: Any, tail: int) -> None:
         self.model, self.tokenizer, self.slots, self.layout, self.tail = model, tokenizer, slots, layout, tail
@@ -111,11 +96,7 @@ class Bench:
         return self.model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits[0, -1].double().log_softmax(-1)
 
     def kls(self, adapters: Adapters | None) -> list[float]:
-        """The divergence of the next token of each text that was not learned from.
-
-        Args:
-            adapters: Or none.
-        """
+        """The divergence of the next token of each text that was not learned from."""
         library = WarmStartLibrary(self.model, self.tokenizer, self.slots, layout=self.layout, tail=self.tail, full=None, adapters=adapters)
         found = []
         for ids, cold in zip(self.asked, self._cold, strict=True):
@@ -129,12 +110,7 @@ class Bench:
         return found
 
     def measure(self, name: str, adapters: Adapters | None) -> dict[str, Any]:
-        """A row of the table.
-
-        Args:
-            name: How the adapters were made.
-            adapters: Or none.
-        """
+        """A row of the table."""
         kls = self.kls(adapters)
         maps = adapters if adapters is not None else Adapters.identity(self.learned[0])
         errors = {"L_C": maps.error(self.learned), "L_C held out": maps.error(self.others)}
@@ -142,27 +118,13 @@ class Bench:
 
 
 def digest_of(args: argparse.Namespace, bench: Bench, texts: Sequence[list[int]]) -> str:
-    """Of all that a training depends on: one with other texts or settings is not gone on with.
-
-    Args:
-        args: The settings.
-        bench: With the model.
-        texts: That are learned from, and the others.
-    """
+    """Of all that a training depends on: one with other texts or settings is not gone on with."""
     settings = [args.slots, args.layout, args.tail, args.lr, args.weight, args.batch, ModelFingerprint.of(bench.model).digest]
     return hashlib.blake2b(json.dumps([settings, list(texts)]).encode(), digest_size=16).hexdigest()
 
 
 def train(args: argparse.Namespace, bench: Bench, seed: int, state: Path, digest: str) -> Adapters:
-    """Adapters from one seed; goes on with what is saved.
-
-    Args:
-        args: The settings.
-        bench: With the samples.
-        seed: Of the order in which samples are seen.
-        state: The folder to save in.
-        digest: Of what the training depends on.
-    """
+    """Adapters from one seed; goes on with what is saved."""
     training = AdapterTraining(bench.learned, lr=args.lr, weight=args.weight, seed=seed, batch=args.batch)
     path = state / f"seed-{seed}.pt"
     if path.exists():
