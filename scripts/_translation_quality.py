@@ -1,19 +1,20 @@
-"""Texts to translate prefixes of, and what a consumer says behind them against its own prefill."""
+"""Ways to fill a consumer's cache with what a producer has read, texts to do it with, and what the consumer says behind them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
-from _translation_sides import RAW, Side, States, Workshop, as_sent, filled, held, plain_bytes, read
+from shared.texts import encode as ids_of
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.growing import GrowingCache
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests.testbed import held_out
@@ -63,7 +64,7 @@ class Half:
         text = held_out(domain)
         text = text[len(text) // 2 :] if second else text[: len(text) // 2]
         self.tokenizer, self.filler, self.longest = tokenizer, Filler(text), longest
-        self.ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        self.ids = ids_of(tokenizer, text)
 
     def piece(self, rng: random.Random, more: int = 0) -> list[int]:
         """Consecutive tokens, a random number of them."""
@@ -73,7 +74,7 @@ class Half:
 
     def document(self, rng: random.Random) -> Document:
         """A document with paragraphs of this half."""
-        count = lambda text: len(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
+        count = lambda text: len(ids_of(self.tokenizer, text))  # noqa: E731
         return fit_document(rng, self.filler, count, rng.randint(TOKENS[0], self.longest), facts=rng.randint(*FACTS))
 
 
@@ -141,52 +142,136 @@ def judged(text: Text, alone: torch.Tensor, found: torch.Tensor) -> dict[str, An
     }
 
 
-class Bench:
-    """Asks a consumer behind prefixes that came from a producer."""
+States = Sequence[tuple[torch.Tensor, torch.Tensor]]  # rotated keys and values of all layers, (1, kv_heads, tokens, head_dim)
 
-    def __init__(self, workshop: Workshop, made: Mapping[str, CacheTranslator]) -> None:
-        self.workshop, self.made, self.pair = workshop, made, workshop.pair
+
+@dataclass(frozen=True)
+class Side:
+    """One way to fill the consumer's cache.
+
+    Args:
+        name: In tables.
+        kind: `oracle`: its own prefill. `raw`, `int4`: the producer's keys and values. `selective`: the same, but half of the layers are
+            the consumer's. `fitted`: a translator from `CacheTranslator.fit`.
+        family: In pictures and files.
+        options: Of `CacheTranslator.fit`.
+    """
+
+    name: str
+    kind: Literal["oracle", "raw", "int4", "selective", "fitted"]
+    family: Literal["baseline", "paper", "ours", "variant", "explanation"]
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def _ours(name: str, family: Any = "ours", **options: Any) -> Side:
+    return Side(name, "fitted", family, {"patch_layers": None, **options})
+
+
+ORACLE, RAW = Side("own prefill", "oracle", "baseline"), Side("raw K/V", "raw", "baseline")
+INT4, SELECTIVE = Side("int4 K/V", "int4", "baseline"), Side("selective recompute", "selective", "baseline")
+# Metrics play no part in the paper's method; a plain one saves the gradients.
+REUSE = _ours("paper's Reuse 0.25x", "paper", method="paper", payload=0.25, metric="plain")
+REUSE_PATCH = _ours(
+    "paper's Reuse + Patch 0.25x", "paper", method="paper", payload=0.25, metric="plain", aligner="mlp", patch_layers="auto"
+)
+DEFAULT = Side("joint 1/8 int4 (default)", "fitted", "ours")
+ZERO, FULL_RANK = _ours("zero bytes", payload=0.0), _ours("full rank, float32", "explanation", payload=1.0, dtype="float32")
+# With the default and the zero bytes, by bytes.
+SWEEP = tuple(_ours(f"joint 1/{parts} int4", payload=1 / parts) for parts in (32, 16, 4, 2))
+VARIANTS = (
+    _ours("joint 1/8 int8", "variant", dtype="int8"),
+    _ours("joint 1/8 int4, plain metric", "variant", metric="plain"),
+    _ours("cross_layer 1/8 int4", "variant", method="cross_layer"),
+    _ours("joint 1/8 int4, 1 layer run", "variant", recompute_layers=1),
+)
+SIDES = (ORACLE, RAW, INT4, SELECTIVE, REUSE, REUSE_PATCH, ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:], *VARIANTS, FULL_RANK)
+GROUP = 64  # of the int4 baseline, along tokens
+TRIALS = 8  # texts that the layers of selective recompute are chosen on
+
+
+def read(model: Any, ids: torch.Tensor) -> States:
+    """Keys and values that a model without a PEFT wrapper makes of token ids, (1, tokens)."""
+    cache = GrowingCache(model.config)
+    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def filled(model: Any, states: States) -> GrowingCache:
+    """A cache with these states."""
+    cache = GrowingCache(model.config)
+    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+        layer.update(keys, values)
+    return cache
+
+
+def as_sent(states: States, *, int4: bool) -> tuple[States, list[int]]:
+    """Keys and values as they arrive, and each layer's bytes: quantized in groups of 64 tokens of a channel, else in bfloat16."""
+    arrived, sizes = [], []
+    for layer in states:
+        dtype = layer[0].dtype
+        packed = [quantize(part.bfloat16(), 4, GROUP, axis=-2) if int4 else part.bfloat16() for part in layer]
+        arrived.append(tuple(part.dequantize(dtype) if int4 else part.to(dtype) for part in packed))
+        sizes.append(sum(part.nbytes for part in packed))
+    return arrived, sizes
+
+
+class Bench:
+    """Two models without PEFT wrappers, translators between them, and answers of the consumer behind what the producer has read."""
+
+    def __init__(self, producer: Any, consumer: Any, tokenizer: Any, texts: Sequence[Sequence[int]]) -> None:
+        self.models, self.tokenizer, self.texts = (producer, consumer), tokenizer, texts
+        self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
+        self.translators: dict[str, CacheTranslator] = {}
+        self.selected = self._selected()
+
+    def fit(self, side: Side) -> CacheTranslator:
+        """The translator of a side, from all texts."""
+        self.translators[side.name] = CacheTranslator.fit(*self.models, self.tokenizer, self.texts, progress=False, **side.options)
+        return self.translators[side.name]
+
+    @torch.no_grad()
+    def _selected(self) -> tuple[int, ...]:
+        """Half of the layers, side by side, which help most where they are the consumer's and the others the producer's."""
+        layers = self.consumer.config.num_hidden_layers
+        halves = [tuple(range(start, start + layers // 2)) for start in range(layers - layers // 2 + 1)]
+        kls: dict[tuple[int, ...], list[float]] = {half: [] for half in halves}
+        for ids in self.texts[:: max(1, len(self.texts) // TRIALS)][:TRIALS]:
+            asked = max(2, min(ASKED, len(ids) // 4))
+            text = Text("", list(ids[: 1 - asked]), list(ids[1 - asked :]))
+            theirs, own = self._states(text)
+            alone = next_tokens(self.consumer, text)
+            for half in halves:
+                states = [own[layer] if layer in half else theirs[layer] for layer in range(layers)]
+                kls[half].append(float(divergence(alone, next_tokens(self.consumer, text, filled(self.consumer, states))).mean()))
+        return min(halves, key=lambda half: fmean(kls[half]))
+
+    def _states(self, text: Text) -> tuple[States, States]:
+        """Of the prompt but its last token: the producer's, and the consumer's."""
+        ids = torch.tensor([text.prompt[:-1]], device=compat.input_device(self.consumer))
+        return read(self.producer, ids), read(self.consumer, ids)
 
     def ask(self, text: Text, sides: Sequence[Side]) -> Iterator[tuple[Side, Answer]]:
-        """Answers of each side."""
-        producer, consumer = self.pair.producer, self.pair.consumer
-        ids = torch.tensor([text.prompt], device=compat.input_device(consumer))
-        theirs, own = read(producer, ids[:, :-1]), read(consumer, ids[:, :-1])
-        alone = next_tokens(consumer, text)
-        translated: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        known = {"tokens": ids.shape[1] - 1, "plain": plain_bytes(own)}
+        """Answers of each side; those with translators are fitted before."""
+        theirs, own = self._states(text)
+        alone = next_tokens(self.consumer, text)
+        sizes = {"tokens": len(text.prompt) - 1, "plain": sum(2 * part.numel() for layer in own for part in layer)}
         for side in sides:
-            if side.kind == "oracle":
-                found, size = alone, 0
-            elif side.kind in ("solved", "fitted"):
-                cache, size = self._translated(side, ids)
-                # Seen now: the answer is written behind it.
-                translated[side.name] = held(cache)
-                found = next_tokens(consumer, text, cache)
-            elif side.kind == "alone":
-                assert side.layer is not None
-                taken = translated.get(side.of)
-                if taken is None:
-                    raise ConfigError.of("sides", f"{side.of!r} before {side.name!r}", [each.name for each in sides])
-                mixed = [*own[: side.layer], taken[side.layer], *own[side.layer + 1 :]]
-                found, size = next_tokens(consumer, text, filled(consumer, mixed)), 0
-            else:
-                states, size = self._sent(side, theirs, own)
-                found = next_tokens(consumer, text, filled(consumer, states))
-            yield side, Answer(**known, bytes=size, **judged(text, alone, found))
+            logits, size = alone, 0
+            if side.kind != "oracle":
+                cache, size = self._translated(side, text) if side.kind == "fitted" else self._sent(side, theirs, own)
+                logits = next_tokens(self.consumer, text, cache)
+            yield side, Answer(**sizes, bytes=size, **judged(text, alone, logits))
 
-    def _translated(self, side: Side, ids: torch.Tensor) -> tuple[TranslatedCache, int]:
-        translator = self.made[side.name]
-        codes = translator.encode(self.pair.producer, ids)
-        cache = TranslatedCache(self.pair.consumer, translator, codes)
+    def _translated(self, side: Side, text: Text) -> tuple[GrowingCache, int]:
+        translator, ids = self.translators[side.name], torch.tensor([text.prompt], device=compat.input_device(self.consumer))
+        codes = translator.encode(self.producer, ids)
+        cache = TranslatedCache(self.consumer, translator, codes)
         cache.prefill(ids)
         # Without codes nothing has to be sent: the consumer has the prompt anyway.
         return cache, codes.nbytes if translator.maps.encoders else 0
 
-    def _sent(self, side: Side, theirs: States, own: States) -> tuple[States, int]:
+    def _sent(self, side: Side, theirs: States, own: States) -> tuple[GrowingCache, int]:
         arrived, sizes = as_sent(theirs, int4=side.kind == "int4")
-        if side.kind in (RAW.kind, "int4"):
-            return arrived, sum(sizes)
-        exact = set(self.workshop.selected)
-        states = [mine if layer in exact else their for layer, (mine, their) in enumerate(zip(own, arrived, strict=True))]
-        return states, sum(size for layer, size in enumerate(sizes) if layer not in exact)
+        exact = self.selected if side.kind == "selective" else ()
+        states = [own[layer] if layer in exact else arrived[layer] for layer in range(len(own))]
+        return filled(self.consumer, states), sum(size for layer, size in enumerate(sizes) if layer not in exact)
