@@ -41,38 +41,23 @@ _GRID, _GRID_SLACK = 20001, 1e-4
 
 @dataclass(frozen=True, eq=False)
 class LayerTrace:
-    """What one layer had while it read one prompt, without padding.
+    """What one layer had while it read one prompt, without padding."""
 
-    Args:
-        hidden: The layer's input, (tokens, width).
-        middle: The same after attention, before the second norm, (tokens, width).
-        queries: (tokens, heads, head_dim), rotated or not.
-        keys: (tokens, kv_heads, head_dim), rotated, of all tokens.
-        values: (tokens, kv_heads, value_dim).
-    """
-
-    hidden: Tensor
-    middle: Tensor
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
+    hidden: Tensor  # the layer's input, (tokens, width)
+    middle: Tensor  # the same after attention, before the second norm, (tokens, width)
+    queries: Tensor  # (tokens, heads, head_dim), rotated or not
+    keys: Tensor  # (tokens, kv_heads, head_dim), rotated, of all tokens
+    values: Tensor  # (tokens, kv_heads, value_dim)
 
 
 @dataclass(frozen=True)
 class LayerConstants:
-    """A layer's gains, each the largest on the domain that it was estimated for.
+    """A layer's gains, each the largest on the domain that it was estimated for."""
 
-    Args:
-        attention: From the layer's input to what attention adds to it.
-        keys: From the cached keys to what attention adds.
-        values: From the cached values to what attention adds.
-        mlp: From the second norm's input to what the MLP adds.
-    """
-
-    attention: float
-    keys: float
-    values: float
-    mlp: float
+    attention: float  # from the layer's input to what attention adds to it
+    keys: float  # from the cached keys to what attention adds
+    values: float  # from the cached values to what attention adds
+    mlp: float  # from the second norm's input to what the MLP adds
 
     @property
     def alpha(self) -> float:
@@ -101,12 +86,6 @@ def segmented_bound(
     """A bound on the error of the state before each layer and after the last: L + 1 numbers (lemma 5.1, equation 17).
 
     For a patched layer it is the state that the layer starts from, hence that layer's patch error.
-
-    Args:
-        alphas: For each layer.
-        betas: For each layer.
-        reuse_errors: For each layer the error of its cached keys and values, patched layers included.
-        patch_errors: For each patched layer the error of the state that it resets to.
     """
     resets = dict(patch_errors or {})
     for name, given in (("alphas", alphas), ("betas", betas), ("reuse_errors", reuse_errors), ("patch_errors", list(resets.values()))):
@@ -124,23 +103,12 @@ def segmented_bound(
 
 
 def nll_gap_bound(output_head: float, final_error: float) -> float:
-    """How much the log-probability of any token can change (equation 18).
-
-    Args:
-        output_head: Largest gain from the last layer's output to a logit; `head_constant` gives it.
-        final_error: Error of the last layer's output, in the 2-norm.
-    """
+    """How much the log-probability of any token can change (equation 18)."""
     return LOG_SOFTMAX * output_head * final_error
 
 
 def spectral_norm(matrix: Tensor, tolerance: float = 1e-10) -> float:
-    """The largest singular value, by power iteration with a few vectors at once, in float64.
-
-    Args:
-        matrix: (m, n).
-        tolerance: It ends when the value has grown by less than this share in each of the last few rounds. It grows towards the true value;
-            where many lie close below that, it may end at one of those.
-    """
+    """The largest singular value, by power iteration with a few vectors at once, in float64."""
     if matrix.ndim != 2:
         raise ConfigError.of("matrix", "two dimensions", tuple(matrix.shape))
     wide = matrix.detach().double()
@@ -159,15 +127,7 @@ def spectral_norm(matrix: Tensor, tolerance: float = 1e-10) -> float:
 
 
 def norm_constant(states: Sequence[Tensor], gain: Tensor, *, centred: bool, eps: float = 0.0, margin: float = 0.0) -> float:
-    """The largest gain of an RMSNorm or LayerNorm over states, which the state with the least variance has.
-
-    Args:
-        states: Of each prompt (tokens, width).
-        gain: The norm's factors, (width,).
-        centred: Whether it subtracts the mean: LayerNorm.
-        eps: Of the norm.
-        margin: How much smaller than any seen, as a share, a standard deviation may be.
-    """
+    """The largest gain of an RMSNorm or LayerNorm over states, which the state with the least variance has."""
     return float(gain.detach().double().abs().max()) / _least_deviation(states, centred, eps, margin)
 
 
@@ -178,15 +138,6 @@ def attention_constants(
 
     With `Q_i` the largest norm of a query of head i, `K_g` and `V_g` the largest spectral norms of one prompt's keys and values of key head
     g, heads add up in the 2-norm before the output projection. A value's gain is the norm of a row of probabilities, at most 1.
-
-    Args:
-        traces: The domain.
-        query: Spectral norm of the projection to all heads' queries.
-        key: Of the projection to keys.
-        value: Of the projection to values.
-        out: Of the output projection.
-        scaling: What multiplies logits.
-        margin: How much larger than any seen, as a share, norms of queries, keys and values may be.
     """
     heads, wide = traces[0].queries.shape[1], 1 + margin
     repeats = heads // traces[0].keys.shape[1]
@@ -205,16 +156,7 @@ def attention_constants(
 def gated_mlp_constant(
     gate: float, up: float, down: float, activation: Callable[[Tensor], Tensor], gate_reach: float, up_reach: float
 ) -> float:
-    """The gain of `down(activation(gate(u)) * up(u))`, a product, which has a bound only where both factors have one.
-
-    Args:
-        gate: Spectral norm of the projection to the gate.
-        up: Of the projection to what it gates.
-        down: Of the output projection.
-        activation: Element by element.
-        gate_reach: The largest size of an element of `gate(u)`.
-        up_reach: The largest size of an element of `up(u)`.
-    """
+    """The gain of `down(activation(gate(u)) * up(u))`, a product, which has a bound only where both factors have one."""
     slope, height = _slope_and_height(activation, gate_reach)
     return down * (slope * up_reach * gate + height * up)
 
@@ -225,12 +167,6 @@ def layer_constants(model: nn.Module, layer: int, traces: Sequence[LayerTrace], 
 
     They bound changes between two points where all on the way has queries, keys, values and inputs of the MLP's activation at most
     `1 + margin` times the traces' largest, and states of standard deviations at least `1 - margin` times the traces' least.
-
-    Args:
-        model: With Llama's or GPT-2's kind of layer: norm, attention, norm, MLP, one after the other. Others are refused.
-        layer: Which.
-        traces: That layer's, of at least one prompt.
-        margin: From 0 to below 1.
     """
     if not traces:
         raise ConfigError.of("traces", "at least one prompt's", 0)
@@ -247,13 +183,7 @@ def layer_constants(model: nn.Module, layer: int, traces: Sequence[LayerTrace], 
 
 @torch.no_grad()
 def head_constant(model: nn.Module, states: Sequence[Tensor], *, margin: float = 0.0) -> float:
-    """The largest gain from the last layer's output to a logit: the last norm and the longest row of the output embedding.
-
-    Args:
-        model: A causal language model.
-        states: Outputs of the last layer, before the last norm, for each prompt (tokens, width).
-        margin: As of `layer_constants`.
-    """
+    """The largest gain from the last layer's output to a logit: the last norm and the longest row of the output embedding."""
     inner = base_model(model)
     decoder = decoder_layers(inner)[0]
     norm = next((getattr(decoder, name) for name in _LAST_NORMS if hasattr(decoder, name)), None)
