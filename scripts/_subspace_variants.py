@@ -18,7 +18,7 @@ FULL = "full cache"
 Window = tuple[int, int]
 NONE: Window = (0, 0)
 ENDS: Window = (4, 64)
-COLUMNS = "variant mode rotation metric gamma share rule coefficients sinks recent bytes_ratio".split()
+NAMES = "variant mode rotation metric gamma share rule coefficients sinks recent bytes_ratio".split()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,10 @@ import argparse
 from pathlib import Path
 
 import transformers
-from _common import ROOT, run_script
 from _family_runs import read, run
 from _family_table import table, write_between
+from shared import ROOT
+from shared.cli import arguments, run_script
 
 from tests.families.caches import KINDS
 from tests.families.models import families
@@ -46,7 +47,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--families", nargs="+", metavar="NAME", help="names as in the table; all if left out")
     parser.add_argument("--caches", nargs="+", choices=[kind.name for kind in KINDS], help="all if left out")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each on one thread")

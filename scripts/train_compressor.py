@@ -28,11 +28,11 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from _common import TESTBED, check_counts, load, pick_device, run_script, table
-from calibrate_segments import read_prompts
+from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.results import show
+from shared.texts import encode, read_prompts
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
-from transformers.utils import logging
 
 from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.artifact import write_atomically
@@ -61,7 +61,7 @@ def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
         own = words[number * share : (number + 1) * share]
         size = rng.randint(length // 2, length)
         if number % 2:
-            counted = lambda text: len(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+            counted = lambda text: len(encode(tokenizer, text))  # noqa: E731
             document = fit_document(rng, Filler(" ".join(own)), counted, size, facts=4)
             # What comes next is the answer to the last question.
             text = document.text().removesuffix(f"{document.facts[document.asked[-1]].answer}.\n")
@@ -149,16 +149,8 @@ def train(args: argparse.Namespace, bench: Bench, seed: int, state: Path, digest
     return training.adapters
 
 
-def show(rows: Sequence[dict[str, Any]]) -> str:
-    """All ways side by side, and the mean and range of the seeds."""
-    names = list(rows[0])
-    lines = [[str(row[name]) if name == "adapters" else f"{row[name]:.4g}" for name in names] for row in rows]
-    return table(names, lines)
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    parser = arguments(__doc__, "model", "device")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the adapters are written to")
     parser.add_argument("--state", type=Path, help="where unfinished training is kept; default: OUT/state")
     parser.add_argument("--texts", type=Path, help="one text a line, as JSON")
@@ -174,7 +166,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--save-every", type=int, default=50, help="steps")
-    parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     check_counts(args, ["count", "length", "slots", "tail", "steps", "batch", "save_every"])
     if len(set(args.seeds)) < len(args.seeds):
@@ -194,9 +185,7 @@ def texts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
 
 def main() -> None:
     args = parse()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    model, tokenizer = load(args.model, pick_device(args.device))
+    model, tokenizer = load(args.model, begin(args))
     texts = texts_of(args, tokenizer)
     bench = Bench(model, tokenizer, texts, args.slots, args.layout, args.tail)
     state = args.state or args.out / "state"
@@ -207,7 +196,10 @@ def main() -> None:
         made[f"seed {seed}"] = train(args, bench, seed, state, digest)
     rows = [bench.measure(NO_ADAPTERS, None), *(bench.measure(name, adapters) for name, adapters in made.items())]
     learned, others = len(bench.learned), len(bench.others)
-    print(f"{args.slots} slots, layout {args.layout}; {learned} texts learned from, {others} others; {args.steps} steps\n\n{show(rows)}\n")
+    columns = {name: f"{{{name}}}" if name == "adapters" else f"{{{name}:.4g}}" for name in rows[0]}
+    print(
+        f"{args.slots} slots, layout {args.layout}; {learned} texts learned from, {others} others; {args.steps} steps\n\n{show(rows, columns)}\n"
+    )
     trained = [row["KL held out"] for row in rows[2:]]
     print(f"KL of {len(trained)} seeds: mean {fmean(trained):.4g}, from {min(trained):.4g} to {max(trained):.4g}")
     best = min(rows[1:], key=lambda row: row["KL held out"])
