@@ -24,19 +24,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_kvcaches.compat import base_model, decoder_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
-SOFTMAX = 0.5  # The largest gain of a softmax, from logits to probabilities.
-LOG_SOFTMAX = 2.0  # The same from logits in the infinity norm to a log-probability (lemma B.1).
-
-_BLOCK, _MOST_ITERATIONS, _PATIENCE = 8, 2000, 5
-_FIRST_NORMS, _SECOND_NORMS = ("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2")
-_LAST_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
-_SEPARATE, _FUSED, _OUT = ("q_proj", "k_proj", "v_proj"), ("qkv_proj", "c_attn"), ("o_proj", "c_proj", "out_proj", "dense")
+SOFTMAX = 0.5  # the largest gain of a softmax, from logits to probabilities
+LOG_SOFTMAX = 2.0  # the same from logits in the infinity norm to a log-probability (lemma B.1)
 _GRID, _GRID_SLACK = 20001, 1e-4
+# The parts of a layer, of its attention and of its MLP; any other with parameters is refused.
+_LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,13 +85,6 @@ def segmented_bound(
     For a patched layer it is the state that the layer starts from, hence that layer's patch error.
     """
     resets = dict(patch_errors or {})
-    for name, given in (("alphas", alphas), ("betas", betas), ("reuse_errors", reuse_errors), ("patch_errors", list(resets.values()))):
-        if any(math.isnan(value) or value < 0 for value in given):
-            raise ConfigError.of(name, "numbers of at least 0", list(given))
-        if name != "patch_errors" and len(given) != len(alphas):
-            raise ConfigError.of(name, f"{len(alphas)} numbers, as there are alphas", len(given))
-    if not all(isinstance(layer, int) and 0 <= layer < len(alphas) for layer in resets):
-        raise ConfigError.of("patch_errors", f"layers from 0 to {len(alphas) - 1}", sorted(resets))
     bounds = [resets.get(0, 0.0)]
     for layer, (alpha, beta, error) in enumerate(zip(alphas, betas, reuse_errors, strict=True)):
         carried = alpha * bounds[layer] + beta * error
@@ -107,23 +97,9 @@ def nll_gap_bound(output_head: float, final_error: float) -> float:
     return LOG_SOFTMAX * output_head * final_error
 
 
-def spectral_norm(matrix: Tensor, tolerance: float = 1e-10) -> float:
-    """The largest singular value, by power iteration with a few vectors at once, in float64."""
-    if matrix.ndim != 2:
-        raise ConfigError.of("matrix", "two dimensions", tuple(matrix.shape))
-    wide = matrix.detach().double()
-    wide = wide if wide.shape[0] <= wide.shape[1] else wide.T
-    generator = torch.Generator().manual_seed(0)
-    block = torch.randn(len(wide), min(_BLOCK, len(wide)), generator=generator, dtype=torch.float64).to(wide.device)
-    value, quiet = 0.0, 0
-    for _ in range(_MOST_ITERATIONS if wide.numel() else 0):
-        block = wide @ (wide.T @ torch.linalg.qr(block).Q)
-        grown = float(torch.linalg.matrix_norm(block, ord=2)) ** 0.5  # The block's are those of the squared matrix.
-        quiet = quiet + 1 if grown - value <= tolerance * grown else 0
-        value = max(value, grown)
-        if quiet >= _PATIENCE:
-            break
-    return value
+def spectral_norm(matrix: Tensor) -> float:
+    """The largest singular value, in float64."""
+    return float(torch.linalg.matrix_norm(matrix.detach().double(), ord=2)) if matrix.numel() else 0.0
 
 
 def norm_constant(states: Sequence[Tensor], gain: Tensor, *, centred: bool, eps: float = 0.0, margin: float = 0.0) -> float:
@@ -168,124 +144,66 @@ def layer_constants(model: nn.Module, layer: int, traces: Sequence[LayerTrace], 
     They bound changes between two points where all on the way has queries, keys, values and inputs of the MLP's activation at most
     `1 + margin` times the traces' largest, and states of standard deviations at least `1 - margin` times the traces' least.
     """
-    if not traces:
-        raise ConfigError.of("traces", "at least one prompt's", 0)
-    if not 0 <= margin < 1:
-        raise ConfigError.of("margin", "a share from 0 to below 1", margin)
-    parts = _Parts.of(model, layer)
-    query, key, value = (spectral_norm(matrix) for matrix in parts.projections(traces[0]))
-    attention = attention_constants(traces, query, key, value, spectral_norm(_matrix(parts.out)), parts.scaling(traces[0]), margin)
-    first = norm_constant([trace.hidden for trace in traces], **_norm(parts.first), margin=margin)
-    second = norm_constant([trace.middle for trace in traces], **_norm(parts.second), margin=margin)
-    inputs = [parts.second(trace.middle) for trace in traces]
-    return LayerConstants(attention[0] * first, attention[1], attention[2], _mlp(parts.mlp, inputs, 1 + margin) * second)
+    decoder, _, layers = decoder_layers(base_model(model))
+    norms, attention, mlp = _parts(decoder, layers[layer])
+    query, key, value, out = (spectral_norm(_matrix(getattr(attention, name))) for name in _ATTENTION)
+    gains = attention_constants(traces, query, key, value, out, float(attention.scaling), margin)
+    first, second = (
+        norm_constant(states, **_norm(norm), margin=margin)
+        for norm, states in zip(norms, ([trace.hidden for trace in traces], [trace.middle for trace in traces]), strict=True)
+    )
+    inputs = [norms[1](trace.middle) for trace in traces]
+    reaches = [(1 + margin) * max(float(part(rows).abs().max()) for rows in inputs) for part in (mlp.gate_proj, mlp.up_proj)]
+    gated = gated_mlp_constant(*(spectral_norm(_matrix(getattr(mlp, name))) for name in _MLP), mlp.act_fn, *reaches)
+    return LayerConstants(gains[0] * first, gains[1], gains[2], gated * second)
 
 
 @torch.no_grad()
 def head_constant(model: nn.Module, states: Sequence[Tensor], *, margin: float = 0.0) -> float:
     """The largest gain from the last layer's output to a logit: the last norm and the longest row of the output embedding."""
     inner = base_model(model)
-    decoder = decoder_layers(inner)[0]
-    norm = next((getattr(decoder, name) for name in _LAST_NORMS if hasattr(decoder, name)), None)
     head: Any = inner.get_output_embeddings()
-    scaled = [name for name in ("logit_scale", "logits_scaling") if getattr(inner.config, name, None) not in (None, 1, 1.0)]
-    if norm is None or head is None or scaled:
-        raise UnsupportedError(f"{type(inner).__name__}: expected a norm and an output embedding, and no scale of logits.")
-    known = _norm(norm)
-    rows = (_matrix(head).T * known["gain"]).norm(dim=-1)
-    return float(rows.max()) / _least_deviation(states, known["centred"], known["eps"], margin)
+    norm = _norm(decoder_layers(inner)[0].norm)
+    rows = (_matrix(head).T * norm["gain"]).norm(dim=-1)
+    return float(rows.max()) / _least_deviation(states, norm["centred"], norm["eps"], margin)
 
 
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """The modules of a layer that runs norm, attention, norm and MLP one after the other."""
-
-    first: nn.Module
-    second: nn.Module
-    attention: nn.Module
-    mlp: nn.Module
-    fused: bool
-    inward: tuple[nn.Module, ...]
-    out: nn.Module
-
-    @classmethod
-    def of(cls, model: nn.Module, index: int) -> _Parts:
-        decoder, _, layers = decoder_layers(base_model(model))
-        if not 0 <= index < len(layers):
-            raise ConfigError.of("layer", f"0 to {len(layers) - 1}", index)
-        layer = layers[index]
-        first, second, mlp = _child(layer, _FIRST_NORMS), _child(layer, _SECOND_NORMS), _child(layer, ("mlp",))
-        attention = _child(layer, ("self_attn", "attn", "attention"))
-        _refuse_others(layer, (first, second, mlp, attention))
-        scales = [getattr(layer, "residual_multiplier", 1.0), getattr(getattr(decoder, "rotary_emb", None), "attention_scaling", 1.0)]
-        if scales != [1.0, 1.0]:
-            raise UnsupportedError(f"{type(layer).__name__}: it scales what it adds or rotates ({scales}), which has no bound here.")
-        fused = any(hasattr(attention, name) for name in _FUSED)
-        inward = (_child(attention, _FUSED),) if fused else tuple(_child(attention, (name,)) for name in _SEPARATE)
-        out = _child(attention, _OUT)
-        _refuse_others(attention, (*inward, out))
-        return cls(first, second, attention, mlp, fused, inward, out)
-
-    def projections(self, trace: LayerTrace) -> tuple[Tensor, Tensor, Tensor]:
-        """The matrices to queries, keys and values."""
-        matrices = [_matrix(module) for module in self.inward]
-        if not self.fused:
-            return matrices[0], matrices[1], matrices[2]
-        sizes = [part[0].numel() for part in (trace.queries, trace.keys, trace.values)]
-        if sum(sizes) != matrices[0].shape[1]:
-            raise UnsupportedError(f"A fused projection has {matrices[0].shape[1]} columns, queries, keys and values have {sizes}.")
-        query, key, value = matrices[0].split(sizes, dim=1)
-        return query, key, value
-
-    def scaling(self, trace: LayerTrace) -> float:
-        return float(getattr(self.attention, "scaling", trace.keys.shape[-1] ** -0.5))
-
-
-def _child(module: nn.Module, names: Sequence[str]) -> nn.Module:
-    found = [name for name, _ in module.named_children() if name in names]
-    if len(found) != 1:
-        has = ", ".join(name for name, _ in module.named_children())
-        raise UnsupportedError(f"{type(module).__name__}: expected one of {', '.join(names)} in it, and it has {has}.")
-    child: nn.Module = getattr(module, found[0])
-    return child
-
-
-def _refuse_others(module: nn.Module, known: Sequence[nn.Module]) -> None:
-    for name, child in module.named_children():
-        if all(child is not one for one in known) and ("norm" in name or any(True for _ in child.parameters())):
-            raise UnsupportedError(f"{type(module).__name__}: its part {name!r} has no bound here.")
+def _parts(decoder: Any, layer: Any) -> tuple[tuple[nn.Module, nn.Module], Any, Any]:
+    """The norms, the attention and the MLP of a layer as Llama's, which runs norm, attention, norm and MLP one after the other."""
+    known = {layer: _LAYER, getattr(layer, "self_attn", None): _ATTENTION, getattr(layer, "mlp", None): (*_MLP, "act_fn")}
+    for module, names in known.items():
+        children = dict(module.named_children()) if module is not None else {}
+        others = [
+            name for name, child in children.items() if name not in names and ("norm" in name or any(True for _ in child.parameters()))
+        ]
+        if others or not all(name in children for name in names):
+            raise UnsupportedError(f"{type(module).__name__}: expected the parts {', '.join(names)}, and it has {', '.join(children)}.")
+    scales = [getattr(layer, "residual_multiplier", 1.0), getattr(getattr(decoder, "rotary_emb", None), "attention_scaling", 1.0)]
+    if scales != [1.0, 1.0]:
+        raise UnsupportedError(f"{type(layer).__name__}: it scales what it adds or rotates ({scales}), which has no bound here.")
+    return (layer.input_layernorm, layer.post_attention_layernorm), layer.self_attn, layer.mlp
 
 
 def _matrix(module: nn.Module) -> Tensor:
-    """The matrix of a linear map, for rows: (inputs, outputs)."""
-    held: Any = getattr(module, "weight", None)
+    """The matrix of a linear map, for rows: (inputs, outputs); of a wrapped one (an adapter) by what it does to unit vectors."""
     if type(module) is nn.Linear:
-        return held.double().T
-    if type(module) is Conv1D:
-        return held.double()
-    # Wrapped ones (adapters) by what they do to unit vectors.
+        return module.weight.double().T
     inner: Any = getattr(module, "base_layer", None)
-    if not isinstance(inner, nn.Linear | Conv1D):
+    if not isinstance(inner, nn.Linear):
         raise UnsupportedError(f"{type(module).__name__}: expected a linear map.")
-    size = inner.weight.shape[1 if isinstance(inner, nn.Linear) else 0]
-    unit = torch.eye(size, dtype=inner.weight.dtype, device=inner.weight.device)
+    unit = torch.eye(inner.in_features, dtype=inner.weight.dtype, device=inner.weight.device)
     return module(unit).double() - module(unit * 0).double()
 
 
-def _norm(norm: nn.Module) -> dict[str, Any]:
-    """What `norm_constant` asks of a norm."""
-    weight: Any = getattr(norm, "weight", None)
-    eps = float(getattr(norm, "eps", getattr(norm, "variance_epsilon", 0.0)))
-    if isinstance(norm, nn.LayerNorm) and weight is not None:
-        return {"gain": weight.double(), "centred": True, "eps": eps}
-    if isinstance(weight, Tensor) and weight.ndim == 1 and getattr(norm, "bias", None) is None:
-        # Some multiply with 1 + weight. Large inputs, so that eps has no part in it.
-        probe = torch.full_like(weight, 1e3)
-        gain: Tensor = norm(probe).double()
-        probe[::2] *= -3
-        if torch.allclose(norm(probe).double(), probe.double() * gain / probe.double().square().mean().sqrt(), rtol=2e-2, atol=1e-6):
-            return {"gain": gain, "centred": False, "eps": eps}
-    raise UnsupportedError(f"{type(norm).__name__}: expected a LayerNorm or an RMSNorm with factors.")
+def _norm(norm: Any) -> dict[str, Any]:
+    """What `norm_constant` asks of an RMSNorm."""
+    eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+    gain: Tensor = norm.weight.double()
+    probe = torch.linspace(-3e3, 1e3, len(gain), dtype=norm.weight.dtype, device=gain.device)
+    expected = probe.double() * gain / probe.double().square().mean().sqrt()
+    if not torch.allclose(norm(probe).double(), expected, rtol=2e-2, atol=1e-6):
+        raise UnsupportedError(f"{type(norm).__name__}: expected an RMSNorm with factors.")
+    return {"gain": gain, "centred": False, "eps": eps}
 
 
 def _least_deviation(states: Sequence[Tensor], centred: bool, eps: float, margin: float) -> float:
@@ -307,22 +225,3 @@ def _slope_and_height(activation: Callable[[Tensor], Tensor], reach: float) -> t
         heights = activation(grid)
         slopes = torch.autograd.grad(heights.sum(), grid)[0]
     return tuple(float(values.detach().abs().max()) * (1 + _GRID_SLACK) for values in (slopes, heights))  # type: ignore[return-value]
-
-
-def _mlp(mlp: nn.Module, inputs: Sequence[Tensor], wide: float) -> float:
-    activation: Any = _child(mlp, ("act_fn", "act", "activation_fn"))
-    gated = any(hasattr(mlp, name) for name in ("gate_proj", "gate_up_proj"))
-    inward = [getattr(mlp, name) for name in (("gate_proj", "up_proj", "gate_up_proj") if gated else ("c_fc", "fc1")) if hasattr(mlp, name)]
-    out = _child(mlp, ("down_proj", "c_proj", "fc2"))
-    _refuse_others(mlp, (*inward, out, activation))
-    norms = [_matrix(module) for module in inward]
-    reached = [wide * torch.stack([module(rows).double().abs().amax(0) for rows in inputs]).amax(0) for module in inward]
-    outer = spectral_norm(_matrix(out))
-    if not gated and len(inward) == 1:
-        return outer * _slope_and_height(activation, float(reached[0].max()))[0] * spectral_norm(norms[0])
-    if hasattr(mlp, "gate_up_proj"):
-        norms, reached = list(norms[0].chunk(2, dim=1)), list(reached[0].chunk(2))
-    if len(norms) != 2:
-        raise UnsupportedError(f"{type(mlp).__name__}: expected two projections, or three of which one is a gate.")
-    gate, up = (spectral_norm(matrix) for matrix in norms)
-    return gated_mlp_constant(gate, up, outer, activation, float(reached[0].max()), float(reached[1].max()))

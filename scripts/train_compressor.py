@@ -197,9 +197,8 @@ def main() -> None:
     rows = [bench.measure(NO_ADAPTERS, None), *(bench.measure(name, adapters) for name, adapters in made.items())]
     learned, others = len(bench.learned), len(bench.others)
     columns = {name: f"{{{name}}}" if name == "adapters" else f"{{{name}:.4g}}" for name in rows[0]}
-    print(
-        f"{args.slots} slots, layout {args.layout}; {learned} texts learned from, {others} others; {args.steps} steps\n\n{show(rows, columns)}\n"
-    )
+    print(f"{args.slots} slots, layout {args.layout}; {learned} texts learned from, {others} others; {args.steps} steps\n")
+    print(f"{show(rows, columns)}\n")
     trained = [row["KL held out"] for row in rows[2:]]
     print(f"KL of {len(trained)} seeds: mean {fmean(trained):.4g}, from {min(trained):.4g} to {max(trained):.4g}")
     best = min(rows[1:], key=lambda row: row["KL held out"])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
-from transformers import DynamicCache, Phi3Config, Qwen3Config
+from transformers import DynamicCache, Qwen3Config
 
 from hf_kvcaches.compat import decoder_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -25,12 +25,7 @@ MARGIN = 0.1
 TOKENS = 14
 
 
-def phi3() -> Any:
-    """One projection for queries, keys and values, one for gate and what it gates; grouped heads."""
-    return tiny.build(Phi3Config(**{**tiny._SHAPE, "pad_token_id": 0}))
-
-
-MODELS: dict[str, Callable[[], Any]] = {"llama": tiny.llama, "gpt2": tiny.gpt2, "phi3": phi3}
+MODELS: dict[str, Callable[[], Any]] = {"llama": tiny.llama}
 
 
 class Prefilled:
@@ -158,23 +153,10 @@ def test_more_traces_and_a_margin_widen_the_domain(prefilled: Prefilled) -> None
         assert getattr(both, name) == pytest.approx(getattr(whole, name))
 
 
-def test_a_layers_constants_are_those_of_its_parts_and_fused_projections_change_nothing() -> None:
-    plain, fused = Prefilled(tiny.llama()), phi3().double()
+def test_a_layers_constants_are_those_of_its_parts() -> None:
+    plain = Prefilled(tiny.llama())
     trace, layer = plain.trace(1), plain.layers[1]
-    fused.model.layers[1].load_state_dict(
-        {
-            "self_attn.qkv_proj.weight": torch.cat([getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]),
-            "self_attn.o_proj.weight": layer.self_attn.o_proj.weight,
-            "mlp.gate_up_proj.weight": torch.cat([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]),
-            "mlp.down_proj.weight": layer.mlp.down_proj.weight,
-            "input_layernorm.weight": layer.input_layernorm.weight,
-            "post_attention_layernorm.weight": layer.post_attention_layernorm.weight,
-        }
-    )
-    got, same = stability.layer_constants(plain.model, 1, [trace]), stability.layer_constants(fused, 1, [trace])
-    for name in ("attention", "keys", "values", "mlp"):
-        # Their epsilons differ.
-        assert getattr(got, name) == pytest.approx(getattr(same, name), rel=1e-3)
+    got = stability.layer_constants(plain.model, 1, [trace])
     query, key, value, out = (
         float(torch.linalg.matrix_norm(getattr(layer.self_attn, f"{name}_proj").weight.detach(), ord=2)) for name in "qkvo"
     )
@@ -187,28 +169,6 @@ def test_what_attention_changes_goes_through_the_mlp() -> None:
     constants = stability.LayerConstants(attention=2.0, keys=3.0, values=4.0, mlp=5.0)
     assert (constants.alpha, constants.beta) == (18.0, 42.0)
     assert (constants.paper_alpha, constants.paper_beta) == (8.0, 7.0)
-
-
-@given(rows=st.integers(1, 40), columns=st.integers(1, 40), rank=st.integers(0, 40), seed=st.integers(0, 999))
-def test_power_iteration_finds_the_largest_singular_value(rows: int, columns: int, rank: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    matrix = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, columns, generator=generator)
-    expected = float(torch.linalg.matrix_norm(matrix.double(), ord=2))
-    assert stability.spectral_norm(matrix) == pytest.approx(expected, rel=1e-6, abs=1e-12)
-
-
-def test_among_singular_values_that_are_nearly_equal_one_of_them_is_found() -> None:
-    torch.manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(41, 41, dtype=torch.float64)).Q for _ in range(2))
-    found = stability.spectral_norm(left @ torch.diag(torch.tensor([3.0, *[2.9999] * 40]).double()) @ right)
-    assert 2.9999 * (1 - 1e-9) <= found <= 3.0 * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("values", [[3.0] * 30, [3.0, *[2.9] * 40], [1e-20] * 3, [0.0] * 4, [1e12, 1.0]])
-def test_singular_values_that_are_equal_or_extreme_are_found_too(values: list[float]) -> None:
-    torch.manual_seed(0)
-    left, right = (torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64)).Q for _ in range(2))
-    assert stability.spectral_norm(left @ torch.diag(torch.tensor(values).double()) @ right) == pytest.approx(max(values), rel=1e-6)
 
 
 @pytest.mark.parametrize("centred", [True, False])
@@ -324,22 +284,6 @@ def test_without_patches_errors_grow_and_a_patch_cuts_them() -> None:
     assert stability.segmented_bound(alphas, betas, errors, {2: 0.5}) == [0.0, 1.0, 0.5, 2.0, 5.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (([1.0], [1.0, 1.0], [1.0]), "betas"),
-        (([1.0], [1.0], []), "reuse_errors"),
-        (([-1.0], [1.0], [1.0]), "alphas"),
-        (([1.0], [1.0], [math.nan]), "reuse_errors"),
-        (([1.0], [1.0], [1.0], {1: 0.0}), "patch_errors"),
-        (([1.0], [1.0], [1.0], {0: -1.0}), "patch_errors"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused(arguments: tuple[Any, ...], name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{name}: "):
-        stability.segmented_bound(*arguments)
-
-
 def test_no_tokens_probability_moves_more_than_the_bound(prefilled: Prefilled) -> None:
     model, last = prefilled.model, len(prefilled.layers) - 1
     states = torch.stack([prefilled.run(last, *prefilled.point(last))]).detach()
@@ -388,7 +332,7 @@ def scaled_rotation() -> Any:
     return tiny.llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64})
 
 
-@pytest.mark.parametrize("make", [tiny.gemma2, qwen3, one_more_part, scaled_residuals, scaled_rotation])
+@pytest.mark.parametrize("make", [tiny.gemma2, tiny.gpt2, qwen3, one_more_part, scaled_residuals, scaled_rotation])
 def test_layers_that_compute_something_else_are_refused(make: Callable[[], Any]) -> None:
     unused = torch.ones(2, 32)
     with pytest.raises(UnsupportedError):
@@ -418,15 +362,6 @@ def test_adapters_count() -> None:
     assert got.alpha > stability.layer_constants(tiny.llama().double(), 0, [trace]).alpha
 
 
-def test_arguments_that_make_no_sense_are_refused() -> None:
-    prefilled = Prefilled(tiny.gpt2())
-    trace = prefilled.trace(0)
-    for arguments, name in (((0, []), "traces"), ((3, [trace]), "layer")):
-        with pytest.raises(ConfigError, match=rf"^{name}: "):
-            stability.layer_constants(prefilled.model, *arguments)
-    with pytest.raises(ConfigError, match=r"^margin: "):
-        stability.layer_constants(prefilled.model, 0, [trace], margin=1.0)
+def test_states_that_do_not_vary_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^states: "):
         stability.norm_constant([torch.ones(2, 3)], torch.ones(3), centred=True)
-    with pytest.raises(ConfigError, match=r"^matrix: "):
-        stability.spectral_norm(torch.ones(3))
