@@ -195,61 +195,55 @@ def show_texts(outcomes: list[Outcome], prompts: Prompts) -> str:
     return "\n".join(lines)
 
 
+def timed(model: Any, tokenizer: Any, inputs: BatchEncoding, make: Callable[[], Any], new_tokens: int) -> tuple[Any, list[str], float]:
+    """The cache, the texts, and seconds to the first token, of a second run: the first one is for what is loaded at the first use."""
+    for tokens in (1, new_tokens):
+        clock, cache = FirstToken(), make()
+        texts = write(model, tokenizer, inputs, cache, tokens, clock)
+    return cache, texts, clock.times[1] - clock.times[0]
+
+
+def encoded(tokenizer: Any, text: str, model: Any) -> BatchEncoding:
+    return tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
+
+
 def show_reuse(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> str:
     """What a cache takes of each text from those before it, and what that saves."""
-    reused(model, tokenizer, texts, 1)  # modules are loaded at the first use, which the full cache has behind it
-    tiers = ("exact", "guarded", "repaired", "probed", "computed")
-    rows = []
-    for name, (report, same, seconds, without) in zip(
-        ("as they come", "in another order"), reused(model, tokenizer, texts, new_tokens), strict=True
-    ):
-        counts = [str((report.tiers or {}).get(tier, 0)) for tier in tiers]
-        saved = [str(report.repaired_tokens), f"{report.flops_saved:.0%}", "yes" if same else "no"]
-        rows.append([name, *counts, *saved, f"{seconds:.3f}", f"{without:.3f}"])
+    tiers, rows = ("exact", "guarded", "repaired", "probed", "computed"), []
+    for new in (1, new_tokens):  # the first time for what is loaded at the first use
+        store, rows = SegmentStore("memory"), []
+        for name, text in zip(("as they come", "in another order"), texts, strict=True):
+            inputs, clocks = encoded(tokenizer, text, model), (FirstToken(), FirstToken())
+            full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new, clocks[0])
+            cache = SegmentReuseCache(model, store, tokenizer)
+            same = write(model, tokenizer, inputs, cache, new, clocks[1]) == full
+            report = cache.report()
+            del cache  # what it computed goes to the store
+            store.flush()
+            without, seconds = (f"{clock.times[1] - clock.times[0]:.3f}" for clock in clocks)
+            counts = [str((report.tiers or {}).get(tier, 0)) for tier in tiers]
+            saved = [str(report.repaired_tokens), f"{report.flops_saved:.0%}", "yes" if same else "no"]
+            rows.append([name, *counts, *saved, seconds, without])
     header = ["the same pages", *tiers, "run again", "FLOPs saved", "same text", "first token s", "without reuse s"]
     return f"\nSegmentReuseCache, tokens of two prompts by where they come from\n{table(header, rows)}"
 
 
-def reused(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> list[tuple[Any, bool, float, float]]:
-    """For each text the cache's report, whether it writes the same as without reuse, and seconds to the first token with and without."""
-    store = SegmentStore("memory")
-    found = []
-    for text in texts:
-        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
-        before, after = FirstToken(), FirstToken()
-        full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new_tokens, before)
-        cache = SegmentReuseCache(model, store, tokenizer)
-        written = write(model, tokenizer, inputs, cache, new_tokens, after)
-        seconds, without = (clock.times[1] - clock.times[0] for clock in (after, before))
-        found.append((cache.report(), written == full, seconds, without))
-    return found
-
-
 def show_warm_start(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> str:
     """What becomes of a text whose pages an earlier one had in another order, with and without the exact prefill behind it."""
-    library = WarmStartLibrary(model, tokenizer)
+    library, inputs = WarmStartLibrary(model, tokenizer), encoded(tokenizer, texts[1], model)
     library.add(texts[:1])
-    inputs = tokenizer(texts[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
-    rows: list[list[str]] = []
-    full: list[str] = []
-    for name, options in (("no warm start", None), ("aligned", {}), ("aligned, then swapped", {"swap": "sync"}), ("slots", _SUMMARY)):
-        # The first run is for what is loaded at the first use.
-        for tokens in (1, new_tokens):
-            clock = FirstToken()
-            cache: Any = DynamicCache(config=model.config) if options is None else WarmStartCache(model, library, **options)
-            written = write(model, tokenizer, inputs, cache, tokens, clock)
-        full = written if options is None else full
-        report = None if options is None else cache.report()
-        run = inputs["input_ids"].shape[1] if report is None else report.computed_tokens
-        swapped = "" if report is None else "yes" if report.swapped else "no"
-        served = "" if report is None else report.strategies[0]
-        rows.append([name, served, str(run), f"{clock.times[1] - clock.times[0]:.3f}", swapped, "yes" if written == full else "no"])
+    _, full, seconds = timed(model, tokenizer, inputs, lambda: DynamicCache(config=model.config), new_tokens)
+    rows = [["no warm start", "", str(inputs["input_ids"].shape[1]), f"{seconds:.3f}", "", "yes"]]
+    # As in the paper, the summary answers whatever differs. Good for a look, and nothing else.
+    summary = {"strategy": "slots", "gate": WarmStartGate(tau=-1.0, lexical=False, content=None)}
+    for name, options in (("aligned", {}), ("aligned, then swapped", {"swap": "sync"}), ("slots", summary)):
+        make = lambda options=options: WarmStartCache(model, library, **options)  # noqa: E731
+        cache, written, seconds = timed(model, tokenizer, inputs, make, new_tokens)
+        report = cache.report()
+        swapped, same = ("yes" if flag else "no" for flag in (report.swapped, written == full))
+        rows.append([name, report.strategies[0], str(report.computed_tokens), f"{seconds:.3f}", swapped, same])
     header = ["the second prompt", "served by", "tokens run", "first token s", "swapped", "same text"]
     return f"\nWarmStartCache, a prompt that resembles an earlier one\n{table(header, rows)}"
-
-
-# As in the paper: whatever differs, the summary answers. Good for a look, and nothing else.
-_SUMMARY = {"strategy": "slots", "gate": WarmStartGate(tau=-1.0, lexical=False, content=None)}
 
 
 def show_translation(model: Any, tokenizer: Any, prompts: Prompts, seed: int, new_tokens: int) -> str:
@@ -259,21 +253,14 @@ def show_translation(model: Any, tokenizer: Any, prompts: Prompts, seed: int, ne
     texts = [book[start : start + 2000] for book in books for start in range(0, CALIBRATION, 4000)]
     texts += [make_document(tokenizer, 500, 2, seed + number).text() for number in range(1, 21)]
     translator = CacheTranslator.fit(model, consumer, tokenizer, texts, progress=False)
-    inputs = tokenizer(prompts.texts[0], return_tensors="pt", return_token_type_ids=False).to(model.device)
-    codes = translator.encode(model, inputs["input_ids"])
-    rows: list[list[str]] = []
-    full: list[str] = []
-    for name in ("its own prefill", "codes of this model"):
-        for tokens in (1, new_tokens):
-            clock = FirstToken()
-            cache: Any = TranslatedCache(consumer, translator, codes) if rows else DynamicCache(config=consumer.config)
-            written = write(consumer, tokenizer, inputs, cache, tokens, clock)
-        run = cache.report().translated if rows else 0
-        full = full or written
-        share = f"{cache.report().payload_share:.1%}" if rows else ""
-        answer = written[0].strip().split("\n")[0]
-        seconds = f"{clock.times[1] - clock.times[0]:.3f}"
-        rows.append([name, str(inputs["input_ids"].shape[1] - run), share, seconds, "yes" if written == full else "no", answer])
+    inputs = encoded(tokenizer, prompts.texts[0], model)
+    codes, length = translator.encode(model, inputs["input_ids"]), inputs["input_ids"].shape[1]
+    _, full, alone = timed(consumer, tokenizer, inputs, lambda: DynamicCache(config=consumer.config), new_tokens)
+    cache, written, seconds = timed(consumer, tokenizer, inputs, lambda: TranslatedCache(consumer, translator, codes), new_tokens)
+    report, answers = cache.report(), [texts[0].strip().split("\n")[0] for texts in (full, written)]
+    same = "yes" if written == full else "no"
+    rows = [["its own prefill", str(length), "", f"{alone:.3f}", "yes", answers[0]]]
+    rows.append(["codes of this model", str(length - report.translated), f"{report.payload_share:.1%}", f"{seconds:.3f}", same, answers[1]])
     header = ["the tuned model starts from", "tokens run", "bytes of bf16 K/V", "first token s", "same text", "answer"]
     expected = f"; the answer is {prompts.answers[0]!r}" if prompts.answers else ""
     return f"\nTranslatedCache, base -> tuned{expected}\n{table(header, rows)}"
