@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 import transformers
+from shared import ROOT
 
 from tests.families.caches import KINDS
 from tests.families.models import Family
 from tests.families.outcomes import Outcome, as_dict, outcomes
 
 Job = tuple[Family, list[str]]
+# JSON lines, one file for each version of transformers.
+RESULTS = ROOT / ".families" / f"{transformers.__version__}.jsonl"
 
 
 def read(results: Path) -> Iterator[Outcome]:

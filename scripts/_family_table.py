@@ -7,8 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from shared import ROOT
+
 from tests.families.outcomes import Outcome
 
+PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 # Columns of the table, and the runs that each sums up.
 SHOWN = {

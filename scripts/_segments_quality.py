@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from shared.results import Row
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.calibrating import divergence
@@ -151,18 +152,18 @@ class Bench:
 
     def _ask(self, store: SegmentStore, side: Side, request: Request, alone: torch.Tensor, **known: int) -> Answer:
         right_alone = sum(request.right(alone.argmax(-1).tolist()))
-        shared: dict[str, Any] = {**known, "drift": request.drift, "tokens": len(request.prompt), "right_alone": right_alone}
+        fields: Row = {**known, "drift": request.drift, "tokens": len(request.prompt), "right_alone": right_alone}
         if side.mode is None:
-            nothing: dict[str, Any] = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "refused": 0, "bytes": 0}
+            nothing: Row = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "refused": 0, "bytes": 0}
             page = {"page": None, "score": None}
-            return Answer(**shared, **nothing, **page, **_compared(request, alone, alone))
+            return Answer(**fields, **nothing, **page, **_compared(request, alone, alone))
         cache = SegmentReuseCache(self.model, store, self.tokenizer, side.mode, self.policy)
         found = next_tokens(self.model, request.prompt, request.continuation, cache).cpu()
         report = cache.report()
         page, score = _page(cache, request)
         refused = sum(probe.stop - probe.start for probe in cache.probes if probe.score < self.policy.probe)
         return Answer(
-            **shared,
+            **fields,
             **_compared(request, alone, found),
             reused=report.reused_tokens,
             saved=cache.report().flops_saved,
@@ -174,7 +175,7 @@ class Bench:
         )
 
 
-def _compared(request: Request, alone: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
+def _compared(request: Request, alone: torch.Tensor, found: torch.Tensor) -> Row:
     right = request.right(found.argmax(-1).tolist())
     return {
         "kls": tuple(divergence(alone, found).tolist()),

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from shared import ROOT  # noqa: F401  (puts the checkout on the path)
 from torch import Tensor, nn
 
 from hf_kvcaches.compat import base_model, decoder_layers

@@ -103,7 +103,7 @@ def test_phases_are_all_of_the_time(rows):
         phases = [row for row in rows if row["section"] == "phases" and (row["workload"], row["side"]) == (workload, side)]
         assert sum(float(row["value"]) for row in phases) == pytest.approx(1, abs=0.01)
         assert {"model", "generate, the rest"} <= {row["measure"] for row in phases}
-        assert any(row["measure"].startswith("segments/") for row in phases) == (side == "auto")
+        assert any(row["measure"].startswith(("segments/", "core/")) for row in phases) == (side == "auto")
 
 
 @pytest.mark.full
