@@ -1,55 +1,32 @@
-"""The competitors of `bench_equip.py`: one filled cache each, and how their decode steps are timed and compared."""
+"""The sides of `bench_equip.py`: one filled cache each, and how their decode steps are compared and timed."""
 
 from __future__ import annotations
 
-import copy
-import itertools
-import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _common import synchronize
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
+from shared.models import Pair, Shape
+from shared.results import Row
+from shared.timing import in_turns, ratios, spread, synchronize
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_kvcaches.core.attention import LayerView
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.kernels.slots import slot_attention
 from tests.reference.baselines import FrozenKV, FrozenLayer, GatherAppendH2O, RerotateAllStreaming, ShiftAppendStreaming
 
-OURS = "EquipCache"
-FULL = "DynamicCache"
-ROTATED = "rotated keys (paper)"
-PUBLISHED = "re-rotate all (published formula)"
-FUSED = "re-rotate all (fused)"
-SHIFT = "shift and append, no rotation"
-GATHER = "gather and append"
+OURS, FULL, ROTATED = "EquipCache", "DynamicCache", "rotated keys (paper)"
+PUBLISHED, FUSED = "re-rotate all (published formula)", "re-rotate all (fused)"
+SHIFT, GATHER = "shift and append, no rotation", "gather and append"
 FLOORS = ("floor, sdpa", "floor, dense", "floor, slots")
+SAME = (PUBLISHED, FUSED, ROTATED, GATHER)  # give the logits of ours
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}  # of a logit; the logits are of the order of 1
 FULL_TEXT = 2  # how many times the budget the full cache holds
 SINKS = 4
-SCORES_SPREAD = 3.0  # standard deviation of the attention scores
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The model around the cache."""
-
-    hidden: int
-    layers: int
-    heads: int
-    intermediate: int
-    vocabulary: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-    def kv_heads(self, kv: str) -> int:
-        return self.heads if kv == "mha" else max(1, self.heads // 4)
 
 
 @dataclass(frozen=True)
@@ -66,50 +43,8 @@ class Cell:
     def __str__(self) -> str:
         return f"{self.policy} {self.positions} {self.dtype} {self.kv} {self.batch} x {self.budget}"
 
-
-@dataclass(frozen=True)
-class Models:
-    """The same weights twice: with the model's own attention, and with this package's."""
-
-    plain: LlamaForCausalLM
-    switched: LlamaForCausalLM
-
-    @classmethod
-    def make(cls, shape: Shape, kv: str, dtype: str, device: torch.device, *, sharp: bool) -> Models:
-        """Random weights.
-
-        Args:
-            shape: Of the model.
-            kv: "mha" or "gqa".
-            dtype: Of the weights.
-            device: Where they are.
-            sharp: Let attention differ from token to token as in a trained model. As they come, small models attend to all tokens nearly
-                alike. Then the one with the lowest score is always among the youngest that may go, and a cache with compact
-                positions has next to nothing to turn.
-        """
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads(kv),
-            head_dim=shape.head_dim,
-            max_position_embeddings=8192,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-        with device:
-            plain = LlamaForCausalLM(config)
-        if sharp:
-            std = (SCORES_SPREAD / shape.hidden) ** 0.5
-            for layer in plain.model.layers:
-                for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-                    torch.nn.init.normal_(projection.weight, std=std)
-        plain = plain.to(getattr(torch, dtype)).eval()
-        shared = {id(tensor): tensor for tensor in itertools.chain(plain.parameters(), plain.buffers())}
-        return cls(plain, copy.deepcopy(plain, shared))
+    def cache(self, model: PreTrainedModel, **options: Any) -> EquipCache:
+        return EquipCache(model, self.policy, self.budget, sinks=SINKS, positions=self.positions, **options)
 
 
 class FrozenSlotsView(LayerView):
@@ -124,12 +59,9 @@ class FrozenSlotsView(LayerView):
 
 class FrozenSlotsLayer(FrozenLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        first = not self.seen
+        is_prompt = not self.seen
         keys, values = super().update(key_states, value_states, *args, **kwargs)
-        if first:
-            return keys, values
-        view = FrozenSlotsView(keys, values)
-        return view, view
+        return (keys, values) if is_prompt else (FrozenSlotsView(keys, values),) * 2
 
 
 class FrozenSlots(FrozenKV):
@@ -139,59 +71,47 @@ class FrozenSlots(FrozenKV):
     layer_class = FrozenSlotsLayer
 
 
-def competitors(cell: Cell, models: Models) -> dict[str, tuple[LlamaForCausalLM, Cache]]:
+def competitors(cell: Cell, pair: Pair) -> dict[str, tuple[PreTrainedModel, Cache]]:
     """Each side's model and empty cache. What returns plain tensors gets the model with its own attention."""
-    plain, switched = models.plain, models.switched
+    plain, switched = pair.plain, pair.switched
     settings: dict[str, Any] = {"budget": cell.budget, "sinks": SINKS}
-    ours: dict[str, Any] = {**settings, "policy": cell.policy, "positions": cell.positions}
-    sides: dict[str, tuple[LlamaForCausalLM, Cache]] = {}
+    sides: dict[str, tuple[PreTrainedModel, Cache]] = {GATHER: (switched, GatherAppendH2O(switched, positions=cell.positions, **settings))}
     if cell.policy == "streaming":
-        sides |= {
+        sides = {
             FULL: (plain, DynamicCache(config=plain.config)),
             SHIFT: (plain, ShiftAppendStreaming(plain.config, **settings)),
             PUBLISHED: (plain, RerotateAllStreaming(plain.config, fused=False, **settings)),
             FUSED: (plain, RerotateAllStreaming(plain.config, fused=True, **settings)),
-            ROTATED: (switched, EquipCache(switched, rope="rotated_keys", **ours)),
+            ROTATED: (switched, cell.cache(switched, rope="rotated_keys")),
         }
-    else:
-        sides[GATHER] = (switched, GatherAppendH2O(switched, positions=cell.positions, **settings))
-    sides[OURS] = (switched, EquipCache(switched, **ours))
-    sides |= {
+    return sides | {
+        OURS: (switched, cell.cache(switched)),
         FLOORS[0]: (plain, FrozenKV(plain.config, slots=cell.budget)),
         FLOORS[1]: (switched, FrozenKV(switched, slots=cell.budget, dense=True)),
         FLOORS[2]: (switched, FrozenSlots(switched, slots=cell.budget)),
     }
-    return sides
 
 
 def bytes_needed(cell: Cell, shape: Shape) -> int:
-    """A generous estimate of what all sides of a cell hold at once, in bytes."""
-    item = 4 if cell.dtype == "float32" else 2
-    one = 2 * cell.batch * shape.kv_heads(cell.kv) * cell.budget * shape.head_dim * item * shape.layers
-    caches = FULL_TEXT + 8.5 if cell.policy == "streaming" else 5.0
-    return int(one * (caches + 1)) + 4 * one // shape.layers
-
-
-def bytes_free(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    names = ("SC_AVPHYS_PAGES", "SC_PAGE_SIZE")
-    return os.sysconf(names[0]) * os.sysconf(names[1]) if all(name in os.sysconf_names for name in names) else 2**62
+    """A generous estimate of what all sides of a cell hold at once."""
+    item = getattr(torch, cell.dtype).itemsize
+    full = 2 * cell.batch * shape.kv_heads(cell.kv) * cell.budget * shape.head_dim * item * shape.layers
+    caches = FULL_TEXT + 9.5 if cell.policy == "streaming" else 6.0
+    return int(full * caches) + 4 * full // shape.layers
 
 
 class Side:
     """A model with its cache, filled by one row that was then repeated: what is in the rows does not matter to the clock."""
 
-    def __init__(self, name: str, model: LlamaForCausalLM, cache: Cache, cell: Cell) -> None:
+    def __init__(self, name: str, model: PreTrainedModel, cache: Cache, cell: Cell) -> None:
         self.name, self.model, self.cache, self.cell = name, model, cache, cell
-        random = torch.Generator().manual_seed(1)
-        vocabulary, device = model.config.vocab_size, model.device
+        random, vocabulary = torch.Generator().manual_seed(1), model.config.vocab_size
         tokens = FULL_TEXT * cell.budget if name == FULL else cell.budget + 8
-        prompt = torch.randint(vocabulary, (1, FULL_TEXT * cell.budget), generator=random)[:, :tokens].to(device)
+        prompt = torch.randint(vocabulary, (1, FULL_TEXT * cell.budget), generator=random)[:, :tokens].to(model.device)
         model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
         if cell.batch > 1:
             cache.batch_repeat_interleave(cell.batch)
-        self.ids = torch.randint(vocabulary, (cell.batch, 1), generator=random).to(device)
+        self.ids = torch.randint(vocabulary, (cell.batch, 1), generator=random).to(model.device)
 
     def feed(self, ids: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
@@ -205,92 +125,51 @@ class Side:
             ids = self.feed(ids).argmax(-1, keepdim=True)
             synchronize(self.model.device)
             seconds.append(time.perf_counter() - start)
-        self._back(steps)
+        self._crop(steps)
         return seconds
 
-    def _back(self, steps: int) -> None:
-        if self.name == FULL:
-            self.cache.crop(-steps)
-
-    def given(self, steps: int) -> torch.Tensor:
+    def logits(self, steps: int) -> torch.Tensor:
         """Logits after tokens that are the same for all sides, (steps, batch, vocabulary)."""
         random = torch.Generator().manual_seed(3)
         ids = torch.randint(self.model.config.vocab_size, (steps, self.cell.batch, 1), generator=random).to(self.model.device)
-        logits = torch.stack([self.feed(each) for each in ids])
-        self._back(steps)
-        return logits
+        logits = torch.stack([self.feed(step) for step in ids])
+        self._crop(steps)
+        return logits.float()
+
+    def _crop(self, steps: int) -> None:
+        if self.name == FULL:
+            self.cache.crop(-steps)
 
 
-def disagreement(sides: Sequence[Side], steps: int) -> float:
-    """The greatest difference of a logit between ours and those that must give the same, and an error if it is too great.
+def disagreement(sides: Mapping[str, Side], steps: int) -> float:
+    """The greatest difference of a logit between ours and the sides that must give the same; an error if it is too great.
 
     In half precision nearly equal scores may fall either way, so policies that choose are not held to it there.
     """
-    alike = [PUBLISHED, FUSED, ROTATED, GATHER]
-    ours = next(side for side in sides if side.name == OURS)
-    expected, worst = ours.given(steps).float(), 0.0
-    for side in sides:
-        if side is ours:
-            continue
-        logits = side.given(steps).float()
-        if side.name in alike:
-            worst = max(worst, float((logits - expected).abs().max()))
-    chooses = ours.cell.policy != "streaming" and ours.cell.dtype != "float32"
-    if not worst <= TOLERANCE[ours.cell.dtype] and not chooses:
-        raise SystemExit(f"{ours.cell}: the logits differ by {worst:.3g}, more than {TOLERANCE[ours.cell.dtype]:.0e}: nothing timed")
+    cell, logits = sides[OURS].cell, {name: side.logits(steps) for name, side in sides.items()}
+    worst = max(float((logits[name] - logits[OURS]).abs().max()) for name in SAME if name in logits)
+    chooses = cell.policy != "streaming" and cell.dtype != "float32"
+    if not worst <= TOLERANCE[cell.dtype] and not chooses:
+        raise SystemExit(f"{cell}: the logits differ by {worst:.3g}, more than {TOLERANCE[cell.dtype]:.0e}: nothing timed")
     return worst
 
 
-def in_turns(works: Sequence[Callable[[], list[float]]], rounds: int) -> list[list[list[float]]]:
-    """For each work its rounds, done in turns and each time in another order; a first one warms up."""
-    results: list[list[list[float]]] = [[] for _ in works]
-    for index in range(rounds + 1):
-        order = list(range(len(works)))
-        order = order[index % len(order) :] + order[: index % len(order)]
-        for place in order[::-1] if index % 2 else order:
-            seconds = works[place]()
-            if index:
-                results[place].append(seconds)
-    return results
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, high
-
-
-def spread(name: str, values: Sequence[float], factor: float = 1.0, digits: int = 4) -> dict[str, float]:
-    """Median and quartiles as columns."""
-    low, high = quartiles(values)
-    middle = statistics.median(values)
-    suffix = "_ms" if factor != 1.0 else ""
+def compared(rounds: Mapping[str, Sequence[Sequence[float]]], ours: str) -> dict[str, Row]:
+    """Columns of each side: milliseconds a token of whole rounds and of single steps, and how many times as fast ours is."""
+    means = {name: [statistics.fmean(steps) for steps in times] for name, times in rounds.items()}
     return {
-        f"{name}{suffix}": round(middle * factor, digits),
-        f"{name}_q1{suffix}": round(low * factor, digits),
-        f"{name}_q3{suffix}": round(high * factor, digits),
+        name: spread("round", means[name], 1e3)
+        | spread("step", [step for steps in times for step in steps], 1e3)
+        # Round by round: what slows the computer for a while slows all sides.
+        | ratios(means[name], means[ours])
+        for name, times in rounds.items()
     }
 
 
-def compared(times: dict[str, list[list[float]]], ours: str) -> dict[str, dict[str, Any]]:
-    """Columns of each side: milliseconds a token of whole rounds and of single steps, and how many times as fast ours is.
-
-    Args:
-        times: Seconds of the steps of each round, by side.
-        ours: The side that the others are divided by, round by round: what slows the computer for a while slows all sides.
-    """
-    means = {name: [statistics.fmean(steps) for steps in rounds] for name, rounds in times.items()}
-    rows: dict[str, dict[str, Any]] = {}
-    for name, rounds in times.items():
-        steps = list(itertools.chain.from_iterable(rounds))
-        ratios = [a / b for a, b in zip(means[name], means[ours], strict=True)]
-        rows[name] = spread("round", means[name], 1e3) | spread("step", steps, 1e3) | spread("ratio", ratios)
-    return rows
-
-
-def measure(cell: Cell, models: Models, rounds: int, steps: int) -> list[dict[str, Any]]:
-    """All sides of a cell, one row each."""
-    sides = [Side(name, model, cache, cell) for name, (model, cache) in competitors(cell, models).items()]
+def measure(cell: Cell, pair: Pair, rounds: int, steps: int) -> list[Row]:
+    """A row for each side of a cell, with its time over that of the fastest way to attend to keys and values that never change."""
+    sides = {name: Side(name, model, cache, cell) for name, (model, cache) in competitors(cell, pair).items()}
     error = disagreement(sides, 2)
-    seconds = in_turns([lambda side=side: side.decode(steps) for side in sides], rounds)
-    columns = compared({side.name: rounds for side, rounds in zip(sides, seconds, strict=True)}, OURS)
-    return [{"side": name, "error": error if name == OURS else "", **values} for name, values in columns.items()]
+    times = in_turns({name: lambda _, side=side: side.decode(steps) for name, side in sides.items()}, rounds, warm_up=1)
+    columns = compared(times, OURS)
+    return [{"side": name, **({"error": error} if name == OURS else {}), **row} for name, row in columns.items()]

@@ -11,33 +11,25 @@ from pathlib import Path
 
 import torch
 import transformers
+from shared import ROOT
 
 from tests.families.caches import KINDS
 from tests.families.models import Family
 from tests.families.outcomes import Outcome, as_dict, outcomes
 
 Job = tuple[Family, list[str]]
+# JSON lines, one file for each version of transformers.
+RESULTS = ROOT / ".families" / f"{transformers.__version__}.jsonl"
 
 
 def read(results: Path) -> Iterator[Outcome]:
-    """The results in a file.
-
-    Args:
-        results: JSON lines; the file may be missing.
-    """
+    """The results in a file."""
     if results.exists():
         yield from (Outcome(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines())
 
 
 def run(families: Iterable[Family], caches: Sequence[str], results: Path, jobs: int) -> None:
-    """Runs what has no results yet; each family's are written at once, so that an interrupted run goes on where it was.
-
-    Args:
-        families: The architectures.
-        caches: Names of caches.
-        results: JSON lines; what is new is appended.
-        jobs: How many processes, each on one thread.
-    """
+    """Runs what has no results yet; each family's are written at once, so that an interrupted run goes on where it was."""
     done = {(outcome.family, outcome.cache) for outcome in read(results)}
     todo = [(family, missing) for family in families if (missing := [name for name in caches if (family.name, name) not in done])]
     for (family, _), found in zip(todo, _all_of(todo, jobs), strict=True):

@@ -7,8 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from shared import ROOT
+
 from tests.families.outcomes import Outcome
 
+PAGE = ROOT / "docs" / "families.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 # Columns of the table, and the runs that each sums up.
 SHOWN = {
@@ -39,12 +42,7 @@ CALLED = {
 
 
 def table(found: Iterable[Outcome], left_out: dict[str, str]) -> list[str]:
-    """Lines of Markdown: families that get the same share a row.
-
-    Args:
-        found: All outcomes.
-        left_out: Architectures that are not run, and why.
-    """
+    """Lines of Markdown: families that get the same share a row."""
     by_family: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for outcome in found:
         by_family[outcome.family][outcome.cache].append(outcome)
@@ -90,12 +88,7 @@ def _reason(detail: str) -> str:
 
 
 def write_between(page: Path, lines: Iterable[str]) -> None:
-    """Puts the table between its marks in a page.
-
-    Args:
-        page: With both marks.
-        lines: The table.
-    """
+    """Puts the table between its marks in a page."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]), encoding="utf-8")

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from _common import pick_device, run_script
-from _equip_sides import spread
-from _segments_sides import AUTO, Answer, Pair, Row, Side
-from _subspace_sides import Clock
+from _segments_sides import AUTO, Answer, Side
+from shared.cli import pick_device, run_script
+from shared.models import Pair
+from shared.results import Row
+from shared.timing import Clock, in_turns, spread
 
 from hf_kvcaches import SegmentPolicy, SegmentStore
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates
 from hf_kvcaches.core.splicing.tokens import Ids
-from hf_kvcaches.errors import require
 from hf_kvcaches.kernels.splice import Packed, splice
 from hf_kvcaches.kernels.splice_reference import splice as splice_reference
 from hf_kvcaches.segments.index import NEAR, SegmentIndex
@@ -35,31 +31,25 @@ from hf_kvcaches.stores.signatures import SignatureIndex
 
 # A prompt of the index: so many segments of so many tokens.
 SEGMENTS, LENGTH, VOCABULARY, PERMUTATIONS = 8, 100, 32_000, 64
-# How many segments with the same tokens an index looks at at most; some are stored that often and more.
-POPULAR = 10
+POPULAR = 10  # how many segments with the same tokens an index looks at at most; some are stored that often
 TOLERANCE = 1e-4
-_SEED = 0
 
-Shape4 = tuple[int, int, int, int]
+Shape4 = tuple[int, int, int, int]  # (layers, heads, tokens, dim)
 
 
 class ManySegments:
-    """Indices of random segments, in prompts one behind another, with random signatures.
+    """Indices of so many random segments, in prompts one behind another, with random signatures.
 
-    As in texts, some tokens are far more frequent than others, and segments have many lengths: they begin at any place, often with the
+    As in texts, some tokens are far more frequent than others, and segments have many lengths: they begin at any position, often with the
     same token.
-
-    Args:
-        count: How many segments.
     """
 
     def __init__(self, count: int) -> None:
-        self.random = np.random.default_rng(_SEED)
+        self.random = np.random.default_rng(0)
         shares = 1 / np.arange(10, VOCABULARY + 10)
         self._shares = np.cumsum(shares) / shares.sum()
         self.index, self.similar = SegmentIndex(), SignatureIndex(NEAR)
-        # Seconds of each.
-        self.added: dict[str, list[float]] = {"one to the index": [], "one to the signatures": []}
+        self.seconds: dict[str, list[float]] = {"one to the index": [], "one to the signatures": []}
         self.prompts = [self.prompt() for _ in range(max(2 * SEGMENTS, count // SEGMENTS))]
         self.cuts = [self._cuts() for _ in self.prompts]
         self.signatures = self.random.integers(0, 2**32, (len(self.prompts) * SEGMENTS, PERMUTATIONS), dtype=np.uint32)
@@ -67,19 +57,15 @@ class ManySegments:
             self._add(ids, cuts, self.signatures[number * SEGMENTS : (number + 1) * SEGMENTS])
         # The segments of one prompt, each behind several other texts.
         self.popular = self.prompt().reshape(SEGMENTS, LENGTH)
-        for _ in range(POPULAR):
-            for segment in self.popular:
-                before = int(self.random.integers(LENGTH // 2, LENGTH))
-                self._add(np.concatenate([self.fresh(before), segment]), [0, before, before + LENGTH])
+        for segment in np.concatenate([self.popular] * POPULAR):
+            before = int(self.random.integers(LENGTH // 2, LENGTH))
+            self._add(np.concatenate([self.tokens(before), segment]), [0, before, before + LENGTH])
 
-    def __len__(self) -> int:
-        return len(self.index.records)
-
-    def fresh(self, tokens: int) -> Ids:
-        return np.searchsorted(self._shares, self.random.random(tokens)).astype(np.uint32)
+    def tokens(self, count: int) -> Ids:
+        return np.searchsorted(self._shares, self.random.random(count)).astype(np.uint32)
 
     def prompt(self) -> Ids:
-        return self.fresh(SEGMENTS * LENGTH)
+        return self.tokens(SEGMENTS * LENGTH)
 
     def pick(self) -> Ids:
         """A prompt that is stored."""
@@ -98,11 +84,13 @@ class ManySegments:
         """Segments that are stored many times, in any order."""
         return self.random.permutation(self.popular).reshape(-1)
 
+    def signature(self) -> Any:
+        return self.random.integers(0, 2**32, PERMUTATIONS, dtype=np.uint32)
+
     def resembling(self) -> Any:
         """A signature like a stored one in four of five places."""
         signature = self.signatures[int(self.random.integers(len(self.signatures)))].copy()
-        others = self.random.choice(PERMUTATIONS, PERMUTATIONS // 5, replace=False)
-        signature[others] += np.uint32(1)
+        signature[self.random.choice(PERMUTATIONS, PERMUTATIONS // 5, replace=False)] += np.uint32(1)
         return signature
 
     def _cuts(self) -> list[int]:
@@ -113,34 +101,31 @@ class ManySegments:
     def _add(self, ids: Ids, cuts: Sequence[int], signatures: Any = None) -> None:
         chain = Chain()
         for number, (start, stop) in enumerate(pairwise(cuts)):
-            own, left = ids[start:stop], chain
-            chain = chain.extend(own)
+            segment, left = ids[start:stop], chain
+            chain = chain.extend(segment)
             signature = None if signatures is None else signatures[number]
-            record = Record("scope", own, left.name, chain.name, start, ids[max(0, start - 128) : start], "exact", True, {}, signature)
+            record = Record("scope", segment, left.name, chain.name, start, ids[max(0, start - 128) : start], "exact", True, {}, signature)
             key = record.key
-            begin = time.perf_counter()
-            self.index.add(key, record)
-            middle = time.perf_counter()
-            self.added["one to the index"].append(middle - begin)
+            self.seconds["one to the index"].append(_seconds(lambda key=key, record=record: self.index.add(key, record))[0])
             if signature is not None:
-                self.similar.add(key, signature)
-                self.added["one to the signatures"].append(time.perf_counter() - middle)
+                add = lambda key=key, signature=signature: self.similar.add(key, signature)  # noqa: E731
+                self.seconds["one to the signatures"].append(_seconds(add)[0])
 
 
-def lookups(segments: int, calls: int) -> list[Row]:
-    """A row for each kind of look-up, with what it must find and the time that it takes.
+def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
 
-    Args:
-        segments: In the index.
-        calls: Of each kind, with another prompt each.
-    """
+
+def lookups(segments: int, calls: int) -> Iterator[Row]:
+    """A row for each kind of look-up among so many segments, which must find what is stored, and for additions."""
     many = ManySegments(segments)
     index, shortest = many.index, SegmentPolicy().shortest
-    prefix = lambda ids: sum(piece.stop - piece.start for piece in index.prefix(ids, Chain(), 0, exact_only=False)[0])  # noqa: E731
+    prefix = lambda ids: sum(span.stop - span.start for span in index.prefix(ids, Chain(), 0, exact_only=False)[0])  # noqa: E731
     runs = lambda ids: sum(map(len, index.runs(ids, 0, shortest)))  # noqa: E731
+    near = lambda signature: len(many.similar.near(signature))  # noqa: E731
     whole = SEGMENTS * LENGTH
-    signature = lambda: many.random.integers(0, 2**32, PERMUTATIONS, dtype=np.uint32)  # noqa: E731
-    near = lambda each: len(many.similar.near(each))  # noqa: E731
     kinds: list[tuple[str, Callable[[], Any], Callable[[Any], int], int]] = [
         ("prefix, all stored", many.pick, prefix, whole),
         ("prefix, nothing stored", many.prompt, prefix, 0),
@@ -148,67 +133,35 @@ def lookups(segments: int, calls: int) -> list[Row]:
         ("runs, all moved, each stored 10 times", many.popular_moved, runs, whole),
         ("runs, nothing stored", many.prompt, runs, 0),
         ("near, one resembles", many.resembling, near, 1),
-        ("near, none resembles", signature, near, 0),
+        ("near, none resembles", many.signature, near, 0),
     ]
-    labels = {"section": "look-up", "value": len(many), "unit": "segments"}
-    rows: list[Row] = []
-    for name, seconds in many.added.items():
-        rows.append({**labels, "side": name, "measure": "add", "tokens": LENGTH, "count": len(seconds), **spread("time", seconds, 1e3)})
+    labels = {"value": len(index.records), "unit": "segments"}
+    for name, seconds in many.seconds.items():
+        yield {**labels, "side": name, "measure": "add", "tokens": LENGTH, "count": len(seconds), **spread("time", seconds, 1e3)}
     for name, make, look, expected in kinds:
-        seconds, found = [], 0
-        for _ in range(calls):
-            asked = make()
-            begin = time.perf_counter()
-            answer = look(asked)
-            seconds.append(time.perf_counter() - begin)
-            found += answer
+        results = [_seconds(lambda asked=asked, look=look: look(asked)) for asked in (make() for _ in range(calls))]
+        mean = sum(count for _, count in results) / calls
         # A few signatures resemble by chance and a few are missed; some prompts begin alike, and ends of segments are short.
-        if not expected * 0.9 <= found / calls <= expected * 1.1 + (0.05 if look is near else 0.01 * whole):
-            raise SystemExit(f"look-up {name}: found {found / calls:g} where there are {expected}")
+        if not expected * 0.9 <= mean <= expected * 1.1 + (0.05 if look is near else 0.01 * whole):
+            raise SystemExit(f"look-up {name}: found {mean:g} where there are {expected}")
         row = {**labels, "side": name, "measure": name.split(",")[0], "tokens": whole, "count": calls}
-        rows.append({**row, **spread("time", seconds, 1e3)})
-    return rows
-
-
-def packed_like(kind: codec.Quantization, shape: Shape4, dtype: torch.dtype, device: torch.device) -> list[Packed]:
-    """Random keys and values of all layers, as they are stored.
-
-    Args:
-        kind: In how many bits.
-        shape: (layers, heads, tokens, dim).
-        dtype: That they had.
-        device: Where they are.
-    """
-    random = torch.Generator().manual_seed(_SEED)
-    layers, *rest = shape
-    states = [LayerStates(*(torch.randn(rest, generator=random).to(dtype) for _ in range(2))) for _ in range(layers)]
-    tensors, stored = codec.encode(states, {}, kind)
-    (pile,) = codec.piles(tensors, stored, 0, shape[2])
-    moved = []
-    for packed in (pile.keys, pile.values):
-        data, scale, zero = (None if part is None else part.contiguous().to(device) for part in packed[:3])
-        assert data is not None
-        moved.append(Packed(data, scale, zero, packed.group))
-    return moved
+        yield {**row, **spread("time", [seconds for seconds, _ in results], 1e3)}
 
 
 class Splicing:
-    """Keys, turned, and values, written into the buffers of all layers.
-
-    Args:
-        quantization: How they are stored.
-        shape: (layers, heads, tokens, dim).
-        pieces: Into so many places, in another order.
-        device: Where they are.
-    """
+    """Stored keys, rotated, and values, written into the buffers of all layers at so many places, in another order."""
 
     def __init__(self, quantization: codec.Quantization, shape: Shape4, pieces: int, device: torch.device) -> None:
         layers, heads, tokens, dim = shape
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.packed = packed_like(quantization, shape, dtype, device)
+        dtype, random = torch.bfloat16 if device.type == "cuda" else torch.float32, torch.Generator().manual_seed(0)
+        states = [LayerStates(*(torch.randn(shape[1:], generator=random).to(dtype) for _ in range(2))) for _ in range(layers)]
+        (pile,) = codec.piles(*codec.encode(states, {}, quantization), 0, tokens)
+        self.packed = [
+            Packed(*(None if part is None else part.contiguous().to(device) for part in packed[:3]), packed.group)
+            for packed in (pile.keys, pile.values)
+        ]
         self.outs = [[torch.zeros(heads, tokens + 64, dim, dtype=dtype, device=device) for _ in range(layers)] for _ in range(2)]
-        parts = torch.arange(tokens).chunk(pieces)
-        self.slots = (torch.cat(parts[::-1]) + 37).to(device)
+        self.slots = (torch.cat(torch.arange(tokens).chunk(pieces)[::-1]) + 37).to(device)
         angles = torch.full((tokens, 1), 37.0) / 10_000 ** (torch.arange(0, dim, 2) / dim)
         self.tables = [(angles.cos().to(device), angles.sin().to(device)), (None, None)]
 
@@ -224,30 +177,24 @@ class Splicing:
 
     def prove(self) -> float:
         """The greatest difference from the slow reference, for a few tokens of a few layers."""
-        worst = 0.0
-        for packed, outs, (cos, sin) in zip(self.packed, self.outs, self.tables, strict=True):
-            data, scale, zero = (None if part is None else part[:2, :, :8].cpu() for part in packed[:3])
-            assert data is not None
-            slots = self.slots[:8].cpu()
-            mine = [torch.zeros_like(out, device="cpu") for out in outs[:2]]
-            table = None if cos is None else cos[:8].cpu(), None if sin is None else sin[:8].cpu()
-            splice_reference(Packed(data, scale, zero, packed.group), mine, slots, cos=table[0], sin=table[1])
-            differences = ((a.cpu()[:, slots].float() - b[:, slots].float()).abs().max() for a, b in zip(outs[:2], mine, strict=True))
-            worst = max(worst, *map(float, differences))
+        worst, slots = 0.0, self.slots[:8].cpu()
+        for packed, outs, tables in zip(self.packed, self.outs, self.tables, strict=True):
+            parts = (None if part is None else part[:2, :, :8].cpu() for part in packed[:3])
+            expected = [torch.zeros_like(out, device="cpu") for out in outs[:2]]
+            cos, sin = (None if table is None else table[:8].cpu() for table in tables)
+            splice_reference(Packed(*parts, packed.group), expected, slots, cos=cos, sin=sin)
+            for out, right in zip(outs[:2], expected, strict=True):
+                worst = max(worst, float((out.cpu()[:, slots].float() - right[:, slots].float()).abs().max()))
         return worst
 
 
-def splices(shape: Shape4, rounds: int, clock: Clock) -> list[Row]:
-    """A row for each way in which segments are stored, and into how many places they go.
-
-    Args:
-        shape: (layers, heads, tokens, dim).
-        rounds: How often each is done, in turns.
-        clock: Of the device.
-    """
-    kinds: list[tuple[codec.Quantization, int]] = [(kind, pieces) for kind in ("int8", "int4", None) for pieces in (1, 8)]
-    names = [f"{kind or 'plain'}, {pieces} piece{'s' * (pieces > 1)}" for kind, pieces in kinds]
-    sides = {name: Splicing(kind, shape, pieces, clock.device) for name, (kind, pieces) in zip(names, kinds, strict=True)}
+def splices(shape: Shape4, rounds: int, clock: Clock) -> Iterator[Row]:
+    """A row for each way in which segments are stored, and into how many places they go."""
+    sides = {
+        f"{kind or 'plain'}, {pieces} piece{'s' * (pieces > 1)}": Splicing(kind, shape, pieces, clock.device)
+        for kind in ("int8", "int4", None)
+        for pieces in (1, 8)
+    }
     # bfloat16 rounds to 8 bits of a number below 8.
     allowed = TOLERANCE if clock.device.type == "cpu" else 0.04
     for name, side in sides.items():
@@ -255,65 +202,24 @@ def splices(shape: Shape4, rounds: int, clock: Clock) -> list[Row]:
         error = side.prove()
         if not error <= allowed:
             raise SystemExit(f"splice {name}: differs from the reference by {error:.3g}: not timed")
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds):
-        for name, side in sides.items():
-            seconds[name].append(clock.of(side))
-    rows = []
-    for name, own in seconds.items():
-        speed = spread("time", own, 1e3)
-        gigabytes = sides[name].bytes / speed["time_ms"] / 1e6
-        row = {"section": "splice", "side": name, "measure": "splice", "tokens": shape[2], "count": rounds, **speed}
-        rows.append({**row, "value": round(gigabytes, 3), "unit": "GB/s", "floor_share": round(gigabytes * 1e9 / clock.bandwidth, 4)})
-    return rows
+    seconds = in_turns({name: lambda _, side=side: clock.of(side) for name, side in sides.items()}, rounds)
+    for name, times in seconds.items():
+        speed = spread("time", times, 1e3)
+        per_second = sides[name].bytes / speed["time_ms"] * 1e3
+        row = {"side": name, "measure": "splice", "tokens": shape[2], "count": rounds, **speed}
+        yield {**row, "value": round(per_second / 1e9, 3), "unit": "GB/s", "floor_share": round(per_second / clock.bandwidth, 4)}
 
 
-@contextmanager
-def redis_server() -> Iterator[str | None]:
-    """The location of a server on a free port of this computer that keeps nothing on disk, or None where none can be started."""
-    program = shutil.which("redis-server")
-    try:
-        require("redis", "distributed", "A store in Redis")
-    except ImportError:
-        program = None
-    if program is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
-        try:
-            yield f"redis://127.0.0.1:{port}/0" if _answers(server, port) else None
-        finally:
-            server.terminate()
-            server.wait()
-
-
-def _answers(server: subprocess.Popen[bytes], port: int) -> bool:
-    """Whether a server comes up, and not another program that took its port meanwhile."""
-    deadline = time.monotonic() + 20
-    while server.poll() is None and time.monotonic() < deadline:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as asking:
-            asking.sendall(b"INFO server\r\n")
-            if f"process_id:{server.pid}\r".encode() in asking.recv(8192):
-                return True
-        time.sleep(0.02)
-    return False
-
-
-def sharing(backend: str, location: str, pair: Pair, requests: int, policy: str | None, prompts: Sequence[torch.Tensor]) -> list[Row]:
+def sharing(backend: str, location: str, pair: Pair, requests: int, policy: str | None, prompts: Sequence[torch.Tensor]) -> Iterator[Row]:
     """How much of the second half of the prompts is reused by the process that had the first half too, and by another one.
 
     Args:
         backend: A name for the store.
-        location: Of a store with nothing in it.
-        pair: Who answers.
-        requests: How many prompts, for the other process.
+        location: Of an empty store; it is cleared.
+        pair: The models.
+        requests: How many prompts there are, for the other process.
         policy: A folder, or None.
-        prompts: They.
+        prompts: The prompts.
     """
     half = len(prompts) // 2
     side = Side(AUTO, pair, load_policy(policy), location)
@@ -325,23 +231,21 @@ def sharing(backend: str, location: str, pair: Pair, requests: int, policy: str 
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{backend}: the second process failed: {done.stderr.strip()[-2000:]}")
-    second = [Answer(*each) for each in json.loads(done.stdout.splitlines()[-1])]
+    second = [Answer(*answer) for answer in json.loads(done.stdout.splitlines()[-1])]
     with SegmentStore(location) as store:
         store.clear()
     side = Side(AUTO, pair, load_policy(policy), location)
     alone = [side.ask(ids) for ids in prompts][half:]
     side.close()
-    rows = []
     for name, answers in (("one process", alone), ("the second of two processes", second)):
         tokens = sum(answer.tokens for answer in answers)
-        row = {"section": "sharing", "workload": backend, "side": name, "measure": "hit rate", "count": len(answers)}
-        row |= {"tokens": round(tokens / len(answers)), **spread("time", [answer.seconds for answer in answers], 1e3)}
-        rows.append({**row, "reused": round(sum(answer.reused for answer in answers) / tokens, 4)})
-    return rows
+        row = {"workload": backend, "side": name, "measure": "hit rate", "count": len(answers), "tokens": round(tokens / len(answers))}
+        row |= spread("time", [answer.seconds for answer in answers], 1e3)
+        yield {**row, "reused": round(sum(answer.reused for answer in answers) / tokens, 4)}
 
 
 def load_policy(folder: str | None) -> SegmentPolicy:
-    """The policy in a folder, or one that keeps what is told by the line before a page, with the model of this repository."""
+    """The policy in a folder, or one that suits the model of this repository."""
     if folder is not None:
         return SegmentPolicy.from_pretrained(folder, local_files_only=True)
     return SegmentPolicy(check_layer=2, probe=0.995, similarity=0.5)

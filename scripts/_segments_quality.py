@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from shared.results import Row
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.calibrating import divergence
@@ -52,47 +53,26 @@ class Side:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one request.
+    """What became of one request."""
 
-    Args:
-        series: Number of its series.
-        number: In the series.
-        drift: See `Request`.
-        tokens: Of the prompt.
-        prefix: Tokens that the longest prefix shared with an earlier prompt has, without the last one.
-        reused: Tokens of the prompt that were not run.
-        saved: Share of operations.
-        tiers: Tokens by tier.
-        refused: Tokens that a probe refused.
-        page: Of the page that comes in each prompt of the adversarial workload: the share that was not computed; None elsewhere.
-        score: Of the probe that looked at that page, or None.
-        kls: At each place of the continuation, in nats.
-        agreed: Share of places with the same likeliest token as without reuse.
-        difference: The largest of logits.
-        right: Answers that are right.
-        right_alone: Those that are without reuse.
-        asked: All.
-        bytes: In the store.
-    """
-
-    series: int
-    number: int
+    series: int  # number of its series
+    number: int  # in the series
     drift: float
-    tokens: int
-    prefix: int
-    reused: int
-    saved: float
-    tiers: dict[str, int]
-    refused: int
-    page: float | None
-    score: float | None
-    kls: tuple[float, ...]
-    agreed: float
-    difference: float
-    right: int
-    right_alone: int
+    tokens: int  # of the prompt
+    prefix: int  # tokens that the longest prefix shared with an earlier prompt has, without the last one
+    reused: int  # tokens of the prompt that were not run
+    saved: float  # share of operations
+    tiers: dict[str, int]  # tokens by tier
+    refused: int  # tokens that a probe refused
+    page: float | None  # of the page that comes in each prompt of the adversarial workload: the share that was not computed; None elsewhere
+    score: float | None  # of the probe that looked at that page, or None
+    kls: tuple[float, ...]  # at each place of the continuation, in nats
+    agreed: float  # share of places with the same likeliest token as without reuse
+    difference: float  # the largest of logits
+    right: int  # answers that are right
+    right_alone: int  # those that are without reuse
     asked: int
-    bytes: int
+    bytes: int  # in the store
 
     @property
     def approximate(self) -> int:
@@ -101,14 +81,7 @@ class Answer:
 
 
 def make_workloads(tokenizer: Any, requests: int, drifting: int, seed: int) -> list[Workload]:
-    """All four, with half as many requests where pages hang on their headings, and a fifth where nothing comes twice.
-
-    Args:
-        tokenizer: The testbed's.
-        requests: Of agents.
-        drifting: Series with drift.
-        seed: The first of several.
-    """
+    """All four, with half as many requests where pages hang on their headings, and a fifth where nothing comes twice."""
     drifts = [adversarial_workload(tokenizer, requests=min(DRIFTS, max(3, requests)), seed=seed + number) for number in range(drifting)]
     hanging = agent_workload(tokenizer, requests=max(2, requests // 2), seed=seed + 1, hanging=True)
     return [
@@ -120,13 +93,7 @@ def make_workloads(tokenizer: Any, requests: int, drifting: int, seed: int) -> l
 
 
 def calibration_prompts(tokenizer: Any, requests: int, seed: int = CALIBRATION_SEED) -> tuple[dict[str, list[list[int]]], int]:
-    """Prompts by workload for `calibrate`, and how many tokens at their ends to ask for.
-
-    Args:
-        tokenizer: The testbed's.
-        requests: Of agents; half as many hang on headings.
-        seed: The first of several.
-    """
+    """Prompts by workload for `calibrate`, and how many tokens at their ends to ask for."""
     made = {
         "agents": agent_workload(tokenizer, requests=requests, seed=seed),
         "hanging": agent_workload(tokenizer, requests=max(2, requests // 2), seed=seed + 1, hanging=True),
@@ -153,13 +120,7 @@ def _shared(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 class Bench:
-    """A model, the policy of its `auto` mode, and what it answers without reuse.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        policy: For the modes auto and approximate.
-    """
+    """A model, the policy of its `auto` mode, and what it answers without reuse."""
 
     def __init__(self, model: Any, tokenizer: Any, policy: SegmentPolicy) -> None:
         self.model, self.tokenizer, self.policy = model, tokenizer, policy
@@ -167,12 +128,7 @@ class Bench:
         self._bytes: dict[tuple[str, str, Quantization, int], int] = {}
 
     def run(self, workload: Workload, side: Side) -> Iterator[Answer]:
-        """Sends all requests of a workload to a side.
-
-        Args:
-            workload: The requests.
-            side: A capped one goes after the same without a cap.
-        """
+        """Sends all requests of a workload to a side."""
         for index, requests in enumerate(workload.series):
             prefixes = prefix_lengths([request.prompt for request in requests])
             cap, whole = None, (workload.name, side.name, side.quantization, index)
@@ -196,18 +152,18 @@ class Bench:
 
     def _ask(self, store: SegmentStore, side: Side, request: Request, alone: torch.Tensor, **known: int) -> Answer:
         right_alone = sum(request.right(alone.argmax(-1).tolist()))
-        shared: dict[str, Any] = {**known, "drift": request.drift, "tokens": len(request.prompt), "right_alone": right_alone}
+        fields: Row = {**known, "drift": request.drift, "tokens": len(request.prompt), "right_alone": right_alone}
         if side.mode is None:
-            nothing: dict[str, Any] = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "refused": 0, "bytes": 0}
+            nothing: Row = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "refused": 0, "bytes": 0}
             page = {"page": None, "score": None}
-            return Answer(**shared, **nothing, **page, **_compared(request, alone, alone))
+            return Answer(**fields, **nothing, **page, **_compared(request, alone, alone))
         cache = SegmentReuseCache(self.model, store, self.tokenizer, side.mode, self.policy)
         found = next_tokens(self.model, request.prompt, request.continuation, cache).cpu()
         report = cache.report()
         page, score = _page(cache, request)
         refused = sum(probe.stop - probe.start for probe in cache.probes if probe.score < self.policy.probe)
         return Answer(
-            **shared,
+            **fields,
             **_compared(request, alone, found),
             reused=report.reused_tokens,
             saved=cache.report().flops_saved,
@@ -219,7 +175,7 @@ class Bench:
         )
 
 
-def _compared(request: Request, alone: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
+def _compared(request: Request, alone: torch.Tensor, found: torch.Tensor) -> Row:
     right = request.right(found.argmax(-1).tolist())
     return {
         "kls": tuple(divergence(alone, found).tolist()),

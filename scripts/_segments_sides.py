@@ -1,89 +1,36 @@
-"""Requests answered with and without reuse of segments, in turns: what they are, how long they take, and what the time goes to."""
+"""Requests answered with and without reuse of segments: what they are, and how long they take."""
 
 from __future__ import annotations
 
-import copy
-import functools
-import itertools
-import statistics
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from _common import synchronize
-from _equip_sides import Shape, spread
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from shared.models import Pair, random_ids
+from shared.results import Row
+from shared.timing import in_turns, phase_rows, profiled, ratios, spread, synchronize
+from transformers import DynamicCache
 
-from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore, compat
-from hf_kvcaches.segments import taking
-from hf_kvcaches.segments.resembling import Resembling
-from hf_kvcaches.segments.stages import Stages
-from hf_kvcaches.segments.taking import Taking
+from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 
 NONE, PREFIX, AUTO, APPROXIMATE = "no reuse", "prefix caching", "auto", "approximate"
 MODES = {PREFIX: "exact", AUTO: "auto", APPROXIMATE: "approximate"}
 TOLERANCE = 1e-4
-# Tokens of what a prompt of `moved` shares with earlier ones.
-SEGMENT = 100
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The same weights twice: with the model's own attention, and with what caches switch it to.
-
-    Args:
-        plain: For the side without reuse.
-        switched: For the others.
-        tokenizer: Theirs, or None.
-    """
-
-    plain: PreTrainedModel
-    switched: PreTrainedModel
-    tokenizer: Any = None
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, device: torch.device, tokenizer: Any = None) -> Pair:
-        model = model.to(device).eval()
-        shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
-        return cls(model, copy.deepcopy(model, shared), tokenizer)
-
-    @property
-    def device(self) -> torch.device:
-        return self.plain.device
+SEGMENT = 100  # tokens of what a prompt of `moved` shares with earlier ones
 
 
 class Answer(NamedTuple):
-    """One request.
+    """One request."""
 
-    Args:
-        seconds: Until all new tokens were there, the making of the cache included.
-        storing: Seconds that storing took after that, with nobody waiting for it.
-        tokens: Of the prompt.
-        reused: That were not run.
-    """
-
-    seconds: float
-    storing: float
-    tokens: int
-    reused: int
+    seconds: float  # until all new tokens were there, the making of the cache included
+    storing: float  # seconds that storing took after that, with nobody waiting for it
+    tokens: int  # of the prompt
+    reused: int  # that were not run
 
 
 class Side:
-    """A way to answer requests, with a store of its own.
-
-    Args:
-        name: One of `NONE`, `PREFIX`, `AUTO` and `APPROXIMATE`.
-        pair: Who answers.
-        policy: What "auto" lets in.
-        location: Of the store.
-    """
+    """A way to answer requests, with a store of its own; `name` is `NONE` or a key of `MODES`."""
 
     def __init__(self, name: str, pair: Pair, policy: SegmentPolicy, location: str = "memory") -> None:
         self.name, self.pair, self.policy = name, pair, policy
@@ -95,24 +42,18 @@ class Side:
         return SegmentReuseCache(self.pair.switched, self.store, self.pair.tokenizer, mode=MODES[self.name], policy=self.policy)
 
     def ask(self, ids: torch.Tensor, new_tokens: int = 1) -> Answer:
-        """Generates tokens greedily, and waits until all is stored.
-
-        Args:
-            ids: The prompt, (1, tokens).
-            new_tokens: Not fewer and not more.
-        """
+        """Generate exactly so many tokens greedily behind a prompt, (1, tokens), and wait until all is stored."""
         model = self.pair.plain if self.store is None else self.pair.switched
-        least = {"min_new_tokens": new_tokens} if new_tokens > 1 else {}
+        lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens if new_tokens > 1 else None}
         synchronize(ids.device)
         begin = time.perf_counter()
         cache = self.cache()
-        model.generate(ids, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, **least)
+        model.generate(ids, past_key_values=cache, do_sample=False, **lengths)
         synchronize(ids.device)
         seconds = time.perf_counter() - begin
         reused = 0 if self.store is None else cache.report().reused_tokens
         begin = time.perf_counter()
-        # What is computed goes to the store when its cache goes.
-        del cache
+        del cache  # what it computed goes to the store when it goes
         if self.store is not None:
             self.store.flush()
         return Answer(seconds, time.perf_counter() - begin, ids.shape[1], reused)
@@ -122,75 +63,54 @@ class Side:
             self.store.close()
 
 
-Asked = dict[str, list[Answer]]
+Answers = dict[str, list[Answer]]
 
 
-def in_turns(sides: Sequence[Side], prompts: Sequence[torch.Tensor], new_tokens: int = 1) -> Asked:
-    """All prompts, each by all sides before the next; another side is first each time."""
-    asked: Asked = {side.name: [] for side in sides}
-    for number, ids in enumerate(prompts):
-        turn = number % len(sides)
-        for side in [*sides[turn:], *sides[:turn]]:
-            asked[side.name].append(side.ask(ids, new_tokens))
-    return asked
+def ask_in_turns(sides: Sequence[Side], prompts: Sequence[torch.Tensor], new_tokens: int = 1) -> Answers:
+    """All prompts, each by all sides before the next."""
+    return in_turns({side.name: lambda number, side=side: side.ask(prompts[number], new_tokens) for side in sides}, len(prompts))
 
 
 def passes(
-    names: Sequence[str],
-    pair: Pair,
-    policy: SegmentPolicy,
-    prompts: Sequence[torch.Tensor],
-    new_tokens: int = 1,
-    *,
-    count: int = 1,
-    first: Sequence[torch.Tensor] = (),
-) -> Asked:
-    """The prompts several times, each time with new stores.
-
-    Args:
-        names: Of the sides.
-        pair: Who answers.
-        policy: What "auto" lets in.
-        prompts: Each (1, tokens).
-        new_tokens: Of each answer.
-        count: How many times.
-        first: Prompts that are answered before and do not count: what is new to a process is slow.
-    """
-    asked: Asked = {name: [] for name in names}
-    for turn, these in enumerate([first, *[prompts] * count]):
+    names: Sequence[str], pair: Pair, policy: SegmentPolicy, prompts: Sequence[torch.Tensor], new_tokens: int = 1,
+    *, count: int = 1, first: Sequence[torch.Tensor] = (),
+) -> Answers:  # fmt: skip
+    """The prompts several times, each time with new stores; answers to the first ones do not count: what is new to a process is slow."""
+    answers: Answers = {name: [] for name in names}
+    for turn, asked in enumerate([first, *[prompts] * count]):
         sides = [Side(name, pair, policy) for name in names]
-        for name, answers in in_turns(sides, these, new_tokens).items():
-            asked[name] += answers if turn else []
+        for name, more in ask_in_turns(sides, asked, new_tokens).items():
+            answers[name] += more if turn else []
         for side in sides:
             side.close()
-    return asked
+    return answers
 
 
-def rows_of(asked: Asked, measure: str, **labels: Any) -> list[Row]:
-    """A row for the time of each side, and one for what storing took.
-
-    Args:
-        asked: Answers by side, in the same order.
-        measure: What the seconds are.
-        **labels: Columns of all rows.
-    """
-    rows = []
-    for name, answers in asked.items():
-        whole = sum(answer.tokens for answer in answers)
-        own = {**labels, "side": name, "count": len(answers), "reused": round(sum(answer.reused for answer in answers) / whole, 4)}
-        own.setdefault("tokens", round(whole / len(answers)))
-        seconds = [answer.seconds for answer in answers]
-        ratios = [base.seconds / mine for base, mine in zip(asked[NONE], seconds, strict=True)]
-        rows.append({**own, "measure": measure, **spread("time", seconds, 1e3), **spread("ratio", ratios)})
+def rows_of(answers: Answers, measure: str, **labels: Any) -> Iterator[Row]:
+    """A row for the time of each side, with ratios taken within a prompt, and one for what storing took."""
+    for name, own in answers.items():
+        whole = sum(answer.tokens for answer in own)
+        row = {"tokens": round(whole / len(own)), **labels, "side": name, "count": len(own)}
+        row["reused"] = round(sum(answer.reused for answer in own) / whole, 4)
+        seconds = [answer.seconds for answer in own]
+        yield row | {"measure": measure, **spread("time", seconds, 1e3), **ratios([base.seconds for base in answers[NONE]], seconds)}
         if name != NONE:
-            stored = spread("time", [answer.storing for answer in answers], 1e3)
-            rows.append({**own, "measure": f"storing after {measure}", **stored})
-    return rows
+            yield row | {"measure": f"storing after {measure}", **spread("time", [answer.storing for answer in own], 1e3)}
+
+
+def phases(names: Sequence[str], pair: Pair, policy: SegmentPolicy, prompts: Sequence[torch.Tensor], workload: str) -> Iterator[Row]:
+    """What the time to the first token, and storing behind it, goes to: a row for each side and file of the package."""
+    tokens = round(sum(ids.shape[1] for ids in prompts) / len(prompts))
+    for name in names:
+        side = Side(name, pair, policy)
+        profiles = [profiled(lambda ids=ids, side=side: side.ask(ids), pair.device)[1] for ids in prompts]
+        side.close()
+        yield from phase_rows(profiles, side=name, workload=workload, tokens=tokens)
 
 
 @torch.no_grad()
 def prove(pair: Pair, prompts: Sequence[torch.Tensor], what: str) -> str:
-    """Compares logits of prefix caching, bit-equal in its store, with those of no reuse; each prompt comes twice."""
+    """Compare logits of prefix caching, bit-equal in its store, with those of no reuse; each prompt comes twice."""
     worst, reused = 0.0, 0
     with SegmentStore(quantization=None) as store:
         for ids in [*prompts, *prompts]:
@@ -207,151 +127,15 @@ def prove(pair: Pair, prompts: Sequence[torch.Tensor], what: str) -> str:
     return f"{what}: prefix caching gives the logits of no reuse, to {worst:.1e}, with {reused} tokens reused"
 
 
-def larger_model(shape: Shape, kv_heads: int, device: torch.device) -> Pair:
-    """A Llama with random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return Pair.of(LlamaForCausalLM(config), device)
-
-
-def moved(tokens: int, count: int, vocabulary: int, device: torch.device, seed: int = 0) -> list[torch.Tensor]:
-    """Prompts of which four fifths are the same segments in another order each time, behind and before what is new.
-
-    Args:
-        tokens: Of a prompt.
-        count: How many.
-        vocabulary: Of the model.
-        device: Where they are to be.
-        seed: Of the tokens.
-    """
-    random = torch.Generator().manual_seed(seed)
-    fresh = lambda length: torch.randint(1, vocabulary, (length,), generator=random)  # noqa: E731
-    pool = fresh(tokens * 4 // 5 // SEGMENT * SEGMENT).split(SEGMENT)
-    rest = tokens - SEGMENT * len(pool)
-    prompts = []
-    for _ in range(count):
+def moved(tokens: int, count: int, vocabulary: int, device: torch.device) -> list[torch.Tensor]:
+    """Prompts of which four fifths are the same segments in another order each time, behind and before what is new."""
+    random = torch.Generator().manual_seed(0)
+    pool = random_ids(vocabulary, tokens * 4 // 5 // SEGMENT * SEGMENT, seed=1).split(SEGMENT)
+    rest, prompts = tokens - SEGMENT * len(pool), []
+    for number in range(count):
+        new = random_ids(vocabulary, rest, seed=2 + number)
         # The new start has another length each time, so that segments move even where their order is the same.
         head = rest // 2 + int(torch.randint(-rest // 4, rest // 4, (1,), generator=random))
         order = torch.randperm(len(pool), generator=random).tolist()
-        parts = [fresh(head), *(pool[index] for index in order), fresh(rest - head)]
-        prompts.append(torch.cat(parts)[None].to(device))
+        prompts.append(torch.cat([new[:head], *(pool[index] for index in order), new[head:]])[None].to(device))
     return prompts
-
-
-class Phases:
-    """Own times of named functions: that of what is called inside of one, and has a name too, does not count for it.
-
-    Args:
-        device: Waited for before and after each call.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: Counter[str] = Counter()
-        self._inside: list[float] = []
-        self._thread = threading.current_thread()
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, its time being counted where it is called in the thread of this object.
-
-        Args:
-            name: Of the phase.
-            function: What to call.
-        """
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if threading.current_thread() is not self._thread:  # the store's
-                return function(*args, **kwargs)
-            synchronize(self.device)
-            begin = time.perf_counter()
-            self._inside.append(0.0)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                synchronize(self.device)
-                whole = time.perf_counter() - begin
-                self.seconds[name] += whole - self._inside.pop()
-                if self._inside:
-                    self._inside[-1] += whole
-
-        call.only_observes = True  # type: ignore[attr-defined]  # caches go on sharing what they compute
-        return call
-
-    @contextmanager
-    def watching(self, places: Sequence[tuple[str, Any, str]]) -> Iterator[None]:
-        """While open, functions are timed.
-
-        Args:
-            places: The phase, and the object with the name of its attribute that is the function.
-        """
-        before = [(owner, attribute, getattr(owner, attribute)) for _, owner, attribute in places]
-        try:
-            for (name, owner, attribute), (_, _, function) in zip(places, before, strict=True):
-                setattr(owner, attribute, self.timed(name, function))
-            yield
-        finally:
-            for owner, attribute, function in before:
-                setattr(owner, attribute, function)
-
-
-REST = "generate, embeddings, head"
-
-
-def places_of(model: PreTrainedModel) -> list[tuple[str, Any, str]]:
-    """What is timed, phase by phase."""
-    return [
-        ("make the cache", SegmentReuseCache, "__init__"),
-        ("fingerprint", SegmentReuseCache, "enter_pass"),
-        ("refresh the store", SegmentStore, "refresh"),
-        ("look up", taking, "plan_row"),
-        ("look up what is similar", Resembling, "runs"),
-        ("load", SegmentStore, "tensors"),
-        ("splice", Taking, "_open"),
-        ("probes and stages", Stages, "run"),
-        ("take, the rest", Taking, "take"),
-        ("layers", type(compat.decoder_layers(model)[2][0]), "forward"),
-    ]
-
-
-def phases(names: Sequence[str], pair: Pair, policy: SegmentPolicy, prompts: Sequence[torch.Tensor], workload: str) -> list[Row]:
-    """What the time to the first token goes to: a row for each side and phase. Timing adds a little to all.
-
-    Args:
-        names: Of the sides.
-        pair: Who answers.
-        policy: What "auto" lets in.
-        prompts: Each (1, tokens).
-        workload: Their name.
-    """
-    rows = []
-    for name in names:
-        side, found = Side(name, pair, policy), []
-        for ids in prompts:
-            clock = Phases(pair.device)
-            with clock.watching(places_of(pair.plain)):
-                answer = side.ask(ids)
-            clock.seconds[REST] = answer.seconds - sum(clock.seconds.values())
-            found.append(clock.seconds)
-        side.close()
-        whole = sum(sum(each.values()) for each in found)
-        for phase in [*(place[0] for place in places_of(pair.plain)), REST]:
-            own = [each[phase] for each in found]
-            if not any(own):
-                continue  # not a phase of this side
-            row = {"section": "phases", "workload": workload, "side": name, "measure": phase, "count": len(prompts)}
-            row |= {"tokens": round(statistics.mean(ids.shape[1] for ids in prompts))}
-            rows.append({**row, **spread("time", own, 1e3), "value": round(sum(own) / whole, 4), "unit": "of the time"})
-    return rows

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from _subspace_variants import Run, Workshop
+from shared.results import Row
+from shared.texts import encode
 from transformers import Cache
 
 from hf_kvcaches.errors import ConfigError
-from tests.testbed.documents import Document, Filler, fit_document
+from tests.testbed.documents import Document
 
 
 def read_rows(ids: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
@@ -27,15 +28,13 @@ def read_rows(ids: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
 
 def losses(model: Any, cache: Cache, ids: torch.Tensor, first: int) -> torch.Tensor:
     """The loss of each token but the first, (rows, tokens - 1), as the text is fed in one by one behind a block of `first`."""
-    found = []
-    pieces = [ids[:, :first], *ids[:, first:-1].split(1, 1)] if ids.shape[1] > first + 1 else [ids[:, :-1]]
-    for piece in pieces:
-        place = sum(each.shape[1] for each in found)
-        logits = model(input_ids=piece, past_key_values=cache, use_cache=True).logits.float()
-        targets = ids[:, place + 1 : place + 1 + piece.shape[1]]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        found.append(loss.view(targets.shape))
-    return torch.cat(found, 1)
+    parts, place = [], 0
+    for block in [ids[:, :first], *ids[:, first:-1].split(1, 1)] if ids.shape[1] > first + 1 else [ids[:, :-1]]:
+        logits = model(input_ids=block, past_key_values=cache, use_cache=True).logits.float()
+        targets = ids[:, place + 1 : place + 1 + block.shape[1]]
+        parts.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
+        place += block.shape[1]
+    return torch.cat(parts, 1)
 
 
 def spans(tokens: int) -> list[tuple[int, int]]:
@@ -44,17 +43,8 @@ def spans(tokens: int) -> list[tuple[int, int]]:
     return list(zip([1, *ends], [*ends, tokens], strict=True))
 
 
-def perplexity_rows(
-    workshop: Workshop, run: Run, ids: torch.Tensor, full: torch.Tensor | None
-) -> tuple[torch.Tensor, list[dict[str, Any]]]:
-    """The losses of all tokens, and a row of the file for the whole and for each span.
-
-    Args:
-        workshop: Makes the cache.
-        run: Which.
-        ids: (rows, tokens).
-        full: The losses with the full cache, or None if this is it.
-    """
+def perplexity_rows(workshop: Workshop, run: Run, ids: torch.Tensor, full: torch.Tensor | None) -> tuple[torch.Tensor, list[Row]]:
+    """The losses of all tokens, and a row of the file for the whole and for each span."""
     # Sinks are exact to each other anyway, so that reading them at once changes nothing.
     is_full = run.variant.mode == "full"
     first = ids.shape[1] - 1 if is_full else max(1, run.window[0])
@@ -77,30 +67,14 @@ class Quiz:
     questions: tuple[tuple[list[int], list[int]], ...]
 
 
-def make_documents(tokenizer: Any, text: str, count: int, tokens: int, seed: int) -> list[Document]:
-    """Documents of about so many tokens, with paragraphs of the text between their facts."""
-    filler, found = Filler(text), []
-    size = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
-    for drawn in range(seed, seed + 40 * count):
-        document = fit_document(random.Random(drawn), filler, size, tokens, facts=max(2, tokens // 80))
-        # Now and then the generator ends far below the length asked for.
-        if size(document.text()) >= 0.85 * tokens:
-            found.append(document)
-        if len(found) == count:
-            return found
-    raise ConfigError.of("--length", "a length that documents can have", tokens, "Ask for longer documents.")
-
-
 def make_quiz(tokenizer: Any, document: Document, recent: int, limit: int) -> Quiz:
     """The questions about facts that stand before the last `recent` tokens of the context."""
-    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    context, asked = encode(document.context()), []
-    for index in document.asked:
-        fact = document.facts[index]
+    context, asked = encode(tokenizer, document.context()), []
+    for fact in (document.facts[index] for index in document.asked):
         note = "".join(fact.note)
         before = document.context().partition(note)[0]
-        if len(encode(before + note)) <= len(context) - recent:
-            asked.append((encode(fact.question), encode(fact.answer)))
+        if len(encode(tokenizer, before + note)) <= len(context) - recent:
+            asked.append((encode(tokenizer, fact.question), encode(tokenizer, fact.answer)))
     return Quiz(context, tuple(asked[:limit]))
 
 
@@ -125,7 +99,7 @@ def right_answers(model: Any, cache: Cache, quiz: Quiz) -> int:
     )
 
 
-def recall_row(workshop: Workshop, run: Run, quizzes: Sequence[Quiz]) -> dict[str, Any]:
+def recall_row(workshop: Workshop, run: Run, quizzes: Sequence[Quiz]) -> Row:
     """A row of the file."""
     asked = sum(len(quiz.questions) for quiz in quizzes)
     if not asked:

@@ -1,20 +1,18 @@
-"""What `bench_subspace.py` measures: attention alone, decode steps, and what sketching adds. Sides are made, compared and timed."""
+"""What `bench_subspace.py` measures: attention alone, decode steps, and what sketching adds."""
 
 from __future__ import annotations
 
 import copy
 import itertools
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from _common import synchronize
-from _equip_sides import Models, Shape, in_turns, spread
-from transformers import Cache, DynamicCache, LlamaForCausalLM
+from shared.models import SCORES_SPREAD, Pair, Shape
+from shared.results import Row
+from shared.timing import Clock, compared, in_turns, seconds_of
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_kvcaches import AdaptiveSubspace, GrowingCache, SubspaceBases, SubspaceCache
 from hf_kvcaches.core.cache import measured_bytes
@@ -26,11 +24,9 @@ FULL, GROWING = "DynamicCache", "GrowingCache"
 STATIC, ADAPTIVE, CHANGING = "static", "adaptive", "adaptive, new bases"
 HEADS, KV_HEADS = 8, {"mha": 8, "gqa": 2}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}  # of outputs and logits of the order of 1
-SCORES_SPREAD = 3.0  # standard deviation of the scores: outputs are then made of few tokens, and of the order of 1
 CHUNK = 1024  # tokens of a prompt that are fed at once
-MIB = 2**20
 
-Makers = dict[str, Callable[[], Cache]]
+Makers = Mapping[str, Callable[[], Cache]]
 
 
 @dataclass(frozen=True)
@@ -57,109 +53,22 @@ class Cell:
 
 
 def needed(cell: Cell, layers: int = 0) -> int:
-    """A generous estimate of the bytes that all sides of a cell hold at once.
-
-    Args:
-        cell: Of which section of the benchmark.
-        layers: Of the model around it; 0 where one layer's attention is measured alone.
-    """
+    """A generous estimate of the bytes that all sides of a cell hold at once; `layers` is 0 where one layer's attention is alone."""
     if layers:  # two full caches, three of coefficients, and the copies that one of them makes of a layer
         return int(cell.full_bytes * (3.2 * layers + 2))
     copies = 1 if cell.kv == "mha" else 1 + HEADS // cell.kv_heads
     return int(cell.full_bytes * (copies + 0.5) + 1.5 * cell.full_bytes * (4 / getattr(torch, cell.dtype).itemsize))
 
 
-def rows_that_fit(cell: Cell, most: float, layers: int = 0) -> int:
-    """The cell's batch, halved until it takes no more than so many bytes."""
-    batch = cell.batch
-    while batch > 1 and needed(Cell(cell.dtype, cell.kv, cell.head_dim, batch, cell.tokens), layers) > most:
-        batch //= 2
-    return batch
-
-
-def last_cache(device: torch.device) -> int:
-    """Bytes of the largest cache of the processor, 0 if nothing says so."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max((int(size[:-1]) * (2**10 if size[-1] == "K" else MIB) for size in sizes if size[:-1].isdigit()), default=0)
-
-
-class Clock:
-    """Times single calls.
-
-    Args:
-        device: Where calls run.
-        warm: On a CPU, let each call find in the processor's caches what it read the last time.
-        small: For a run whose numbers mean nothing.
-    """
-
-    def __init__(self, device: torch.device, *, warm: bool = False, small: bool = False) -> None:
-        self.device, self.warm = device, warm
-        size = 4 * MIB if small else 2048 * MIB if device.type == "cuda" else min(1024 * MIB, max(256 * MIB, 2 * last_cache(device)))
-        self._other = torch.ones(size // 4, device=device)
-        self.bandwidth = self._bandwidth()
-
-    def layers(self, size: int, calls: int) -> int:
-        """How many tensors of that size are to be read in turns, so that none is in a cache when its turn comes again.
-
-        Args:
-            size: In bytes.
-            calls: In all; more tensors are of no use.
-        """
-        if self.warm or self.device.type == "cuda":
-            return 1
-        return max(1, min(calls, -(-2 * last_cache(self.device) // size)))
-
-    def of(self, work: Callable[[], object]) -> float:
-        """Seconds of a call; on CUDA those of the device."""
-        if self.device.type == "cuda":
-            # Empties the caches, and takes longer than Python takes to give the call that is timed.
-            self._other.sum()
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            work()
-            end.record()
-            torch.cuda.synchronize(self.device)
-            return start.elapsed_time(end) / 1e3
-        synchronize(self.device)
-        begin = time.perf_counter()
-        work()
-        synchronize(self.device)
-        return time.perf_counter() - begin
-
-    def _bandwidth(self) -> float:
-        """Bytes a second: the best of summing a large tensor and copying it, which reads and writes."""
-        target, size = torch.empty_like(self._other), self._other.nbytes
-        works = ((self._other.sum, size), (lambda: target.copy_(self._other), 2 * size))
-        return max(size / min(self.of(work) for _ in range(9)) for work, size in works)
-
-
-def compared(seconds: dict[str, list[float]], baselines: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Columns of each side: milliseconds, and how many times as fast as the best baseline it is.
-
-    Args:
-        seconds: Of each round, by side.
-        baselines: Sides of which that with the lowest median is what all are compared with, round by round: what slows the computer
-            for a while slows all sides.
-    """
-    best = min(baselines, key=lambda name: statistics.median(seconds[name]))
-    rows: dict[str, dict[str, Any]] = {}
-    for name, own in seconds.items():
-        ratios = [base / mine for base, mine in zip(seconds[best], own, strict=True)]
-        rows[name] = {"side": name, "baseline": best, **spread("time", own, 1e3), **spread("ratio", ratios)}
-        rows[name]["total_ratio"] = round(sum(seconds[best]) / sum(own), 4)
-    return rows
+def that_fits(cell: Cell, most: float, layers: int = 0) -> Cell:
+    """The cell, its batch halved until it takes no more than so many bytes."""
+    while cell.batch > 1 and needed(cell, layers) > most:
+        cell = replace(cell, batch=cell.batch // 2)
+    return cell
 
 
 class Kernels:
-    """One layer's keys and values as coefficients of a quarter of the dimensions, and as what these stand for.
-
-    Args:
-        cell: How many, and in which precision.
-        device: Where they are.
-        seed: Of the numbers.
-    """
+    """One layer's keys and values as coefficients of a quarter of the dimensions, and as what these stand for."""
 
     def __init__(self, cell: Cell, device: torch.device, seed: int = 0) -> None:
         self.cell, self.device, self.dtype = cell, device, getattr(torch, cell.dtype)
@@ -237,7 +146,7 @@ class Kernels:
         return worst
 
 
-def attention_alone(cell: Cell, clock: Clock, rounds: int) -> list[dict[str, Any]]:
+def attention_alone(cell: Cell, clock: Clock, rounds: int) -> Iterator[Row]:
     """Attention of one new token a row in one layer: all variants and all ways of SDPA, one row each."""
     layers = [Kernels(cell, clock.device, seed) for seed in range(clock.layers(cell.full_bytes, rounds + 1))]
     error, first = layers[0].prove(), layers[0]
@@ -246,83 +155,58 @@ def attention_alone(cell: Cell, clock: Clock, rounds: int) -> list[dict[str, Any
         for name, work in (layer.baselines(*layer.full("post")) | {variant: layer.ours(variant) for variant in VARIANTS}).items():
             ways.setdefault(name, []).append(work)
     # Each call reads the next layer's numbers, as in a model: alone, a layer would find its own in the processor's caches.
-    turns = [lambda works=works: [clock.of(next(works))] for works in map(itertools.cycle, ways.values())]
-    seconds = {name: [each[0] for each in own] for name, own in zip(ways, in_turns(turns, rounds), strict=True)}
+    cycles = {name: itertools.cycle(calls) for name, calls in ways.items()}
+    works = {name: lambda _, name=name: clock.of(next(cycles[name])) for name in ways}
+    seconds = in_turns(works, rounds, warm_up=1)
     # How models call it; that heads of a group can stand where tokens would is a trick that can be had with full keys, too, and is shown.
-    rows = compared(seconds, [name for name in ways if name not in (*VARIANTS, GROUPED)])
-    for name, row in rows.items():
-        size = first.bytes_of(name) if name in VARIANTS else cell.full_bytes + first.query.nbytes
-        row |= floor(size, row["time_ms"], clock) | {"error": error}
-    return list(rows.values())
+    for row in compared(seconds, [name for name in ways if name not in (*VARIANTS, GROUPED)]):
+        size = first.bytes_of(row["side"]) if row["side"] in VARIANTS else cell.full_bytes + first.query.nbytes
+        yield row | floor(size, row["time_ms"], clock) | {"error": error, "caches": "cold"}
 
 
-def floor(size: int, milliseconds: float, clock: Clock) -> dict[str, Any]:
+def floor(size: int, milliseconds: float, clock: Clock) -> Row:
     """The columns of the least time: how long the reading of so many bytes takes, as a share of the time that was measured."""
     return {"bytes": size, "floor_share": round(size / clock.bandwidth / (milliseconds / 1e3), 4)}
 
 
 class Stepping:
-    """A model with a cache for each side, all of which read one prompt.
+    """A model with a cache for each side, all of which read one prompt."""
 
-    Args:
-        models: The same weights twice: for transformers' own cache, and for ours.
-        makers: Each side's empty cache.
-    """
-
-    def __init__(self, models: Models, makers: Makers) -> None:
-        self.models, self.filled = models, 0
+    def __init__(self, pair: Pair, makers: Makers) -> None:
+        self.pair, self.filled = pair, 0
         self.caches = {name: make() for name, make in makers.items()}
         self._random = torch.Generator().manual_seed(1)
 
-    def model(self, name: str) -> LlamaForCausalLM:
-        return self.models.plain if name == FULL else self.models.switched
+    def model(self, name: str) -> PreTrainedModel:
+        return self.pair.plain if name == FULL else self.pair.switched
 
     def ids(self, *shape: int) -> torch.Tensor:
-        return torch.randint(self.models.plain.config.vocab_size, shape, generator=self._random).to(self.models.plain.device)
+        return torch.randint(self.pair.plain.config.vocab_size, shape, generator=self._random).to(self.pair.device)
 
     def fill(self, tokens: int) -> None:
-        """Feeds one row until every cache has read so many tokens."""
+        """Feed one row until every cache has read so many tokens."""
         while self.filled < tokens:
             chunk = self.ids(1, min(CHUNK, tokens - self.filled))
             for name, cache in self.caches.items():
                 feed(self.model(name), cache, chunk)
             self.filled += chunk.shape[1]
 
-    def rows(self, batch: int) -> dict[str, Cache]:
-        """Copies of the filled caches with so many equal rows: what is in the rows does not matter to the clock."""
-        caches = copy.deepcopy(self.caches)
-        for cache in caches.values():
-            if batch > 1:
-                cache.batch_repeat_interleave(batch)
-        return caches
-
-    def seconds(self, cell: Cell, rounds: int, steps: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-        """Of a step, the mean of each round; and the bytes that a step must read. Caches go on growing, all alike."""
+    def measure(self, cell: Cell, clock: Clock, rounds: int, steps: int, baseline: str) -> Iterator[Row]:
+        """The mean time of a step in each round, for copies of the caches; they go on growing, all alike."""
         self.fill(cell.tokens)
-        caches, ids = self.rows(cell.batch), self.ids(cell.batch, 1)
-        turns = [lambda name=name, cache=cache: [_mean_step(self.model(name), cache, ids, steps)] for name, cache in caches.items()]
-        measured = in_turns(turns, rounds)
-        weights = measured_bytes(self.models.plain.parameters())
-        sizes = {name: weights + cache_bytes(cache) for name, cache in caches.items()}
-        return {name: [each[0] for each in own] for name, own in zip(caches, measured, strict=True)}, sizes
-
-    def measure(self, cell: Cell, clock: Clock, rounds: int, steps: int, baseline: str) -> list[dict[str, Any]]:
-        seconds, sizes = self.seconds(cell, rounds, steps)
-        rows = compared(seconds, [baseline])
-        return [row | floor(sizes[name], row["time_ms"], clock) | {"steps": steps} for name, row in rows.items()]
+        caches, ids = copy.deepcopy(self.caches), self.ids(cell.batch, 1)
+        for cache in caches.values() if cell.batch > 1 else ():
+            # What is in the rows does not matter to the clock.
+            cache.batch_repeat_interleave(cell.batch)
+        step = lambda name: seconds_of(lambda: feed(self.model(name), caches[name], ids), self.pair.device, steps)  # noqa: E731
+        seconds = in_turns({name: lambda _, name=name: step(name) for name in caches}, rounds, warm_up=1)
+        weights = measured_bytes(self.pair.plain.parameters())
+        for row in compared(seconds, [baseline]):
+            yield row | floor(weights + cache_bytes(caches[row["side"]]), row["time_ms"], clock) | {"steps": steps}
 
 
-def feed(model: LlamaForCausalLM, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
+def feed(model: PreTrainedModel, cache: Cache, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-
-
-def _mean_step(model: LlamaForCausalLM, cache: Cache, ids: torch.Tensor, steps: int) -> float:
-    synchronize(model.device)
-    begin = time.perf_counter()
-    for _ in range(steps):
-        feed(model, cache, ids)
-    synchronize(model.device)
-    return (time.perf_counter() - begin) / steps
 
 
 def cache_bytes(cache: Cache) -> int:
@@ -331,17 +215,17 @@ def cache_bytes(cache: Cache) -> int:
     return int(cache.report().bytes)
 
 
-def calibrated(models: Models, tokens: int, **options: Any) -> SubspaceBases:
+def calibrated(pair: Pair, tokens: int, **options: Any) -> SubspaceBases:
     """Bases of random weights, from random tokens: what is in them does not matter to the clock."""
-    ids = torch.randint(models.plain.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(2))
-    return SubspaceBases.calibrate(models.switched, None, [ids.tolist()], block=512, progress=False, **options)
+    ids = torch.randint(pair.plain.config.vocab_size, (tokens,), generator=torch.Generator().manual_seed(2))
+    return SubspaceBases.calibrate(pair.switched, None, [ids.tolist()], block=512, progress=False, **options)
 
 
-def step_makers(models: Models, tokens: int) -> Makers:
+def step_makers(pair: Pair, tokens: int) -> Makers:
     """The full caches, and `SubspaceCache` with ranks of a quarter of the dimensions."""
-    plain, model = models.plain, models.switched
+    plain, model = pair.plain, pair.switched
     rank = plain.config.head_dim // 4
-    post, aware = (calibrated(models, tokens, rank=rank, rotation=rotation) for rotation in ("post", "aware"))
+    post, aware = (calibrated(pair, tokens, rank=rank, rotation=rotation) for rotation in ("post", "aware"))
     return {
         FULL: lambda: DynamicCache(config=plain.config),
         GROWING: lambda: GrowingCache(model),
@@ -351,19 +235,14 @@ def step_makers(models: Models, tokens: int) -> Makers:
     }
 
 
-def adaptive_makers(models: Models, tokens: int, warmup: int) -> Makers:
+def adaptive_makers(pair: Pair, tokens: int, warmup: int) -> Makers:
     """Bases from calibration, and those that follow the text, of the same ranks.
 
     Random weights make keys that no basis fits, so that with the defaults each chunk gets new ones: both that and bases that are looked at
     after each chunk but stay, as on real text they nearly always do, are measured.
-
-    Args:
-        models: As for `Stepping`.
-        tokens: To calibrate on.
-        warmup: Of adaptive bases.
     """
-    model, rank = models.switched, models.plain.config.head_dim // 4
-    bases = calibrated(models, tokens, rank=(rank, rank), rotation="aware")
+    model, rank = pair.switched, pair.plain.config.head_dim // 4
+    bases = calibrated(pair, tokens, rank=(rank, rank), rotation="aware")
     options = {"rank": (rank, rank), "warmup": warmup}
     return {
         STATIC: lambda: SubspaceCache(model, bases),
@@ -372,30 +251,30 @@ def adaptive_makers(models: Models, tokens: int, warmup: int) -> Makers:
     }
 
 
-def prefills(cell: Cell, models: Models, makers: Makers, rounds: int) -> list[dict[str, Any]]:
+def prefills(cell: Cell, pair: Pair, makers: Makers, rounds: int) -> list[Row]:
     """A whole prompt at once into an empty cache."""
-    ids = Stepping(models, {}).ids(cell.batch, cell.tokens)
-    turns = [lambda make=make: [_mean_step(models.switched, make(), ids, 1)] for make in makers.values()]
-    seconds = {name: [each[0] for each in own] for name, own in zip(makers, in_turns(turns, rounds), strict=True)}
-    return list(compared(seconds, [STATIC]).values())
+    ids = Stepping(pair, {}).ids(cell.batch, cell.tokens)
+    works = {name: lambda _, make=make: seconds_of(lambda: feed(pair.switched, make(), ids), pair.device) for name, make in makers.items()}
+    return compared(in_turns(works, rounds, warm_up=1), [STATIC])
 
 
 def prove_caches(shape: Shape, kvs: Sequence[str], dtypes: Sequence[str], device: torch.device) -> Iterator[str]:
     """With as many coefficients as dimensions nothing is lost: the full cache's logits, before any step is timed."""
     for dtype, kv in itertools.product(dtypes, kvs):
-        models = Models.make(shape, kv, dtype, device, sharp=False)
+        pair = Pair.random(shape, kv, device, dtype)
         for rotation in ("post", "aware"):
-            error = _lost(models, calibrated(models, 256, rank=shape.head_dim, rotation=rotation, gamma="one"))
+            bases = calibrated(pair, 256, rank=shape.head_dim, rotation=rotation, gamma="one")
+            makers = {
+                FULL: lambda pair=pair: DynamicCache(config=pair.plain.config),
+                "ours": lambda pair=pair, bases=bases: SubspaceCache(pair.switched, bases),
+            }
+            sides = Stepping(pair, makers)
+            sides.fill(160)
+            ids = sides.ids(8, 1, 1)
+            full, ours = (
+                torch.stack([feed(sides.model(name), cache, token).float() for token in ids]) for name, cache in sides.caches.items()
+            )
+            error = float((full - ours).abs().max())
             if not error <= TOLERANCE[dtype]:
                 raise SystemExit(f"{dtype} {kv} {rotation}: logits differ by {error:.3g}, more than {TOLERANCE[dtype]:.0e}: nothing timed")
             yield f"{dtype} {kv} {rotation}: same logits as {FULL} with all coefficients, to {error:.1e}"
-
-
-def _lost(models: Models, bases: SubspaceBases) -> float:
-    """The greatest difference from the full cache's logits over some steps."""
-    makers = {FULL: lambda: DynamicCache(config=models.plain.config), "ours": lambda: SubspaceCache(models.switched, bases)}
-    sides = Stepping(models, makers)
-    sides.fill(160)
-    ids = sides.ids(8, 1, 1)
-    full, ours = (torch.stack([feed(sides.model(name), sides.caches[name], each).float() for each in ids]) for name in makers)
-    return float((full - ours).abs().max())

@@ -7,17 +7,34 @@ from typing import Any
 
 import torch
 from _subspace_variants import Workshop
+from shared.numbers import spearman
 
-from hf_kvcaches import AdaptiveSubspace, SubspaceCache
-from hf_kvcaches.kernels.coefficients import TILE
 from hf_kvcaches.subspace.bases import LayerBases
-from hf_kvcaches.subspace.bounds import logit_error_bound, output_error_bound, residual_norm, residual_rows, value_radius
+from hf_kvcaches.subspace.bounds import logit_error_bound, output_error_bound, value_radius
 from hf_kvcaches.subspace.calibration import MeterCache
 from hf_kvcaches.subspace.fitting import Choices
 from hf_kvcaches.subspace.measuring import LayerMeter, Pick, Tokens
 
 SPECTRA = {"keys before rotation": "aware", "keys after rotation": "post", "values": "aware"}
 _MEASURES = ("logits", "output")
+
+
+def residuals(vectors: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0) -> torch.Tensor:
+    """What each token loses, `x - gamma decode encode x`, in float64; `decode` is the transpose of `encode` if None."""
+    encode = encode.double()
+    decode = encode.mT if decode is None else decode.double()
+    return vectors.double() - gamma * (vectors.double() @ encode.mT @ decode.mT)
+
+
+def residual_rows(*maps: Any, **options: Any) -> torch.Tensor:
+    """The norm of what each token loses, (..., tokens); their largest is the best possible residual of the bounds."""
+    return torch.linalg.vector_norm(residuals(*maps, **options), dim=-1)
+
+
+def residual_norm(*maps: Any, **options: Any) -> torch.Tensor:
+    """The operator norm of what all tokens lose together, (...)."""
+    lost = residuals(*maps, **options)
+    return torch.linalg.matrix_norm(lost, ord=2) if lost.numel() else lost.new_zeros(lost.shape[:-2])
 
 
 def spectra_rows(workshop: Workshop) -> list[dict[str, Any]]:
@@ -112,40 +129,6 @@ def bounds_rows(workshop: Workshop, ids: torch.Tensor, ranks: Sequence[int]) -> 
         yield from _correlations(layer, "all", "heads", {name: torch.stack([p[name] for p in pooled]) for name in pooled[0]})
 
 
-@torch.no_grad()
-def sketch_rows(workshop: Workshop, ids: torch.Tensor, ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """For each layer: rank correlation of what Frequent Directions guarantee and the errors of each row's last query.
-
-    The guarantee is for what the basis in use loses of all keys (or values) in the sketch, and no bound on these errors.
-    """
-    warmup = min(256, ids.shape[1] // 2 // TILE * TILE)
-    found: dict[int, list[dict[str, torch.Tensor]]] = {}
-    for rank in ranks:
-        adaptive = AdaptiveSubspace(rank=rank, sketch="fd", warmup=warmup)
-        cache = SubspaceCache(workshop.model, adaptive=adaptive, sinks=0, recent=0, shadow=True)
-        for piece in ids.to(workshop.model.device).split(128, 1):
-            workshop.model(input_ids=piece, past_key_values=cache, use_cache=True)
-        for index, layer in enumerate(cache.diagnostics().layers):
-            if layer is None or layer.key_sketch_bound is None or layer.value_sketch_bound is None:
-                continue
-            assert layer.logit_error is not None
-            assert layer.output_error is not None
-            errors = [each.unflatten(1, (layer.key_sketch_bound.shape[1], -1)).amax(-1) for each in (layer.logit_error, layer.output_error)]
-            named = {
-                "logits": errors[0],
-                "output": errors[1],
-                "logits sketch": layer.key_sketch_bound,
-                "output sketch": layer.value_sketch_bound,
-            }
-            found.setdefault(index, []).append({name: each.flatten() for name, each in named.items()})
-    for index, own in found.items():
-        points = {name: torch.cat([each[name] for each in own]) for name in own[0]}
-        for what in _MEASURES:
-            measured, told = points[what], points[f"{what} sketch"]
-            numbers = {"points": len(measured), "spearman": round(spearman(measured, told), 4), "error": f"{float(measured.median()):.4g}"}
-            yield {"layer": index, "rank": "all", "over": "heads", "what": what, "bound": "sketch", **numbers}
-
-
 def _correlations(layer: int, rank: str, over: str, points: dict[str, torch.Tensor]) -> Iterator[dict[str, Any]]:
     for what in _MEASURES:
         measured = points[what].flatten()
@@ -163,17 +146,3 @@ def _correlations(layer: int, rank: str, over: str, points: dict[str, torch.Tens
                 "share_of_bound": round(float((measured / bound.clamp_min(1e-300)).median()), 5),
                 "above_bound": int((measured > bound * (1 + 1e-9) + 1e-9).sum()),
             }
-
-
-def spearman(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The correlation of the ranks of two lists of numbers; equal ones share their mean rank."""
-    ranks = torch.stack([_ranks(left), _ranks(right)])
-    centred = ranks - ranks.mean(1, keepdim=True)
-    scale = centred.square().sum(1).prod().sqrt()
-    return float((centred[0] * centred[1]).sum() / scale) if scale else float("nan")
-
-
-def _ranks(numbers: torch.Tensor) -> torch.Tensor:
-    _, place, counts = torch.unique(numbers.double(), sorted=True, return_inverse=True, return_counts=True)
-    last = counts.cumsum(0).double()
-    return (last - (counts.double() - 1) / 2)[place]

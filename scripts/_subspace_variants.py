@@ -18,28 +18,19 @@ FULL = "full cache"
 Window = tuple[int, int]
 NONE: Window = (0, 0)
 ENDS: Window = (4, 64)
-COLUMNS = "variant mode rotation metric gamma share rule coefficients sinks recent bytes_ratio".split()
+NAMES = "variant mode rotation metric gamma share rule coefficients sinks recent bytes_ratio".split()
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """One way to keep a text.
+    """One way to keep a text."""
 
-    Args:
-        name: What tables call it.
-        mode: Which of the caches.
-        options: Of `SubspaceBases.calibrate`, or of `AdaptiveSubspace`.
-        windows: With which (sinks, recent) it is measured.
-        coefficients: Of `SubspaceCache`.
-        quick: Whether `--quick` takes it along.
-    """
-
-    name: str
-    mode: Literal["full", "static", "adaptive"]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    windows: tuple[Window, ...] = (NONE,)
-    coefficients: Literal["int8"] | None = None
-    quick: bool = False
+    name: str  # what tables call it
+    mode: Literal["full", "static", "adaptive"]  # which of the caches
+    options: Mapping[str, Any] = field(default_factory=dict)  # of `SubspaceBases.calibrate`, or of `AdaptiveSubspace`
+    windows: tuple[Window, ...] = (NONE,)  # with which (sinks, recent) it is measured
+    coefficients: Literal["int8"] | None = None  # of `SubspaceCache`
+    quick: bool = False  # whether `--quick` takes it along
 
 
 def _static(name: str, *windows: Window, int8: bool = False, quick: bool = False, **bases: Any) -> Variant:
@@ -115,14 +106,7 @@ def runs_of(names: Sequence[str] | None, quick: bool) -> list[Run]:
 
 
 class Workshop:
-    """Makes caches for a model, and calibrates each kind of bases once.
-
-    Args:
-        model: The model.
-        texts: Token ids to calibrate on.
-        block: The longest sequence that is read in one piece.
-        bytes_tokens: How many tokens a cache has read when its bytes are counted.
-    """
+    """Makes caches for a model, and calibrates each kind of bases once."""
 
     def __init__(self, model: Any, texts: Sequence[list[int]], block: int, bytes_tokens: int) -> None:
         self.model, self.texts, self.block, self.bytes_tokens = model, texts, block, bytes_tokens

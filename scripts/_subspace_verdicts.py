@@ -7,8 +7,10 @@ from statistics import median
 from typing import Any
 
 from _subspace_variants import ENDS, FULL, MODES, NONE, Window
+from shared.bars import bar, not_measured
+from shared.results import Row, rows_where
 
-Rows = Sequence[dict[str, Any]]
+Rows = Sequence[Row]
 
 # A subspace is called small if the cache takes at most this share of the bytes.
 SMALL = 0.375
@@ -24,12 +26,7 @@ NOT_MEASURED = "not measured: "
 
 
 def verdicts(found: dict[str, Rows], tokens: int) -> list[str]:
-    """One line for each falsifier and each bar.
-
-    Args:
-        found: The rows of each task that ran.
-        tokens: Length of the rows that perplexity was measured on.
-    """
+    """One line for each falsifier and each bar."""
     texts = [row for row in found.get("perplexity", ()) if row["mode"] != "full"]
     whole = [row for row in texts if (row["from"], row["to"]) == (2, tokens)]
     lines = ["The paper's falsifiers (held: the paper's claim stands)"]
@@ -114,67 +111,54 @@ def _prediction(bounds: Rows) -> str:
         numbers = [row["spearman"] for row in own if row["what"] == what]
         held &= median(numbers) >= PREDICTS
         parts.append(f"{what} {median(numbers):.2f}, by layer {min(numbers):.2f} to {max(numbers):.2f}")
-    above = sum(row.get("above_bound", 0) for row in bounds)
-    sketches = []
-    for what in ("logits", "output"):
-        numbers = [row["spearman"] for row in bounds if row["bound"] == "sketch" and row["what"] == what]
-        sketches += [f"{what} {median(numbers):.2f}"] if numbers else []
-    told = ", ".join(sketches) or "not measured"
-    return _line(4, claim, _held(held), f"{'; '.join(parts)}; {above} errors above their bound; by what sketches guarantee: {told}")
+    above = sum(row["above_bound"] for row in bounds)
+    return _line(4, claim, _held(held), f"{'; '.join(parts)}; {above} errors above their bound")
 
 
 def _cost(name: str, whole: Rows, window: Window, ratio: float, most: float, coefficients: str) -> str:
-    kind = ("static", "aware", coefficients)
-    own = [row for row in whole if _kind(row) == kind and _window(row) == window and row["bytes_ratio"] <= ratio]
-    claim = f"  {name}: at most {most:g}% perplexity at {ratio:g} of the bytes"
-    if not own:
-        return f"{claim}: {NOT_MEASURED}no such run"
-    best = min(own, key=lambda row: row["change_percent"])
+    claim = f"{name}: at most {most:g}% perplexity at {ratio:g} of the bytes"
+    rows = [row for row in whole if _kind(row) == ("static", "aware", coefficients, window) and row["bytes_ratio"] <= ratio]
+    if not rows:
+        return not_measured(claim)
+    best = min(rows, key=lambda row: row["change_percent"])
     numbers = f"{best['change_percent']:+.3f}% at {best['bytes_ratio']:.3f}, {best['variant']}"
-    return f"{claim}: {_met(best['change_percent'] <= most)} ({numbers})"
+    return bar(claim, best["change_percent"] <= most, numbers)
 
 
 def _recall(rows: Rows, window: Window, ratio: float, most: float) -> str:
-    claim = f"  static aware, {window[0]} + {window[1]} exact: at most {most:g} points of recall at {ratio:g} of the bytes"
+    claim = f"static aware, {window[0]} + {window[1]} exact: at most {most:g} points of recall at {ratio:g} of the bytes"
     full = next((row for row in rows if row["variant"] == FULL), None)
-    kind = ("static", "aware", "")
-    own = [row for row in rows if _kind(row) == kind and _window(row) == window and row["bytes_ratio"] <= ratio]
-    if full is None or not own:
-        return f"{claim}: {NOT_MEASURED}no such run"
-    best = max(own, key=lambda row: row["share"])
-    lost = round(100 * (full["share"] - best["share"]), 6)
+    small = [row for row in rows if _kind(row) == ("static", "aware", "", window) and row["bytes_ratio"] <= ratio]
+    if full is None or not small:
+        return not_measured(claim)
+    best = max(small, key=lambda row: row["share"])
     numbers = f"{100 * best['share']:.1f}% of {best['questions']}, full cache {100 * full['share']:.1f}%, {best['variant']}"
-    return f"{claim}: {_met(lost <= most)} ({numbers})"
+    return bar(claim, round(100 * (full["share"] - best["share"]), 6) <= most, numbers)
 
 
 def _adaptive_bar(late: Rows, window: Window) -> str:
     name = "no window" if window == NONE else f"{window[0]} + {window[1]} exact"
-    claim = f"  adaptive aware, {name}: within 1.5x of static's loss at the same bytes, behind {WARM_UP} tokens"
-    own = [row for row in late if row.get("rotation") == "aware" and not row["coefficients"] and _window(row) == window]
-    static, adaptive = ([row for row in own if row["mode"] == mode] for mode in MODES)
-    near = lambda a, b: abs(a["bytes_ratio"] - b["bytes_ratio"])  # noqa: E731
-    pairs = [(one, other) for one in adaptive for other in static if one["from"] == other["from"] and near(one, other) <= SAME_BYTES]
-    pairs = [pair for pair in pairs if pair[1]["bytes_ratio"] <= SMALL and pair[0]["bytes_ratio"] <= SMALL]
+    claim = f"adaptive aware, {name}: within 1.5x of static's loss at the same bytes, behind {WARM_UP} tokens"
+    rows = [row for row in late if _kind(row)[1:] == ("aware", "", window) and row["bytes_ratio"] <= SMALL]
+    static, adaptive = (rows_where(rows, mode=mode) for mode in MODES)
+    near = lambda a, b: abs(a["bytes_ratio"] - b["bytes_ratio"]) <= SAME_BYTES  # noqa: E731
+    pairs = [(one, other) for one in adaptive for other in static if one["from"] == other["from"] and near(one, other)]
     if not pairs:
-        return f"{claim}: {NOT_MEASURED}adaptive mode"
+        return not_measured(claim)
     one = min((pair[0] for pair in pairs), key=lambda row: row["change_percent"])
     best = min((pair[1] for pair in pairs if pair[0] is one), key=lambda row: row["change_percent"])
-    numbers = f"{one['change_percent']:+.3f}% at {one['bytes_ratio']:.3f}, {one['variant']}; static {best['change_percent']:+.3f}% at "
-    numbers += f"{best['bytes_ratio']:.3f}, {best['variant']}"
-    return f"{claim}: {_met(one['change_percent'] <= 1.5 * best['change_percent'])} ({numbers})"
+    text = "{change_percent:+.3f}% at {bytes_ratio:.3f}, {variant}"
+    numbers = f"{text.format(**one)}; static {text.format(**best)}"
+    return bar(claim, one["change_percent"] <= 1.5 * best["change_percent"], numbers)
 
 
-def _kind(row: dict[str, Any]) -> tuple[str, str | None, str | None]:
-    return row["mode"], row.get("rotation"), row.get("coefficients")
+def _kind(row: Row) -> tuple[str, str | None, str | None, Window]:
+    return row["mode"], row.get("rotation"), row.get("coefficients"), _window(row)
 
 
-def _window(row: dict[str, Any]) -> Window:
-    return int(row["sinks"] or 0), int(row["recent"] or 0)
+def _window(row: Row) -> Window:
+    return int(row.get("sinks") or 0), int(row.get("recent") or 0)
 
 
-def _held(held: bool) -> str:
-    return "held" if held else "FAILED"
-
-
-def _met(met: bool) -> str:
-    return "met" if met else "NOT MET"
+def _held(is_true: bool) -> str:
+    return "held" if is_true else "FAILED"

@@ -1,19 +1,20 @@
-"""Texts to translate prefixes of, and what a consumer says behind them against its own prefill."""
+"""Ways to fill a consumer's cache with what a producer has read, texts to do it with, and what the consumer says behind them."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, Literal
 
 import torch
-from _translation_sides import RAW, Side, States, Workshop, as_sent, filled, held, plain_bytes, read
+from shared.texts import encode as ids_of
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.growing import GrowingCache
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests.testbed import held_out
@@ -31,98 +32,54 @@ TOKENS, FACTS = (200, 900), (4, 8)
 
 @dataclass(frozen=True)
 class Text:
-    """A prefix, and what truly follows.
+    """A prefix, and what truly follows."""
 
-    Args:
-        workload: Its name.
-        prompt: Token ids; all but the last are translated.
-        continuation: Token ids, fed in as they are.
-        answers: Spans of the continuation that a question asks for.
-    """
-
-    workload: str
-    prompt: list[int]
-    continuation: list[int]
-    answers: tuple[tuple[int, int], ...] = ()
+    workload: str  # its name
+    prompt: list[int]  # token ids; all but the last are translated
+    continuation: list[int]  # token ids, fed in as they are
+    answers: tuple[tuple[int, int], ...] = ()  # spans of the continuation that a question asks for
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one text.
+    """What became of one text."""
 
-    Args:
-        tokens: That were translated.
-        bytes: As they are sent.
-        plain: Bytes of the consumer's keys and values of these tokens in bfloat16.
-        kls: In nats, at each place.
-        variations: Total variation at each place.
-        agreed: Places with the same likeliest token as behind its own prefill.
-        losses: Of the true next tokens.
-        losses_alone: Likewise, behind its own prefill.
-        right: Answers that are right.
-        right_alone: Likewise.
-        asked: All.
-    """
-
-    tokens: int
-    bytes: int
-    plain: int
-    kls: tuple[float, ...]
-    variations: tuple[float, ...]
-    agreed: int
-    losses: tuple[float, ...]
+    tokens: int  # that were translated
+    bytes: int  # as they are sent
+    plain: int  # bytes of the consumer's keys and values of these tokens in bfloat16
+    kls: tuple[float, ...]  # in nats, at each place
+    variations: tuple[float, ...]  # total variation at each place
+    agreed: int  # places with the same likeliest token as behind its own prefill
+    losses: tuple[float, ...]  # of the true next tokens
     losses_alone: tuple[float, ...]
-    right: int
+    right: int  # answers that are right
     right_alone: int
     asked: int
 
 
 class Half:
-    """Half of a held-out text.
-
-    Args:
-        tokenizer: The testbed's.
-        domain: Prose or verse.
-        second: Which half.
-        longest: Of pieces, in tokens.
-    """
+    """Half of a held-out text."""
 
     def __init__(self, tokenizer: Any, domain: str, *, second: bool, longest: int = TOKENS[1]) -> None:
         text = held_out(domain)
         text = text[len(text) // 2 :] if second else text[: len(text) // 2]
         self.tokenizer, self.filler, self.longest = tokenizer, Filler(text), longest
-        self.ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        self.ids = ids_of(tokenizer, text)
 
     def piece(self, rng: random.Random, more: int = 0) -> list[int]:
-        """Consecutive tokens, a random number of them.
-
-        Args:
-            rng: Draws it.
-            more: So many more.
-        """
+        """Consecutive tokens, a random number of them."""
         length = rng.randint(TOKENS[0], self.longest) + more
         start = rng.randrange(len(self.ids) - length)
         return self.ids[start : start + length]
 
     def document(self, rng: random.Random) -> Document:
-        """A document with paragraphs of this half.
-
-        Args:
-            rng: Draws it.
-        """
-        count = lambda text: len(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
+        """A document with paragraphs of this half."""
+        count = lambda text: len(ids_of(self.tokenizer, text))  # noqa: E731
         return fit_document(rng, self.filler, count, rng.randint(TOKENS[0], self.longest), facts=rng.randint(*FACTS))
 
 
 def calibration_texts(tokenizer: Any, count: int, longest: int = TOKENS[1], seed: int = CALIBRATION_SEED) -> list[list[int]]:
-    """As many documents over prose, documents over verse, prose and verse, of the first halves.
-
-    Args:
-        tokenizer: The testbed's.
-        count: Of texts.
-        longest: In tokens.
-        seed: Of all.
-    """
+    """As many documents over prose, documents over verse, prose and verse, of the first halves."""
     halves = [Half(tokenizer, domain, second=False, longest=longest) for domain in DOMAINS]
     found = []
     for number in range(count):
@@ -132,14 +89,7 @@ def calibration_texts(tokenizer: Any, count: int, longest: int = TOKENS[1], seed
 
 
 def evaluation_texts(tokenizer: Any, count: int, seed: int, longest: int = TOKENS[1]) -> list[Text]:
-    """So many of each workload, of the second halves; documents over prose and verse in turn.
-
-    Args:
-        tokenizer: The testbed's.
-        count: Of texts of a workload.
-        seed: The first of several.
-        longest: Prefix, in tokens.
-    """
+    """So many of each workload, of the second halves; documents over prose and verse in turn."""
     halves = {domain: Half(tokenizer, domain, second=True, longest=longest) for domain in DOMAINS}
     found = []
     for workload in WORKLOADS:
@@ -162,13 +112,7 @@ def _quiz(tokenizer: Any, document: Document) -> Text:
 
 
 def next_tokens(model: Any, text: Text, cache: GrowingCache | None = None) -> torch.Tensor:
-    """Logits at each place of the continuation, (places, vocabulary).
-
-    Args:
-        model: Without a PEFT wrapper.
-        text: The text.
-        cache: With the prompt's first tokens, or None.
-    """
+    """Logits at each place of the continuation, (places, vocabulary)."""
     ids = [*text.prompt, *text.continuation[:-1]]
     device = compat.input_device(model)
     start = 0 if cache is None else int(cache.get_seq_length())
@@ -178,13 +122,7 @@ def next_tokens(model: Any, text: Text, cache: GrowingCache | None = None) -> to
 
 
 def judged(text: Text, alone: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
-    """What the logits say, as fields of `Answer`.
-
-    Args:
-        text: The text.
-        alone: Behind the consumer's own prefill, as `next_tokens` gives them.
-        found: Behind what is judged.
-    """
+    """What the logits say, as fields of `Answer`."""
     asked = min(ASKED, len(text.continuation))
     true = torch.tensor(text.continuation[:asked])
     p, q = alone[:asked], found[:asked]
@@ -204,62 +142,136 @@ def judged(text: Text, alone: torch.Tensor, found: torch.Tensor) -> dict[str, An
     }
 
 
-class Bench:
-    """Asks a consumer behind prefixes that came from a producer.
+States = Sequence[tuple[torch.Tensor, torch.Tensor]]  # rotated keys and values of all layers, (1, kv_heads, tokens, head_dim)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to fill the consumer's cache.
 
     Args:
-        workshop: Of the models.
-        made: Translators by the names of their sides.
+        name: In tables.
+        kind: `oracle`: its own prefill. `raw`, `int4`: the producer's keys and values. `selective`: the same, but half of the layers are
+            the consumer's. `fitted`: a translator from `CacheTranslator.fit`.
+        family: In pictures and files.
+        options: Of `CacheTranslator.fit`.
     """
 
-    def __init__(self, workshop: Workshop, made: Mapping[str, CacheTranslator]) -> None:
-        self.workshop, self.made, self.pair = workshop, made, workshop.pair
+    name: str
+    kind: Literal["oracle", "raw", "int4", "selective", "fitted"]
+    family: Literal["baseline", "paper", "ours", "variant", "explanation"]
+    options: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+def _ours(name: str, family: Any = "ours", **options: Any) -> Side:
+    return Side(name, "fitted", family, {"patch_layers": None, **options})
+
+
+ORACLE, RAW = Side("own prefill", "oracle", "baseline"), Side("raw K/V", "raw", "baseline")
+INT4, SELECTIVE = Side("int4 K/V", "int4", "baseline"), Side("selective recompute", "selective", "baseline")
+# Metrics play no part in the paper's method; a plain one saves the gradients.
+REUSE = _ours("paper's Reuse 0.25x", "paper", method="paper", payload=0.25, metric="plain")
+REUSE_PATCH = _ours(
+    "paper's Reuse + Patch 0.25x", "paper", method="paper", payload=0.25, metric="plain", aligner="mlp", patch_layers="auto"
+)
+DEFAULT = Side("joint 1/8 int4 (default)", "fitted", "ours")
+ZERO, FULL_RANK = _ours("zero bytes", payload=0.0), _ours("full rank, float32", "explanation", payload=1.0, dtype="float32")
+# With the default and the zero bytes, by bytes.
+SWEEP = tuple(_ours(f"joint 1/{parts} int4", payload=1 / parts) for parts in (32, 16, 4, 2))
+VARIANTS = (
+    _ours("joint 1/8 int8", "variant", dtype="int8"),
+    _ours("joint 1/8 int4, plain metric", "variant", metric="plain"),
+    _ours("cross_layer 1/8 int4", "variant", method="cross_layer"),
+    _ours("joint 1/8 int4, 1 layer run", "variant", recompute_layers=1),
+)
+SIDES = (ORACLE, RAW, INT4, SELECTIVE, REUSE, REUSE_PATCH, ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:], *VARIANTS, FULL_RANK)
+GROUP = 64  # of the int4 baseline, along tokens
+TRIALS = 8  # texts that the layers of selective recompute are chosen on
+
+
+def read(model: Any, ids: torch.Tensor) -> States:
+    """Keys and values that a model without a PEFT wrapper makes of token ids, (1, tokens)."""
+    cache = GrowingCache(model.config)
+    model.base_model(input_ids=ids, past_key_values=cache, use_cache=True)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def filled(model: Any, states: States) -> GrowingCache:
+    """A cache with these states."""
+    cache = GrowingCache(model.config)
+    for layer, (keys, values) in zip(cache.layers, states, strict=True):
+        layer.update(keys, values)
+    return cache
+
+
+def as_sent(states: States, *, int4: bool) -> tuple[States, list[int]]:
+    """Keys and values as they arrive, and each layer's bytes: quantized in groups of 64 tokens of a channel, else in bfloat16."""
+    arrived, sizes = [], []
+    for layer in states:
+        dtype = layer[0].dtype
+        packed = [quantize(part.bfloat16(), 4, GROUP, axis=-2) if int4 else part.bfloat16() for part in layer]
+        arrived.append(tuple(part.dequantize(dtype) if int4 else part.to(dtype) for part in packed))
+        sizes.append(sum(part.nbytes for part in packed))
+    return arrived, sizes
+
+
+class Bench:
+    """Two models without PEFT wrappers, translators between them, and answers of the consumer behind what the producer has read."""
+
+    def __init__(self, producer: Any, consumer: Any, tokenizer: Any, texts: Sequence[Sequence[int]]) -> None:
+        self.models, self.tokenizer, self.texts = (producer, consumer), tokenizer, texts
+        self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
+        self.translators: dict[str, CacheTranslator] = {}
+        self.selected = self._selected()
+
+    def fit(self, side: Side) -> CacheTranslator:
+        """The translator of a side, from all texts."""
+        self.translators[side.name] = CacheTranslator.fit(*self.models, self.tokenizer, self.texts, progress=False, **side.options)
+        return self.translators[side.name]
+
+    @torch.no_grad()
+    def _selected(self) -> tuple[int, ...]:
+        """Half of the layers, side by side, which help most where they are the consumer's and the others the producer's."""
+        layers = self.consumer.config.num_hidden_layers
+        halves = [tuple(range(start, start + layers // 2)) for start in range(layers - layers // 2 + 1)]
+        kls: dict[tuple[int, ...], list[float]] = {half: [] for half in halves}
+        for ids in self.texts[:: max(1, len(self.texts) // TRIALS)][:TRIALS]:
+            asked = max(2, min(ASKED, len(ids) // 4))
+            text = Text("", list(ids[: 1 - asked]), list(ids[1 - asked :]))
+            theirs, own = self._states(text)
+            alone = next_tokens(self.consumer, text)
+            for half in halves:
+                states = [own[layer] if layer in half else theirs[layer] for layer in range(layers)]
+                kls[half].append(float(divergence(alone, next_tokens(self.consumer, text, filled(self.consumer, states))).mean()))
+        return min(halves, key=lambda half: fmean(kls[half]))
+
+    def _states(self, text: Text) -> tuple[States, States]:
+        """Of the prompt but its last token: the producer's, and the consumer's."""
+        ids = torch.tensor([text.prompt[:-1]], device=compat.input_device(self.consumer))
+        return read(self.producer, ids), read(self.consumer, ids)
 
     def ask(self, text: Text, sides: Sequence[Side]) -> Iterator[tuple[Side, Answer]]:
-        """Answers of each side.
-
-        Args:
-            text: What is asked.
-            sides: Those of kind `alone` behind the one that they take a layer of.
-        """
-        producer, consumer = self.pair.producer, self.pair.consumer
-        ids = torch.tensor([text.prompt], device=compat.input_device(consumer))
-        theirs, own = read(producer, ids[:, :-1]), read(consumer, ids[:, :-1])
-        alone = next_tokens(consumer, text)
-        translated: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        known = {"tokens": ids.shape[1] - 1, "plain": plain_bytes(own)}
+        """Answers of each side; those with translators are fitted before."""
+        theirs, own = self._states(text)
+        alone = next_tokens(self.consumer, text)
+        sizes = {"tokens": len(text.prompt) - 1, "plain": sum(2 * part.numel() for layer in own for part in layer)}
         for side in sides:
-            if side.kind == "oracle":
-                found, size = alone, 0
-            elif side.kind in ("solved", "fitted"):
-                cache, size = self._translated(side, ids)
-                # Seen now: the answer is written behind it.
-                translated[side.name] = held(cache)
-                found = next_tokens(consumer, text, cache)
-            elif side.kind == "alone":
-                assert side.layer is not None
-                taken = translated.get(side.of)
-                if taken is None:
-                    raise ConfigError.of("sides", f"{side.of!r} before {side.name!r}", [each.name for each in sides])
-                mixed = [*own[: side.layer], taken[side.layer], *own[side.layer + 1 :]]
-                found, size = next_tokens(consumer, text, filled(consumer, mixed)), 0
-            else:
-                states, size = self._sent(side, theirs, own)
-                found = next_tokens(consumer, text, filled(consumer, states))
-            yield side, Answer(**known, bytes=size, **judged(text, alone, found))
+            logits, size = alone, 0
+            if side.kind != "oracle":
+                cache, size = self._translated(side, text) if side.kind == "fitted" else self._sent(side, theirs, own)
+                logits = next_tokens(self.consumer, text, cache)
+            yield side, Answer(**sizes, bytes=size, **judged(text, alone, logits))
 
-    def _translated(self, side: Side, ids: torch.Tensor) -> tuple[TranslatedCache, int]:
-        translator = self.made[side.name]
-        codes = translator.encode(self.pair.producer, ids)
-        cache = TranslatedCache(self.pair.consumer, translator, codes)
+    def _translated(self, side: Side, text: Text) -> tuple[GrowingCache, int]:
+        translator, ids = self.translators[side.name], torch.tensor([text.prompt], device=compat.input_device(self.consumer))
+        codes = translator.encode(self.producer, ids)
+        cache = TranslatedCache(self.consumer, translator, codes)
         cache.prefill(ids)
         # Without codes nothing has to be sent: the consumer has the prompt anyway.
         return cache, codes.nbytes if translator.maps.encoders else 0
 
-    def _sent(self, side: Side, theirs: States, own: States) -> tuple[States, int]:
+    def _sent(self, side: Side, theirs: States, own: States) -> tuple[GrowingCache, int]:
         arrived, sizes = as_sent(theirs, int4=side.kind == "int4")
-        if side.kind in (RAW.kind, "int4"):
-            return arrived, sum(sizes)
-        exact = set(self.workshop.selected)
-        states = [mine if layer in exact else their for layer, (mine, their) in enumerate(zip(own, arrived, strict=True))]
-        return states, sum(size for layer, size in enumerate(sizes) if layer not in exact)
+        exact = self.selected if side.kind == "selective" else ()
+        states = [own[layer] if layer in exact else arrived[layer] for layer in range(len(own))]
+        return filled(self.consumer, states), sum(size for layer, size in enumerate(sizes) if layer not in exact)

@@ -1,4 +1,4 @@
-"""Prompts answered by a consumer itself, from codes, and from raw keys and values: how long each takes, and what the time goes to.
+"""Prompts answered by a consumer itself, from codes, and from raw keys and values: how long each takes; and how fast a layer is rebuilt.
 
 Run as a program, it is the other process of `Remote`: a producer that is asked for prompts over a socket.
 """
@@ -12,77 +12,55 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-from _common import synchronize
-from _equip_sides import spread
-from _segments_sides import Pair, Phases, Row
+from shared.models import Pair
+from shared.results import Row
+from shared.timing import in_turns, phase_rows, profiled, ratios, seconds_of, spread, synchronize
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate import cache as cache_module
-from hf_kvcaches.translate import codes as codes_module
-from hf_kvcaches.translate import filling, maps, states, translator
+from hf_kvcaches.core.quantize import quantize
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, rebuild_reference
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
 from hf_kvcaches.translate.routing import Route
-from hf_kvcaches.translate.translator import CacheTranslator
+from hf_kvcaches.translate.translator import CacheTranslator, TranslatorSettings
 from hf_kvcaches.translate.transports import receive, send
 
 OWN, CODES, BYTES, ONE = "consumer's prefill", "codes in hand", "codes as bytes", "codes, first layer run"
 PAPER, PATCH, RAW = "paper's Reuse", "paper's Reuse and Patch", "raw keys and values"
 STREAM, WHOLE = "socket, streamed", "socket, all at once"
-RAW_SOCKET = "socket, raw"
 # Of logits: how far codes that are the keys and values themselves may change them, and the way through bytes.
 LOSSLESS, EQUAL = 1e-4, 1e-5
-_REQUEST = struct.Struct("<1sQ")
-_MODES = {STREAM: b"s", WHOLE: b"w", RAW_SOCKET: b"r"}
+_REQUEST = struct.Struct("<?Q")  # whether to stream, and how many tokens follow
 
 
 class Answer(NamedTuple):
-    """One request.
+    """One request."""
 
-    Args:
-        seconds: Until the first token, from what was sent on, the making of the cache included.
-        producing: Seconds of the producer, until it had what is sent.
-        nbytes: Of what is sent.
-        tokens: Of the prompt.
-        new: The first token.
-    """
-
-    seconds: float
-    producing: float
-    nbytes: int
-    tokens: int
-    new: int
+    seconds: float  # until the first token, from what was sent on, the making of the cache included
+    producing: float  # seconds of the producer, until it had what is sent
+    nbytes: int  # of what is sent
+    tokens: int  # of the prompt
+    new: int  # the first token
 
 
 class Side:
-    """A way to the first token.
-
-    Args:
-        name: One of `OWN`, `RAW`, or any other for codes; `BYTES` reads them from bytes.
-        producer: Who reads the prompt.
-        pair: Who answers.
-        codec: Of sides with codes.
-    """
+    """A way to the first token: `OWN`, `RAW`, or with a translator (`codec`) any other; `BYTES` reads codes from bytes."""
 
     def __init__(self, name: str, producer: PreTrainedModel, pair: Pair, codec: CacheTranslator | None = None) -> None:
         self.name, self.producer, self.pair, self.codec = name, producer, pair, codec
         self.model: Any = pair.plain if codec is None else pair.switched
 
     def produce(self, ids: torch.Tensor) -> Any:
-        """What is sent of a prompt.
-
-        Args:
-            ids: (1, tokens).
-        """
+        """What is sent of a prompt, (1, tokens)."""
         if self.name == OWN:
             return None
         if self.codec is None:
@@ -92,26 +70,16 @@ class Side:
 
     def cache(self, payload: Any) -> Any:
         """A cache that knows what was sent."""
-        if self.name == OWN:
-            return DynamicCache(config=self.pair.plain.config)
-        if self.codec is None:
-            return self._filled(payload)
-        codes = SemanticCodes.from_bytes(payload) if isinstance(payload, bytes) else payload
-        return TranslatedCache(self.pair.switched, self.codec, codes)
-
-    def _filled(self, payload: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+        if self.codec is not None:
+            codes = SemanticCodes.from_bytes(payload) if isinstance(payload, bytes) else payload
+            return TranslatedCache(self.pair.switched, self.codec, codes)
         cache = DynamicCache(config=self.pair.plain.config)
-        for layer, pair in enumerate(payload):
-            cache.update(*(part.to(self.pair.device, self.model.dtype) for part in pair), layer)
+        for layer, states in enumerate(payload or ()):
+            cache.update(*(part.to(self.pair.device, self.model.dtype) for part in states), layer)
         return cache
 
     def answer(self, ids: torch.Tensor, payload: Any) -> tuple[float, int]:
-        """Seconds until the first token, and that token.
-
-        Args:
-            ids: The prompt, (1, tokens).
-            payload: Of `produce`.
-        """
+        """Seconds until the first token, and that token."""
         synchronize(ids.device)
         begin = time.perf_counter()
         out = self.model.generate(ids, past_key_values=self.cache(payload), max_new_tokens=1, do_sample=False)
@@ -120,7 +88,7 @@ class Side:
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor, payload: Any) -> torch.Tensor:
-        """Of the first new token, in float64; arguments as of `answer`."""
+        """Of the first new token, in float64."""
         cache = self.cache(payload)
         out: torch.Tensor = self.model(input_ids=ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1).logits
         return out[0, -1].double()
@@ -128,12 +96,7 @@ class Side:
 
 @torch.no_grad()
 def raw_states(producer: PreTrainedModel, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A producer's own keys and values of all tokens but the last, as they would be sent: bfloat16, in CPU memory as codes are.
-
-    Args:
-        producer: The model.
-        ids: (1, tokens).
-    """
+    """A producer's keys and values of all tokens but the last, as they would be sent: bfloat16, in CPU memory as codes are."""
     cache = DynamicCache(config=producer.config)
     producer.base_model(input_ids=ids[:, :-1], past_key_values=cache)
     return [(layer.keys.to("cpu", torch.bfloat16), layer.values.to("cpu", torch.bfloat16)) for layer in cache.layers]
@@ -143,68 +106,61 @@ def bytes_of(payload: Any) -> int:
     """How many are sent."""
     if payload is None or isinstance(payload, bytes):
         return len(payload or b"")
-    return payload.nbytes if isinstance(payload, SemanticCodes) else sum(part.nbytes for pair in payload for part in pair)
+    return payload.nbytes if isinstance(payload, SemanticCodes) else sum(part.nbytes for states in payload for part in states)
 
 
 Answers = dict[str, list[Answer]]
 
 
-def in_turns(sides: Sequence[Side], prompts: Sequence[torch.Tensor]) -> Answers:
-    """All prompts: first what is sent of one, by all sides, then the answers to it, by all sides; another side is first each time."""
-    answers: Answers = {side.name: [] for side in sides}
-    for number, ids in enumerate(prompts):
-        turn = number % len(sides)
-        order = [*sides[turn:], *sides[:turn]]
-        sent: dict[str, tuple[Any, float]] = {}
-        for side in order:
-            synchronize(ids.device)
-            begin = time.perf_counter()
-            payload = side.produce(ids)
-            synchronize(ids.device)
-            sent[side.name] = payload, time.perf_counter() - begin
-        for side in order:
-            payload, producing = sent[side.name]
-            seconds, new = side.answer(ids, payload)
-            answers[side.name].append(Answer(seconds, producing, bytes_of(payload), ids.shape[1], new))
-    return answers
+def ask_in_turns(sides: Sequence[Side], prompts: Sequence[torch.Tensor]) -> Answers:
+    """All prompts: first what is sent of them, by all sides, then the answers to them, by all sides."""
+
+    def produce(side: Side, ids: torch.Tensor) -> tuple[Any, float]:
+        synchronize(ids.device)
+        begin = time.perf_counter()
+        payload = side.produce(ids)
+        synchronize(ids.device)
+        return payload, time.perf_counter() - begin
+
+    def answer(side: Side, number: int) -> Answer:
+        payload, producing = sent[side.name][number]
+        seconds, new = side.answer(prompts[number], payload)
+        return Answer(seconds, producing, bytes_of(payload), prompts[number].shape[1], new)
+
+    sent = in_turns({side.name: lambda number, side=side: produce(side, prompts[number]) for side in sides}, len(prompts))
+    return in_turns({side.name: lambda number, side=side: answer(side, number) for side in sides}, len(prompts))
 
 
-def rows_of(answers: Answers, **labels: Any) -> list[Row]:
-    """Two rows for each side: until the first token, and until the producer had what is sent."""
-    rows = []
+def rows_of(answers: Answers, **labels: Any) -> Iterator[Row]:
+    """Two rows for each side: until the first token, with ratios within a prompt, and until the producer had what is sent."""
+    base = [answer.seconds for answer in answers[OWN]]
     for name, own in answers.items():
         row = {**labels, "side": name, "tokens": round(statistics.mean(answer.tokens for answer in own)), "count": len(own)}
         sent = round(statistics.mean(answer.nbytes for answer in own))
         row |= {"value": sent, "unit": "bytes"} if sent else {}
         seconds = [answer.seconds for answer in own]
-        ratios = [base.seconds / mine for base, mine in zip(answers[OWN], seconds, strict=True)]
-        rows.append({**row, "measure": "first token", **spread("time", seconds, 1e3), **spread("ratio", ratios)})
+        yield {**row, "measure": "first token", **spread("time", seconds, 1e3), **ratios(base, seconds)}
         if sent and any(answer.producing for answer in own):
-            rows.append({**row, "measure": "producer", **spread("time", [answer.producing for answer in own], 1e3)})
-    return rows
+            yield {**row, "measure": "producer", **spread("time", [answer.producing for answer in own], 1e3)}
 
 
 def unchanged(pair: Pair) -> Side:
-    """A side whose codes are the consumer's own keys and values: all that is not fitted is on its way.
-
-    Args:
-        pair: The consumer.
-    """
+    """A side whose codes are the consumer's keys and values: all that is not fitted is on its way."""
     config: Any = pair.plain.config
     width = 2 * config.num_key_value_heads * config.head_dim
     sent, same = range(1, config.num_hidden_layers), torch.eye(width)
     encoders = [Encoder(f"layer.{layer}", "reuse", (layer,), {"kv": same}) for layer in sent]
     decoders = [LayerDecoder(layer, f"layer.{layer}", "reuse", Decoder(codes=same)) for layer in sent]
-    settings = translator.TranslatorSettings("joint", 1.0, "float32", None, 0, "plain", 1e-4, config.num_hidden_layers)
+    settings = TranslatorSettings("joint", 1.0, "float32", None, 0, "plain", 1e-4, config.num_hidden_layers)
     model = ModelFingerprint.of(pair.switched)
     return Side("unchanged", pair.switched, pair, CacheTranslator(Maps(encoders, decoders), settings, Route(()), model, model))
 
 
 def prove(sides: Sequence[Side], prompts: Sequence[torch.Tensor], what: str, *, trained: bool) -> tuple[str, list[Row]]:
-    """Compares the first token's distribution with that of the consumer's prefill, and says so; the rows have the divergences.
+    """Compare the first token's distribution with that of the consumer's prefill; return a sentence, and rows with the divergences.
 
     Args:
-        sides: `OWN`, `CODES`, `BYTES` and `RAW` among them.
+        sides: `OWN`, `CODES`, `BYTES` and `RAW` among them, `OWN` first.
         prompts: Each (1, tokens).
         what: A name for all this.
         trained: Whether the models are: only then codes must be better than raw keys and values.
@@ -212,99 +168,47 @@ def prove(sides: Sequence[Side], prompts: Sequence[torch.Tensor], what: str, *, 
     lossless, worst = unchanged(sides[0].pair), 0.0
     kls, same = {side.name: list[float]() for side in sides}, {side.name: 0 for side in sides}
     for ids in prompts:
-        found = {side.name: side.logits(ids, side.produce(ids)) for side in sides}
-        base = found[OWN]
+        logits = {side.name: side.logits(ids, side.produce(ids)) for side in sides}
+        base = logits[OWN]
         worst = max(worst, float((lossless.logits(ids, lossless.produce(ids)) - base).abs().max()))
-        if (apart := float((found[CODES] - found[BYTES]).abs().max())) > EQUAL:
+        if (apart := float((logits[CODES] - logits[BYTES]).abs().max())) > EQUAL:
             raise SystemExit(f"{what}: codes as bytes give other logits than codes in hand, by {apart:.2g}: nothing timed")
-        for name, ours in found.items():
+        for name, ours in logits.items():
             kls[name].append(float((base.softmax(-1) * (base.log_softmax(-1) - ours.log_softmax(-1))).sum()))
             same[name] += bool(base.argmax() == ours.argmax())
     if not worst <= LOSSLESS:
         raise SystemExit(f"{what}: codes that are its own keys and values change a model's logits by {worst:.2g}: nothing timed")
-    mean = {name: statistics.fmean(own) for name, own in kls.items()}
-    if trained and not mean[CODES] < mean[RAW]:
-        raise SystemExit(f"{what}: codes diverge by {mean[CODES]:.2g} nats, raw keys and values by {mean[RAW]:.2g}: nothing timed")
-    rows: list[Row] = [
-        {"side": name, "measure": "KL", "count": len(prompts), "value": round(mean[name], 6), "unit": "nats"}
-        for name in mean
-        if name != OWN
-    ]
-    each = ", ".join(f"{name} {mean[name]:.2g} ({same[name]}/{len(prompts)})" for name in mean if name != OWN)
+    means = {name: statistics.fmean(values) for name, values in kls.items()}
+    if trained and not means[CODES] < means[RAW]:
+        raise SystemExit(f"{what}: codes diverge by {means[CODES]:.2g} nats, raw keys and values by {means[RAW]:.2g}: nothing timed")
+    del means[OWN]
+    rows = [{"side": name, "measure": "KL", "count": len(prompts), "value": round(kl, 6), "unit": "nats"} for name, kl in means.items()]
+    listed = ", ".join(f"{name} {kl:.2g} ({same[name]}/{len(prompts)})" for name, kl in means.items())
     text = f"{what}: a model's own keys and values as codes change nothing, to {worst:.1e}"
-    return f"{text}; mean KL of the first token in nats (same token): {each}", rows
+    return f"{text}; mean KL of the first token in nats (same token): {listed}", rows
 
 
-REST = "generate, the rest"
-
-
-def producing_places() -> list[tuple[str, Any, str]]:
-    """What is timed of a producer, phase by phase."""
-    return [
-        ("producer's prefill", translator, "read_states"),
-        ("producer's prefill", sys.modules[__name__], "raw_states"),
-        ("encode", states, "state_of"),
-        ("encode", Encoder, "encode"),
-        ("encode", maps, "pack"),
-        ("encode", SemanticCodes, "to_bytes"),
-        ("encode", CacheTranslator, "encode"),
-    ]
-
-
-def answering_places(model: PreTrainedModel) -> list[tuple[str, Any, str]]:
-    """What is timed of a consumer, phase by phase."""
-    return [
-        ("read bytes", codes_module, "_collected"),
-        ("make the cache", TranslatedCache, "__init__"),
-        ("see that models are the same", translator, "_checked"),
-        ("find the prompt", cache_module, "place"),
-        ("run the lowest layers", filling.Filling, "_run_lowest"),
-        ("run the lowest layers", filling.Filling, "_run_distinct"),
-        ("rebuild", filling, "rebuild"),
-        ("rebuild, around the kernel", filling.Filling, "_rebuild"),
-        ("patch", filling.Filling, "_regenerate"),
-        ("fill, the rest", TranslatedCache, "_take"),
-        ("copy keys and values", Side, "_filled"),
-        ("the model's pass", type(model), "forward"),
-    ]
-
-
-def phases(sides: Sequence[Side], prompts: Sequence[torch.Tensor], **labels: Any) -> list[Row]:
-    """What producing and answering take: a row for each side and phase. Timing adds a little to all.
-
-    Args:
-        sides: All.
-        prompts: What they are asked.
-        **labels: Columns of all rows.
-    """
-    rows: list[Row] = []
+def phases(sides: Sequence[Side], prompts: Sequence[torch.Tensor], **labels: Any) -> Iterator[Row]:
+    """What producing and answering take: a row for each side and file of the package."""
     for side in sides:
-        found: dict[str, list[dict[str, float]]] = {"producer": [], "first token": []}
+        profiles: dict[str, list[Any]] = {"producer": [], "first token": []}
         for ids in prompts:
-            clock = Phases(side.pair.device)
-            with clock.watching(producing_places()):
-                payload = side.produce(ids)
-            found["producer"].append(dict(clock.seconds))
-            clock = Phases(side.pair.device)
-            with clock.watching(answering_places(side.pair.plain)):
-                seconds, _ = side.answer(ids, payload)
-            found["first token"].append({**clock.seconds, REST: seconds - sum(clock.seconds.values())})
-        for workload, own in found.items():
-            whole = sum(sum(each.values()) for each in own)
-            for phase in dict.fromkeys(name for each in own for name in each):
-                times = [each.get(phase, 0.0) for each in own]
-                row = {**labels, "section": "phases", "workload": workload, "side": side.name, "measure": phase, "count": len(own)}
-                rows.append({**row, **spread("time", times, 1e3), "value": round(sum(times) / whole, 4), "unit": "of the time"})
-    return rows
+            payload, seconds = profiled(lambda ids=ids, side=side: side.produce(ids), side.pair.device)
+            profiles["producer"] += [] if payload is None else [seconds]
+            work = lambda ids=ids, side=side, payload=payload: side.answer(ids, payload)  # noqa: E731
+            profiles["first token"].append(profiled(work, side.pair.device)[1])
+        for workload, counts in profiles.items():
+            if counts:
+                yield from phase_rows(counts, side=side.name, workload=workload, **labels)
 
 
 class Remote:
     """A producer in a process of its own, asked over TCP on this computer.
 
     Args:
-        pair: Who answers.
-        codec: With which.
-        folder: Where that codec is, for the other process.
+        pair: The consumer.
+        codec: The translator.
+        folder: Where the translator is, for the other process.
         load: What the other process loads as its producer: a name of the testbed.
     """
 
@@ -326,44 +230,15 @@ class Remote:
         self.process.wait(timeout=60)
 
     def ask(self, name: str, ids: torch.Tensor) -> Answer:
-        """Has a prompt read by the other process, and answers it here; the time is that of all.
-
-        Args:
-            name: `STREAM`, `WHOLE` or `RAW_SOCKET`.
-            ids: (1, tokens).
-        """
-        tokens = ids[0].cpu().numpy().astype("<i8").tobytes()
-        side = Side(RAW, self.pair.plain, self.pair)
+        """Have a prompt read by the other process, `STREAM` or `WHOLE`, and answer it here; the time is that of all."""
         synchronize(ids.device)
         begin = time.perf_counter()
-        self.sock.sendall(_REQUEST.pack(_MODES[name], ids.shape[1]) + tokens)
-        cache: Any
-        if name == RAW_SOCKET:
-            payload = _receive_raw(self.sock)
-            cache, nbytes, model = side.cache(payload), bytes_of(payload), self.pair.plain
-        else:
-            codes = receive(self.sock)
-            cache, nbytes, model = TranslatedCache(self.pair.switched, self.codec, codes), codes.nbytes, self.pair.switched
+        self.sock.sendall(_REQUEST.pack(name == STREAM, ids.shape[1]) + ids[0].cpu().numpy().astype("<i8").tobytes())
+        codes = receive(self.sock)
+        cache, model = TranslatedCache(self.pair.switched, self.codec, codes), self.pair.switched
         out: Any = model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)  # type: ignore[operator]
         synchronize(ids.device)
-        return Answer(time.perf_counter() - begin, 0.0, nbytes, ids.shape[1], int(out[0, -1]))
-
-
-def _exactly(sock: socket.socket, count: int) -> bytearray:
-    content = bytearray()
-    while len(content) < count:
-        piece = sock.recv(min(count - len(content), 1 << 20))
-        if not piece:
-            raise EOFError(f"the other side closed the connection {count - len(content)} bytes too early")
-        content += piece
-    return content
-
-
-def _receive_raw(sock: socket.socket) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    layers, *shape = struct.unpack("<5Q", _exactly(sock, 40))
-    size = 2 * torch.Size(shape).numel()
-    part = lambda: torch.frombuffer(_exactly(sock, size), dtype=torch.bfloat16).view(shape)  # noqa: E731
-    return [(part(), part()) for _ in range(layers)]
+        return Answer(time.perf_counter() - begin, 0.0, codes.nbytes, ids.shape[1], int(out[0, -1]))
 
 
 def serve() -> None:
@@ -383,15 +258,61 @@ def serve() -> None:
     with socket.create_connection(("127.0.0.1", args.port)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while start := sock.recv(_REQUEST.size, socket.MSG_WAITALL):
-            mode, count = _REQUEST.unpack(start)
-            ids = torch.frombuffer(_exactly(sock, 8 * count), dtype=torch.int64)[None].to(args.device)
-            if mode == _MODES[RAW_SOCKET]:
-                layers = raw_states(producer, ids)
-                sock.sendall(struct.pack("<5Q", len(layers), *layers[0][0].shape))
-                for part in (part for pair in layers for part in pair):
-                    sock.sendall(part.contiguous().view(torch.uint8).numpy().data)
-            else:
-                send(sock, codec.stream(producer, ids) if mode == _MODES[STREAM] else codec.encode(producer, ids))
+            streamed, count = _REQUEST.unpack(start)
+            content = bytearray(sock.recv(8 * count, socket.MSG_WAITALL))
+            ids = torch.frombuffer(content, dtype=torch.int64)[None].to(args.device)
+            send(sock, codec.stream(producer, ids) if streamed else codec.encode(producer, ids))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A layer to rebuild."""
+
+    side: int  # width of what is known of a token beside its code
+    rank: int  # of the code
+    width: int  # of keys and values together
+    tokens: int = 900
+    head_dim: int = 64
+
+    def __str__(self) -> str:
+        return f"d {self.side}, rank {self.rank}, C {self.width}"
+
+
+def kernel_rows(kernel: Kernel, rounds: int, device: torch.device) -> Iterator[Row]:
+    """`rebuild` against the two matrix products alone, which decode nothing, rotate nothing and write no cache."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    heads, half, tokens = kernel.width // (2 * kernel.head_dim), kernel.head_dim // 2, kernel.tokens
+    make = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
+    side = make(tokens, kernel.side).to(dtype)
+    packed = quantize(make(tokens, kernel.rank).half().cpu(), bits=4, group=256, axis=0).to(device)
+    weights = [make(rows, kernel.width).div(rows**0.5).to(dtype) for rows in (kernel.side, kernel.rank)]
+    decoder, angles = Decoder(*weights, None), make(tokens, half)
+    tables = {"cos": angles.cos(), "sin": angles.sin()}
+
+    def run(work: Callable[..., Any], codes: Codes, count: int, **options: Any) -> torch.Tensor:
+        out = [torch.zeros(1, heads, count + 64, kernel.head_dim, dtype=dtype, device=device) for _ in range(2)]
+        parts = {name: part[:count] for name, part in tables.items()}
+        work(side[:count], codes, decoder, *out, [Span(0, 0, count)], **parts, **options)
+        return torch.cat(out).float()
+
+    some = Codes(packed.dequantize(dtype)[:16])
+    apart = float((run(rebuild, some, 16) - run(rebuild_reference, some, 16)).abs().max())
+    if not apart <= (1e-4 if dtype == torch.float32 else 0.1):
+        raise SystemExit(f"{kernel}: rebuilt keys and values differ from the reference by {apart:.2g}: nothing timed")
+    out = [torch.zeros(1, heads, tokens + 64, kernel.head_dim, dtype=dtype, device=device) for _ in range(2)]
+    codes, plain = Codes(packed.data, packed.scale, packed.zero, packed.group), packed.dequantize(dtype)
+    product = torch.empty(tokens, kernel.width, dtype=dtype, device=device)
+    works = {
+        "bare products": lambda: torch.mm(side, weights[0], out=product).addmm_(plain, weights[1]),
+        "rebuild": lambda: rebuild(side, codes, decoder, *out, [Span(0, 0, tokens)], **tables, check=False),
+    }
+    times = in_turns({name: lambda _, work=work: seconds_of(work, device) for name, work in works.items()}, rounds, warm_up=3)
+    operations = 2 * tokens * (kernel.side + kernel.rank) * kernel.width
+    for name, seconds in times.items():
+        row = {"workload": str(kernel), "side": name, "measure": "layer", "length": kernel.side, "count": rounds, "tokens": tokens}
+        row |= spread("time", seconds, 1e3) | ratios(times["bare products"], seconds)
+        yield {**row, "value": round(operations / statistics.median(seconds) / 1e9, 2), "unit": "Gflop/s"}
 
 
 if __name__ == "__main__":

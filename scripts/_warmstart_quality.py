@@ -1,21 +1,27 @@
-"""What `eval_warmstart.py` finds out: answers, tables, files, pictures and bars."""
+"""What `eval_warmstart.py` compares, and what it finds out: answers, tables, files, pictures and bars."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from _common import table, write_table
-from _warmstart_sides import ALIGN, AUTO, COLD, GATED, MISMATCH, MOST, PROJECTED, SIZES, SLOTS, TAIL_ONLY, Side
+from shared.bars import bar
+from shared.numbers import mean
+from shared.plot import Panel, draw
+from shared.results import Row, rows_where, show, table, write_csv
+from transformers import PreTrainedModel
 
+from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.calibrating import divergence
-from hf_kvcaches.errors import require
+from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.warmstart.calibration import FALSE
+from hf_kvcaches.warmstart.compressor import SlotCompressor
+from hf_kvcaches.warmstart.reading import PromptStates
+from hf_kvcaches.warmstart.slots import Slots
 from tests.testbed.pairs import Pair
 
 # What is answered from something that is no beginning of the prompt, or from the same prompt.
@@ -26,74 +32,92 @@ APPROXIMATE = ("align", "slots")
 CONTROL, KL, WITHIN, FORWARDED, SUMMARY_KL, SAME_LOGITS = 0.5, 0.01, 0.95, 0.35, 0.05, 1e-3
 PAPER_COSINE, PAPER_LOSS = 0.9, 0.01
 SLIGHT = ("identical", "no_content")
+SIZES = (8, 16, 32, 64)
+MOST = SIZES[-1]
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to start; with none of the settings: cold."""
+
+    name: str  # as in tables
+    strategy: Literal["auto", "slots", "align", "exact"] | None = None  # of a `WarmStartCache` with the library
+    layout: Literal["salient", "paper"] | None = None  # of slots of the pair's source, whatever a gate would say
+    slots: int = MOST
+    control: Literal["tail", "mismatch"] | None = None  # the last tokens of the target alone, or behind another pair's source
+
+    def __str__(self) -> str:
+        return self.name
+
+
+COLD = Side("cold")
+EXACT, AUTO, ALIGN, GATED = Side("exact prefix", "exact"), Side("auto", "auto"), Side("align", "align"), Side("slots, gated", "slots")
+TAIL_ONLY, MISMATCH = Side("tail only", control="tail"), Side("mismatched source", control="mismatch")
+SLOTS = {(layout, m): Side(f"slots {layout}, m={m}", layout=layout, slots=m) for layout in ("salient", "paper") for m in SIZES}
+SIDES = (COLD, EXACT, AUTO, ALIGN, GATED, *SLOTS.values(), TAIL_ONLY, MISMATCH)
+
+
+class SummaryCache(WarmStartCache):
+    """Starts every prompt from one summary, and runs its last token."""
+
+    def __init__(self, model: PreTrainedModel, library: WarmStartLibrary, summary: Slots) -> None:
+        super().__init__(model, library, strategy="slots", gate=WarmStartGate())
+        self.summary = summary
+
+    def take_prefill(self, call: PrefillCall) -> int:
+        if self.seen:
+            return 0
+        length = call.input_ids.shape[1]
+        self.start_from(self.summary.shifted(length - self.summary.length, self.library.rotation.layers), length - 1)
+        return length - 1
+
+
+def summarise(states: PromptStates, length: int, layout: Any, slots: int) -> Slots:
+    """Slots of all tokens of a prompt but the last, which is run again."""
+    keys, values = zip(*((keys[:, :-1], values[:, :-1]) for keys, values in states.layers), strict=True)
+    return SlotCompressor(slots, layout).compress(keys, values, states.queries, length, states.scaling)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of one prompt.
+    """What became of one prompt."""
 
-    Args:
-        kind: Of the pair.
-        asks: Likewise.
-        served: "exact", "align", "slots", "prefix" or "cold"; the controls are "control".
-        refused: Why nothing better was done, or "".
-        cosine: Of source and target.
-        tokens: Of the prompt.
-        forwarded: Of these, those that were run.
-        kls: At each place of the continuation, in nats; nothing where only the admission was looked at.
-        right: Which answers are right.
-        right_cold: Which are without a warm start.
-        stale: For each question, whether the answer is the source's and wrong; None where the source tells nothing else.
-        stale_cold: The same of the answers without a warm start: there it is the model's own mistake.
-    """
-
-    kind: str
-    asks: str
-    served: str
-    refused: str
-    cosine: float
-    tokens: int
-    forwarded: int
-    kls: tuple[float, ...] = ()
-    right: tuple[bool, ...] = ()
-    right_cold: tuple[bool, ...] = ()
+    kind: str  # of the pair
+    asks: str  # whether source and target end with the same question
+    served: str  # "exact", "align", "slots", "prefix" or "cold"; the controls are "control"
+    refused: str  # why nothing better was done, or ""
+    cosine: float  # of source and target
+    tokens: int  # of the prompt
+    forwarded: int  # of these, those that were run
+    kls: tuple[float, ...] = ()  # at each place of the continuation, in nats; nothing where only the admission was looked at
+    right: tuple[bool, ...] = ()  # which answers are right
+    right_cold: tuple[bool, ...] = ()  # which are without a warm start
+    # For each question, whether the answer is the source's and wrong; None where the source says nothing else.
     stale: tuple[bool | None, ...] = ()
-    stale_cold: tuple[bool | None, ...] = ()
+    stale_cold: tuple[bool | None, ...] = ()  # the same without a warm start: there it is the model's mistake
 
     @property
     def hit(self) -> bool:
         return self.served in HITS
 
 
-Found = Mapping[Side, Sequence[Answer]]
+Answers = Mapping[Side, Sequence[Answer]]
 
 
 @dataclass(frozen=True)
 class Extra:
-    """What is measured on other pairs than the tables.
+    """What is measured on other pairs than the tables."""
 
-    Args:
-        risky: Of `AUTO`, where the true answer is another than the source's.
-        unrelated: Of `AUTO`, `ALIGN` and `GATED`, only what served them.
-        swapped: Largest differences of logits behind the swap from the cold ones.
-    """
-
-    risky: Sequence[Answer]
-    unrelated: Mapping[Side, Sequence[Answer]]
-    swapped: Sequence[float]
+    risky: Sequence[Answer]  # of `AUTO`, where the true answer is another than the source's
+    unrelated: Answers  # of `AUTO`, `ALIGN` and `GATED`, only what served them
+    swapped: Sequence[float]  # largest differences of logits behind the swap from the cold ones
 
 
-def judged(pair: Pair, cold: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
-    """The fields of an answer that come of logits.
-
-    Args:
-        pair: What was asked.
-        cold: Logits at each place of the continuation, (places, vocabulary), of the model alone.
-        found: Those of the side.
-    """
-    guesses, alone = (logits.argmax(-1).tolist() for logits in (found, cold))
+def judged(pair: Pair, cold: torch.Tensor, logits: torch.Tensor) -> dict[str, Any]:
+    """The fields of an answer that come of logits at each place of the continuation, (places, vocabulary): cold ones and a side's."""
+    guesses, alone = (values.argmax(-1).tolist() for values in (logits, cold))
     return {
-        "kls": tuple(divergence(cold, found).tolist()),
+        "kls": tuple(divergence(cold, logits).tolist()),
         "right": tuple(pair.target.right(guesses)),
         "right_cold": tuple(pair.target.right(alone)),
         "stale": tuple(_stale(pair, number, guesses) for number in range(len(pair.stale))),
@@ -105,198 +129,149 @@ def _stale(pair: Pair, number: int, guesses: Sequence[int]) -> bool | None:
     """By the first token in which the two answers differ: what was fed in before it is part of both."""
     start, stop = pair.target.answers[number]
     answer, stale = pair.target.continuation[start:stop], pair.stale[number]
-    if stale is None or stale == answer:
-        return None
-    place = next((place for place, (a, b) in enumerate(zip(answer, stale, strict=False)) if a != b), None)
-    return None if place is None else guesses[start + place] == stale[place]
+    differ = [place for place, (a, b) in enumerate(zip(answer, stale or (), strict=False)) if a != b]
+    return guesses[start + differ[0]] == stale[differ[0]] if stale and differ else None
 
 
-def mean(values: Sequence[float]) -> float:
-    """Not a number for nothing."""
-    return fmean(values) if values else float("nan")
-
-
-def summary(kind: str, side: Side, answers: Sequence[Answer]) -> dict[str, Any]:
+def summary(kind: str, side: Side, answers: Sequence[Answer]) -> Row:
     """One row of the table and of the file; divergences are those of what was admitted."""
-    hits = [each for each in answers if each.hit or side.control]
-    first = [each.kls[0] for each in hits]
-    stale = [flag for each in answers for flag in each.stale if flag is not None]
-    asked = [flag for each in answers for flag in each.right]
-    served = Counter(each.served for each in answers)
+    hits = [answer for answer in answers if answer.hit or side.control]
+    first, stale = [answer.kls[0] for answer in hits], [flag for answer in answers for flag in answer.stale if flag is not None]
+    shares = lambda chosen: mean([answer.forwarded / answer.tokens for answer in chosen])  # noqa: E731
     return {
         "kind": kind,
         "side": side.name,
         "pairs": len(answers),
-        "admitted": mean([each.hit for each in answers]),
-        "served": " ".join(f"{name} {count}" for name, count in served.most_common()),
-        "forwarded": mean([each.forwarded / each.tokens for each in answers]),
-        "forwarded_admitted": mean([each.forwarded / each.tokens for each in hits]),
+        "admitted": mean([answer.hit for answer in answers]),
+        "served": " ".join(f"{name} {count}" for name, count in Counter(answer.served for answer in answers).most_common()),
+        "forwarded": shares(answers),
+        "forwarded_admitted": shares(hits),
         "kl_first": mean(first),
-        "kl_first_same": mean([each.kls[0] for each in hits if each.asks == "same"]),
-        "kl_first_other": mean([each.kls[0] for each in hits if each.asks == "other"]),
+        **{f"kl_first_{asks}": mean([answer.kls[0] for answer in hits if answer.asks == asks]) for asks in ("same", "other")},
         "kl_first_max": max(first, default=float("nan")),
-        "kl_following": mean([kl for each in hits for kl in each.kls[1:]]),
+        "kl_following": mean([kl for answer in hits for kl in answer.kls[1:]]),
         "within": mean([kl <= FALSE for kl in first]),
-        "kl_first_all": mean([each.kls[0] for each in answers]),
-        "right_first": mean([each.right[0] for each in answers]),
-        "right_first_cold": mean([each.right_cold[0] for each in answers]),
-        "right": mean(asked),
-        "right_cold": mean([flag for each in answers for flag in each.right_cold]),
+        "kl_first_all": mean([answer.kls[0] for answer in answers]),
+        "right_first": mean([answer.right[0] for answer in answers]),
+        "right_first_cold": mean([answer.right_cold[0] for answer in answers]),
+        "right": mean([flag for answer in answers for flag in answer.right]),
+        "right_cold": mean([flag for answer in answers for flag in answer.right_cold]),
         "stale": sum(stale),
         "could_be_stale": len(stale),
     }
 
 
-_HEADER = ("admitted", "served", "forwarded", "KL, same", "KL, other", "following", "within", "right", "all right", "stale")
+SHOWN = {"admitted": "{admitted:.0%}", "served": "{served}", "forwarded": "{forwarded:.2f} T", "KL, same": "{kl_first_same:.2g}"}
+SHOWN |= {"KL, other": "{kl_first_other:.2g}", "following": "{kl_following:.2g}", "within": "{within:.0%}", "right": "{right_first:.0%}"}
+SHOWN |= {"all right": "{right:.0%}", "stale": "{stale} of {could_be_stale}"}
 
 
-def show(rows: Sequence[dict[str, Any]]) -> str:
+def report(rows: Sequence[Row]) -> str:
     """A table for each kind; KL: of the first token, where the source ends with the same question and where with another."""
-    tables = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        own = [row for row in rows if row["kind"] == kind]
-        lines = []
-        for row in own:
-            shares = [f"{100 * row[name]:.0f}%" for name in ("within", "right_first", "right")]
-            kls = [f"{row[name]:.2g}" for name in ("kl_first_same", "kl_first_other", "kl_following")]
-            stale = f"{row['stale']} of {row['could_be_stale']}" if row["could_be_stale"] else "-"
-            lines.append([row["side"], f"{100 * row['admitted']:.0f}%", row["served"], f"{row['forwarded']:.2f} T", *kls, *shares, stale])
-        tables.append(table([f"{kind}: {own[0]['pairs']} pairs", *_HEADER], lines))
-    return "\n\n".join(tables)
+    groups = [rows_where(rows, kind=kind) for kind in dict.fromkeys(row["kind"] for row in rows)]
+    return "\n\n".join(show(group, {f"{group[0]['kind']}: {group[0]['pairs']} pairs": "{side}", **SHOWN}) for group in groups)
 
 
-def _bar(claim: str, met: bool, numbers: str) -> str:
-    return f"  {claim}: {'met' if met else 'NOT met'} ({numbers})"
-
-
-def controls(found: Found) -> list[str]:
+def controls(answers: Answers) -> list[str]:
     """Whether the pairs prove anything: without the right source the next token should be another."""
-    means = {side: mean([each.kls[0] for each in found[side]]) for side in (TAIL_ONLY, MISMATCH)}
-    lines = ["Controls"]
-    lines += [_bar(f"{side}: mean KL above {CONTROL}", value > CONTROL, f"{value:.3g}") for side, value in means.items()]
-    if not all(value > CONTROL for value in means.values()):
+    means = {side: mean([answer.kls[0] for answer in answers[side]]) for side in (TAIL_ONLY, MISMATCH)}
+    lines = ["Controls", *(bar(f"{side}: mean KL above {CONTROL}", kl > CONTROL, f"{kl:.3g}") for side, kl in means.items())]
+    if not all(kl > CONTROL for kl in means.values()):
         lines.append("  The pairs prove nothing: what is asked for can be told without the source.")
     return lines
 
 
-def bars(found: Found, extra: Extra) -> list[str]:
-    """One line for each thing that the cache is asked to reach.
-
-    Args:
-        found: All answers.
-        extra: Of more pairs.
-    """
-    hits = [each for each in found[AUTO] if each.hit]
-    first, following = [each.kls[0] for each in hits], [kl for each in hits for kl in each.kls[1:]]
+def bars(answers: Answers, extra: Extra) -> Iterator[str]:
+    """One line for each thing that the cache is asked to reach."""
+    hits = [answer for answer in answers[AUTO] if answer.hit]
+    first, following = [answer.kls[0] for answer in hits], [kl for answer in hits for kl in answer.kls[1:]]
+    yield "Bars"
+    numbers = f"{mean(first):.2g} in {len(hits)} of {len(answers[AUTO])}, {mean(following):.2g} in what follows"
+    yield bar(f"auto, admitted: mean KL of at most {KL}", mean(first) <= KL, numbers)
     within = mean([kl <= FALSE for kl in first])
-    lines = ["Bars"]
-    numbers = f"{mean(first):.2g} in {len(hits)} of {len(found[AUTO])}, {mean(following):.2g} in what follows"
-    lines.append(_bar(f"auto, admitted: mean KL of at most {KL}", mean(first) <= KL, numbers))
-    lines.append(_bar(f"auto, admitted: {WITHIN:.0%} within {FALSE}", within >= WITHIN, f"{within:.1%}"))
-    share = mean([each.forwarded / each.tokens for each in hits])
-    lines.append(_bar(f"auto, admitted: at most {FORWARDED} of the tokens are run", share <= FORWARDED, f"{share:.3f}"))
-    risky = [each for each in extra.risky if each.stale[0] is not None]
-    stale, served = [each for each in risky if each.stale[0]], sum(each.hit for each in risky)
-    own = sum(bool(each.stale_cold[0]) for each in stale)
-    right, cold = sum(each.right[0] for each in risky), sum(each.right_cold[0] for each in risky)
-    numbers = f"{len(stale)} of {len(risky)}, {own} of which the model gives cold, too; {served} admitted; right {right}, cold {cold}"
-    lines.append(_bar("auto: no stale answers where a fact, a digit or a negation changed", not stale and len(risky) > 0, numbers))
-    for side, answers in extra.unrelated.items():
-        false = sum(each.served in APPROXIMATE for each in answers)
-        lines.append(_bar(f"{side}: no false hits on unrelated pairs", false == 0 and len(answers) > 0, f"{false} of {len(answers)}"))
-    if extra.swapped:
-        worst = max(extra.swapped)
-        numbers = f"{worst:.2g} in {len(extra.swapped)} prompts"
-        lines.append(_bar(f"after the swap: logits within {SAME_LOGITS:g} of cold ones", worst <= SAME_LOGITS, numbers))
-    else:
-        lines.append("  after the swap: nothing was swapped")
-    return [*lines, *_summary_bars(found)]
+    yield bar(f"auto, admitted: {WITHIN:.0%} within {FALSE}", within >= WITHIN, f"{within:.1%}")
+    share = mean([answer.forwarded / answer.tokens for answer in hits])
+    yield bar(f"auto, admitted: at most {FORWARDED} of the tokens are run", share <= FORWARDED, f"{share:.3f}")
+    risky = [answer for answer in extra.risky if answer.stale[0] is not None]
+    stale = [answer for answer in risky if answer.stale[0]]
+    right, cold = (sum(getattr(answer, name)[0] for answer in risky) for name in ("right", "right_cold"))
+    numbers = f"{len(stale)} of {len(risky)}, {sum(bool(answer.stale_cold[0]) for answer in stale)} of which the model gives cold, too; "
+    numbers += f"{sum(answer.hit for answer in risky)} admitted; right {right}, cold {cold}"
+    yield bar("auto: no stale answers where a fact, a digit or a negation changed", not stale and len(risky) > 0, numbers)
+    for side, group in extra.unrelated.items():
+        false = sum(answer.served in APPROXIMATE for answer in group)
+        yield bar(f"{side}: no false hits on unrelated pairs", false == 0 and len(group) > 0, f"{false} of {len(group)}")
+    worst = max(extra.swapped, default=float("nan"))
+    numbers = f"{worst:.2g} in {len(extra.swapped)} prompts"
+    yield bar(f"after the swap: logits within {SAME_LOGITS:g} of cold ones", worst <= SAME_LOGITS, numbers)
+    kl = mean([answer.kls[0] for answer in _slight(answers[SLOTS["salient", MOST]])])
+    yield bar(f"slots salient, m={MOST}, same tail, no content changed: mean KL of at most {SUMMARY_KL}", kl <= SUMMARY_KL, f"{kl:.2g}")
 
 
 def _slight(answers: Sequence[Answer]) -> list[Answer]:
     """Of pairs that end alike and differ in no word of content."""
-    return [each for each in answers if each.kind in SLIGHT and each.asks == "same"]
+    return [answer for answer in answers if answer.kind in SLIGHT and answer.asks == "same"]
 
 
-def _summary_bars(found: Found) -> list[str]:
-    value = mean([each.kls[0] for each in _slight(found[SLOTS["salient", MOST]])])
-    claim = f"slots salient, m={MOST}, same tail, no content changed: mean KL of at most {SUMMARY_KL}"
-    lines = [_bar(claim, value <= SUMMARY_KL, f"{value:.2g}")]
-    rows = []
-    for m in SIZES:
-        cells = []
-        for rule in ("salient", "paper"):
-            own = found[SLOTS[rule, m]]
-            cells += [f"{mean([each.kls[0] for each in answers]):.2g}" for answers in (_slight(own), own)]
-        rows.append([str(m), *cells])
-    header = ["KL of the first token, m", "salient, slight changes", "salient, all", "paper, slight changes", "paper, all"]
-    return [*lines, "", table(header, rows)]
+def slots_rows(answers: Answers) -> list[Row]:
+    """Divergence of the first token by layout and number of slots, of pairs without changed content and of all."""
+    return [
+        {"slots": m, "layout": layout, "pairs": name, "kl": mean([answer.kls[0] for answer in group])}
+        for (layout, m), side in SLOTS.items()
+        for name, group in (("slight changes", _slight(answers[side])), ("all", answers[side]))
+    ]
 
 
-def paper_criteria(found: Found) -> str:
+def slots_table(answers: Answers) -> str:
+    cells = {(row["slots"], f"{row['layout']}, {row['pairs']}"): f"{row['kl']:.2g}" for row in slots_rows(answers)}
+    names = list(dict.fromkeys(name for _, name in cells))
+    return table(["KL of the first token, m", *names], [[str(m), *(cells[m, name] for name in names)] for m in SIZES])
+
+
+def paper_criteria(answers: Answers) -> str:
     """The paper's pre-registered criteria, for each kind and way to ask."""
-    sides = [AUTO, ALIGN, GATED, SLOTS["salient", MOST], SLOTS["paper", MOST], *PROJECTED.values()]
-    rows = []
-    for kind, asks in dict.fromkeys((each.kind, each.asks) for each in found[COLD]):
+    sides = [AUTO, ALIGN, GATED, SLOTS["salient", MOST], SLOTS["paper", MOST]]
+    lines = []
+    for kind, asks in dict.fromkeys((answer.kind, answer.asks) for answer in answers[COLD]):
         cells = []
         for side in sides:
-            own = [each for each in found[side] if (each.kind, each.asks) == (kind, asks) and each.cosine > PAPER_COSINE and each.hit]
-            kl, lost = mean([each.kls[0] for each in own]), mean([each.right_cold[0] - each.right[0] for each in own])
-            met = "met" if kl <= FALSE and lost <= PAPER_LOSS else "failed"
-            cells.append(f"{kl:.2g}, {100 * lost:+.0f}%: {met}" if own else "no pairs")
-        rows.append([f"{kind}, {asks} question", *cells])
+            group = [
+                answer
+                for answer in answers[side]
+                if (answer.kind, answer.asks) == (kind, asks) and answer.cosine > PAPER_COSINE and answer.hit
+            ]
+            kl, lost = mean([answer.kls[0] for answer in group]), mean([answer.right_cold[0] - answer.right[0] for answer in group])
+            verdict = "met" if kl <= FALSE and lost <= PAPER_LOSS else "failed"
+            cells.append(f"{kl:.2g}, {100 * lost:+.0f}%: {verdict}" if group else "no pairs")
+        lines.append([f"{kind}, {asks} question", *cells])
     head = (
         f"The paper's criteria, of admitted pairs with a cosine above {PAPER_COSINE}: KL of at most {FALSE}, and right answers lost to the "
         f"question that was asked of at most {PAPER_LOSS:.0%}"
     )
-    return f"{head}\n{table(['', *map(str, sides)], rows)}"
+    return f"{head}\n{table(['', *map(str, sides)], lines)}"
 
 
-def write_csv(folder: Path, rows: Sequence[dict[str, Any]], found: Found, fixed: dict[str, Any]) -> None:
+def write_files(folder: Path, rows: Sequence[Row], answers: Answers, fixed: dict[str, Any]) -> None:
     """`warmstart-quality.csv`, and `warmstart-pairs.csv` with a line for each pair and side."""
+    names = ("kind", "asks", "served", "refused", "cosine", "tokens", "forwarded")
     lines = [
-        {
-            "side": side.name,
-            **{name: getattr(each, name) for name in ("kind", "asks", "served", "refused", "cosine", "tokens", "forwarded")},
-            "kl_first": each.kls[0],
-            "kl_following": mean(each.kls[1:]),
-            "right_first": each.right[0],
-            "stale_first": each.stale[0],
-        }
-        for side, answers in found.items()
-        for each in answers
+        {"side": side.name, **{name: getattr(answer, name) for name in names}}
+        | {"kl_first": answer.kls[0], "kl_following": mean(answer.kls[1:])}
+        | {"right_first": answer.right[0], "stale_first": answer.stale[0]}
+        for side, group in answers.items()
+        for answer in group
     ]
-    write_table(folder / "warmstart-quality.csv", rows[0], rows, fixed)
-    write_table(folder / "warmstart-pairs.csv", lines[0], lines)
+    write_csv(folder / "warmstart-quality.csv", rows, fixed)
+    write_csv(folder / "warmstart-pairs.csv", lines)
 
 
-def write_plot(folder: Path, rows: Sequence[dict[str, Any]], found: Found) -> None:
+def write_plot(folder: Path, rows: Sequence[Row], answers: Answers) -> None:
     """`warmstart-quality.png`: divergence by kind, tokens run by kind, and divergence by the number of slots."""
-    require("matplotlib", "plots", "The plot").use("Agg")
-    plots = require("matplotlib.pyplot", "plots", "The plot")
-    figure, (left, middle, right) = plots.subplots(1, 3, figsize=(20, 6), layout="constrained")
-    kinds = list(dict.fromkeys(row["kind"] for row in rows))
-    known = {(row["kind"], row["side"]): row for row in rows}
-    sides = [side for side in found if side not in (COLD, *SLOTS.values())] + [SLOTS["salient", MOST], SLOTS["paper", MOST]]
-    for number, side in enumerate(sides):
-        values = [max(known[kind, side.name]["kl_first_all"], 1e-7) for kind in kinds]
-        left.plot(kinds, values, marker="osv^D"[number % 5], linestyle="none", label=str(side))
-    left.axhline(FALSE, linestyle=":", color="grey")
-    left.set(title="KL of the first token, all pairs", ylabel="nats", yscale="log")
-    left.legend(fontsize=7)
-    for number, side in enumerate((AUTO, ALIGN, GATED)):
-        heights = [100 * known[kind, side.name]["forwarded"] for kind in kinds]
-        middle.bar([place + (number - 1) * 0.27 for place in range(len(kinds))], heights, 0.25, label=str(side))
-    middle.set(title="tokens run", ylabel="% of the prompt", xticks=range(len(kinds)), xticklabels=kinds)
-    middle.legend()
-    for axes in (left, middle):
-        axes.tick_params(axis="x", rotation=45)
-    for rule in ("salient", "paper"):
-        values = [max(mean([each.kls[0] for each in _slight(found[SLOTS[rule, m]])]), 1e-7) for m in SIZES]
-        right.plot(SIZES, values, marker="o", label=rule)
-    right.axhline(SUMMARY_KL, linestyle=":", color="grey")
-    right.set(title="KL of the first token, no content changed", xlabel="slots", yscale="log")
-    right.legend()
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / "warmstart-quality.png", dpi=110)
-    plots.close(figure)
+    names = [COLD.name, *(side.name for (_, m), side in SLOTS.items() if m != MOST)]
+    forwarded = [row for row in rows if row["side"] in (AUTO.name, ALIGN.name, GATED.name)]
+    panels = [
+        Panel("KL, all pairs", [row for row in rows if row["side"] not in names], "{side}", "{kind}", "kl_first_all", log="y"),
+        Panel("share of the tokens that are run", forwarded, "{side}", "{kind}", "forwarded"),
+        Panel("KL by the number of slots", slots_rows(answers), "{layout}, {pairs}", "slots", "kl", log="xy", levels=(SUMMARY_KL,)),
+    ]
+    draw(folder / "warmstart-quality.png", "the first token of warm starts", panels)

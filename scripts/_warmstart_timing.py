@@ -1,4 +1,4 @@
-"""Prompts answered cold and from a library, in turns: what they are, how long they take, and what the time goes to."""
+"""Prompts answered cold and from a library, in turns: what they are, how long they take, and what look-ups take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,19 +15,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from _common import synchronize
-from _equip_sides import spread
-from _segments_sides import Pair, Phases, Row
+from shared.models import Pair
+from shared.results import Row
+from shared.timing import in_turns, phase_rows, profiled, ratios, spread, synchronize
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary, compat
-from hf_kvcaches.core.splicing.cache import SplicingCache
+from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.splicing.tokens import Ids, common_prefix
-from hf_kvcaches.warmstart import serving
-from hf_kvcaches.warmstart.encoders import Encoder
-from hf_kvcaches.warmstart.entries import Entry, EntryStore
-from hf_kvcaches.warmstart.serving import COMPARED, Serving
+from hf_kvcaches.warmstart.entries import Entry
+from hf_kvcaches.warmstart.serving import COMPARED
 
 COLD, PREFIX, ALIGN, AUTO, SLOTS = "cold", "exact prefix", "align", "auto", "slots"
 SYNC, BACKGROUND = "auto, swap sync", "auto, swap background"
@@ -40,8 +37,7 @@ SETTINGS: dict[str, tuple[Any, Any]] = {
     SYNC: ("auto", "sync"),
     BACKGROUND: ("auto", "background"),
 }
-# What a similar prompt was let in for; a common beginning alone is no such hit.
-HITS = ("exact", "align", "slots")
+HITS = ("exact", "align", "slots")  # what a similar prompt is used for; a common beginning alone is no such hit
 # Of the answers compared before anything is timed: the least share with the same first token, and the most that identical prompts, of which
 # keys and values are rounded to 8 bits, may diverge.
 SAME, ROUNDING = 0.95, 0.01
@@ -49,63 +45,40 @@ SAME, ROUNDING = 0.95, 0.01
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt.
-
-    Args:
-        kind: How it differs from what the library has.
-        ids: (1, tokens).
-    """
+    """A prompt, (1, tokens), and how it differs from what the library has."""
 
     kind: str
     ids: torch.Tensor
 
 
 class Answer(NamedTuple):
-    """One request.
+    """One request."""
 
-    Args:
-        seconds: Until all new tokens were there, the making of the cache and the look-up included.
-        first: Until the first one was.
-        pause: The longest time between two of them, 0 for a single one.
-        tokens: Of the prompt.
-        reused: That were not run.
-        served: By what: see `WarmStartReport.strategy`.
-        swapped: Whether the exact prefill took the place of what was reused.
-        new: The tokens.
-    """
-
-    seconds: float
-    first: float
-    pause: float
-    tokens: int
-    reused: int
-    served: str
-    swapped: bool
-    new: tuple[int, ...]
+    seconds: float  # until all new tokens were there, the making of the cache and the look-up included
+    first: float  # until the first one was
+    pause: float  # the longest time between two of them, 0 for a single one
+    tokens: int  # of the prompt
+    reused: int  # that were not run
+    served: str  # by what: see `WarmStartReport.strategy`
+    swapped: bool  # whether the exact prefill took the place of what was reused
+    new: tuple[int, ...]  # the tokens
 
 
 class _Moments(BaseStreamer):
     """When the prompt and each new token came."""
 
     def __init__(self) -> None:
-        self.seen: list[float] = []
+        self.times: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.seen.append(time.perf_counter())
+        self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass
 
 
 class Side:
-    """A way to answer requests.
-
-    Args:
-        name: One of `COLD` and the keys of `SETTINGS`.
-        pair: Who answers.
-        library: Of `pair.switched`, with its tokenizer.
-        gate: When a similar prompt will do; None for the library's default.
-    """
+    """A way to answer requests; `name` is `COLD` or a key of `SETTINGS`."""
 
     def __init__(self, name: str, pair: Pair, library: WarmStartLibrary, gate: WarmStartGate | None = None) -> None:
         self.name, self.pair, self.library, self.gate = name, pair, library, gate
@@ -118,12 +91,7 @@ class Side:
         return WarmStartCache(self.pair.switched, self.library, strategy=strategy, swap=swap, gate=self.gate)
 
     def ask(self, ids: torch.Tensor, new_tokens: int = 1) -> Answer:
-        """Generates tokens greedily.
-
-        Args:
-            ids: The prompt, (1, tokens).
-            new_tokens: Not fewer and not more.
-        """
+        """Generate exactly so many tokens greedily behind a prompt, (1, tokens)."""
         # A streamer waits for every token, so a single one is timed from outside.
         moments = _Moments() if new_tokens > 1 else None
         more = {"min_new_tokens": new_tokens, "streamer": moments} if moments else {}
@@ -133,50 +101,62 @@ class Side:
         out = self.model.generate(ids, past_key_values=cache, max_new_tokens=new_tokens, do_sample=False, **more)
         synchronize(ids.device)
         seconds = time.perf_counter() - begin
-        new = tuple(out[0, ids.shape[1] :].tolist())
         # The first call has the prompt.
-        seen = moments.seen[1:] if moments else [begin + seconds]
-        pause = max((after - before for before, after in pairwise(seen)), default=0.0)
-        if self.name == COLD:
-            return Answer(seconds, seen[0] - begin, pause, ids.shape[1], 0, "", False, new)
-        report = cache.report()
-        # An exact prefill that goes on in the background would slow whatever is timed next.
-        cache.wait()
-        return Answer(seconds, seen[0] - begin, pause, ids.shape[1], report.reused_tokens, report.strategies[0], report.swapped, new)
+        times = moments.times[1:] if moments else [begin + seconds]
+        pause = max((after - before for before, after in pairwise(times)), default=0.0)
+        served: tuple[int, str, bool] = (0, "", False)
+        if self.name != COLD:
+            report = cache.report()
+            # An exact prefill that goes on in the background would slow whatever is timed next.
+            cache.wait()
+            served = report.reused_tokens, report.strategies[0], report.swapped
+        return Answer(seconds, times[0] - begin, pause, ids.shape[1], *served, tuple(out[0, ids.shape[1] :].tolist()))
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> tuple[torch.Tensor, str]:
-        """Of the first new token, in float64, and what served the prompt.
-
-        Args:
-            ids: The prompt, (1, tokens).
-        """
+        """Of the first new token, in float64, and what served the prompt."""
         cache = self.cache()
         out = self.model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].double()
         return out, "" if self.name == COLD else cache.report().strategies[0]
 
 
 Answers = dict[str, list[Answer]]
+MEASURES: dict[str, Callable[[Answer], float]] = {
+    "first token": lambda answer: answer.first,
+    "whole answer": lambda answer: answer.seconds,
+    "longest pause": lambda answer: answer.pause,
+}
 
 
-def in_turns(sides: Sequence[Side], prompts: Sequence[Asked], new_tokens: int = 1) -> Answers:
-    """All prompts, each by all sides before the next; another side is first each time."""
-    answers: Answers = {side.name: [] for side in sides}
-    for number, asked in enumerate(prompts):
-        turn = number % len(sides)
-        for side in [*sides[turn:], *sides[:turn]]:
-            answers[side.name].append(side.ask(asked.ids, new_tokens))
-    return answers
+def ask_in_turns(sides: Sequence[Side], prompts: Sequence[Asked], new_tokens: int = 1) -> Answers:
+    """All prompts, each by all sides before the next."""
+    return in_turns({side.name: lambda number, side=side: side.ask(prompts[number].ids, new_tokens) for side in sides}, len(prompts))
+
+
+def rows_of(answers: Answers, measure: str, group: str = "all", **labels: Any) -> Iterator[Row]:
+    """A row for each side, with ratios taken within a prompt: of all prompts, or of those that a similar prompt answered (`hits`)."""
+    of = MEASURES[measure]
+    for name, own in answers.items():
+        pairs = [(base, answer) for base, answer in zip(answers[COLD], own, strict=True) if group == "all" or answer.served in HITS]
+        # A single one has no quartiles.
+        if len(pairs) < 2 or (group == "hits" and name == COLD):
+            continue
+        chosen, tokens = [answer for _, answer in pairs], sum(answer.tokens for _, answer in pairs)
+        row = {**labels, "measure": measure, "group": group, "side": name, "count": len(pairs), "asked": len(own)}
+        row |= {"tokens": round(tokens / len(pairs)), "reused": round(sum(answer.reused for answer in chosen) / tokens, 4)}
+        row |= {"served": counted(Counter(answer.served for answer in chosen)), **spread("time", [of(answer) for answer in chosen], 1e3)}
+        row |= ratios([of(base) for base, _ in pairs], [of(answer) for answer in chosen])
+        row |= spread("extra", [of(answer) - of(base) for base, answer in pairs], 1e3)
+        row["same"] = round(sum(base.new == answer.new for base, answer in pairs) / len(pairs), 4)
+        if "swap" in name:
+            row |= {"value": round(sum(answer.swapped for answer in chosen) / len(chosen), 4), "unit": "swapped"}
+        yield row
 
 
 def prove(sides: Sequence[Side], prompts: Sequence[Asked], what: str, *, trained: bool = True) -> str:
-    """Compares the first token's distribution with that of the first side, which is cold.
+    """Compare the first token's distribution with that of the first side, which is cold.
 
-    Args:
-        sides: Two or more.
-        prompts: Some of them identical to what the library has.
-        what: A name for all this.
-        trained: Whether the model is. Random weights say nothing about whether reuse is harmless.
+    Some of the prompts are identical to what the library has. Random weights (not `trained`) say nothing about whether reuse is harmless.
     """
     cold, *others = sides
     lines = []
@@ -184,21 +164,19 @@ def prove(sides: Sequence[Side], prompts: Sequence[Asked], what: str, *, trained
         kls: list[float] = []
         same, served = 0, Counter[str]()
         for asked in prompts:
-            base, _ = cold.logits(asked.ids)
-            ours, how = side.logits(asked.ids)
+            (base, _), (ours, how) = cold.logits(asked.ids), side.logits(asked.ids)
             kl = float((base.softmax(-1) * (base.log_softmax(-1) - ours.log_softmax(-1))).sum())
             if asked.kind == "identical" and how == "exact" and not kl <= ROUNDING:
                 raise SystemExit(f"{what}, {side.name}: an identical prompt diverges by {kl:.3g}: nothing timed")
-            if how in HITS:
-                kls.append(kl)
+            kls += [kl] if how in HITS else []
             served[how] += 1
             same += bool(base.argmax() == ours.argmax())
         if not kls:
-            raise SystemExit(f"{what}, {side.name}: nothing was let in: nothing timed")
+            raise SystemExit(f"{what}, {side.name}: nothing was admitted: nothing timed")
         if trained and side.name == AUTO and same < SAME * len(prompts):
             raise SystemExit(f"{what}, {side.name}: {same} of {len(prompts)} prompts have cold's first token: nothing timed")
-        found = f"the same first token for {same} of {len(prompts)} prompts ({counted(served)}), KL on hits mean"
-        lines.append(f"{what}, {side.name} against cold: {found} {statistics.fmean(kls):.2g}, greatest {max(kls):.2g}")
+        text = f"the same first token for {same} of {len(prompts)} prompts ({counted(served)}), KL on hits mean"
+        lines.append(f"{what}, {side.name} against cold: {text} {statistics.fmean(kls):.2g}, greatest {max(kls):.2g}")
     return "\n".join(lines)
 
 
@@ -207,59 +185,14 @@ def counted(served: Mapping[str, int]) -> str:
     return ", ".join(f"{how} {count}" for how, count in sorted(served.items()) if how)
 
 
-REST = "generate, embeddings, head"
-
-
-def places_of(model: PreTrainedModel) -> list[tuple[str, Any, str]]:
-    """What is timed, phase by phase."""
-    return [
-        ("make the cache", WarmStartCache, "__init__"),
-        ("see that the model is the same", WarmStartCache, "enter_pass"),
-        ("refresh the library", WarmStartLibrary, "refresh"),
-        ("encode", Encoder, "encode"),
-        ("search", EntryStore, "near"),
-        ("find the same beginning", WarmStartLibrary, "beginning"),
-        ("align", serving, "best_aligned"),
-        ("read what differs", serving, "changes"),
-        ("load", WarmStartLibrary, "full_of"),
-        ("load the summary", WarmStartLibrary, "slots_of"),
-        ("splice", SplicingCache, "write"),
-        ("put slots in", WarmStartCache, "start_from"),
-        ("serve, the rest", Serving, "serve"),
-        ("take, the rest", WarmStartCache, "take_prefill"),
-        ("layers", type(compat.decoder_layers(model)[2][0]), "forward"),
-    ]
-
-
-def phases(sides: Sequence[Side], prompts: Sequence[Asked], **labels: Any) -> list[Row]:
-    """What the time to the first token goes to, on hits: a row for each side and phase. Timing adds a little to all.
-
-    Args:
-        sides: Cold among them.
-        prompts: What they are asked.
-        **labels: Columns of all rows.
-    """
-    rows: list[Row] = []
+def phases(sides: Sequence[Side], prompts: Sequence[Asked], **labels: Any) -> Iterator[Row]:
+    """What the time to the first token goes to, on hits: a row for each side and file of the package."""
     for side in sides:
-        places, found = places_of(side.pair.plain), []
-        for asked in prompts:
-            clock = Phases(side.pair.device)
-            with clock.watching(places):
-                answer = side.ask(asked.ids)
-            clock.seconds[REST] = answer.seconds - sum(clock.seconds.values())
-            if side.name == COLD or answer.served in HITS:
-                found.append(clock.seconds)
-        if len(found) < 2:
-            continue
-        whole = sum(sum(each.values()) for each in found)
-        for phase in [*(place[0] for place in places), REST]:
-            own = [each[phase] for each in found]
-            if not any(own):
-                continue  # not a phase of this side
-            row = {**labels, "section": "phases", "side": side.name, "measure": phase, "count": len(found), "asked": len(prompts)}
-            row["tokens"] = round(statistics.mean(asked.ids.shape[1] for asked in prompts))
-            rows.append({**row, **spread("time", own, 1e3), "value": round(sum(own) / whole, 4), "unit": "of the time"})
-    return rows
+        results = [profiled(lambda asked=asked, side=side: side.ask(asked.ids), side.pair.device) for asked in prompts]
+        profiles = [seconds for answer, seconds in results if side.name == COLD or answer.served in HITS]
+        if len(profiles) > 1:
+            tokens = round(statistics.mean(asked.ids.shape[1] for asked in prompts))
+            yield from phase_rows(profiles, side=side.name, asked=len(prompts), tokens=tokens, **labels)
 
 
 # Words of a made-up prompt's topic, how many of its tokens are among them, and how many prompts have a topic in common.
@@ -268,26 +201,19 @@ LENGTH = 300
 
 
 class ManyPrompts:
-    """A library of made-up prompts without keys and values, about many topics, that begin in a few ways as agents' prompts do.
-
-    Args:
-        model: Whose library.
-        tokenizer: Its.
-        count: How many prompts.
-    """
+    """A library of so many made-up prompts without keys and values, about many topics, that begin in a few ways as agents' prompts do."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, count: int) -> None:
         self.random = np.random.default_rng(0)
-        self.vocabulary = int(model.get_input_embeddings().num_embeddings)
-        shares = 1 / np.arange(10, self.vocabulary + 10)
+        vocabulary = int(model.get_input_embeddings().num_embeddings)
+        shares = 1 / np.arange(10, vocabulary + 10)
         self._shares = np.cumsum(shares) / shares.sum()
         self.library = WarmStartLibrary(model, tokenizer, slots=0)
         self._topics = [self._frequent(_TOPIC) for _ in range(max(1, count // _ALIKE))]
         self._starts = [self._frequent(40) for _ in range(20)]
-        self.prompts = [self.fresh() for _ in range(count)]
-        made = resident()
-        # Seconds of each, the look at what others did included.
-        self.added: list[float] = []
+        self.prompts = [self._prompt() for _ in range(count)]
+        before = resident()
+        self.seconds: list[float] = []  # of each addition
         for number, ids in enumerate(self.prompts):
             tokens = ids.tolist()
             (vector,) = self.library.encoder.encode([""], [tokens])
@@ -295,23 +221,21 @@ class ManyPrompts:
             facts = {"ids": base64.b64encode(ids.astype("<u4").tobytes()).decode(), "stored": None, "user": {}}
             begin = time.perf_counter()
             self.library.entries.put(Entry(f"{number:08} ".ljust(4 * LENGTH, "x"), tokens, vector, {}, facts))
-            self.added.append(time.perf_counter() - begin)
+            self.seconds.append(time.perf_counter() - begin)
         self.library.refresh()
-        # Of the library, in bytes a prompt.
-        self.bytes = (resident() - made) / count if made else float("nan")
+        self.bytes = (resident() - before) / count if before else float("nan")  # of the library, a prompt
 
     def _frequent(self, tokens: int) -> Ids:
         return np.searchsorted(self._shares, self.random.random(tokens)).astype(np.uint32)
 
-    def fresh(self) -> Ids:
+    def _prompt(self) -> Ids:
         ids, topic = self._frequent(LENGTH), self._topics[int(self.random.integers(len(self._topics)))]
         inside = self.random.random(LENGTH) < _OF_TOPIC
         ids[inside] = self.random.choice(topic, int(inside.sum()))
-        start = self._starts[int(self.random.integers(len(self._starts)))]
-        return np.concatenate([start, ids])[:LENGTH]
+        return np.concatenate([self._starts[int(self.random.integers(len(self._starts)))], ids])[:LENGTH]
 
     def similar(self) -> tuple[Ids, Ids]:
-        """A stored prompt, and one that differs from it in a tenth of its words, from some place on."""
+        """A stored prompt, and one that differs from it in a tenth of its words, from some position on."""
         source = self.prompts[int(self.random.integers(len(self.prompts)))]
         target = source.copy()
         places = self.random.choice(np.arange(60, LENGTH), LENGTH // 10, replace=False)
@@ -325,61 +249,41 @@ def resident() -> int:
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
-def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> list[Row]:
-    """A row for each part of a look-up, with what it must find and the time that it takes.
-
-    Args:
-        model: Whose library.
-        tokenizer: Its.
-        count: Prompts in the library.
-        calls: With another prompt each.
-    """
+def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> Iterator[Row]:
+    """A row for each part of a look-up among so many prompts, which must find the right one, and for additions."""
     many = ManyPrompts(model, tokenizer, count)
-    library = many.library
-    seconds: dict[str, list[float]] = {name: [] for name in ("refresh", "exact", "beginning", "encode", "search", "all")}
-    nearest = 0
+    library, nearest = many.library, 0
+    seconds: dict[str, list[float]] = {}
     for _ in range(calls):
         source, ids = many.similar()
         parts = timed_parts(library, ids)
-        for name, (own, _) in parts.items():
-            seconds[name].append(own)
-        near: list[tuple[str, float]] = parts["search"][1]
-        _, shared = parts["beginning"][1]
-        head = library.entries.head(near[0][0])
+        for name, (spent, _) in parts.items():
+            seconds.setdefault(name, []).append(spent)
+        head = library.entries.head(parts["search"][1][0][0])
         nearest += bool(head and head.facts and (head.facts.ids == source).all())
-        if shared < common_prefix(source, ids):
+        if parts["beginning"][1][1] < common_prefix(source, ids):
             raise SystemExit(f"look-up among {count}: a stored prompt begins like it for longer: not timed")
     if nearest < 0.9 * calls:
         raise SystemExit(f"look-up among {count}: the nearest is the right one in {nearest} of {calls}: not timed")
-    labels: Row = {"section": "look-up", "workload": f"{count} prompts", "length": count, "tokens": LENGTH}
-    rows: list[Row] = [{**labels, "side": "library", "measure": "add", "count": count, **spread("time", many.added[-1000:], 1e3)}]
-    rows[0] |= {"value": round(many.bytes / 1024, 2), "unit": "KiB a prompt"}
-    for name, own in seconds.items():
-        rows.append({**labels, "side": "library", "measure": name, "count": calls, **spread("time", own, 1e3)})
-    return rows
+    labels: Row = {"workload": f"{count} prompts", "length": count, "tokens": LENGTH, "side": "library"}
+    added = {**labels, "measure": "add", "count": count, **spread("time", many.seconds[-1000:], 1e3)}
+    yield {**added, "value": round(many.bytes / 1024, 2), "unit": "KiB a prompt"}
+    for name, spent in seconds.items():
+        yield {**labels, "measure": name, "count": calls, **spread("time", spent, 1e3)}
 
 
 def timed_parts(library: WarmStartLibrary, ids: Ids) -> dict[str, tuple[float, Any]]:
-    """The parts of a look-up in the order in which a cache does them, with their seconds and what they found.
-
-    Args:
-        library: Where.
-        ids: A prompt.
-    """
-    tokens = ids.tolist()
+    """The parts of a look-up in the order in which a cache does them, with their seconds and what they found."""
+    results: dict[str, tuple[float, Any]] = {}
     works: dict[str, Callable[[], Any]] = {
         "refresh": library.refresh,
         "exact": lambda: library.exact(ids),
         "beginning": lambda: library.beginning(ids),
-        "encode": lambda: library.encoder.encode([""], [tokens])[0],
+        "encode": lambda: library.encoder.encode([""], [ids.tolist()])[0],
+        "search": lambda: library.entries.near(results["encode"][1], COMPARED),
     }
-    found: dict[str, tuple[float, Any]] = {}
     for name, work in works.items():
         begin = time.perf_counter()
-        answer = work()
-        found[name] = (time.perf_counter() - begin, answer)
-    begin = time.perf_counter()
-    near = library.entries.near(found["encode"][1], COMPARED)
-    found["search"] = (time.perf_counter() - begin, near)
-    found["all"] = (sum(own for own, _ in found.values()), None)
-    return found
+        found = work()
+        results[name] = (time.perf_counter() - begin, found)
+    return results | {"all": (sum(seconds for seconds, _ in results.values()), None)}

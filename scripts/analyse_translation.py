@@ -1,4 +1,4 @@
-"""Looks into translated caches: how errors carry from layer to layer, what bounds them, and where translated states lie.
+"""Looks into translated caches: how errors carry from layer to layer, and what bounds them.
 
     python scripts/analyse_translation.py [--producer base] [--consumer tuned] [--csv FILE.csv] [--plot FILE.png]
 
@@ -7,8 +7,7 @@ the relative error, in the 2-norm, of the consumer's normalised attention inputs
 are the producer's own or translated: the paper's figure 6. `bounds` sets the state of the first such token against what stability
 constants allow, alpha and beta of each layer, for all that stays within a tenth of what the consumer's own prefills show: the segmented
 bound of the measured errors of the cache, and the same where a patch is taken to reset the state, as in the paper, to the error that is
-measured there. Then the most that the log-probability of any token changed, against its bound. `map` is t-SNE of a layer's keys and
-values: the producer's, the consumer's, and translated ones.
+measured there. Then the most that the log-probability of any token changed, against its bound.
 """
 
 from __future__ import annotations
@@ -16,42 +15,114 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from _common import check_counts, environment, pick_device, prepare, run_script, table, write_table
-from _segments_sides import Row
-from _translation_analysis import cache_matrix, relative, seen_by, traces_of, tsne
-from _translation_timing import RAW
-from calibrate_translator import held_out, layers_of, load_model, spaced
+from _stability import LayerTrace, head_constant, layer_constants, nll_gap_bound, segmented_bound, spectral_norm
+from calibrate_translator import held_out, layers_of, spaced
+from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.plot import Panel, draw, title_of
+from shared.results import Row, environment, rows_where, table, write_csv
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.stability import head_constant, layer_constants, nll_gap_bound, segmented_bound, spectral_norm
-from hf_kvcaches.translate.states import State, Tokens, read_states, require_plain_layers, state_of
 from hf_kvcaches.translate.translator import CacheTranslator
 
-REUSE, PATCHED, PAPER, PAPER_PATCHED = "reuse", "reuse and patch", "paper's Reuse", "paper's Reuse and Patch"
-FIELDS = ("section", "variant", "measure", "layer", "count", "value", "low", "high", "x", "y")
+RAW, REUSE, PATCHED = "raw keys and values", "reuse", "reuse and patch"
+PAPER, PAPER_PATCHED = "paper's Reuse", "paper's Reuse and Patch"
+COLUMNS = ("section", "variant", "measure", "layer", "count", "value", "low", "high")
 # How far beyond what was seen the constants' domain reaches, as a share.
 MARGIN = 0.1
 
 
-class Analysis:
-    """A pair of models, translators for it, and prompts.
+@dataclass
+class Seen:
+    """What a model's layers had while it read tokens, by layer."""
 
-    Args:
-        args: Of the command line.
-        device: Where.
-    """
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # of attention, normalised, (tokens, hidden)
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # of the layer, (tokens, hidden); the last one is what leaves the last layer
+    middle: dict[int, Tensor] = field(default_factory=dict)  # of the second norm, (tokens, hidden)
+    projected: dict[int, Tensor] = field(default_factory=dict)  # what the first projection gave: queries are in it, (tokens, width)
+    logits: Tensor = field(default_factory=lambda: torch.empty(0))  # (tokens, vocabulary)
+
+
+@contextmanager
+def watching(model: nn.Module, seen: Seen) -> Iterator[None]:
+    """While open, a pass over one prompt leaves here what its layers had. Layers of other kinds than Llama's or GPT-2's lack some of it."""
+    layers = compat.decoder_layers(model)[2]
+
+    def before(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+        def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            kept[index] = (args[0] if args else kwargs["hidden_states"])[0].detach().clone()
+
+        return look
+
+    def after(kept: dict[int, Tensor], index: int) -> Callable[..., None]:
+        def look(_: nn.Module, args: Any, out: Any) -> None:
+            kept[index] = (out[0] if isinstance(out, tuple) else out)[0].detach().clone()
+
+        return look
+
+    handles = []
+    for index, layer in enumerate(layers):
+        attention: Any = compat.attention_module(layer)
+        norm = getattr(layer, "post_attention_layernorm", getattr(layer, "ln_2", None))
+        inward = next((getattr(attention, name) for name in ("q_proj", "qkv_proj", "c_attn") if hasattr(attention, name)), None)
+        handles.append(layer.register_forward_pre_hook(before(seen.hidden, index), with_kwargs=True))
+        handles.append(attention.register_forward_pre_hook(before(seen.inputs, index), with_kwargs=True))
+        handles += [] if norm is None else [norm.register_forward_pre_hook(before(seen.middle, index), with_kwargs=True)]
+        handles += [] if inward is None else [inward.register_forward_hook(after(seen.projected, index))]
+    handles.append(layers[-1].register_forward_hook(after(seen.hidden, len(layers))))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def seen_by(model: Any, ids: Tensor, cache: Any) -> Seen:
+    """What layers have while a model reads tokens behind a cache."""
+    seen = Seen()
+    with watching(model, seen):
+        seen.logits = model(input_ids=ids, past_key_values=cache).logits[0]
+    return seen
+
+
+def traces_of(model: Any, ids: Tensor) -> list[LayerTrace]:
+    """Each layer's trace of a prompt, for `layer_constants`."""
+    cache = DynamicCache(config=model.config)
+    seen, traces = seen_by(model, ids, cache), []
+    for index, layer in enumerate(cache.layers):
+        keys, values = (part[0].transpose(0, 1) for part in (layer.keys, layer.values))
+        queries = seen.projected[index].unflatten(-1, (-1, keys.shape[-1]))[:, : model.config.num_attention_heads]
+        traces.append(LayerTrace(seen.hidden[index], seen.middle[index], queries, keys, values))
+    return traces
+
+
+def relative(ours: Tensor, expected: Tensor) -> float:
+    """The error's size by that of what is expected."""
+    return float((ours - expected).double().norm() / expected.double().norm())
+
+
+def cache_matrix(layer: Any, tokens: int) -> Tensor:
+    """A layer's keys and values beside each other, keys as attention sees them, (tokens, width), float64."""
+    return torch.cat([part[0, :, :tokens].transpose(0, 1).flatten(1) for part in (layer.keys, layer.values)], 1).double()
+
+
+class Analysis:
+    """A pair of models, translators for it, and prompts."""
 
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args, self.rows = args, list[Row]()
-        (producer, one), (consumer, other) = (load_model(name, device) for name in (args.producer, args.consumer))
+        (producer, one), (consumer, other) = (load(name, device) for name in (args.producer, args.consumer))
         self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
         # The switched attention of other caches has no part in what is compared with.
         self.plain = copy.deepcopy(self.consumer)
@@ -76,11 +147,7 @@ class Analysis:
                 self.codecs[name] = CacheTranslator.fit(self.producer, self.consumer, (one, other), fitted, progress=False, **chosen)
 
     def caches(self, ids: torch.Tensor) -> dict[str, Any]:
-        """A cache of each kind that holds a prompt but for its last tokens.
-
-        Args:
-            ids: (1, length + behind).
-        """
+        """A cache of each kind that holds a prompt but for its last tokens."""
         # One token more, which the caches leave to the model.
         prefix = ids[:, : self.args.length + 1]
         made: dict[str, Any] = {}
@@ -93,123 +160,65 @@ class Analysis:
             made[name].prefill(prefix)
         return made
 
-    def errors_and_bounds(self) -> None:
+    def measure(self) -> None:
         """Rows of all prompts and variants; layer L is what leaves the last one."""
         length, layers = self.args.length, len(compat.decoder_layers(self.plain)[2])
         wide = copy.deepcopy(self.plain).double()
         traces = [traces_of(wide, ids[:, : length + 1]) for ids in self.prompts]
         constants = [layer_constants(wide, layer, [trace[layer] for trace in traces], margin=MARGIN) for layer in range(layers)]
-        alphas, betas = [each.alpha for each in constants], [each.beta for each in constants]
-        found: dict[tuple[str, str, int], list[float]] = {}
+        alphas, betas = [layer.alpha for layer in constants], [layer.beta for layer in constants]
+        numbers: dict[tuple[str, str, int], list[float]] = defaultdict(list)
         for ids in self.prompts:
             own = DynamicCache(config=self.plain.config)
             with torch.no_grad():
                 self.plain(input_ids=ids[:, :length], past_key_values=own, logits_to_keep=1)
-            held = [cache_matrix(layer, length) for layer in own.layers]
+            exact = [cache_matrix(layer, length) for layer in own.layers]
             expected = seen_by(self.plain, ids[:, length:], own)
             head = head_constant(wide, [expected.hidden[layers][:1].double()], margin=MARGIN)
             for name, cache in self.caches(ids).items():
-                off = [spectral_norm(cache_matrix(layer, length) - right) for layer, right in zip(cache.layers, held, strict=True)]
-                model = self.plain if name == RAW else self.consumer
-                seen = seen_by(model, ids[:, length:], cache)
+                off = [spectral_norm(cache_matrix(layer, length) - right) for layer, right in zip(cache.layers, exact, strict=True)]
+                seen = seen_by(self.plain if name == RAW else self.consumer, ids[:, length:], cache)
                 bound = segmented_bound(alphas, betas, off)
                 moved = [float((seen.hidden[at][0] - expected.hidden[at][0]).double().norm()) for at in range(layers + 1)]
                 patched = {} if name == RAW else {layer: moved[layer] for layer in self.codecs[name].patched_layers}
-                reset = segmented_bound(alphas, betas, off, patched) if patched else []
-                for layer in range(layers):
-                    found.setdefault((name, "attention input, relative error", layer), []).append(
-                        relative(seen.inputs[layer], expected.inputs[layer])
-                    )
-                    found.setdefault((name, "keys and values, spectral error", layer), []).append(off[layer])
-                for layer in range(layers + 1):
-                    found.setdefault((name, "state, error", layer), []).append(moved[layer])
-                    found.setdefault((name, "state, bound", layer), []).append(bound[layer])
-                    if reset:
-                        found.setdefault((name, "state, bound if patches reset it", layer), []).append(reset[layer])
+                by_layer = {
+                    "attention input, relative error": [relative(seen.inputs[at], expected.inputs[at]) for at in range(layers)],
+                    "keys and values, spectral error": off,
+                    "state, error": moved,
+                    "state, bound": bound,
+                    "state, bound if patches reset it": segmented_bound(alphas, betas, off, patched) if patched else [],
+                }
+                for measure, values in by_layer.items():
+                    for layer, value in enumerate(values):
+                        numbers[name, measure, layer].append(value)
                 gap = (seen.logits[0].double().log_softmax(-1) - expected.logits[0].double().log_softmax(-1)).abs().max()
-                found.setdefault((name, "log-probability, change", layers), []).append(float(gap))
-                found.setdefault((name, "log-probability, bound from the state's error", layers), []).append(nll_gap_bound(head, moved[-1]))
-                found.setdefault((name, "log-probability, bound", layers), []).append(nll_gap_bound(head, bound[-1]))
-        for layer, each in enumerate(constants):
+                numbers[name, "log-probability, change", layers].append(float(gap))
+                numbers[name, "log-probability, bound from the state's error", layers].append(nll_gap_bound(head, moved[-1]))
+                numbers[name, "log-probability, bound", layers].append(nll_gap_bound(head, bound[-1]))
+        for layer, constant in enumerate(constants):
             for measure in ("alpha", "beta", "paper_alpha", "paper_beta"):
-                self.rows.append({"section": "constants", "measure": measure, "layer": layer, "value": getattr(each, measure)})
-        for (name, measure, layer), values in found.items():
+                self.rows.append({"section": "constants", "measure": measure, "layer": layer, "value": getattr(constant, measure)})
+        for (name, measure, layer), values in numbers.items():
             section = "errors" if measure.startswith(("attention", "keys")) else "bounds"
             row = {"section": section, "variant": name, "measure": measure, "layer": layer, "count": len(values)}
             self.rows.append({**row, "value": statistics.median(values), "low": min(values), "high": max(values)})
 
-    def map(self) -> None:
-        """Where a layer's states of the first prompt lie: places, and the distances that t-SNE does not keep."""
-        args, ids = self.args, self.prompts[0][:, : self.args.length]
-        layers = len(compat.decoder_layers(self.plain)[2])
-        layer = layers // 2 if args.layer is None else args.layer
-        if not 0 <= layer < layers:
-            raise ConfigError.of("--layer", f"0 to {layers - 1}", layer)
-        tokens, states = Tokens.of(ids), dict[str, State]()
-        for name, model in (("source", self.producer), ("target", self.plain)):
-            read_states(model, tokens, lambda index, state, name=name: states.__setitem__(name, state) if index == layer else None)
-        rotation = require_plain_layers(compat.decoder_config(self.plain.config))
-        for name, cache in self.caches(self.prompts[0]).items():
-            if name != RAW:
-                held = cache.layers[layer]
-                states[name] = state_of(rotation, layer, *(part[:, :, : args.length] for part in (held.keys, held.values)), tokens)
-        target = states["target"].pair
-        # Each number counts as much as it varies in the consumer, and keys are not drowned by values, nor the other way.
-        scale = target.std(0).clamp_min(1e-6)
-        some = torch.linspace(0, args.length - 1, min(args.points // len(states), args.length)).long()
-        placed = tsne(torch.cat([(state.pair / scale)[some] for state in states.values()]), steps=args.steps)
-        for name, where in zip(states, placed.split(len(some)), strict=True):
-            away = relative(states[name].pair / scale, target / scale)
-            self.rows.append(
-                {"section": "map", "variant": name, "measure": "distance from target, relative", "layer": layer, "value": away}
-            )
-            own = {"section": "map", "variant": name, "measure": "place", "layer": layer}
-            self.rows += [{**own, "x": round(x, 3), "y": round(y, 3)} for x, y in where.tolist()]
 
-
-def show(rows: Sequence[Row]) -> str:
+def report(rows: Sequence[Row]) -> str:
     """A table for each measure: a line for each variant, a column for each layer."""
     tables = []
-    for section, measure in dict.fromkeys((row["section"], row["measure"]) for row in rows if "value" in row):
-        own = [row for row in rows if (row["section"], row["measure"]) == (section, measure)]
-        layers = sorted({row["layer"] for row in own})
-        cells = {(row.get("variant", ""), row["layer"]): f"{row['value']:.3g}" for row in own}
+    for section, measure in dict.fromkeys((row["section"], row["measure"]) for row in rows):
+        group = rows_where(rows, section=section, measure=measure)
+        layers = sorted({row["layer"] for row in group})
+        cells = {(row.get("variant", ""), row["layer"]): f"{row['value']:.3g}" for row in group}
         lines = [[name, *(cells.get((name, layer), "") for layer in layers)] for name in dict.fromkeys(name for name, _ in cells)]
         tables.append(table([f"{section}: {measure}, by layer", *map(str, layers)], lines))
     return "\n\n".join(tables)
 
 
-def write_plot(path: Path, rows: Sequence[Row], patched: Sequence[int]) -> None:
-    """Errors by layer, bounds beside what was measured, and the map."""
-    require("matplotlib", "plots", "The plot").use("Agg")
-    plots = require("matplotlib.pyplot", "plots", "The plot")
-    figure, axes = plots.subplots(1, 3, figsize=(20, 6), layout="constrained")
-    for axis, measures in ((axes[0], ("attention input, relative error",)), (axes[1], ("state, error", "state, bound"))):
-        for measure, style in zip(measures, ("-", "--"), strict=False):
-            own = [row for row in rows if row["measure"] == measure]
-            for color, name in enumerate(dict.fromkeys(row["variant"] for row in own)):
-                mine = sorted((row for row in own if row["variant"] == name), key=lambda row: row["layer"])
-                line = {"marker": "o", "linestyle": style, "color": f"C{color}", "label": name if style == "-" else f"{name}, bound"}
-                axis.plot([row["layer"] for row in mine], [row["value"] for row in mine], **line)
-        axis.set(title=", ".join(measures), xlabel="layer")
-    for layer in patched:
-        axes[0].axvline(layer, color="black", linestyle=":", linewidth=1)
-    axes[1].set_yscale("log")
-    places = [row for row in rows if row["measure"] == "place"]
-    for name in dict.fromkeys(row["variant"] for row in places):
-        mine = [row for row in places if row["variant"] == name]
-        axes[2].scatter([row["x"] for row in mine], [row["y"] for row in mine], s=6, label=name)
-    axes[2].set(title="keys and values, t-SNE")
-    for axis in axes:
-        axis.legend(fontsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plots.close(figure)
-
-
 def parse() -> argparse.Namespace:
     variants = (RAW, REUSE, PATCHED, PAPER, PAPER_PATCHED)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "device", "csv", "plot")
     parser.add_argument("--producer", default="base", help="a folder, a hub id, base, tuned or lora")
     parser.add_argument("--consumer", default="tuned", help="likewise")
     parser.add_argument("--variants", nargs="+", choices=variants, default=variants, help="only these")
@@ -220,31 +229,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--length", type=int, default=256, help="of a translated prefix, in tokens")
     parser.add_argument("--behind", type=int, default=32, help="tokens that follow it")
-    parser.add_argument("--layer", type=int, help="of the map; default: the one in the middle")
-    parser.add_argument("--points", type=int, default=600, help="of the map")
-    parser.add_argument("--steps", type=int, default=500, help="of t-SNE")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--csv", type=Path, help="write every number here")
-    parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
     args = parser.parse_args()
-    check_counts(args, ["prefixes", "prompts", "length", "behind", "points", "steps"])
+    check_counts(args, ["prefixes", "prompts", "length", "behind"])
     return args
 
 
 def main() -> None:
     args = parse()
-    prepare(args)
-    device = pick_device(args.device)
+    device = begin(args)
     analysis = Analysis(args, device)
-    analysis.errors_and_bounds()
-    analysis.map()
-    print(show(analysis.rows))
+    analysis.measure()
+    rows = analysis.rows
+    print(report(rows))
     patched = sorted({layer for codec in analysis.codecs.values() for layer in codec.patched_layers})
     print(f"\n{len(analysis.prompts)} prompts; medians; patched layers: {', '.join(map(str, patched)) or 'none'}")
     if args.csv:
-        write_table(args.csv, FIELDS, analysis.rows, environment(device))
+        write_csv(args.csv, rows, environment(device), COLUMNS)
     if args.plot:
-        write_plot(args.plot, analysis.rows, patched)
+        measures = ("attention input, relative error", "state, error", "state, bound")
+        panels = [Panel(name, rows_where(rows, measure=name), "{variant}", "layer", "value", log="y") for name in measures]
+        draw(args.plot, title_of(device, f"{args.producer} to {args.consumer}"), panels)
 
 
 if __name__ == "__main__":

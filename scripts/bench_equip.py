@@ -14,23 +14,23 @@ Every cell is added to the CSV when it is done; the same command goes on with th
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from _common import environment, pick_device, run_script
 from _equip_checks import TABLE_6, far_away, flatness, memory, prove, write_alone
-from _equip_report import bars, show, write_plot
-from _equip_sides import Cell, Models, Shape, bytes_free, bytes_needed, measure
+from _equip_sides import FLOORS, FULL, FUSED, GATHER, OURS, PUBLISHED, ROTATED, SHIFT, Cell, bytes_needed, measure
+from shared.bars import Bar, verdicts
+from shared.cli import arguments, begin, check_counts, run_script
+from shared.models import Pair, Shape, bytes_free
+from shared.plot import Panel, draw, title_of
+from shared.results import Results, Row, print_environment, rows_where, show
 from tqdm import tqdm
 
-from hf_kvcaches.errors import ConfigError, require
-
 POLICIES = (("streaming", "compact"), ("h2o", "compact"), ("h2o", "original"))
+LARGE_BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -43,192 +43,176 @@ class Size:
     kv: tuple[str, ...] = ("mha", "gqa")
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     writes: tuple[tuple[int, int, int], ...] = tuple(TABLE_6)
-    single: tuple[int, int] = (8, 512)
-    """Batch and budget of what is measured once: memory, and very long texts."""
-    rounds: int = 5
+    single: tuple[int, int] = (8, 512)  # batch and budget of what is measured once: memory, and very long texts
+    rounds: int = 9
     steps: int = 3
-    heavy: float = 16_000
-    """Rows x slots, beyond which a round is a single step."""
-    window: int = 64
-    """Budget for the text of millions of tokens, of which three times as many are read."""
-    quick: bool = False
+    flat_rounds: int = 25
+    heavy: float = 16_000  # rows x slots, beyond which a round is a single step
+    window: int = 64  # budget for the text of millions of tokens, of which three times as many are read
 
 
 PRESETS = {
-    "cpu": Size(Shape(512, 4, 8, 1408, 512), rounds=9),
+    "cpu": Size(Shape(512, 4, 8, 1408, 512)),
     # The width of a 7B model. Each of its layers does the same work, so a few show what all cost.
     "gpu": Size(Shape(4096, 8, 32, 11008, 32000), rounds=7, steps=16, heavy=float("inf")),
 }
-QUICK = Size(
-    Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), rounds=2, steps=2, window=16, quick=True
-)
+QUICK = Size(Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), 2, 2, flat_rounds=2, window=16)
 
-FIELDS = (
+COLUMNS = (
     "hidden layers heads kv_heads head_dim measure policy positions dtype kv batch budget side tokens rounds steps round_ms round_q1_ms "
     "round_q3_ms step_ms step_q1_ms step_q3_ms ratio ratio_q1 ratio_q3 error value all_value"
 ).split()
-KEY = "hardware device threads torch transformers hidden layers heads rounds".split()
-
-
-class Table:
-    """The rows measured so far, in a file if there is one.
-
-    Args:
-        path: The CSV, or None to keep rows in memory only.
-        fixed: Columns that are the same in all rows.
-    """
-
-    def __init__(self, path: Path | None, fixed: dict[str, Any]) -> None:
-        self.path, self.fixed = path, {name: str(value) for name, value in fixed.items()}
-        self.rows: list[dict[str, str]] = []
-        self.foreign: list[dict[str, str]] = []
-        self.header = list(dict.fromkeys([*environment(torch.device("cpu")), *FIELDS]))
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                if reader.fieldnames != self.header:
-                    raise ConfigError.of("--csv", "a file that this script wrote", str(path), "Name another file, or delete it.")
-                for row in reader:
-                    (self.rows if all(row[name] == self.fixed[name] for name in KEY) else self.foreign).append(row)
-        else:
-            self._append([dict(zip(self.header, self.header, strict=True))])
-
-    def has(self, point: dict[str, Any]) -> bool:
-        return any(all(row[name] == str(value) for name, value in point.items()) for row in self.rows)
-
-    def add(self, point: dict[str, Any], rows: Iterable[dict[str, Any]]) -> None:
-        new = [{name: str({**self.fixed, **point, **row}.get(name, "")) for name in self.header} for row in rows]
-        self.rows += new
-        self._append(new)
-
-    def _append(self, rows: list[dict[str, str]]) -> None:
-        if self.path is not None:
-            with self.path.open("a", newline="", encoding="utf-8") as file:
-                csv.DictWriter(file, fieldnames=self.header, lineterminator="\n").writerows(rows)
+SHOWN = {"ours ms": "{ours_ms:.2f}", "floor ms": "{floor_ms:.2f}", "ours/floor": "{overhead:.3f}"}
+SHOWN |= {f"over {side}": f"{{{side}}}" for side in (FULL, SHIFT, PUBLISHED, FUSED, ROTATED, GATHER)} | {"logit error": "{error:.1e}"}
 
 
 class Run:
     """One run of the benchmark: what is measured already is left out."""
 
-    def __init__(self, size: Size, device: torch.device, table: Table) -> None:
-        self.size, self.device, self.table = size, device, table
+    def __init__(self, size: Size, device: torch.device, results: Results) -> None:
+        self.size, self.device, self.results = size, device, results
         self.skipped: list[str] = []
-        self._models: tuple[tuple[str, str, bool], Models] | None = None
+        self._pair: tuple[tuple[str, str, bool], Pair] | None = None
 
-    def models(self, cell: Cell) -> Models:
+    def pair(self, cell: Cell) -> Pair:
         # Only policies that choose by attention need it to be like a trained model's, which half precision rounds more.
         key = (cell.kv, cell.dtype, cell.policy != "streaming")
-        if self._models is None or self._models[0] != key:
-            self._models = None  # before the next ones are made
-            self._models = key, Models.make(self.size.shape, cell.kv, cell.dtype, self.device, sharp=key[2])
-        return self._models[1]
+        if self._pair is None or self._pair[0] != key:
+            self._pair = None  # before the next ones are made
+            self._pair = key, Pair.random(self.size.shape, cell.kv, self.device, cell.dtype, sharp=key[2])
+        return self._pair[1]
 
-    def grid(self) -> list[Cell]:
-        size = self.size
-        points = itertools.product(size.dtypes, size.kv, POLICIES, size.batches, size.budgets)
-        return [Cell(dtype, kv, batch, budget, *policy) for dtype, kv, policy, batch, budget in points]
-
-    def jobs(self) -> list[tuple[str, dict[str, Any], Callable[[], list[dict[str, Any]] | None]]]:
-        """Everything there is to measure: its name, what stands in its columns, and the work."""
-        size, jobs = self.size, []
-        for batch, heads, head_dim in size.writes:
-            point = {"measure": "write", "dtype": "float32", "kv": f"{heads}x{head_dim}", "batch": batch, "budget": 1024}
-            jobs.append((f"write alone {batch} x {heads} x {head_dim}", point, self._write_job(batch, heads, head_dim)))
-        batch, budget = size.single
+    def jobs(self) -> Iterator[tuple[str, Row, Callable[[], list[Row] | None]]]:
+        """Everything there is to measure: its name, its columns, and the work."""
+        size, shape = self.size, self.size.shape
+        for batch, heads, dim in size.writes:
+            point = {"measure": "write", "dtype": "float32", "kv": f"{heads}x{dim}", "batch": batch, "budget": 1024}
+            yield (
+                f"write alone {batch} x {heads} x {dim}",
+                point,
+                lambda a=(batch, heads, dim): write_alone(*a, self.device, max(5, size.rounds)),
+            )
         for kv, (policy, positions) in itertools.product(size.kv, POLICIES):
-            cell = Cell("float32", kv, batch, budget, policy, positions)
-            jobs.append((f"memory {cell}", {"measure": "memory", **asdict(cell)}, self._memory_job(cell)))
+            cell = Cell("float32", kv, *size.single, policy, positions)
+            yield f"memory {cell}", {"measure": "memory", **asdict(cell)}, lambda cell=cell: memory(cell, self.pair(cell), shape)
             if positions == "compact":
-                jobs.append((f"long text {cell}", {"measure": "flat", **asdict(cell)}, self._flat_job(cell)))
+                work = lambda cell=cell: flatness(cell, self.pair(cell), size.flat_rounds, size.steps)  # noqa: E731
+                yield f"long text {cell}", {"measure": "flat", **asdict(cell)}, work
         point = {"measure": "far", "policy": "streaming", "positions": "compact", "dtype": "float32", "budget": size.window}
-        jobs.append(("four million tokens", point, lambda: [far_away(self.device, size.window)]))
-        jobs += [(str(cell), {"measure": "decode", **asdict(cell)}, self._decode_job(cell)) for cell in self.grid()]
-        return jobs
+        yield "four million tokens", point, lambda: far_away(self.device, size.window)
+        for dtype, kv, policy, batch, budget in itertools.product(size.dtypes, size.kv, POLICIES, size.batches, size.budgets):
+            cell = Cell(dtype, kv, batch, budget, *policy)
+            yield str(cell), {"measure": "decode", **asdict(cell)}, lambda cell=cell: self.decode(cell)
 
-    def _write_job(self, batch: int, heads: int, head_dim: int) -> Callable[[], list[dict[str, Any]] | None]:
-        def work() -> list[dict[str, Any]] | None:
-            rows = write_alone(batch, heads, head_dim, "float32", self.device, max(5, self.size.rounds))
-            return rows and [{**row, "kv_heads": heads, "head_dim": head_dim} for row in rows]
-
-        return work
-
-    def _memory_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]]]:
-        return lambda: [memory(cell, self.models(cell), self.size.shape)]
-
-    def _flat_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]]]:
-        return lambda: flatness(cell, self.models(cell), self.size.rounds if self.size.quick else 25, self.size.steps)
-
-    def _decode_job(self, cell: Cell) -> Callable[[], list[dict[str, Any]] | None]:
-        def work() -> list[dict[str, Any]] | None:
-            if bytes_needed(cell, self.size.shape) > bytes_free(self.device):
-                return None
-            steps = self.size.steps if cell.batch * cell.budget <= self.size.heavy else 1
-            rows = measure(cell, self.models(cell), self.size.rounds, steps)
-            own = {"kv_heads": self.size.shape.kv_heads(cell.kv), "head_dim": self.size.shape.head_dim, "steps": steps}
-            return [{**row, **own} for row in rows]
-
-        return work
+    def decode(self, cell: Cell) -> list[Row] | None:
+        shape = self.size.shape
+        if bytes_needed(cell, shape) > bytes_free(self.device):
+            return None
+        steps = self.size.steps if cell.batch * cell.budget <= self.size.heavy else 1
+        settings = {"kv_heads": shape.kv_heads(cell.kv), "head_dim": shape.head_dim, "steps": steps}
+        return [settings | row for row in measure(cell, self.pair(cell), self.size.rounds, steps)]
 
     @torch.no_grad()
     def go(self) -> None:
-        todo = [job for job in self.jobs() if not self.table.has(job[1])]
-        if not todo:
-            return
-        print("\n".join(prove(self.size.shape, self.device, quick=self.size.quick)))
-        with tqdm(todo, unit="cell") as progress:
-            for name, point, work in progress:
-                progress.set_description(name)
-                rows = work()
-                if rows is None:
-                    self.skipped.append(f"{name}: not enough memory, not measured")
-                else:
-                    self.table.add(point, rows)
+        todo = [job for job in self.jobs() if not self.results.has(**job[1])]
+        if todo:
+            print("\n".join(prove(self.size.shape, self.device, quick=self.size.flat_rounds == 2)))
+        for name, point, work in (progress := tqdm(todo, unit="cell")):
+            progress.set_description(name)
+            rows = work()
+            if rows is None:
+                self.skipped.append(f"{name}: not enough memory, not measured")
+            else:
+                self.results.add({"steps": self.size.steps, **point, **row} for row in rows)
 
 
-def chosen_size(args: argparse.Namespace) -> Size:
-    size = QUICK if args.quick else PRESETS[args.preset]
-    changes = {name: value for name in ("hidden", "layers", "heads", "intermediate") if (value := getattr(args, name)) is not None}
-    for name, value in changes.items():
-        if value < 1:
-            raise ConfigError.of(f"--{name}", "at least 1", value)
-    shape = replace(size.shape, **changes)
-    if shape.hidden % shape.heads or shape.head_dim % 2:
-        raise ConfigError.of("--hidden", f"a multiple of 2 x {shape.heads} heads", shape.hidden)
-    parts = {name: tuple(value) for name in ("batches", "budgets", "kv", "dtypes") if (value := getattr(args, name)) is not None}
-    return replace(size, shape=shape, **parts)
+def summaries(rows: Sequence[Row]) -> list[Row]:
+    """A row for each cell: ours beside the floor and beside all other sides."""
+    cells: dict[tuple[Any, ...], dict[str, Row]] = {}
+    for row in rows_where(rows, measure="decode"):
+        cells.setdefault(tuple(row[name] for name in Cell.__annotations__), {})[row["side"]] = row
+    found = []
+    for key, sides in cells.items():
+        floor = min(sides[name]["step_ms"] for name in FLOORS if name in sides)
+        summary = dict(zip(Cell.__annotations__, key, strict=True)) | {"side": OURS, "error": sides[OURS]["error"]}
+        summary |= {"ours_ms": sides[OURS]["step_ms"], "floor_ms": floor, "overhead": sides[OURS]["step_ms"] / floor}
+        summary |= {name: f"{row['ratio']:.2f}x ({row['ratio_q1']:.2f}-{row['ratio_q3']:.2f})" for name, row in sides.items()}
+        found.append(summary)
+    return found
+
+
+def report(rows: Sequence[Row]) -> str:
+    """One table a policy, and one for writing alone."""
+    cells, parts = summaries(rows), []
+    for policy, positions in POLICIES:
+        group = rows_where(cells, policy=policy, positions=positions)
+        parts += [show(group, {f"{policy}, {positions}": "{dtype} {kv} {batch} x {budget}", **SHOWN})] if group else []
+    writes = []
+    for row in rows_where(rows, measure="write", side="tensors rebuilt"):
+        paper = TABLE_6.get((row["batch"], *map(int, row["kv"].split("x"))))
+        writes.append(row if paper is None else row | {"paper": paper[row["policy"] == "streaming"]})
+    columns = {"KV update alone, 64 of 1,024 tokens": "{batch} x {kv}", "policy": "{policy}", "rebuilt ms": "{round_ms:.2f}"}
+    return "\n\n".join([*parts, show(writes, columns | {"in place": "{ratio:.1f}x", "paper (SPR)": "{paper}x"})])
+
+
+def bars() -> list[Bar]:
+    """What is promised; the paper's numbers are beside the claims."""
+    large = {"also": lambda row: row["batch"] >= LARGE_BATCH, "mean": True}
+    promised = []
+    for dtype, kv in itertools.product(("float32", "bfloat16"), ("mha", "gqa")):
+        where = {"measure": "decode", "dtype": dtype, "kv": kv, "policy": "streaming", "side": PUBLISHED}
+        least = 2.5 if kv == "mha" else 1.4
+        text = f"streaming at least {least}x as fast as {PUBLISHED}, {dtype} {kv}, batch >= {LARGE_BATCH} (paper: 1.62x on 60 cores)"
+        promised.append(Bar(text, where, least=least, **large))
+        for positions in ("compact", "original"):
+            where = {"measure": "decode", "dtype": dtype, "kv": kv, "policy": "h2o", "positions": positions, "side": GATHER}
+            text = f"h2o {positions} at least 4x as fast as {GATHER}, {dtype} {kv}, batch >= {LARGE_BATCH} (paper: 3.45x to 4.48x)"
+            promised.append(Bar(text, where, least=4.0, **large))
+        where = {"policy": "streaming", "dtype": dtype, "kv": kv}
+        promised.append(Bar(f"streaming, a step at most 1.15x the floor, {dtype} {kv}", where, "overhead", most=1.15, mean=True))
+    for policy, paper in (("streaming", "26.5x to 50.6x"), ("h2o", "11.6x to 39.9x")):
+        where = {"measure": "write", "policy": policy, "side": "tensors rebuilt"}
+        promised.append(Bar(f"KV update alone at least 25x as fast, {policy} (paper: {paper})", where, least=25.0, mean=True))
+    promised.append(Bar("keys and values at most 1.02x budget x bytes per token", {"measure": "memory"}, "value", most=1.02, name="policy"))
+    where = {"measure": "flat", "tokens": 100_000}
+    promised.append(Bar("a step after 100,000 tokens at most 1.10x that after 1,000", where, most=1.10, name="kv"))
+    where = {"measure": "far"}
+    return [
+        *promised,
+        Bar("logits after 4,000,000 tokens within 1e-3 of those at the start", where, "error", most=1e-3, unit=""),
+    ]
+
+
+def size_of(args: argparse.Namespace, device: torch.device) -> Size:
+    size = QUICK if args.quick else PRESETS[args.preset or ("cpu" if device.type == "cpu" else "gpu")]
+    chosen = {name: tuple(value) for name in ("batches", "budgets", "kv", "dtypes") if (value := getattr(args, name)) is not None}
+    return replace(size, **chosen)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
+    parser = arguments(__doc__, "device", "csv", "plot", "quick")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="sizes for a CPU or a GPU; default: those for the device")
-    for name in ("hidden", "layers", "heads", "intermediate"):
-        parser.add_argument(f"--{name}", type=int, help="instead of the preset's")
     parser.add_argument("--batches", nargs="+", type=int, help="only these")
     parser.add_argument("--budgets", nargs="+", type=int, help="only these")
     parser.add_argument("--kv", nargs="+", choices=("mha", "gqa"), help="only these: multi-head, or four query heads to a key head")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), help="only these")
-    parser.add_argument("--csv", type=Path, help="write every number here, cell by cell, and go on where the file ends")
-    parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="a tiny grid, to see that everything runs; its numbers mean nothing")
     args = parser.parse_args()
-    device = pick_device(args.device)
-    args.preset = args.preset or ("cpu" if device.type == "cpu" else "gpu")
-    size = chosen_size(args)
-    if args.plot:
-        require("matplotlib", "plots", "The plot")
-    where = environment(device)
-    print(", ".join(f"{name} {value}" for name, value in where.items()))
-    shape = size.shape
-    fixed = {**where, "hidden": shape.hidden, "layers": shape.layers, "heads": shape.heads, "rounds": size.rounds, "steps": size.steps}
-    run = Run(size, device, Table(args.csv, fixed))
+    check_counts(args, ["batches", "budgets"])
+    device = begin(args)
+    size = size_of(args, device)
+    print_environment(device)
+    sizes = {"hidden": size.shape.hidden, "layers": size.shape.layers, "heads": size.shape.heads, "rounds": size.rounds}
+    run = Run(size, device, Results(args.csv, COLUMNS, device, **sizes))
     run.go()
-    print("\n".join([show(run.table.rows), *run.skipped, "", *bars(run.table.rows)]))
+    rows = run.results.rows
+    print("\n".join([report(rows), *run.skipped, "", verdicts(bars(), [*rows, *summaries(rows)])]))
     if args.plot:
-        write_plot(args.plot, run.table.rows, where)
+        place = "{dtype} {kv} {batch} x {budget}"
+        decoded = rows_where(rows, measure="decode")
+        panels = [
+            Panel(f"{p}, {at}", rows_where(decoded, policy=p, positions=at), "{side}", place, "step_ms", log="y") for p, at in POLICIES
+        ]
+        draw(args.plot, title_of(device, "a decode step of EquipCache"), panels)
 
 
 if __name__ == "__main__":

@@ -8,208 +8,194 @@ cache is in the time; storing is not where only the first token is asked for, be
 rows of its own, and goes on during the requests for 32 tokens more. Each side has its own store in memory, empty at first; all prompts
 count, the first too.
 
-`no repeats` are prompts without anything to reuse: what looking in vain costs. `phases` takes the time to the first token apart. `larger`
-is a Llama with random weights, for which four fifths of a prompt have been seen in another order: random weights say nothing about whether
-reuse is harmless, so all probes of "auto" pass, but in rows of their own most fail, as the policy has it. `look-up` is among random
-segments without tensors, `splice` the writing of keys and values alone, `sharing` the share of tokens that are reused where another
-process has stored them.
+`no repeats` are prompts without anything to reuse: what looking in vain costs. `phases` counts the time to the first token by file of the
+package. `larger` is a Llama with random weights, for which four fifths of a prompt have been seen in another order: random weights say
+nothing about whether reuse is harmless, so all probes of "auto" pass, but in rows of their own most fail, as the policy has it. `look-up`
+is among random segments without tensors, `splice` the writing of keys and values alone, `sharing` the share of tokens that are reused
+where another process has stored them, in a folder, and in the Redis that `--redis` names.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from _common import run_script
-from _equip_sides import Shape
-from _sections import Columns, arguments, begin, measure_each, run_sections
-from _segments_parts import agents, load_policy, lookups, redis_server, sharing, splices
-from _segments_report import bars, show, write_plot
-from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, Pair, Row, larger_model, moved, passes, phases, prove, rows_of
-from _subspace_sides import Clock
-
-from hf_kvcaches import SegmentPolicy
+from _segments_parts import agents, load_policy, lookups, sharing, splices
+from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, moved, passes, phases, prove, rows_of
+from shared.bars import Bar, verdicts
+from shared.cli import run_script
+from shared.models import LARGER, Pair, Shape
+from shared.plot import Panel, draw, title_of
+from shared.results import Results, Row, rows_where
+from shared.sections import begin_sections, run_sections, section_arguments
+from shared.timing import Clock
 
 SECTIONS = ("requests", "no repeats", "phases", "larger", "splice", "look-up", "sharing")
-FIELDS = (
+COLUMNS = (
     "section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit floor_share"
 ).split()
+SHOWN = {
+    "": "{measure}, {side}, {tokens} tokens",
+    "workload": "{workload}",
+    "n": "{count}",
+    "ms": "{time_ms:.3f}",
+    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
+    "ratio": "{ratio:.3f}x",
+    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    "reused": "{reused:.1%}",
+    "rate": "{value:g} {unit}",
+    "of the bandwidth": "{floor_share:.0%}",
+}
 ALL_SIDES = (NONE, PREFIX, AUTO, APPROXIMATE)
-
-
-LARGER = Shape(512, 8, 8, 1408, 2048)
+HIT_RATE = 0.005  # by how much hit rates may differ: which of two segments that are equally like a third is found first is left to chance
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Args:
-        requests: Of agents; a part of them where an answer is long.
-        long_requests: That part.
-        new_tokens: Of a long answer.
-        repeats: Prompts without repeats, and how many passes over them until the first token.
-        shape: Of the larger model, with how many key heads.
-        tokens: Of its prompts.
-        rounds: How many prompts of each length.
-        splice: Layers, heads, tokens, dimensions of what is written, and how often.
-        segments: In the index, and how many look-ups.
-        shared: Requests for two processes.
-        quick: Whether numbers mean nothing.
-    """
-
-    requests: int = 200
-    long_requests: int = 60
-    new_tokens: int = 33
-    repeats: tuple[int, int] = (40, 3)
-    shape: Shape = LARGER
-    kv_heads: int = 2
-    tokens: tuple[int, ...] = (1024, 2048, 4096)
-    rounds: int = 5
-    splice: tuple[int, int, int, int] = (32, 8, 512, 128)
-    splices: int = 9
-    segments: int = 100_000
-    calls: int = 200
-    shared: int = 60
+    requests: int = 200  # of agents
+    long_requests: int = 60  # as many of them have a long answer
+    new_tokens: int = 33  # of a long answer
+    repeats: tuple[int, int] = (40, 3)  # prompts without repeats, and how many passes over them until the first token
+    shape: Shape = LARGER  # of the larger model
+    tokens: tuple[int, ...] = (1024, 2048, 4096)  # of its prompts
+    rounds: int = 5  # how many prompts of each length
+    splice: tuple[int, int, int, int] = (32, 8, 512, 128)  # layers, heads, tokens, dimensions
+    splices: int = 9  # how often
+    segments: int = 100_000  # in the index
+    calls: int = 200  # look-ups
+    shared: int = 60  # requests for two processes
     quick: bool = False
 
 
-QUICK = Size(
-    requests=3,
-    long_requests=2,
-    new_tokens=3,
-    repeats=(2, 1),
-    shape=Shape(64, 4, 4, 96, 128),
-    kv_heads=2,
-    tokens=(300,),
-    rounds=2,
-    splice=(2, 2, 48, 16),
-    splices=2,
-    segments=200,
-    calls=20,
-    shared=4,
-    quick=True,
-)
+QUICK = Size(3, 2, 3, (2, 1), Shape(64, 4, 4, 96, 128), (300,), 2, (2, 2, 48, 16), 2, 200, 20, 4, quick=True)
 
 
-@dataclass
 class Run:
-    """One run: what is measured where.
+    """One run: what is measured where."""
 
-    Args:
-        size: How much.
-        device: Where.
-        policy_folder: What "auto" lets in, or None.
-        rows: What is measured so far.
-        notes: What was not, and why.
-    """
-
-    size: Size
-    device: torch.device
-    policy_folder: str | None = None
-    rows: list[Row] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.policy: SegmentPolicy = load_policy(self.policy_folder)
-        self.pair, self.prompts = agents(self.size.requests, self.device)
+    def __init__(self, size: Size, device: torch.device, policy: str | None = None, redis: str | None = None) -> None:
+        self.size, self.device, self.policy_folder, self.redis = size, device, policy, redis
+        self.policy = load_policy(policy)
+        self.pair, self.prompts = agents(size.requests, device)
         # Of another seed, so that nothing of what is measured is stored before.
-        self.first = self.fresh(1 if self.size.quick else 2, seed=1)
+        self.first = self.fresh(1 if size.quick else 2, seed=1)
 
     def fresh(self, count: int, seed: int = 0) -> list[torch.Tensor]:
         """Prompts without repeats."""
         from tests.testbed.agents import no_repeat_workload
 
-        made = no_repeat_workload(self.pair.tokenizer, requests=count, seed=seed)
-        return [torch.tensor([request.prompt], device=self.device) for request in made]
+        requests = no_repeat_workload(self.pair.tokenizer, requests=count, seed=seed)
+        return [torch.tensor([request.prompt], device=self.device) for request in requests]
 
-    def go(self, sections: Sequence[str]) -> None:
-        print(prove(self.pair, self.prompts[:3], "the model of this repository"))
-        works = {
-            "requests": self.requests,
-            "no repeats": self.no_repeats,
-            "phases": self.phases,
-            "larger": self.larger,
-            "splice": self.splice,
-            "look-up": self.look_up,
-            "sharing": self.sharing,
-        }
-        measure_each(self, works, sections, show)
+    def _asked(self, workload: str, names: Sequence[str], prompts: Sequence[torch.Tensor], long: int, count: int = 1) -> Iterator[Row]:
+        """Rows for the first token of all prompts, and for long answers to the first `long` of them, which are asked once."""
+        answers = passes(names, self.pair, self.policy, prompts, count=count, first=self.first)
+        yield from rows_of(answers, "first token", workload=workload)
+        answers = passes(names, self.pair, self.policy, prompts[:long], self.size.new_tokens, first=self.first)
+        yield from rows_of(answers, "whole request", workload=workload)
 
-    def _asked(
-        self, section: str, workload: str, pair: Pair, names: Sequence[str], prompts: Sequence[torch.Tensor], long: int, count: int = 1
-    ) -> None:
-        """Rows for the first token of all prompts, and for long answers to the first `long` of them."""
-        first = self.first if pair is self.pair else prompts[:1]
-        for measure, these, new in (("first token", prompts, 1), ("whole request", prompts[:long], self.size.new_tokens)):
-            if these:
-                # Long answers take long, and one pass gives as many ratios as there are prompts.
-                asked = passes(names, pair, self.policy, these, new, count=count if new == 1 else 1, first=first)
-                self.rows += rows_of(asked, measure, section=section, workload=workload)
+    def requests(self) -> Iterator[Row]:
+        yield from self._asked("agents", ALL_SIDES, self.prompts, self.size.long_requests)
 
-    def requests(self) -> None:
-        self._asked("requests", "agents", self.pair, ALL_SIDES, self.prompts, self.size.long_requests)
-
-    def no_repeats(self) -> None:
+    def no_repeats(self) -> Iterator[Row]:
         count, times = self.size.repeats
-        self._asked("no repeats", "no repeats", self.pair, (NONE, AUTO), self.fresh(count), count, times)
+        yield from self._asked("no repeats", (NONE, AUTO), self.fresh(count), count, times)
 
-    def phases(self) -> None:
+    def phases(self) -> Iterator[Row]:
         for workload, prompts in (("agents", self.prompts), ("no repeats", self.fresh(self.size.repeats[0]))):
-            self.rows += phases((NONE, AUTO), self.pair, self.policy, prompts, workload)
+            yield from phases((NONE, AUTO), self.pair, self.policy, prompts, workload)
 
-    def larger(self) -> None:
-        size = self.size
-        pair = larger_model(size.shape, size.kv_heads, self.device)
-        vocabulary = size.shape.vocabulary
+    def larger(self) -> Iterator[Row]:
+        size, vocabulary = self.size, self.size.shape.vocabulary
+        pair = Pair.random(size.shape, "gqa", self.device)
         print(prove(pair, moved(size.tokens[0], 1, vocabulary, self.device), "the larger model"))
         # What reuse gains is measured with probes that pass, and what it costs where they fail, with the policy as it is.
         passing = replace(self.policy, probe=-1.0)
         for tokens in size.tokens:
-            # The first prompt brings the segments in.
             prompts = moved(tokens, size.rounds + 1, vocabulary, self.device)
             for names, policy in ((ALL_SIDES, passing), ((NONE, AUTO), self.policy)):
-                asked = passes(names, pair, policy, prompts, first=prompts[:1])
+                answers = passes(names, pair, policy, prompts, first=prompts[:1])
                 workload = "moved" if policy is passing else "moved, gates as they are"
-                later = {name: answers[1:] for name, answers in asked.items()}
-                self.rows += rows_of(later, "first token", section="larger", workload=workload, tokens=tokens)
+                # The first prompt brings the segments in.
+                later = {name: own[1:] for name, own in answers.items()}
+                yield from rows_of(later, "first token", workload=workload, tokens=tokens)
 
-    def splice(self) -> None:
-        self.rows += splices(self.size.splice, self.size.splices, Clock(self.device, small=self.size.quick))
+    def splice(self) -> Iterator[Row]:
+        yield from splices(self.size.splice, self.size.splices, Clock(self.device, small=self.size.quick))
 
-    def look_up(self) -> None:
-        self.rows += lookups(self.size.segments, self.size.calls)
+    def look_up(self) -> Iterator[Row]:
+        yield from lookups(self.size.segments, self.size.calls)
 
-    def sharing(self) -> None:
+    def sharing(self) -> Iterator[Row]:
         shared = self.size.shared
         _, prompts = agents(shared, self.device)
         with tempfile.TemporaryDirectory() as folder:
-            self.rows += sharing("disk", f"disk:{folder}/store", self.pair, shared, self.policy_folder, prompts)
-        with redis_server() as location:
-            if location is None:
-                self.notes.append("Redis: there is no redis-server here, so sharing through it was not measured.")
-            else:
-                self.rows += sharing("Redis", location, self.pair, shared, self.policy_folder, prompts)
+            yield from sharing("disk", f"disk:{folder}/store", self.pair, shared, self.policy_folder, prompts)
+        if self.redis is not None:
+            yield from sharing("Redis", self.redis, self.pair, shared, self.policy_folder, prompts)
 
 
-COLUMNS = Columns(FIELDS, ("section", "measure", "workload", "side", "unit"), ("tokens", "count"))
+def bars() -> list[Bar]:
+    first = {"section": "requests", "measure": "first token", "side": AUTO}
+    promised = [Bar("auto at least 2.5x as fast as no reuse to the first token, median", first, least=2.5)]
+    for measure in ("first token", "whole request"):
+        where = {"section": "no repeats", "measure": measure, "side": AUTO}
+        text = f"auto takes at most 1.03x the time of no reuse where nothing repeats, {measure}"
+        promised.append(Bar(text, where, lambda row: 1 / row["ratio"], most=1.03))
+    for measure in ("prefix", "runs", "near"):
+        # A thousandth of a second and more is not below it.
+        where = {"section": "look-up", "measure": measure}
+        promised.append(Bar(f"look-up below 1 ms, {measure}", where, "time_ms", most=0.9999, unit=" ms"))
+    for backend in ("disk", "Redis"):
+        where = {"section": "sharing", "workload": backend, "measure": "hit rate lost"}
+        promised.append(Bar(f"a second process reuses as much as one alone, {backend}", where, "value", most=HIT_RATE, unit=" less"))
+    return promised
+
+
+def hit_rates_lost(rows: Sequence[Row]) -> list[Row]:
+    """By how much the hit rates of one process and of the second of two differ, for each store."""
+    stores: dict[str, list[float]] = {}
+    for row in rows_where(rows, section="sharing", measure="hit rate"):
+        stores.setdefault(row["workload"], []).append(row["reused"])
+    labels = {"section": "sharing", "measure": "hit rate lost", "side": ""}
+    return [{**labels, "workload": name, "value": max(shares) - min(shares)} for name, shares in stores.items() if len(shares) > 1]
 
 
 def main() -> None:
-    parser = arguments(__doc__, SECTIONS, "requests", "of agents; default: 200")
+    parser = section_arguments(__doc__, SECTIONS)
+    parser.add_argument("--requests", type=int, help="of agents; default: 200")
     parser.add_argument("--policy", help='a folder with the SegmentPolicy of "auto"; default: one that suits the model of this repository')
+    parser.add_argument("--redis", metavar="URL", help="an empty database, to measure sharing through it; it is cleared")
     args = parser.parse_args()
-    device = begin(args, "requests")
+    device = begin_sections(args, "requests")
     size = QUICK if args.quick else Size()
     if args.requests is not None:
         size = replace(size, requests=args.requests, long_requests=min(size.long_requests, args.requests))
-    run = Run(size, device, args.policy)
-    run_sections(run, COLUMNS, args, device)
-    print("\n".join([*run.notes, *(bar.verdict(run.rows) for bar in bars())]))
+    results = Results(args.csv, COLUMNS, device)
+    run = Run(size, device, args.policy, args.redis)
+    print(prove(run.pair, run.prompts[:3], "the model of this repository"))
+    works = (run.requests, run.no_repeats, run.phases, run.larger, run.splice, run.look_up, run.sharing)
+    run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
+    rows = results.rows
+    print(verdicts(bars(), [*rows, *hit_rates_lost(rows)]))
     if args.plot:
-        write_plot(args.plot, run.rows, device)
+        timed, place = [row for row in rows if "ratio" in row and row["side"] != NONE], "{workload}\n{measure}"
+        panels = [
+            Panel("times as fast as no reuse", rows_where(timed, section="requests"), "{side}", place, "ratio", levels=(1.0,)),
+            Panel(
+                "larger: times as fast as no reuse", rows_where(timed, section="larger"), "{side}, {workload}", "tokens", "ratio", log="x"
+            ),
+            Panel(
+                "time to the first token", rows_where(rows, section="phases"), "{measure}", "{workload}\n{side}", "time_ms", stacked=True
+            ),
+            Panel("look-up", rows_where(rows, section="look-up"), "{measure}", "{side}", "time_ms", log="y"),
+            Panel("splice, GB/s", rows_where(rows, section="splice"), "{measure}", "{side}", "value"),
+        ]
+        draw(args.plot, title_of(device, "SegmentReuseCache"), panels)
 
 
 if __name__ == "__main__":

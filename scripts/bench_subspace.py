@@ -4,7 +4,7 @@
 
 `decode` is one layer's attention of one new token a row, with ranks of a quarter of the head's dimensions, beside SDPA on the full keys
 and values: where heads share keys, the faster of the ways in which models call it. Each call reads other keys and values than the one
-before, as the layers of a model do: what it reads is not in the processor's caches (`--warm`: it may be). `step` is the whole forward pass
+before, as the layers of a model do: what it reads is not in the processor's caches. `step` is the whole forward pass
 of a small Llama; GrowingCache shows how much of the gain is from not copying a DynamicCache for every token. `adaptive` is the time of
 adaptive bases over that of static ones, while they stay and while each chunk gets new ones; sketches work in bursts, so decoding is judged
 by the time of all steps together.
@@ -19,15 +19,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from _common import environment, pick_device, run_script, table, write_table
-from _equip_sides import Models, Shape, bytes_free
 from _subspace_sides import (
     ADAPTIVE,
     FULL,
@@ -35,30 +31,42 @@ from _subspace_sides import (
     STATIC,
     VARIANTS,
     Cell,
-    Clock,
-    Kernels,
     Makers,
     Stepping,
     adaptive_makers,
     attention_alone,
     prefills,
     prove_caches,
-    rows_that_fit,
     step_makers,
-)
+    that_fits,
+)  # fmt: skip
+from shared.bars import Bar, verdicts
+from shared.cli import check_counts, run_script
+from shared.models import Pair, Shape, bytes_free
+from shared.plot import Panel, draw, title_of
+from shared.results import Results, Row, rows_where
+from shared.sections import begin_sections, run_sections, section_arguments
+from shared.timing import Clock
 from tqdm import tqdm
-
-from hf_kvcaches.errors import ConfigError, require
 
 SECTIONS = ("decode", "step", "adaptive")
 LONG = (8, 32768)  # batch and tokens of what only GPUs are asked for
-FIELDS = (
+COLUMNS = (
     "caches section measure dtype kv head_dim batch tokens rounds steps side baseline time_ms time_q1_ms time_q3_ms "
     "ratio ratio_q1 ratio_q3 total_ratio error bytes gb_per_second floor_share"
 ).split()
-
-Row = dict[str, Any]
-Job = tuple[str, Callable[[], list[Row]]]
+CELL = "{dtype} {kv} {head_dim} {batch} x {tokens}"
+SHOWN = {
+    "": "{measure} " + CELL,
+    "side": "{side}",
+    "ms": "{time_ms:.3f}",
+    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
+    "ratio": "{ratio:.2f}x",
+    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    "in all": "{total_ratio:.2f}x",
+    "floor": "{floor_share:.0%}",
+    "ratio to": "{baseline}",
+}
 
 
 @dataclass(frozen=True)
@@ -72,318 +80,140 @@ class Size:
     head_dims: tuple[int, ...] = (64, 128)
     dtypes: tuple[str, ...] = ("float32",)
     long: tuple[tuple[int, int], ...] = ()
-    calls: int = 25
-    """Of one kernel."""
+    calls: int = 25  # of one kernel
     rounds: int = 9
-    steps: int = 16
-    """Of a round: as many as tokens in a tile, so that each has one that is rounded to 8 bits."""
+    steps: int = 16  # of a round: as many as tokens in a tile, so that each has one that is rounded to 8 bits
+    # Tokens of the prompt; rounds and steps of a round after it, together more than a chunk.
     sketching: tuple[int, int, int] = (4096, 16, 64)
     warmup: int = 256
-    """Tokens of the prompt; rounds and steps of a round after it, together more than a chunk."""
     prefills: int = 7
     calibration: int = 2048
-    most: float = 4e9
-    """Bytes of a cell."""
+    most: float = 4e9  # bytes of a cell
 
 
 FULL_SIZE = Size(Shape(512, 4, 8, 1408, 512))
 QUICK = Size(
-    Shape(128, 2, 8, 128, 96),
-    (96,),
-    (1, 2),
-    head_dims=(16,),
-    calls=3,
-    rounds=2,
-    steps=2,
-    sketching=(96, 2, 2),
-    prefills=2,
-    calibration=256,
-    warmup=16,
-)
+    Shape(128, 2, 8, 128, 96), (96,), (1, 2), head_dims=(16,), calls=3, rounds=2, steps=2,
+    sketching=(96, 2, 2), prefills=2, calibration=256, warmup=16,
+)  # fmt: skip
 
 
-@dataclass
 class Run:
-    """One run: what is measured where.
+    """One run: what is measured where."""
 
-    Args:
-        size: What to measure.
-        clock: Of the device.
-        rows: What is measured so far.
-    """
-
-    size: Size
-    clock: Clock
-    rows: list[Row] = field(default_factory=list)
-    _stepping: tuple[Any, Any] | None = None
+    def __init__(self, size: Size, clock: Clock) -> None:
+        self.size, self.clock = size, clock
+        self._stepping: tuple[Any, Stepping] | None = None
 
     def cells(self, points: Iterable[tuple[int, int]], head_dims: Iterable[int], layers: int = 0) -> list[Cell]:
         """Cells of these batches and tokens, with as many rows as there is memory for."""
         size = self.size
-        grid = [Cell(dtype, kv, dim, *point) for dtype, kv, dim, point in itertools.product(size.dtypes, size.kv, head_dims, points)]
-        return list(dict.fromkeys(replace(cell, batch=rows_that_fit(cell, size.most, layers)) for cell in grid))
-
-    def decode_cells(self) -> list[Cell]:
-        size = self.size
-        return self.cells([*itertools.product(size.batches, size.tokens), *size.long], size.head_dims)
+        grid = (Cell(dtype, kv, dim, *point) for dtype, kv, dim, point in itertools.product(size.dtypes, size.kv, head_dims, points))
+        return list(dict.fromkeys(that_fits(cell, size.most, layers) for cell in grid))
 
     def model_cells(self, tokens: Iterable[int]) -> list[Cell]:
         # Shorter ones come first: the caches of one are those of the next, which read on.
-        points = [(batch, each) for each in sorted(tokens) for batch in self.size.batches]
+        points = [(batch, count) for count in sorted(tokens) for batch in self.size.batches]
         return self.cells(points, [self.size.shape.head_dim], self.size.shape.layers)
 
-    def jobs(self, sections: Sequence[str]) -> list[Job]:
-        """Everything there is to measure: its name, and the work."""
-        jobs: list[Job] = []
-        if "decode" in sections:
-            jobs += [(f"decode {cell}", lambda cell=cell: self.decode(cell)) for cell in self.decode_cells()]
-        if "step" in sections:
-            jobs += [(f"step {cell}", lambda cell=cell: self.step(cell)) for cell in self.model_cells(self.size.tokens)]
-        if "adaptive" in sections:
-            cells = self.model_cells(self.size.sketching[:1])
-            jobs += [
-                (f"prefill {cell}", lambda cell=cell: self.prefill(cell))
-                for cell in dict.fromkeys(replace(cell, batch=1) for cell in cells)
-            ]
-            jobs += [(f"adaptive {cell}", lambda cell=cell: self.adaptive(cell)) for cell in cells]
-        return jobs
+    def decode(self) -> Iterator[Row]:
+        size = self.size
+        for cell in tqdm(self.cells([*itertools.product(size.batches, size.tokens), *size.long], size.head_dims), unit="cell"):
+            yield from self._labelled(attention_alone(cell, self.clock, size.calls), cell, "attention", size.calls)
 
-    def decode(self, cell: Cell) -> list[Row]:
-        return self._labelled(attention_alone(cell, self.clock, self.size.calls), cell, "decode", "attention", self.size.calls)
+    def step(self) -> Iterator[Row]:
+        size = self.size
+        for cell in tqdm(self.model_cells(size.tokens), unit="cell"):
+            stepping = self._filled("step", cell, lambda pair: step_makers(pair, size.calibration))
+            # On one or two threads a step of many tokens takes half a second.
+            steps = size.steps if self.clock.device.type == "cuda" or cell.batch * cell.tokens <= 20_000 else min(4, size.steps)
+            yield from self._labelled(stepping.measure(cell, self.clock, size.rounds, steps, FULL), cell, "step", size.rounds)
 
-    def step(self, cell: Cell) -> list[Row]:
-        stepping = self._filled("step", cell, lambda models: step_makers(models, self.size.calibration))
-        # On one or two threads a step of many tokens takes half a second.
-        steps = self.size.steps if self.clock.device.type == "cuda" or cell.batch * cell.tokens <= 20_000 else min(4, self.size.steps)
-        rows = stepping.measure(cell, self.clock, self.size.rounds, steps, FULL)
-        return self._labelled(rows, cell, "step", "step", self.size.rounds)
+    def adaptive(self) -> Iterator[Row]:
+        tokens, rounds, steps = self.size.sketching
+        cells = self.model_cells([tokens])
+        for cell in tqdm(dict.fromkeys(replace(cell, batch=1) for cell in cells), unit="cell"):
+            pair = self._pair(cell)
+            yield from self._labelled(prefills(cell, pair, self._makers(pair), self.size.prefills), cell, "prefill", self.size.prefills)
+        for cell in tqdm(cells, unit="cell"):
+            stepping = self._filled("adaptive", cell, self._makers)
+            yield from self._labelled(stepping.measure(cell, self.clock, rounds, steps, STATIC), cell, "step", rounds)
 
-    def prefill(self, cell: Cell) -> list[Row]:
-        models = self._models(cell)
-        rows = prefills(cell, models, self._adaptive_makers(models), self.size.prefills)
-        return self._labelled(rows, cell, "adaptive", "prefill", self.size.prefills)
+    def _makers(self, pair: Pair) -> Makers:
+        return adaptive_makers(pair, self.size.calibration, self.size.warmup)
 
-    def adaptive(self, cell: Cell) -> list[Row]:
-        stepping = self._filled("adaptive", cell, self._adaptive_makers)
-        _, rounds, steps = self.size.sketching
-        return self._labelled(stepping.measure(cell, self.clock, rounds, steps, STATIC), cell, "adaptive", "step", rounds)
+    def _pair(self, cell: Cell) -> Pair:
+        return Pair.random(self.size.shape, cell.kv, self.clock.device, cell.dtype)
 
-    def _adaptive_makers(self, models: Models) -> Makers:
-        return adaptive_makers(models, self.size.calibration, self.size.warmup)
-
-    def _models(self, cell: Cell) -> Models:
-        return Models.make(self.size.shape, cell.kv, cell.dtype, self.clock.device, sharp=False)
-
-    def _filled(self, section: str, cell: Cell, makers: Callable[[Models], Makers]) -> Stepping:
+    def _filled(self, section: str, cell: Cell, makers: Callable[[Pair], Makers]) -> Stepping:
         """The caches of the cell before, if they only have to read on."""
         key = (section, cell.dtype, cell.kv)
         if self._stepping is None or self._stepping[0] != key:
             self._stepping = None  # before the next ones are filled
-            models = self._models(cell)
-            self._stepping = key, Stepping(models, makers(models))
+            pair = self._pair(cell)
+            self._stepping = key, Stepping(pair, makers(pair))
         return self._stepping[1]
 
-    def _labelled(self, rows: list[Row], cell: Cell, section: str, measure: str, rounds: int) -> list[Row]:
-        own = {"caches": ("warm" if self.clock.warm else "cold") if section == "decode" else "", "section": section}
-        own |= {"measure": measure, **asdict(cell), "rounds": rounds, "gb_per_second": round(self.clock.bandwidth / 1e9, 2)}
-        return [own | row for row in rows]
-
-    @torch.no_grad()
-    def go(self, sections: Sequence[str]) -> None:
-        size = self.size
-        if set(sections) & {"step", "adaptive"}:
-            print("\n".join(prove_caches(size.shape, size.kv, size.dtypes, self.clock.device)))
-        with tqdm(self.jobs(sections), unit="cell") as progress:
-            for name, work in progress:
-                progress.set_description(name)
-                self.rows += work()
+    def _labelled(self, rows: Iterable[Row], cell: Cell, measure: str, rounds: int) -> Iterator[Row]:
+        labels = {"measure": measure, **asdict(cell), "rounds": rounds, "gb_per_second": round(self.clock.bandwidth / 1e9, 2)}
+        yield from (labels | row for row in rows)
 
 
-def cell_of(row: Row) -> str:
-    return str(Cell(row["dtype"], row["kv"], row["head_dim"], row["batch"], row["tokens"]))
-
-
-def spread_of(row: Row) -> str:
-    return f"{row['ratio_q1']:.2f}-{row['ratio_q3']:.2f}"
-
-
-def show(rows: Sequence[Row]) -> str:
-    """A table for each section."""
-    tables = []
-    for section in dict.fromkeys(row["section"] for row in rows):
-        lines = []
-        for row in (row for row in rows if row["section"] == section):
-            line = [f"{row['measure']} {cell_of(row)}", row["side"], f"{row['time_ms']:.3f}"]
-            line += [f"{row['time_q1_ms']:.3f}-{row['time_q3_ms']:.3f}", f"{row['ratio']:.2f}x", spread_of(row)]
-            line += [f"{row['total_ratio']:.2f}x", f"{row['floor_share']:.0%}" if "floor_share" in row else "-", row["baseline"]]
-            lines.append(line)
-        header = [section, "side", "ms", "quartiles", "ratio", "quartiles", "in all", "floor", "ratio to"]
-        tables.append(table(header, lines))
-    return "\n\n".join(tables)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What is promised.
-
-    Args:
-        text: In words.
-        least: Ratio.
-        section: Of the rows that it is about; `side` and `measure` too.
-        column: Which ratio.
-        points: Batch and tokens, or None for all.
-    """
-
-    text: str
-    least: float
-    section: str
-    side: str
-    measure: str = "attention"
-    column: str = "ratio"
-    points: tuple[tuple[int, int], ...] | None = None
-
-    def about(self, rows: Sequence[Row], dtype: str) -> list[Row]:
-        wanted = {"section": self.section, "side": self.side, "measure": self.measure, "dtype": dtype}
-        own = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
-        return [row for row in own if self.points is None or (row["batch"], row["tokens"]) in self.points]
-
-    def verdict(self, rows: Sequence[Row], dtype: str) -> list[str]:
-        """One line, and one more for each cell in which it is not met."""
-        own = self.about(rows, dtype)
-        name = f"{dtype}, {self.text}"
-        if not own:
-            return [f"{name}: not measured"]
-        ratios = [row[self.column] for row in own]
-        missed = [row for row in own if not row[self.column] >= self.least]
-        met = f"NOT MET in {len(missed)} of {len(own)} cells" if missed else f"met in all of {len(own)} cells"
-        line = f"{name}: {met}; {statistics.geometric_mean(ratios):.2f}x in geometric mean, {min(ratios):.2f}x to {max(ratios):.2f}x"
-        return [line, *(self._missed(row, rows) for row in missed)]
-
-    def _missed(self, row: Row, rows: Sequence[Row]) -> str:
-        keys = ("section", "measure", "dtype", "kv", "head_dim", "batch", "tokens", "baseline")
-        other = next(each for each in rows if each["side"] == row["baseline"] and all(each[key] == row[key] for key in keys))
-        line = f"    {cell_of(row)}: {row[self.column]:.2f}x ({spread_of(row)}), {row['time_ms']:.3f} ms"
-        if "floor_share" not in row:
-            return line
-        shares = f"the floor is {row['floor_share']:.0%} of that, and {other['floor_share']:.0%} of the {other['time_ms']:.3f} ms"
-        return f"{line}; {shares} of {other['side']}"
-
-
-def bars(device: torch.device) -> list[Bar]:
+def bars(device: torch.device, dtypes: Iterable[str]) -> list[Bar]:
     promised = []
-    for variant in VARIANTS if device.type == "cpu" else ():
-        fast = variant.startswith("post")
-        text = "at least 3x as fast as SDPA" if fast else "at most 1.5x the time of SDPA (0.667x)"
-        promised.append(Bar(f"{variant} {text}", 3.0 if fast else 1 / 1.5, "decode", variant))
-    if device.type == "cuda":
-        promised.append(Bar("aware int8 at least 2x as fast as SDPA at 8 x 32768", 2.0, "decode", "aware int8", points=(LONG,)))
-    promised.append(Bar("sketching takes at most 10% more of a prefill (0.909x)", 1 / 1.10, "adaptive", ADAPTIVE, "prefill"))
-    text = "sketching takes at most 5% more of decoding (0.952x)"
-    return [*promised, Bar(text, 1 / 1.05, "adaptive", ADAPTIVE, "step", "total_ratio")]
+    for dtype in dtypes:
+        for variant in VARIANTS if device.type == "cpu" else ():
+            fast = variant.startswith("post")
+            text = "at least 3x as fast as SDPA" if fast else "at most 1.5x the time of SDPA (0.667x)"
+            where = {"section": "decode", "side": variant, "dtype": dtype}
+            promised.append(Bar(f"{dtype}, {variant} {text}", where, least=3.0 if fast else 1 / 1.5, name="kv"))
+        if device.type == "cuda":
+            where = {"section": "decode", "side": "aware int8", "dtype": dtype, "batch": LONG[0], "tokens": LONG[1]}
+            promised.append(Bar(f"{dtype}, aware int8 at least 2x as fast as SDPA at 8 x 32768", where, least=2.0, name="kv"))
+        where = {"section": "adaptive", "side": ADAPTIVE, "dtype": dtype}
+        text = f"{dtype}, sketching takes at most 10% more of a prefill (0.909x)"
+        promised.append(Bar(text, where | {"measure": "prefill"}, least=1 / 1.10, name="kv"))
+        # Sketches work in bursts, so decoding is judged by the time of all steps together.
+        text = f"{dtype}, sketching takes at most 5% more of decoding (0.952x)"
+        promised.append(Bar(text, where | {"measure": "step"}, "total_ratio", least=1 / 1.05, name="kv"))
+    return promised
 
 
-def write_plot(path: Path, rows: Sequence[Row], device: torch.device) -> None:
-    """How many times as fast each side is, by tokens: a panel for each shape of a section."""
-    require("matplotlib", "plots", "The plot").use("Agg")
-    plots = require("matplotlib.pyplot", "plots", "The plot")
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row["section"] != "adaptive" and row["side"] in (*VARIANTS, GROWING):
-            groups.setdefault((row["section"], row["dtype"], row["kv"], row["head_dim"]), []).append(row)
-    wide, tall = min(3, max(1, len(groups))), max(1, -(-len(groups) // 3))
-    figure, axes = plots.subplots(tall, wide, figsize=(5 * wide, 3.6 * tall), squeeze=False, layout="constrained")
-    colors = dict(zip((*VARIANTS, GROWING), ("tab:blue", "tab:orange", "tab:cyan", "tab:red", "tab:gray"), strict=True))
-    for axis, ((section, dtype, kv, dim), own) in zip(axes.flat, groups.items(), strict=False):
-        for side, batch in dict.fromkeys((row["side"], row["batch"]) for row in own):
-            line = [row for row in own if (row["side"], row["batch"]) == (side, batch)]
-            ratios = [row["ratio"] for row in line]
-            away = [[row["ratio"] - row["ratio_q1"] for row in line], [row["ratio_q3"] - row["ratio"] for row in line]]
-            tokens, style = [row["tokens"] for row in line], "-" if batch == 1 else "--"
-            axis.errorbar(tokens, ratios, away, label=f"{side}, batch {batch}", color=colors[side], linestyle=style, marker=".", capsize=2)
-        axis.axhline(1.0, color="black", linewidth=1)
-        axis.set_xscale("log", base=2)
-        axis.set(title=f"{section}, {dtype}, {kv}, head size {dim}", xlabel="tokens", ylabel="times as fast")
-        axis.legend(fontsize=6)
-    for axis in list(axes.flat)[len(groups) :]:
-        axis.axis("off")
-    where = environment(device)
-    figure.suptitle(
-        f"{where['hardware']}, {where['threads']} threads, torch {where['torch']}: attention over SDPA, steps over DynamicCache", fontsize=9
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plots.close(figure)
-
-
-@torch.no_grad()
-def profile(run: Run) -> str:
-    """Which operations the time of one decode cell goes to."""
-    cell = run.decode_cells()[0]
-    kernels = Kernels(cell, run.clock.device)
-    kernels.prove()
-    parts = []
-    for variant in VARIANTS:
-        work = kernels.ours(variant)
-        with torch.profiler.profile() as seen:
-            for _ in range(run.size.calls):
-                work()
-        order = "self_cuda_time_total" if run.clock.device.type == "cuda" else "self_cpu_time_total"
-        parts.append(f"{variant}, {cell}\n{seen.key_averages().table(sort_by=order, row_limit=12)}")
-    return "\n".join(parts)
-
-
-def chosen(args: argparse.Namespace, device: torch.device) -> tuple[Size, list[str], list[str]]:
-    """What to measure, and why some of it is left out."""
+def size_of(args: argparse.Namespace, device: torch.device) -> Size:
     size = QUICK if args.quick else FULL_SIZE
     if device.type == "cuda" and not args.quick:
         size = replace(size, dtypes=("bfloat16",), long=(LONG,), calls=50, most=32e9)
-    given = {"dtypes": args.dtype, "tokens": args.tokens, "batches": args.batches, "head_dims": args.head_dims}
-    for name, values in given.items():
-        if values and name != "dtypes" and min(values) < 1:
-            raise ConfigError.of(f"--{name.replace('_', '-')}", "at least 1", min(values))
-    size = replace(size, **{name: tuple(values) for name, values in given.items() if values})
-    size = replace(size, most=min(size.most, 0.7 * bytes_free(device)))
-    sections = list(args.sections)
-    return size, sections
+    chosen = {"dtypes": args.dtype, "tokens": args.tokens, "batches": args.batches, "head_dims": args.head_dims}
+    size = replace(size, **{name: tuple(values) for name, values in chosen.items() if values})
+    return replace(size, most=min(size.most, 0.7 * bytes_free(device)))
 
 
+@torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, help="of the CPU; default: as torch has it")
+    parser = section_arguments(__doc__, SECTIONS)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), help="default: float32 on CPUs, bfloat16 on GPUs")
     for name in ("tokens", "batches", "head-dims"):
         parser.add_argument(f"--{name}", nargs="+", type=int, help="only these" + (", in decode" if name == "head-dims" else ""))
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="only these")
-    parser.add_argument("--warm", action="store_true", help="decode on a CPU: all calls read the same keys and values")
-    parser.add_argument("--profile", action="store_true", help="only show where the time of one decode cell goes")
-    parser.add_argument("--csv", type=Path, help="write every number here")
-    parser.add_argument("--plot", type=Path, help="write a picture here (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="a tiny grid, to see that everything runs; its numbers mean nothing")
     args = parser.parse_args()
-    if args.threads is not None:
-        if args.threads < 1:
-            raise ConfigError.of("--threads", "at least 1", args.threads)
-        torch.set_num_threads(args.threads)
-    device = pick_device(args.device)
+    check_counts(args, ["tokens", "batches", "head_dims"])
+    device = begin_sections(args)
+    size, clock = size_of(args, device), Clock(device, small=args.quick)
+    print(f"reads {clock.bandwidth / 1e9:.1f} GB/s")
+    results, run = Results(args.csv, COLUMNS, device), Run(size, clock)
+    if {"step", "adaptive"} & set(args.sections):
+        print("\n".join(prove_caches(size.shape, size.kv, size.dtypes, device)))
+    run_sections(results, {"decode": run.decode, "step": run.step, "adaptive": run.adaptive}, args.sections, SHOWN)
+    rows = results.rows
+    print(verdicts(bars(device, size.dtypes), rows))
     if args.plot:
-        require("matplotlib", "plots", "The plot")
-    size, sections = chosen(args, device)
-    clock = Clock(device, warm=args.warm, small=args.quick)
-    print(", ".join(f"{name} {value}" for name, value in environment(device).items()), f"\nreads {clock.bandwidth / 1e9:.1f} GB/s")
-    run = Run(size, clock)
-    if args.profile:
-        print(profile(run))
-        return
-    try:
-        run.go(sections)
-    finally:  # what is measured is kept, also when it is interrupted
-        if args.csv and run.rows:
-            write_table(args.csv, FIELDS, run.rows, environment(device))
-    print(show(run.rows))
-    print("\n".join(line for dtype in size.dtypes for bar in bars(device) for line in bar.verdict(run.rows, dtype)))
-    if args.plot:
-        write_plot(args.plot, run.rows, device)
+        timed = [row for row in rows if row["side"] in (*VARIANTS, GROWING)]
+        keys = dict.fromkeys((row["section"], row["dtype"], row["kv"], row["head_dim"]) for row in timed if row["section"] != "adaptive")
+        panels = [
+            Panel(" ".join(map(str, key)), group, "{side}, batch {batch}", "tokens", "ratio", log="x", levels=(1.0,))
+            for key in keys
+            for group in [rows_where(timed, section=key[0], dtype=key[1], kv=key[2], head_dim=key[3])]
+        ]
+        draw(args.plot, title_of(device, "attention over SDPA, steps over DynamicCache, times as fast"), panels)
 
 
 if __name__ == "__main__":

@@ -7,26 +7,28 @@ turns, in one process, and a ratio is taken within a prompt: the time of the col
 the cache and the look-up are in the time. A library holds all prompts that the measured ones resemble, of all kinds of that length, and
 half as many that nothing resembles.
 
-`hits` are those prompts that a similar one answers: by its keys and values ("exact" for the same prompt, "align" for what both share) or
-by its summary ("slots"); a common beginning alone is no hit. In `misses`, `unrelated` prompts begin as stored ones do, and `other text`
-has nothing in common with any. `answers` have 32 tokens more; `longest pause` is the longest time between two of them. `phases` takes the
-time to the first token apart. `larger` is a Llama with random weights and prompts of which one word in 128 is another; its gate lets all
-of them in, since random weights say nothing about whether that is harmless. `look-up` is among made-up prompts without keys and values.
+`hits` are those prompts that a similar one answers: by its keys and values ("exact" for the same prompt, "align" for what both share) or by
+its summary ("slots"); a common beginning alone is no hit. In `misses`, `unrelated` prompts begin as stored ones do, and `other text` has
+nothing in common with any. `answers` have 32 tokens more; `longest pause` is the longest time between two of them. `phases` counts the time
+to the first token by file of the package. `larger` is a Llama with random weights and prompts of which one word in 128 is another; its gate
+lets all of them in, since random weights say nothing about whether that is harmless. `look-up` is among made-up prompts without keys and
+values.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from _common import run_script
-from _equip_sides import Shape
-from _sections import arguments, begin, measure_each, run_sections
-from _segments_sides import Pair, Row, larger_model
-from _warmstart_report import ALL_BUT_IDENTICAL, ALL_KINDS, COLUMNS, bars, rows_of, show, write_plot
-from _warmstart_timing import ALIGN, AUTO, BACKGROUND, COLD, PREFIX, SLOTS, SYNC, Asked, Side, in_turns, lookups, phases, prove
+from _warmstart_timing import ALIGN, AUTO, BACKGROUND, COLD, PREFIX, SLOTS, SYNC, Asked, Side, ask_in_turns, lookups, phases, prove, rows_of
+from shared.bars import Bar, verdicts
+from shared.cli import run_script
+from shared.models import LARGER, Pair, Shape, random_ids
+from shared.plot import Panel, draw, title_of
+from shared.results import Results, Row, rows_where
+from shared.sections import begin_sections, run_sections, section_arguments
 from transformers import PreTrainedTokenizerFast
 
 from hf_kvcaches import WarmStartGate, WarmStartLibrary
@@ -45,100 +47,75 @@ HIT_KINDS = (
     "changed_digit",
     "negated",
 )
-LARGER = Shape(512, 8, 8, 1408, 2048)
+COLUMNS = (
+    "section measure workload group side length tokens count asked time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 "
+    "extra_ms extra_q1_ms extra_q3_ms reused same served value unit"
+).split()
+SHOWN = {
+    "": "{side}, {measure}",
+    "prompts": "{workload}",
+    "tokens": "{length}",
+    "n": "{count}",
+    "ms": "{time_ms:.3f}",
+    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
+    "ratio": "{ratio:.2f}x",
+    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    "extra ms": "{extra_ms:+.2f}",
+    "reused": "{reused:.1%}",
+    "same": "{same:.1%}",
+    "served by": "{served}",
+    "rate": "{value:g} {unit}",
+}
+# Rows over all kinds of pairs, and over those that are not the same prompt again.
+ALL_KINDS, ALL_BUT_IDENTICAL = "all kinds", "all kinds but identical"
+# What is promised, and at how many tokens and among how many prompts.
+FASTER, MISS, MISS_MS, LOOK_UP_MS, TOKENS, PROMPTS = 4.0, 1.03, 5.0, 5.0, 800, 100_000
 # One word of a prompt for the larger model in so many is another.
 CHANGED = 128
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """How much is measured."""
 
-    Args:
-        kinds: Of pairs.
-        lengths: Of prompts, in tokens.
-        pairs: Of each kind and length.
-        long_pairs: As many of them are asked for long answers.
-        new_tokens: Of a long answer.
-        misses: Prompts of each length that nothing resembles, and how many passes over them.
-        proven: Pairs of each kind whose answers are compared first.
-        shape: Of the larger model, with how many key heads.
-        larger: Lengths of its prompts.
-        rounds: How many of each.
-        prompts: In the libraries of look-ups.
-        calls: Look-ups in each.
-        quick: Whether numbers mean nothing.
-    """
-
-    kinds: tuple[str, ...] = HIT_KINDS
-    lengths: tuple[int, ...] = (128, 300, 600, 800)
-    pairs: int = 20
-    long_pairs: int = 8
-    new_tokens: int = 33
-    misses: tuple[int, int] = (40, 3)
-    proven: int = 5
-    shape: Shape = LARGER
-    kv_heads: int = 2
-    larger: tuple[int, ...] = (1024, 2048, 4096)
-    rounds: int = 7
-    prompts: tuple[int, ...] = (1_000, 10_000, 100_000)
-    calls: int = 200
-    quick: bool = False
+    kinds: tuple[str, ...] = HIT_KINDS  # of pairs
+    lengths: tuple[int, ...] = (128, 300, 600, 800)  # of prompts, in tokens
+    pairs: int = 20  # of each kind and length
+    long_pairs: int = 8  # as many of them are asked for long answers
+    new_tokens: int = 33  # of a long answer
+    misses: tuple[int, int] = (40, 3)  # prompts of each length that nothing resembles, and how many passes over them
+    proven: int = 5  # pairs of each kind whose answers are compared first
+    shape: Shape = LARGER  # of the larger model
+    larger: tuple[int, ...] = (1024, 2048, 4096)  # lengths of its prompts
+    rounds: int = 7  # how many of each
+    prompts: tuple[int, ...] = (1_000, 10_000, 100_000)  # in the libraries of look-ups
+    calls: int = 200  # look-ups in each
 
 
 QUICK = Size(
-    kinds=("identical", "no_content", "changed_fact"),
-    lengths=(128, 800),
-    pairs=2,
-    long_pairs=2,
-    new_tokens=3,
-    misses=(2, 1),
-    proven=2,
-    shape=Shape(64, 4, 4, 96, 128),
-    larger=(300,),
-    rounds=2,
-    prompts=(200,),
-    calls=20,
-    quick=True,
-)
+    ("identical", "no_content", "changed_fact"), (128, 800), 2, 2, 3, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Shelf:
-    """A library of prompts of one length, and prompts that resemble some of them or none.
+    """A library of prompts of one length, and prompts that resemble some of them or none."""
 
-    Args:
-        library: With them.
-        similar: Of all kinds.
-        unrelated: Begin as others do.
-        other: Have nothing in common with any.
-    """
-
-    library: WarmStartLibrary
-    similar: list[Asked]
-    unrelated: list[Asked]
-    other: list[Asked]
+    library: WarmStartLibrary  # with them
+    similar: list[Asked]  # of all kinds
+    unrelated: list[Asked]  # begin as others do
+    other: list[Asked]  # have nothing in common with any
 
 
-@dataclass
 class Run:
-    """One run: what is measured where.
+    """One run: what is measured where."""
 
-    Args:
-        size: How much.
-        device: Where.
-        rows: What is measured so far.
-    """
-
-    size: Size
-    device: torch.device
-    rows: list[Row] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
+    def __init__(self, size: Size, device: torch.device) -> None:
         from tests import testbed
 
+        self.size, self.device = size, device
         model, tokenizer = testbed.load()
-        self.pair = Pair.of(model, self.device, tokenizer)
+        self.pair = Pair.of(model, device, tokenizer)
         self.shelf = functools.cache(self._shelf)
 
     def _shelf(self, length: int) -> Shelf:
@@ -171,94 +148,73 @@ class Run:
         """The first prompts of each kind."""
         return [asked for kind in self.size.kinds for asked in [each for each in shelf.similar if each.kind == kind][:count]]
 
-    def go(self, sections: Sequence[str]) -> None:
-        if set(sections) & {"hits", "misses", "answers", "phases"}:
-            for length in (self.size.lengths[0], self.size.lengths[-1]):
-                shelf = self.shelf(length)
-                sides = self._sides((COLD, AUTO, SLOTS), shelf.library)
-                print(prove(sides, self._some(shelf, self.size.proven), f"the model of this repository, {length} tokens"), flush=True)
-        works = {
-            "hits": self.hits,
-            "misses": self.misses,
-            "answers": self.answers,
-            "phases": self.phases,
-            "larger": self.larger,
-            "look-up": self.look_up,
-        }
-        measure_each(self, works, sections, show)
+    def prove(self) -> None:
+        for length in (self.size.lengths[0], self.size.lengths[-1]):
+            shelf = self.shelf(length)
+            sides = self._sides((COLD, AUTO, SLOTS), shelf.library)
+            print(prove(sides, self._some(shelf, self.size.proven), f"the model of this repository, {length} tokens"), flush=True)
 
-    def _asked(
-        self, section: str, names: Sequence[str], length: int, prompts: Sequence[Asked], measures: Sequence[str], new_tokens: int = 1
-    ) -> None:
+    def _asked(self, names: Sequence[str], length: int, prompts: Sequence[Asked], measures: Sequence[str], new: int = 1) -> Iterator[Row]:
         """Rows for each kind, and for all."""
         sides = self._sides(names, self.shelf(length).library)
         # What is new to a process is slow.
-        in_turns(sides, prompts[:1], new_tokens)
-        answers = in_turns(sides, prompts, new_tokens)
-        kinds = [asked.kind for asked in prompts]
+        ask_in_turns(sides, prompts[:1], new)
+        answers, kinds = ask_in_turns(sides, prompts, new), [asked.kind for asked in prompts]
         groups: dict[str, list[str]] = {kind: [kind] for kind in dict.fromkeys(kinds)}
         if len(groups) > 1:
             groups |= {ALL_KINDS: list(groups), ALL_BUT_IDENTICAL: [kind for kind in groups if kind != "identical"]}
         for workload, members in groups.items():
-            own = {name: [each for each, kind in zip(found, kinds, strict=True) if kind in members] for name, found in answers.items()}
+            chosen = {name: [a for a, kind in zip(own, kinds, strict=True) if kind in members] for name, own in answers.items()}
             for measure in measures:
                 for group in ("all", "hits"):
-                    self.rows += rows_of(own, measure, group, section=section, workload=workload, length=length)
+                    yield from rows_of(chosen, measure, group, workload=workload, length=length)
 
-    def hits(self) -> None:
+    def hits(self) -> Iterator[Row]:
         for length in self.size.lengths:
-            self._asked("hits", FIRST_SIDES, length, self.shelf(length).similar, ["first token"])
+            yield from self._asked(FIRST_SIDES, length, self.shelf(length).similar, ["first token"])
 
-    def misses(self) -> None:
+    def misses(self) -> Iterator[Row]:
         _, passes = self.size.misses
         for length in self.size.lengths:
-            shelf = self.shelf(length)
-            for prompts in (shelf.unrelated, shelf.other):
-                self._asked("misses", (COLD, AUTO), length, prompts * passes, ["first token"])
+            for prompts in (self.shelf(length).unrelated, self.shelf(length).other):
+                yield from self._asked((COLD, AUTO), length, prompts * passes, ["first token"])
 
-    def answers(self) -> None:
+    def answers(self) -> Iterator[Row]:
         for length in self.size.lengths:
             prompts = self._some(self.shelf(length), self.size.long_pairs)
-            self._asked("answers", LONG_SIDES, length, prompts, ["first token", "whole answer", "longest pause"], self.size.new_tokens)
+            yield from self._asked(LONG_SIDES, length, prompts, ["first token", "whole answer", "longest pause"], self.size.new_tokens)
 
-    def phases(self) -> None:
+    def phases(self) -> Iterator[Row]:
         for length in self.size.lengths:
             shelf = self.shelf(length)
             prompts = [asked for asked in self._some(shelf, self.size.long_pairs) if asked.kind != "identical"]
             sides = self._sides((COLD, ALIGN, SLOTS), shelf.library)
-            in_turns(sides, prompts[:1])
-            self.rows += phases(sides, prompts, workload=ALL_BUT_IDENTICAL, length=length)
+            ask_in_turns(sides, prompts[:1])
+            yield from phases(sides, prompts, workload=ALL_BUT_IDENTICAL, length=length)
 
-    def larger(self) -> None:
-        size = self.size
-        vocabulary = size.shape.vocabulary
-        pair = larger_model(size.shape, size.kv_heads, self.device)
-        # Whatever differs is let in.
-        gate = WarmStartGate(tau=-1.0, content=None, lexical=False)
+    def larger(self) -> Iterator[Row]:
+        size, vocabulary = self.size, self.size.shape.vocabulary
+        pair = Pair.random(size.shape, "gqa", self.device)
+        gate = WarmStartGate(tau=-1.0, content=None, lexical=False)  # admits whatever differs
         for length in size.larger:
-            random = torch.Generator().manual_seed(length)
             library = WarmStartLibrary(pair.switched, word_tokenizer(vocabulary))
             # The first one of the prompts is the same again, and does not count.
-            sources = [torch.randint(1, vocabulary, (length,), generator=random) for _ in range(size.rounds + 1)]
-            library.add(sources)
+            sources = random_ids(vocabulary, size.rounds + 1, length, seed=length)
+            library.add(list(sources))
             targets = [sources[0], *(changed(ids, length // CHANGED, vocabulary, seed) for seed, ids in enumerate(sources[1:]))]
             prompts = [Asked("changed" if number else "identical", ids[None].to(self.device)) for number, ids in enumerate(targets)]
             sides = [Side(name, pair, library, gate) for name in (COLD, PREFIX, ALIGN, SLOTS)]
             print(prove([sides[0], *sides[2:]], prompts, f"the larger model, {length} tokens", trained=False), flush=True)
-            in_turns(sides, prompts[:1])
-            self.rows += rows_of(in_turns(sides, prompts[1:]), "first token", section="larger", workload="changed", length=length)
+            ask_in_turns(sides, prompts[:1])
+            yield from rows_of(ask_in_turns(sides, prompts[1:]), "first token", workload="changed", length=length)
 
-    def look_up(self) -> None:
+    def look_up(self) -> Iterator[Row]:
         for count in self.size.prompts:
-            self.rows += lookups(self.pair.switched, self.pair.tokenizer, count, self.size.calls)
+            yield from lookups(self.pair.switched, self.pair.tokenizer, count, self.size.calls)
 
 
 def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """For a model with random weights: each token is a word.
-
-    Args:
-        vocabulary: How many.
-    """
+    """For a model with random weights: each token is a word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0"))
@@ -267,14 +223,7 @@ def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
 
 
 def changed(ids: torch.Tensor, places: int, vocabulary: int, seed: int) -> torch.Tensor:
-    """The same prompt with other words in some places; the last words stay.
-
-    Args:
-        ids: (tokens,), without 0, which is padding.
-        places: How many.
-        vocabulary: Of the model.
-        seed: Of the places and the words.
-    """
+    """The same prompt with other words in some places; the last words stay."""
     random = torch.Generator().manual_seed(seed)
     at = torch.randperm(len(ids) - 32, generator=random)[:places]
     # By so much that it is never the word that is there.
@@ -284,17 +233,50 @@ def changed(ids: torch.Tensor, places: int, vocabulary: int, seed: int) -> torch
     return out
 
 
+def bars() -> list[Bar]:
+    promised: list[Bar] = []
+    for workload in (ALL_KINDS, ALL_BUT_IDENTICAL):
+        where = {"section": "hits", "measure": "first token", "workload": workload, "group": "hits", "side": AUTO, "length": TOKENS}
+        text = f"auto at least {FASTER:g}x as fast as cold to the first token, hits at {TOKENS} tokens, {workload}"
+        promised.append(Bar(text, where, least=FASTER))
+    for workload in ("unrelated", "other text"):
+        where = {"section": "misses", "measure": "first token", "workload": workload, "group": "all", "side": AUTO}
+        # What costs few milliseconds counts as nothing.
+        cost = lambda row: 1 / row["ratio"] if row["extra_ms"] > MISS_MS else min(1.0, 1 / row["ratio"])  # noqa: E731
+        text = f"a miss takes at most {MISS:g}x the time of cold, or {MISS_MS:g} ms more, {workload}"
+        promised.append(Bar(text, where, cost, most=MISS, name="length"))
+    where = {"section": "look-up", "measure": "all", "length": PROMPTS}
+    text = f"look-up among {PROMPTS} prompts in at most {LOOK_UP_MS:g} ms"
+    return [*promised, Bar(text, where, "time_ms", most=LOOK_UP_MS, unit=" ms")]
+
+
 def main() -> None:
-    args = arguments(__doc__, SECTIONS, "pairs", "of each kind and length; default: 20").parse_args()
-    device = begin(args, "pairs")
+    parser = section_arguments(__doc__, SECTIONS)
+    parser.add_argument("--pairs", type=int, help="of each kind and length; default: 20")
+    args = parser.parse_args()
+    device = begin_sections(args, "pairs")
     size = QUICK if args.quick else Size()
     if args.pairs is not None:
         size = replace(size, pairs=args.pairs, long_pairs=min(size.long_pairs, args.pairs))
-    run = Run(size, device)
-    run_sections(run, COLUMNS, args, device)
-    print("\n".join(bar.verdict(run.rows) for bar in bars()))
+    results, run = Results(args.csv, COLUMNS, device), Run(size, device)
+    if {"hits", "misses", "answers", "phases"} & set(args.sections):
+        run.prove()
+    works = (run.hits, run.misses, run.answers, run.phases, run.larger, run.look_up)
+    run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
+    rows = results.rows
+    print(verdicts(bars(), rows))
     if args.plot:
-        write_plot(args.plot, run.rows, device)
+        hits = [row for row in rows_where(rows, section="hits", group="hits") if row["side"] != COLD]
+        longest = [row for row in hits if row["length"] == max(row["length"] for row in hits)]
+        levels, stacked = {"levels": (1.0,)}, {"stacked": True}
+        panels = [
+            Panel("first token, hits", rows_where(hits, workload=ALL_BUT_IDENTICAL), "{side}", "length", "ratio", **levels),
+            Panel("first token, longest hits, by kind", longest, "{side}", "{workload}", "ratio", **levels),
+            Panel("larger model", rows_where(rows, section="larger"), "{side}", "length", "ratio", log="xy", **levels),
+            Panel("phases", rows_where(rows, section="phases"), "{measure}", "{length}\n{side}", "time_ms", **stacked),
+            Panel("look-up", rows_where(rows, section="look-up"), "{measure}", "length", "time_ms", log="xy", levels=(LOOK_UP_MS,)),
+        ]
+        draw(args.plot, title_of(device, "WarmStartCache"), panels)
 
 
 if __name__ == "__main__":

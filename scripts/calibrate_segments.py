@@ -12,49 +12,25 @@ Printed are all settings that were measured, and how often a segment must come a
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
-from typing import Any
 
-from _common import TESTBED, check_counts, environment, load, pick_device, run_script, table
-from transformers.utils import logging
+from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.results import environment, show, table
+from shared.texts import read_prompts
 
 from hf_kvcaches import KVCacheError, SegmentPolicy
-from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments.calibration import BreakEven, calibrate, measure_break_even
-
-
-def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
-    """Token ids of the prompts in a file."""
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from error
-        prompt = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if isinstance(prompt, str):
-            prompt = tokenizer(prompt, verbose=False)["input_ids"]
-        if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
-            raise ConfigError.of(f"{path}, line {number}", "a string, token ids, or an object with one of these as prompt", line[:80])
-        found.append(prompt)
-    return found
 
 
 def settings_table(policy: SegmentPolicy) -> str:
     """All that was measured, the chosen setting marked."""
-    names = [name for name in policy.measured[0] if name != "chosen"]
-    rows = [["*" if row["chosen"] else "", *(_cell(row[name]) for name in names)] for row in policy.measured]
-    return table(["", *names], rows)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    rows = [
+        {name: "-" if value is None else f"{value:.3g}" if isinstance(value, float) else value for name, value in row.items()}
+        | {"chosen": "*" if row["chosen"] else ""}
+        for row in policy.measured
+    ]
+    return show(rows, {"": "{chosen}", **{name: f"{{{name}}}" for name in rows[0] if name != "chosen"}})
 
 
 def break_even_table(rows: list[BreakEven]) -> str:
@@ -64,15 +40,13 @@ def break_even_table(rows: list[BreakEven]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    parser = arguments(__doc__, "model", "device")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the policy is written to")
     parser.add_argument("--prompts", type=Path, help="one prompt a line, as JSON")
     parser.add_argument("--requests", type=int, default=40, help="how many to generate, or to read at most")
     parser.add_argument("--asked", type=int, default=16, help="tokens at the end of each prompt of a file that are withheld and compared")
     parser.add_argument("--bound", type=float, default=0.05, help="the most that the mean KL divergence may be, in nats")
     parser.add_argument("--quantization", choices=("int8", "int4", "none"), default="int8", help="of the store that the policy is for")
-    parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     check_counts(args, ["requests", "asked"])
     return args
@@ -80,9 +54,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    device = pick_device(args.device)
+    device = begin(args)
     model, tokenizer = load(args.model, device)
     if args.prompts is None:
         from _segments_quality import calibration_prompts
@@ -90,19 +62,20 @@ def main() -> None:
         prompts, asked = calibration_prompts(tokenizer, args.requests)
     else:
         prompts, asked = {args.prompts.stem: read_prompts(args.prompts, tokenizer)[: args.requests]}, args.asked
-    kept = None if args.quantization == "none" else args.quantization
+    quantization = None if args.quantization == "none" else args.quantization
     began = time.perf_counter()
-    policy = calibrate(model, tokenizer, prompts, bound=args.bound, asked=asked, quantization=kept)
+    policy = calibrate(model, tokenizer, prompts, bound=args.bound, asked=asked, quantization=quantization)
     seconds = time.perf_counter() - began
     policy.save_pretrained(args.out)
     print(f"{settings_table(policy)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")
-    ids = [token for own in prompts.values() for prompt in own for token in prompt]
+    ids = [token for group in prompts.values() for prompt in group for token in prompt]
     try:
         rows = measure_break_even(model, tokenizer, ids)
     except KVCacheError as error:  # too few tokens
         print(f"Break-even was not measured. {error}")
         return
-    print(break_even_table(rows) + f"\non {environment(device)['hardware']}, {environment(device)['threads']} threads")
+    where = environment(device)
+    print(f"{break_even_table(rows)}\non {where['hardware']}, {where['threads']} threads")
 
 
 if __name__ == "__main__":

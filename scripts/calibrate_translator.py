@@ -14,85 +14,38 @@ Printed are the seconds of each stage and what the translator is. Under `acceler
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from _common import check_counts, load, pick_device, run_script, table
-from transformers.utils import logging
+from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.results import table
+from shared.texts import as_text, read_lines
 
 from hf_kvcaches.errors import ConfigError, require
 from hf_kvcaches.translate.translator import CacheTranslator
 
-SMALL = ("base", "tuned", "lora")
 Text = str | list[int]
 
 
-def load_model(name: str, device: torch.device) -> tuple[Any, Any]:
-    """A model and its tokenizer.
-
-    Args:
-        name: A folder, a hub id, or one of this repository's small models.
-        device: Where it is to be.
-    """
-    if name not in SMALL or Path(name).is_dir():
-        return load(name, device)
-    from tests import testbed
-
-    model, tokenizer = testbed.load(name)
-    return model.to(device), tokenizer
-
-
 def read_texts(path: Path, tokenizer: Any, length: int) -> list[Text]:
-    """The texts of a file.
-
-    Args:
-        path: The file.
-        tokenizer: Of both models.
-        length: Tokens of the pieces that a text file is cut into.
-    """
-    content = path.read_text(encoding="utf-8")
+    """The texts of a file; a text file is cut into pieces of so many tokens."""
     if path.suffix != ".jsonl":
-        return pieces(content, tokenizer, length)
-    found: list[Text] = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from error
-        text = text.get("text") if isinstance(text, dict) else text
-        if not isinstance(text, str) and not (isinstance(text, list) and all(type(token) is int for token in text)):
-            raise ConfigError.of(f"{path}, line {number}", "a string, token ids, or an object with one of these as text", line[:80])
-        found.append(text)
-    return found
+        return pieces(path.read_text(encoding="utf-8"), tokenizer, length)
+    return read_lines(path, lambda line: as_text(line, "text"), "a string, token ids, or an object with one of these as text")
 
 
 def pieces(text: str, tokenizer: Any, length: int) -> list[Text]:
-    """Token ids of a text, cut; a last piece of less than half the length is left out, unless it is the only one.
-
-    Args:
-        text: The text.
-        tokenizer: For it.
-        length: In tokens.
-    """
+    """Token ids of a text, cut; a last piece of less than half the length is left out, unless it is the only one."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     cut: list[Text] = [ids[start : start + length] for start in range(0, len(ids), length)]
     return cut[:-1] if len(cut) > 1 and 2 * len(cut[-1]) < length else cut
 
 
 def held_out(tokenizer: Any, length: int) -> list[Text]:
-    """Pieces of this repository's texts, both kinds in turns.
-
-    Args:
-        tokenizer: The testbed's.
-        length: In tokens.
-    """
+    """Pieces of this repository's texts, both kinds in turns."""
     from tests import testbed
 
     kinds = [pieces(testbed.held_out(domain), tokenizer, length) for domain in ("prose", "verse")]
@@ -100,21 +53,12 @@ def held_out(tokenizer: Any, length: int) -> list[Text]:
 
 
 def spaced(texts: Sequence[Text], most: int) -> list[Text]:
-    """No more than so many, from all over.
-
-    Args:
-        texts: All.
-        most: How many.
-    """
+    """No more than so many, from all over."""
     return [texts[number * len(texts) // most] for number in range(most)] if len(texts) > most else list(texts)
 
 
 def layers_of(text: str) -> Any:
-    """What `patch_layers` is to be.
-
-    Args:
-        text: "auto", "none", or numbers with commas between them.
-    """
+    """What `patch_layers` is to be."""
     if text in ("auto", "none"):
         return {"auto": "auto", "none": None}[text]
     try:
@@ -131,23 +75,19 @@ def launched() -> Any:
 
 
 def seconds_table(seconds: dict[str, float]) -> str:
-    """What each stage took, and its share.
-
-    Args:
-        seconds: By stage.
-    """
+    """What each stage took, and its share."""
     whole = max(sum(seconds.values()), 1e-9)
     rows = [[stage, f"{own:.1f}", f"{own / whole:.0%}"] for stage, own in seconds.items()]
     return table(["stage", "seconds", "share"], [*rows, ["together", f"{sum(seconds.values()):.1f}", ""]])
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "device")
     parser.add_argument("--producer", required=True, help="the model that will read prompts: a folder, a hub id, base, tuned or lora")
     parser.add_argument("--consumer", required=True, help="the model that will answer, likewise")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the translator is written to")
     parser.add_argument("--push-to-hub", metavar="ID", help="also uploads it, as owner/name")
-    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", help="text files, or .jsonl with one text a line")
+    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", default=[], help="text files, or .jsonl with one text a line")
     parser.add_argument("--prefixes", type=int, default=64, help="texts at most, taken from all over the files")
     parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
     parser.add_argument("--method", choices=("joint", "cross_layer", "paper"), default="joint")
@@ -157,7 +97,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--aligner", choices=("ridge", "mlp"), default="ridge", help="of patched layers")
     parser.add_argument("--recompute-layers", type=int, default=0, help="how many of its lowest layers the consumer runs itself")
     parser.add_argument("--metric", choices=("loss", "attention", "plain"), default="loss", help="what errors cost")
-    parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     check_counts(args, ["prefixes", "length"])
     return args
@@ -165,34 +104,20 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    patch_layers, state = layers_of(args.patch_layers), launched()
+    device, patch_layers, state = begin(args), layers_of(args.patch_layers), launched()
     first = state is None or state.is_main_process
     # Texts are read before models, which take long.
-    for path in args.texts or ():
+    for path in args.texts:
         if not path.is_file():
             raise ConfigError.of("--texts", "files that exist", str(path))
-    device = state.device if state is not None and args.device == "auto" else pick_device(args.device)
-    (producer, one), (consumer, other) = (load_model(name, device) for name in (args.producer, args.consumer))
-    given = [text for path in args.texts or () for text in read_texts(path, other, args.length)]
-    texts = spaced(given if args.texts else held_out(other, args.length), args.prefixes)
+    device = state.device if state is not None and args.device == "auto" else device
+    (producer, one), (consumer, other) = (load(name, device) for name in (args.producer, args.consumer))
+    texts = [text for path in args.texts for text in read_texts(path, other, args.length)]
+    texts = spaced(texts if args.texts else held_out(other, args.length), args.prefixes)
+    names = ("method", "payload", "dtype", "aligner", "recompute_layers", "metric")
+    options = {name: getattr(args, name) for name in names} | {"patch_layers": patch_layers, "max_length": max(args.length, 8)}
     began = time.perf_counter()
-    translator = CacheTranslator.fit(
-        producer,
-        consumer,
-        (one, other),
-        texts,
-        method=args.method,
-        payload=args.payload,
-        dtype=args.dtype,
-        patch_layers=patch_layers,
-        aligner=args.aligner,
-        recompute_layers=args.recompute_layers,
-        metric=args.metric,
-        max_length=max(args.length, 8),
-        progress=first,
-    )
+    translator = CacheTranslator.fit(producer, consumer, (one, other), texts, progress=first, **options)
     seconds = time.perf_counter() - began
     if not first:
         return

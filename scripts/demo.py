@@ -10,7 +10,6 @@ scripts of their own.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable
@@ -20,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import ROOT, pick_device, table
+from shared import ROOT, TESTBED
+from shared.cli import arguments, begin, check_counts, run_script
+from shared.plot import Panel, draw
+from shared.results import show, table
+from shared.texts import encode
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Cache, DynamicCache
 from transformers.generation import BaseStreamer
-from transformers.utils import logging
 
 from hf_kvcaches import (
     AdaptiveSubspace,
@@ -32,7 +34,6 @@ from hf_kvcaches import (
     ConfigError,
     EquipCache,
     GrowingCache,
-    KVCacheError,
     MissingDependencyError,
     SegmentReuseCache,
     SegmentStore,
@@ -46,10 +47,8 @@ from hf_kvcaches import (
     WarmStartLibrary,
     verify,
 )
-from hf_kvcaches.errors import require
 from tests.testbed.documents import Document, Filler, fit_document
 
-TESTBED = ROOT / "tests" / "testbed"
 FULL_CACHE = "DynamicCache"
 
 CALIBRATION = 40_000  # characters of the book, from its end, which the document does not use
@@ -108,7 +107,7 @@ def make_document(tokenizer: Any, room: int, facts: int, seed: int) -> Document:
     """A document of at most `room` tokens, and of at most 900."""
     filler = Filler((TESTBED / "prose.txt").read_text(encoding="utf-8"))
     tokens = min(900, room)
-    count = lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])  # noqa: E731
+    count = lambda text: len(encode(tokenizer, text))  # noqa: E731
     return fit_document(random.Random(seed), filler, count, tokens, facts=max(facts, tokens // 80))
 
 
@@ -156,43 +155,31 @@ def write(
 
 
 def run(model: Any, tokenizer: Any, inputs: BatchEncoding, new_tokens: int) -> tuple[list[Outcome], list[str]]:
-    """The full cache and all others, and what had to be said about those that refused."""
-    refused: list[str] = []
-    outcomes: list[Outcome] = []
-    with tqdm(total=1 + 2 * len(CACHES), unit="run") as progress:
-        progress.set_description(FULL_CACHE)
-        full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new_tokens)
-        outcomes.append(Outcome(FULL_CACHE, full, True, None))
-        progress.update()
-        for name, factory in CACHES.items():
-            progress.set_description(name)
-            try:
-                texts = write(model, tokenizer, inputs, factory(model, tokenizer), new_tokens)
-                progress.update()
-                report = verify(model, lambda factory=factory: factory(model, tokenizer), inputs, max_new_tokens=new_tokens)
-                outcomes.append(Outcome(name, texts, texts == full, report))
-            except UnsupportedError as error:
-                refused.append(f"{name} refuses this model: {error}")
-            progress.update()
+    """The full cache and all others, and the reasons of those that refuse this model."""
+    full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new_tokens)
+    outcomes, refused = [Outcome(FULL_CACHE, full, True, None)], []
+    for name, factory in (progress := tqdm(CACHES.items(), unit="cache")):
+        progress.set_description(name)
+        try:
+            texts = write(model, tokenizer, inputs, factory(model, tokenizer), new_tokens)
+            report = verify(model, lambda factory=factory: factory(model, tokenizer), inputs, max_new_tokens=new_tokens)
+            outcomes.append(Outcome(name, texts, texts == full, report))
+        except UnsupportedError as error:
+            refused.append(f"{name} refuses this model: {error}")
     return outcomes, refused
 
 
-def show(outcomes: list[Outcome]) -> str:
-    header = ["cache", "same text", "mean KL to full", "KV bytes", "prefill s", "decode s"]
+def show_outcomes(outcomes: list[Outcome]) -> str:
+    """A line for each cache; none where all refuse."""
+    reports = [outcome.report for outcome in outcomes if outcome.report]
     rows = []
-    measured = [outcome.report for outcome in outcomes if outcome.report]
-    for outcome in outcomes:
-        if outcome.report:
-            held, seconds = outcome.report.bytes, outcome.report.seconds
-        elif measured:
-            held, seconds = measured[0].reference_bytes, measured[0].reference_seconds
-        else:
-            continue
-        divergence = f"{outcome.report.mean_kl:.2e}" if outcome.report else "-"
-        rows.append(
-            [outcome.name, "yes" if outcome.same else "no", divergence, f"{held:,}", f"{seconds.prefill:.3f}", f"{seconds.decode:.3f}"]
-        )
-    return table(header, rows)
+    for outcome in outcomes if reports else []:
+        report = outcome.report
+        size, seconds = (report.bytes, report.seconds) if report else (reports[0].reference_bytes, reports[0].reference_seconds)
+        row = {"name": outcome.name, "same": "yes" if outcome.same else "no", "kl": f"{report.mean_kl:.2e}" if report else "-"}
+        rows.append(row | {"bytes": size, "prefill": seconds.prefill, "decode": seconds.decode})
+    columns = {"cache": "{name}", "same text": "{same}", "mean KL to full": "{kl}", "KV bytes": "{bytes:,}"}
+    return show(rows, columns | {"prefill s": "{prefill:.3f}", "decode s": "{decode:.3f}"})
 
 
 def show_texts(outcomes: list[Outcome], prompts: Prompts) -> str:
@@ -208,61 +195,55 @@ def show_texts(outcomes: list[Outcome], prompts: Prompts) -> str:
     return "\n".join(lines)
 
 
+def timed(model: Any, tokenizer: Any, inputs: BatchEncoding, make: Callable[[], Any], new_tokens: int) -> tuple[Any, list[str], float]:
+    """The cache, the texts, and seconds to the first token, of a second run: the first one is for what is loaded at the first use."""
+    for tokens in (1, new_tokens):
+        clock, cache = FirstToken(), make()
+        texts = write(model, tokenizer, inputs, cache, tokens, clock)
+    return cache, texts, clock.times[1] - clock.times[0]
+
+
+def encoded(tokenizer: Any, text: str, model: Any) -> BatchEncoding:
+    return tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
+
+
 def show_reuse(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> str:
     """What a cache takes of each text from those before it, and what that saves."""
-    reused(model, tokenizer, texts, 1)  # modules are loaded at the first use, which the full cache has behind it
-    tiers = ("exact", "guarded", "repaired", "probed", "computed")
-    rows = []
-    for name, (report, same, seconds, without) in zip(
-        ("as they come", "in another order"), reused(model, tokenizer, texts, new_tokens), strict=True
-    ):
-        counts = [str((report.tiers or {}).get(tier, 0)) for tier in tiers]
-        saved = [str(report.repaired_tokens), f"{report.flops_saved:.0%}", "yes" if same else "no"]
-        rows.append([name, *counts, *saved, f"{seconds:.3f}", f"{without:.3f}"])
+    tiers, rows = ("exact", "guarded", "repaired", "probed", "computed"), []
+    for new in (1, new_tokens):  # the first time for what is loaded at the first use
+        store, rows = SegmentStore("memory"), []
+        for name, text in zip(("as they come", "in another order"), texts, strict=True):
+            inputs, clocks = encoded(tokenizer, text, model), (FirstToken(), FirstToken())
+            full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new, clocks[0])
+            cache = SegmentReuseCache(model, store, tokenizer)
+            same = write(model, tokenizer, inputs, cache, new, clocks[1]) == full
+            report = cache.report()
+            del cache  # what it computed goes to the store
+            store.flush()
+            without, seconds = (f"{clock.times[1] - clock.times[0]:.3f}" for clock in clocks)
+            counts = [str((report.tiers or {}).get(tier, 0)) for tier in tiers]
+            saved = [str(report.repaired_tokens), f"{report.flops_saved:.0%}", "yes" if same else "no"]
+            rows.append([name, *counts, *saved, seconds, without])
     header = ["the same pages", *tiers, "run again", "FLOPs saved", "same text", "first token s", "without reuse s"]
     return f"\nSegmentReuseCache, tokens of two prompts by where they come from\n{table(header, rows)}"
 
 
-def reused(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> list[tuple[Any, bool, float, float]]:
-    """For each text the cache's report, whether it writes the same as without reuse, and seconds to the first token with and without."""
-    store = SegmentStore("memory")
-    found = []
-    for text in texts:
-        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
-        before, after = FirstToken(), FirstToken()
-        full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new_tokens, before)
-        cache = SegmentReuseCache(model, store, tokenizer)
-        written = write(model, tokenizer, inputs, cache, new_tokens, after)
-        seconds, without = (clock.times[1] - clock.times[0] for clock in (after, before))
-        found.append((cache.report(), written == full, seconds, without))
-    return found
-
-
 def show_warm_start(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> str:
     """What becomes of a text whose pages an earlier one had in another order, with and without the exact prefill behind it."""
-    library = WarmStartLibrary(model, tokenizer)
+    library, inputs = WarmStartLibrary(model, tokenizer), encoded(tokenizer, texts[1], model)
     library.add(texts[:1])
-    inputs = tokenizer(texts[1], return_tensors="pt", return_token_type_ids=False).to(model.device)
-    rows: list[list[str]] = []
-    full: list[str] = []
-    for name, options in (("no warm start", None), ("aligned", {}), ("aligned, then swapped", {"swap": "sync"}), ("slots", _SUMMARY)):
-        # The first run is for what is loaded at the first use.
-        for tokens in (1, new_tokens):
-            clock = FirstToken()
-            cache: Any = DynamicCache(config=model.config) if options is None else WarmStartCache(model, library, **options)
-            written = write(model, tokenizer, inputs, cache, tokens, clock)
-        full = written if options is None else full
-        report = None if options is None else cache.report()
-        run = inputs["input_ids"].shape[1] if report is None else report.computed_tokens
-        swapped = "" if report is None else "yes" if report.swapped else "no"
-        served = "" if report is None else report.strategies[0]
-        rows.append([name, served, str(run), f"{clock.times[1] - clock.times[0]:.3f}", swapped, "yes" if written == full else "no"])
+    _, full, seconds = timed(model, tokenizer, inputs, lambda: DynamicCache(config=model.config), new_tokens)
+    rows = [["no warm start", "", str(inputs["input_ids"].shape[1]), f"{seconds:.3f}", "", "yes"]]
+    # As in the paper, the summary answers whatever differs. Good for a look, and nothing else.
+    summary = {"strategy": "slots", "gate": WarmStartGate(tau=-1.0, lexical=False, content=None)}
+    for name, options in (("aligned", {}), ("aligned, then swapped", {"swap": "sync"}), ("slots", summary)):
+        make = lambda options=options: WarmStartCache(model, library, **options)  # noqa: E731
+        cache, written, seconds = timed(model, tokenizer, inputs, make, new_tokens)
+        report = cache.report()
+        swapped, same = ("yes" if flag else "no" for flag in (report.swapped, written == full))
+        rows.append([name, report.strategies[0], str(report.computed_tokens), f"{seconds:.3f}", swapped, same])
     header = ["the second prompt", "served by", "tokens run", "first token s", "swapped", "same text"]
     return f"\nWarmStartCache, a prompt that resembles an earlier one\n{table(header, rows)}"
-
-
-# As in the paper: whatever differs, the summary answers. Good for a look, and nothing else.
-_SUMMARY = {"strategy": "slots", "gate": WarmStartGate(tau=-1.0, lexical=False, content=None)}
 
 
 def show_translation(model: Any, tokenizer: Any, prompts: Prompts, seed: int, new_tokens: int) -> str:
@@ -272,80 +253,53 @@ def show_translation(model: Any, tokenizer: Any, prompts: Prompts, seed: int, ne
     texts = [book[start : start + 2000] for book in books for start in range(0, CALIBRATION, 4000)]
     texts += [make_document(tokenizer, 500, 2, seed + number).text() for number in range(1, 21)]
     translator = CacheTranslator.fit(model, consumer, tokenizer, texts, progress=False)
-    inputs = tokenizer(prompts.texts[0], return_tensors="pt", return_token_type_ids=False).to(model.device)
-    codes = translator.encode(model, inputs["input_ids"])
-    rows: list[list[str]] = []
-    full: list[str] = []
-    for name in ("its own prefill", "codes of this model"):
-        for tokens in (1, new_tokens):
-            clock = FirstToken()
-            cache: Any = TranslatedCache(consumer, translator, codes) if rows else DynamicCache(config=consumer.config)
-            written = write(consumer, tokenizer, inputs, cache, tokens, clock)
-        run = cache.report().translated if rows else 0
-        full = full or written
-        share = f"{cache.report().payload_share:.1%}" if rows else ""
-        answer = written[0].strip().split("\n")[0]
-        seconds = f"{clock.times[1] - clock.times[0]:.3f}"
-        rows.append([name, str(inputs["input_ids"].shape[1] - run), share, seconds, "yes" if written == full else "no", answer])
+    inputs = encoded(tokenizer, prompts.texts[0], model)
+    codes, length = translator.encode(model, inputs["input_ids"]), inputs["input_ids"].shape[1]
+    _, full, alone = timed(consumer, tokenizer, inputs, lambda: DynamicCache(config=consumer.config), new_tokens)
+    cache, written, seconds = timed(consumer, tokenizer, inputs, lambda: TranslatedCache(consumer, translator, codes), new_tokens)
+    report, answers = cache.report(), [texts[0].strip().split("\n")[0] for texts in (full, written)]
+    same = "yes" if written == full else "no"
+    rows = [["its own prefill", str(length), "", f"{alone:.3f}", "yes", answers[0]]]
+    rows.append(["codes of this model", str(length - report.translated), f"{report.payload_share:.1%}", f"{seconds:.3f}", same, answers[1]])
     header = ["the tuned model starts from", "tokens run", "bytes of bf16 K/V", "first token s", "same text", "answer"]
     expected = f"; the answer is {prompts.answers[0]!r}" if prompts.answers else ""
     return f"\nTranslatedCache, base -> tuned{expected}\n{table(header, rows)}"
 
 
 def save_plot(path: Path, outcomes: list[Outcome]) -> None:
-    require("matplotlib", "plots", "The plot").use("Agg")
-    plots = require("matplotlib.pyplot", "plots", "The plot")
+    """Memory, time and divergence of each cache."""
     reports = {outcome.name: outcome.report for outcome in outcomes if outcome.report}
     first = next(iter(reports.values()))
-    names = [FULL_CACHE, *reports]
-    figure, (memory, times, divergence) = plots.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    memory.bar(names, [size / 2**20 for size in (first.reference_bytes, *(report.bytes for report in reports.values()))])
-    memory.set(title="KV cache", ylabel="MiB allocated")
-    seconds = [first.reference_seconds, *(report.seconds for report in reports.values())]
-    times.bar(names, [each.prefill for each in seconds], label="prefill")
-    times.bar(names, [each.decode for each in seconds], bottom=[each.prefill for each in seconds], label="decode")
-    times.set(title=f"time of one run, {first.steps} new tokens", ylabel="s")
-    times.legend()
-    for name, report in reports.items():
-        divergence.plot(report.kl, label=name, clip_on=False)  # a lossless cache runs along the edge
-    divergence.set_yscale("symlog", linthresh=1e-6)
-    divergence.set(
-        title="KL(full || cache)",
-        xlabel="step",
-        ylabel="nats",
-        ylim=(0, max(1e-3, 1.2 * max(max(report.kl) for report in reports.values()))),
-    )
-    divergence.legend()
-    for axis in (memory, times):
-        axis.tick_params(axis="x", rotation=30)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plots.close(figure)
+    sizes = {FULL_CACHE: first.reference_bytes, **{name: report.bytes for name, report in reports.items()}}
+    seconds = {FULL_CACHE: first.reference_seconds, **{name: report.seconds for name, report in reports.items()}}
+    times = [{"cache": name, "part": part, "s": getattr(spent, part)} for part in ("prefill", "decode") for name, spent in seconds.items()]
+    kls = [{"cache": name, "step": step, "nats": kl} for name, report in reports.items() for step, kl in enumerate(report.kl)]
+    memory = [{"cache": name, "MiB": size / 2**20} for name, size in sizes.items()]
+    panels = [
+        Panel("KV cache", memory, "allocated", "{cache}", "MiB", stacked=True),
+        Panel(f"time of one run, {first.steps} new tokens", times, "{part}", "{cache}", "s", stacked=True),
+        Panel("KL(full || cache)", kls, "{cache}", "step", "nats"),
+    ]
+    draw(path, "one prompt with every cache", panels)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    parser = arguments(__doc__, "model", "seed", "device")
     parser.add_argument("--prompt", help="a text to go on from, instead of the document")
     parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("--questions", type=int, default=3, help="how many of the document's questions to ask")
-    parser.add_argument("--seed", type=int, default=0, help="which document")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--plot", type=Path, default=ROOT / "demo.png")
     args = parser.parse_args()
-    for name, value in (("--max-new-tokens", args.max_new_tokens), ("--questions", args.questions)):
-        if value < 1:
-            raise ConfigError.of(name, "at least 1", value)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    model, tokenizer = load(args.model, pick_device(args.device))
+    check_counts(args, ["max_new_tokens", "questions"])
+    plot, args.plot = args.plot, None  # without matplotlib there is no picture, and everything else
+    model, tokenizer = load(args.model, begin(args))
     room = (getattr(model.config, "max_position_embeddings", None) or 1024) - args.max_new_tokens
     prompts = make_prompts(tokenizer, room, args.questions, args.seed) if args.prompt is None else Prompts([args.prompt], [], [])
     inputs = tokenizer(prompts.texts, return_tensors="pt", padding=len(prompts.texts) > 1, return_token_type_ids=False).to(model.device)
     rows, tokens = inputs["input_ids"].shape
     print(f"{args.model}: {rows} rows of up to {tokens} tokens, {args.max_new_tokens} new tokens each, on {model.device}")
     outcomes, refused = run(model, tokenizer, inputs, args.max_new_tokens)
-    print("\n".join([show(outcomes), *refused, show_texts(outcomes, prompts)]))
+    print("\n".join([show_outcomes(outcomes), *refused, show_texts(outcomes, prompts)]))
     if args.prompt is None:
         try:
             pages = pages_in_two_orders(tokenizer, room, args.seed)
@@ -357,14 +311,11 @@ def main() -> None:
             print(show_translation(model, tokenizer, prompts, args.seed, args.max_new_tokens))
     try:
         if len(outcomes) > 1:
-            save_plot(args.plot, outcomes)
-            print(f"\nThe plot is in {args.plot}")
+            save_plot(plot, outcomes)
+            print(f"\nThe plot is in {plot}")
     except MissingDependencyError as error:
         print(f"\nNo plot: {error}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (KVCacheError, OSError) as error:  # transformers says with an OSError that there is no such model
-        raise SystemExit(f"error: {error}") from error
+    run_script(main)

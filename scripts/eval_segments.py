@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import add_common, check_counts, environment, load, pick_device, prepare, run_script
-from _segments_quality import Answer, Bench, Side, Workload, calibration_prompts, make_workloads
-from _segments_verdicts import ALONE, AUTO, BLIND, HALF, PLAIN, PREFIX, bars, show, summary, write_csv, write_plot
+from _segments_quality import Answer, Bench, Side, calibration_prompts, make_workloads
+from _segments_verdicts import ALONE, AUTO, BLIND, HALF, PLAIN, PREFIX, bars, report, summary, write_files, write_plot
+from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.results import environment
 from tqdm import tqdm
 
 from hf_kvcaches import SegmentPolicy
@@ -36,14 +37,8 @@ VARIANTS = (
 )
 
 
-def plan(workloads: list[Workload]) -> list[tuple[Workload, Side]]:
-    """What is run, in this order: a side without a cap comes before the same with one."""
-    runs = [(workload, side) for workload in workloads for side in SIDES]
-    return runs + [(workloads[0], side) for side in VARIANTS]
-
-
 def policy_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> SegmentPolicy:
-    """The given policy, or a calibrated one."""
+    """The policy that is named, or a calibrated one."""
     if args.policy is not None:
         return SegmentPolicy.from_pretrained(args.policy, model=model, tokenizer=tokenizer)
     prompts, asked = calibration_prompts(tokenizer, args.calibration_requests)
@@ -51,15 +46,12 @@ def policy_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> SegmentPo
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common(parser)
+    parser = arguments(__doc__, "model", "seed", "device", "csv", "plot")
     parser.add_argument("--requests", type=int, default=200, help="of agents; half as many hang, a fifth do not repeat")
     parser.add_argument("--drifting", type=int, default=4, help="series of 25 adversarial requests")
     parser.add_argument("--policy", help="a folder or a hub id; default: one is calibrated")
     parser.add_argument("--calibration-requests", type=int, default=40)
     parser.add_argument("--bound", type=float, default=0.05, help="for the calibration: the most that the mean KL divergence may be")
-    parser.add_argument("--csv", type=Path, help="write tables into this folder")
-    parser.add_argument("--plot", type=Path, help="write a picture into this folder (needs matplotlib)")
     args = parser.parse_args()
     check_counts(args, ["requests", "drifting", "calibration_requests"])
     return args
@@ -68,30 +60,29 @@ def parse() -> argparse.Namespace:
 @torch.no_grad()
 def main() -> None:
     args = parse()
-    prepare(args)
-    device = pick_device(args.device)
+    device = begin(args)
     model, tokenizer = load(args.model, device)
     policy = policy_of(args, model, tokenizer)
     print(f"{policy}\n")
     bench = Bench(model, tokenizer, policy)
-    runs = plan(make_workloads(tokenizer, args.requests, args.drifting, args.seed))
-    found: dict[tuple[str, Side], list[Answer]] = {}
-    with tqdm(total=sum(len(workload) for workload, _ in runs), unit=" requests") as bar:
-        for workload, side in runs:
-            bar.set_postfix_str(f"{workload.name}, {side}")
-            answers = found[workload.name, side] = []
-            for answer in bench.run(workload, side):
-                answers.append(answer)
-                bar.update()
-    rows = [summary(workload, side, answers) for (workload, side), answers in found.items()]
-    print(f"{show(rows)}\n")
-    print("\n".join(bars(found, policy.bound if policy.bound is not None else args.bound)))
+    workloads = make_workloads(tokenizer, args.requests, args.drifting, args.seed)
+    # A side without a cap comes before the same with one.
+    plan = [(workload, side) for workload in workloads for side in SIDES] + [(workloads[0], side) for side in VARIANTS]
+    answers: dict[tuple[str, Side], list[Answer]] = {}
+    with tqdm(total=sum(len(workload) for workload, _ in plan), unit=" requests") as progress:
+        for workload, side in plan:
+            progress.set_postfix_str(f"{workload.name}, {side}")
+            answers[workload.name, side] = list(bench.run(workload, side))
+            progress.update(len(workload))
+    rows = [summary(workload, side, group) for (workload, side), group in answers.items()]
+    print(f"{report(rows)}\n")
+    print("\n".join(bars(answers, policy.bound if policy.bound is not None else args.bound)))
     if args.csv:
-        settings = {"model": Path(args.model).name, "seed": args.seed, "check_layer": policy.check_layer, "probe": policy.probe}
-        settings |= {"similarity": policy.similarity, "repair": policy.repair, "repair_by": policy.repair_by}
-        write_csv(args.csv, rows, found, {**environment(device), **settings})
+        names = ("check_layer", "probe", "similarity", "repair", "repair_by")
+        settings = {"model": Path(args.model).name, "seed": args.seed, **{name: getattr(policy, name) for name in names}}
+        write_files(args.csv, rows, answers, {**environment(device), **settings})
     if args.plot:
-        write_plot(args.plot, found)
+        write_plot(args.plot, rows, answers)
 
 
 if __name__ == "__main__":

@@ -11,92 +11,92 @@ and scales included. `aware` and `post`: keys projected before or after rotation
 **recall**: a generated document is read; then each question about a fact outside of the exact window is asked from there, and an answer
 counts if each of its tokens is the most likely one.
 **spectra**: the share of the energy that the best subspace of each rank keeps of keys before and after rotation and of values.
-**bounds**: how well the bounds of `hf_kvcaches.subspace.bounds` order the errors of logits and outputs that are measured on real queries,
-and how well what a sketch guarantees does.
+**bounds**: how well the bounds of `hf_kvcaches.subspace.bounds` order the errors of logits and outputs that are measured on real queries.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from _common import TESTBED, add_common, check_counts, environment, load, pick_device, prepare, run_script
-from _subspace_quality import make_documents, make_quiz, perplexity_rows, read_rows, recall_row
-from _subspace_report import show, write_csv, write_plots
-from _subspace_theory import bounds_rows, sketch_rows, spectra_rows
-from _subspace_variants import ENDS, VARIANTS, Run, Workshop, runs_of
+from _subspace_quality import make_quiz, perplexity_rows, read_rows, recall_row
+from _subspace_theory import bounds_rows, spectra_rows
+from _subspace_variants import ENDS, NAMES, VARIANTS, Run, Workshop, runs_of
 from _subspace_verdicts import verdicts
+from shared import TESTBED
+from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.plot import Panel, draw
+from shared.results import Row, environment, show, table, write_csv
+from shared.texts import encode, make_documents
 from tqdm import tqdm
 
 from hf_kvcaches import KVCacheError
 
-TASKS = ("perplexity", "recall", "spectra", "bounds")
+COLUMNS = {
+    "perplexity": [*NAMES, "from", "to", "tokens", "perplexity", "change_percent"],
+    "recall": [*NAMES, "questions", "right", "share"],
+    "spectra": ["layer", "what", "rank", "energy"],
+    "bounds": "layer rank over what bound points spearman error share_of_bound above_bound".split(),
+}
+TASKS = tuple(COLUMNS)
 COUNTS = "rows tokens calibrate documents questions length bytes_tokens".split()
 # Seeds of the documents that bases are calibrated on; those with questions begin at `--seed`.
-_CALIBRATION_SEED = 10**6
+CALIBRATION_SEED = 10**6
+RANKS = (4, 8, 16, 24, 32, 48, 64, 96, 128)  # in the table of spectra, where a head has so many
 
 
 class Evaluation:
-    """The model, what it is calibrated on and what is measured, and the rows found so far."""
+    """The model, what it is calibrated on and what is measured, and the rows so far."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args = args
-        device = pick_device(args.device)
         self.model, self.tokenizer = load(args.model, device)
-        self.window = getattr(self.model.config, "max_position_embeddings", None) or 1024
         text = self._encode(args.text)
+        learned, self.ids = (text, text) if args.calibration is None else (self._encode(args.calibration), text)
         if args.calibration is None:
-            learned, self.ids = text[: args.calibrate], text[args.calibrate :]
-        else:
-            learned, self.ids = self._encode(args.calibration)[: args.calibrate], text
-        texts = [learned.tolist()]
+            self.ids = text[args.calibrate :]
+        texts = [learned[: args.calibrate].tolist()]
         if args.calibration_documents:
-            documents = make_documents(
-                self.tokenizer, self.tokenizer.decode(learned), args.calibration_documents, args.length, _CALIBRATION_SEED
-            )
-            texts += [self.tokenizer(each.text(), add_special_tokens=False)["input_ids"] for each in documents]
-        self.workshop = Workshop(self.model, texts, min(self.window, 1024), args.bytes_tokens)
+            book = self.tokenizer.decode(texts[0])
+            documents = make_documents(self.tokenizer, book, args.calibration_documents, args.length, CALIBRATION_SEED)
+            texts += [encode(self.tokenizer, document.text()) for document in documents]
+        window = getattr(self.model.config, "max_position_embeddings", None) or 1024
+        self.workshop = Workshop(self.model, texts, min(window, 1024), args.bytes_tokens)
         # Named after the file, so that a folder of this computer does not get into the tables.
-        source = args.text.name if args.calibration is None else args.calibration.name
-        self.fixed = {
-            **environment(device),
-            "model": Path(args.model).name,
-            "text": args.text.name,
-            "calibrated_on": f"{len(learned)} tokens of {source} and {args.calibration_documents} documents",
-        }
-        self.found: dict[str, list[dict[str, Any]]] = {task: [] for task in args.tasks}
+        source = (args.text if args.calibration is None else args.calibration).name
+        self.fixed = environment(device) | {"model": Path(args.model).name, "text": args.text.name}
+        self.fixed["calibrated_on"] = f"{len(texts[0])} tokens of {source} and {args.calibration_documents} documents"
+        self.rows: dict[str, list[Row]] = {task: [] for task in args.tasks}
         self.refused: list[str] = []
 
     def _encode(self, path: Path) -> torch.Tensor:
-        return torch.tensor(self.tokenizer(path.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"])
+        return torch.tensor(encode(self.tokenizer, path.read_text(encoding="utf-8")))
 
-    def save(self, task: str) -> None:
+    def add(self, task: str, rows: Sequence[Row]) -> None:
+        self.rows[task] += rows
         if self.args.csv:
-            write_csv(self.args.csv, task, self.found[task], self.fixed)
+            write_csv(self.args.csv / f"subspace-{task}.csv", self.rows[task], self.fixed, COLUMNS[task])
 
     def measure_runs(self, runs: list[Run]) -> None:
         """Perplexity and recall, one cache after the other."""
         args, full = self.args, None
-        rows = read_rows(self.ids, args.rows, args.tokens) if "perplexity" in args.tasks else None
+        ids = read_rows(self.ids, args.rows, args.tokens) if "perplexity" in args.tasks else None
         quizzes = []
         if "recall" in args.tasks:
             documents = make_documents(self.tokenizer, self.tokenizer.decode(self.ids), args.documents, args.length, args.seed)
-            quizzes = [make_quiz(self.tokenizer, each, ENDS[1], args.questions) for each in documents]
-        bar = tqdm(runs, unit="cache")
-        for run in bar:
-            bar.set_postfix_str(str(run))
+            quizzes = [make_quiz(self.tokenizer, document, ENDS[1], args.questions) for document in documents]
+        for run in (progress := tqdm(runs, unit="cache")):
+            progress.set_postfix_str(str(run))
             try:
-                if rows is not None:
-                    loss, found = perplexity_rows(self.workshop, run, rows, full)
+                if ids is not None:
+                    loss, rows = perplexity_rows(self.workshop, run, ids, full)
                     full = loss if full is None else full
-                    self.found["perplexity"] += found
-                    self.save("perplexity")
+                    self.add("perplexity", rows)
                 if quizzes:
-                    self.found["recall"].append(recall_row(self.workshop, run, quizzes))
-                    self.save("recall")
+                    self.add("recall", [recall_row(self.workshop, run, quizzes)])
             except KVCacheError as error:  # a model or a budget that a variant can't do
                 if run.variant.mode == "full":
                     raise
@@ -107,40 +107,89 @@ class Evaluation:
         if {"perplexity", "recall"} & set(args.tasks):
             self.measure_runs(runs_of(args.variants, args.quick))
         if "spectra" in args.tasks:
-            self.found["spectra"] = spectra_rows(self.workshop)
-            self.save("spectra")
+            self.add("spectra", spectra_rows(self.workshop))
         if "bounds" in args.tasks:
-            rows = read_rows(self.ids, min(args.rows, 4), min(args.tokens, 512))
-            head = min(each.key_energies.shape[-1] for each in self.workshop.bases({"rank": 1}).layers if each is not None)
+            ids = read_rows(self.ids, min(args.rows, 4), min(args.tokens, 512))
+            head = min(layer.key_energies.shape[-1] for layer in self.workshop.bases({"rank": 1}).layers if layer is not None)
             ranks = sorted({max(1, head * share // 8) for share in ((2, 4) if args.quick else (1, 2, 4, 6))})
-            measured = itertools.chain(bounds_rows(self.workshop, rows, ranks), sketch_rows(self.workshop, rows, ranks))
-            self.found["bounds"] = list(tqdm(measured, desc="bounds", unit="row"))
-            self.save("bounds")
+            self.add("bounds", list(tqdm(bounds_rows(self.workshop, ids, ranks), desc="bounds", unit="row")))
 
     def report(self) -> str:
-        tables = [show(task, rows) for task, rows in self.found.items() if rows]
-        texts = self.found.get("perplexity")
-        judged = verdicts(dict(self.found), texts[0]["to"] if texts else 0)
-        return "\n\n".join([*tables, "\n".join([*judged, *self.refused])])
+        tables = [TABLES[task](rows) for task, rows in self.rows.items() if rows]
+        texts = self.rows.get("perplexity")
+        return "\n\n".join([*tables, "\n".join([*verdicts(self.rows, texts[0]["to"] if texts else 0), *self.refused])])
+
+
+def name_of(row: Row) -> str:
+    """The variant, with its window."""
+    return row["variant"] if row["mode"] == "full" else f"{row['variant']} [{row['sinks']}+{row['recent']}]"
+
+
+def _texts(rows: Sequence[Row]) -> str:
+    """The perplexity of all tokens, and by position the change against the full cache."""
+    groups = [(name, list(group)) for name, group in itertools.groupby(rows, key=name_of)]
+    lines = []
+    for name, group in groups:
+        changes = ["" if row["mode"] == "full" else f"{row['change_percent']:+.2f}%" for row in group]
+        lines.append([name, f"{group[0]['bytes_ratio']:.3f}", f"{group[0]['perplexity']:.3f}", *changes])
+    return table(["perplexity", "bytes", "all", "change", *(f"to {row['to']:,}" for row in groups[0][1][1:])], lines)
+
+
+def _answers(rows: Sequence[Row]) -> str:
+    columns = {"recall": "{name}", "bytes": "{bytes_ratio:.3f}", "questions": "{questions}", "right": "{share:.1%}"}
+    return show((row | {"name": name_of(row)} for row in rows), columns)
+
+
+def _spectra(rows: Sequence[Row]) -> str:
+    lines = []
+    for (what, layer), group in itertools.groupby(rows, key=lambda row: (row["what"], row["layer"])):
+        kept = {row["rank"]: row["energy"] for row in group}
+        most = next(rank for rank, share in kept.items() if share >= min(0.99, max(kept.values())))
+        lines.append([f"{what}, layer {layer}", *(f"{kept[rank]:.3f}" if rank in kept else "" for rank in RANKS), str(most)])
+    return table(["energy kept by rank", *map(str, RANKS), "rank for 99%"], lines)
+
+
+def _bounds(rows: Sequence[Row]) -> str:
+    columns = {"bounds": "layer {layer}, {what}, {bound}", "rank": "{rank}", "over": "{over}", "rank correlation": "{spearman:.2f}"}
+    return show(rows, columns | {"error / bound": "{share_of_bound:.3f}", "above": "{above_bound}"})
+
+
+TABLES = {"perplexity": _texts, "recall": _answers, "spectra": _spectra, "bounds": _bounds}
+
+
+def write_plots(folder: Path, found: dict[str, list[Row]]) -> None:
+    """One picture a task, `subspace-TASK.png`."""
+    texts, kind = found.get("perplexity", []), "{mode} {rotation} {metric} {gamma} {share} {coefficients} {sinks}+{recent}"
+    first = [row for row in texts if (row["from"], row["to"]) == (texts[0]["from"], texts[0]["to"])]
+    later = [row for row in texts if row not in first and row["mode"] != "full" and not row["recent"]]
+    panels = {
+        "perplexity": [
+            Panel("change of perplexity, %, by the share of bytes", first, kind, "bytes_ratio", "change_percent", log="y"),
+            # Those without exact tokens show how errors grow.
+            Panel("change of perplexity, %, by position in the text", later, "{variant}", "to", "change_percent", log="xy"),
+        ],
+        "recall": [Panel("facts recalled by the share of bytes", found.get("recall", []), kind, "bytes_ratio", "share")],
+        "spectra": [Panel("share of the energy kept", found.get("spectra", []), "{what}, layer {layer}", "rank", "energy")],
+        "bounds": [Panel("rank correlation with errors", found.get("bounds", []), "{what}, {bound}, {over}, {rank}", "layer", "spearman")],
+    }
+    for task, rows in found.items():
+        if rows:
+            draw(folder / f"subspace-{task}.png", f"SubspaceCache: {task}", panels[task])
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_common(parser)
+    parser = arguments(__doc__, "model", "length", "seed", "device", "csv", "plot", "quick")
     parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="what is read")
     parser.add_argument("--calibration", type=Path, help="calibrate on this text instead of the beginning of the other")
     parser.add_argument("--calibrate", type=int, default=16384, help="tokens of text to calibrate on")
     parser.add_argument("--calibration-documents", type=int, default=16, help="generated documents to calibrate on besides; 0 for none")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--variants", nargs="+", choices=[each.name for each in VARIANTS], help="default: all")
+    parser.add_argument("--variants", nargs="+", choices=[variant.name for variant in VARIANTS], help="default: all")
     parser.add_argument("--rows", type=int, default=24, help="how many places of the text are read at once")
     parser.add_argument("--tokens", type=int, default=512, help="how far each row is read")
     parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--questions", type=int, default=10, help="of each document, at most")
     parser.add_argument("--bytes-tokens", type=int, default=4096, help="read before bytes are counted")
-    parser.add_argument("--csv", type=Path, help="write every number into this folder, a file for each task")
-    parser.add_argument("--plot", type=Path, help="write pictures into this folder (needs matplotlib)")
-    parser.add_argument("--quick", action="store_true", help="few variants and little text, to see that everything runs")
     args = parser.parse_args()
     check_counts(args, COUNTS)
     if args.quick:
@@ -152,12 +201,11 @@ def parse() -> argparse.Namespace:
 @torch.no_grad()
 def main() -> None:
     args = parse()
-    prepare(args)
-    evaluation = Evaluation(args)
+    evaluation = Evaluation(args, begin(args))
     evaluation.measure()
     print(evaluation.report())
     if args.plot:
-        write_plots(args.plot, evaluation.found)
+        write_plots(args.plot, evaluation.rows)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import transformers
-from _common import ROOT, run_script
-from _family_runs import read, run
-from _family_table import table, write_between
+from _family_runs import RESULTS, read, run
+from _family_table import PAGE, table, write_between
+from shared.cli import arguments, run_script
 
 from tests.families.caches import KINDS
 from tests.families.models import families
 from tests.families.special import LEFT_OUT
-
-PAGE = ROOT / "docs" / "families.md"
 
 
 def main() -> None:
@@ -46,13 +43,11 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """What the command line asks for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__)
     parser.add_argument("--families", nargs="+", metavar="NAME", help="names as in the table; all if left out")
     parser.add_argument("--caches", nargs="+", choices=[kind.name for kind in KINDS], help="all if left out")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each on one thread")
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / ".families" / f"{transformers.__version__}.jsonl", help="the file of results"
-    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file of results")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table stands, between its marks")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--write", action="store_true", help="run nothing, write the table")

@@ -28,11 +28,11 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from _common import TESTBED, check_counts, load, pick_device, run_script, table
-from calibrate_segments import read_prompts
+from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.results import show
+from shared.texts import encode, read_prompts
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
-from transformers.utils import logging
 
 from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -49,13 +49,7 @@ NO_ADAPTERS, RIDGE = "no adapters", "ridge"
 
 
 def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
-    """Pieces of books and generated documents in turns, of half of the length to all of it; none has words of another's pieces.
-
-    Args:
-        tokenizer: The model's.
-        count: How many.
-        length: The most tokens of each.
-    """
+    """Pieces of books and generated documents in turns, of half of the length to all of it; none has words of another's pieces."""
     from tests import testbed
     from tests.testbed.documents import Filler, fit_document
 
@@ -67,7 +61,7 @@ def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
         own = words[number * share : (number + 1) * share]
         size = rng.randint(length // 2, length)
         if number % 2:
-            counted = lambda text: len(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+            counted = lambda text: len(encode(tokenizer, text))  # noqa: E731
             document = fit_document(rng, Filler(" ".join(own)), counted, size, facts=4)
             # What comes next is the answer to the last question.
             text = document.text().removesuffix(f"{document.facts[document.asked[-1]].answer}.\n")
@@ -78,16 +72,7 @@ def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
 
 
 class Bench:
-    """Texts read by a model: samples to learn from and to judge by.
-
-    Args:
-        model: Whose slots.
-        tokenizer: Its.
-        texts: Token ids; every fifth is not learned from.
-        slots: For each layer and key head.
-        layout: Of the slots.
-        tail: Tokens that are run behind them.
-    """
+    """Texts read by a model: samples to learn from and to judge by."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, texts: Sequence[list[int]], slots: int, layout: Any, tail: int) -> None:
         self.model, self.tokenizer, self.slots, self.layout, self.tail = model, tokenizer, slots, layout, tail
@@ -111,11 +96,7 @@ class Bench:
         return self.model(input_ids=prompt, past_key_values=cache, logits_to_keep=1).logits[0, -1].double().log_softmax(-1)
 
     def kls(self, adapters: Adapters | None) -> list[float]:
-        """The divergence of the next token of each text that was not learned from.
-
-        Args:
-            adapters: Or none.
-        """
+        """The divergence of the next token of each text that was not learned from."""
         library = WarmStartLibrary(self.model, self.tokenizer, self.slots, layout=self.layout, tail=self.tail, full=None, adapters=adapters)
         found = []
         for ids, cold in zip(self.asked, self._cold, strict=True):
@@ -129,12 +110,7 @@ class Bench:
         return found
 
     def measure(self, name: str, adapters: Adapters | None) -> dict[str, Any]:
-        """A row of the table.
-
-        Args:
-            name: How the adapters were made.
-            adapters: Or none.
-        """
+        """A row of the table."""
         kls = self.kls(adapters)
         maps = adapters if adapters is not None else Adapters.identity(self.learned[0])
         errors = {"L_C": maps.error(self.learned), "L_C held out": maps.error(self.others)}
@@ -142,27 +118,13 @@ class Bench:
 
 
 def digest_of(args: argparse.Namespace, bench: Bench, texts: Sequence[list[int]]) -> str:
-    """Of all that a training depends on: one with other texts or settings is not gone on with.
-
-    Args:
-        args: The settings.
-        bench: With the model.
-        texts: That are learned from, and the others.
-    """
+    """Of all that a training depends on: one with other texts or settings is not gone on with."""
     settings = [args.slots, args.layout, args.tail, args.lr, args.weight, args.batch, ModelFingerprint.of(bench.model).digest]
     return hashlib.blake2b(json.dumps([settings, list(texts)]).encode(), digest_size=16).hexdigest()
 
 
 def train(args: argparse.Namespace, bench: Bench, seed: int, state: Path, digest: str) -> Adapters:
-    """Adapters from one seed; goes on with what is saved.
-
-    Args:
-        args: The settings.
-        bench: With the samples.
-        seed: Of the order in which samples are seen.
-        state: The folder to save in.
-        digest: Of what the training depends on.
-    """
+    """Adapters from one seed; goes on with what is saved."""
     training = AdapterTraining(bench.learned, lr=args.lr, weight=args.weight, seed=seed, batch=args.batch)
     path = state / f"seed-{seed}.pt"
     if path.exists():
@@ -187,16 +149,8 @@ def train(args: argparse.Namespace, bench: Bench, seed: int, state: Path, digest
     return training.adapters
 
 
-def show(rows: Sequence[dict[str, Any]]) -> str:
-    """All ways side by side, and the mean and range of the seeds."""
-    names = list(rows[0])
-    lines = [[str(row[name]) if name == "adapters" else f"{row[name]:.4g}" for name in names] for row in rows]
-    return table(names, lines)
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(TESTBED / "base"), help="a folder or a hub id; default: the small model of this repository")
+    parser = arguments(__doc__, "model", "device")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the adapters are written to")
     parser.add_argument("--state", type=Path, help="where unfinished training is kept; default: OUT/state")
     parser.add_argument("--texts", type=Path, help="one text a line, as JSON")
@@ -212,7 +166,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--save-every", type=int, default=50, help="steps")
-    parser.add_argument("--device", default="auto")
     args = parser.parse_args()
     check_counts(args, ["count", "length", "slots", "tail", "steps", "batch", "save_every"])
     if len(set(args.seeds)) < len(args.seeds):
@@ -232,9 +185,7 @@ def texts_of(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
 
 def main() -> None:
     args = parse()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    model, tokenizer = load(args.model, pick_device(args.device))
+    model, tokenizer = load(args.model, begin(args))
     texts = texts_of(args, tokenizer)
     bench = Bench(model, tokenizer, texts, args.slots, args.layout, args.tail)
     state = args.state or args.out / "state"
@@ -245,7 +196,9 @@ def main() -> None:
         made[f"seed {seed}"] = train(args, bench, seed, state, digest)
     rows = [bench.measure(NO_ADAPTERS, None), *(bench.measure(name, adapters) for name, adapters in made.items())]
     learned, others = len(bench.learned), len(bench.others)
-    print(f"{args.slots} slots, layout {args.layout}; {learned} texts learned from, {others} others; {args.steps} steps\n\n{show(rows)}\n")
+    columns = {name: f"{{{name}}}" if name == "adapters" else f"{{{name}:.4g}}" for name in rows[0]}
+    print(f"{args.slots} slots, layout {args.layout}; {learned} texts learned from, {others} others; {args.steps} steps\n")
+    print(f"{show(rows, columns)}\n")
     trained = [row["KL held out"] for row in rows[2:]]
     print(f"KL of {len(trained)} seeds: mean {fmean(trained):.4g}, from {min(trained):.4g} to {max(trained):.4g}")
     best = min(rows[1:], key=lambda row: row["KL held out"])

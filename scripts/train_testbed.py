@@ -8,7 +8,6 @@ the adapter, the others the base model, and the last twentieth of every book is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -18,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from _common import ROOT, pick_device
+from shared import ROOT
+from shared.cli import arguments, pick_device
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
@@ -327,13 +327,11 @@ def report(books: dict[str, tuple[str, str]], out: Path, device: str, per_cell: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, "device", "threads")
     parser.add_argument("stages", nargs="+", choices=["tokenizer", *STAGES, "report"])
     parser.add_argument("--books", type=Path, required=True, help="folder of plain-text books")
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "testbed")
     parser.add_argument("--state", type=Path, default=ROOT / ".testbed", help="checkpoints of unfinished runs")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=None)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)

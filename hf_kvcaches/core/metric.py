@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hf_kvcaches.core.moments import Moments, rotation_average
 from hf_kvcaches.core.rope import RotaryGeometry
 
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "proj")
@@ -48,49 +47,6 @@ class Sizes(NamedTuple):
         return cls(query.shape[1], keys.shape[1], keys.shape[-1], values.shape[-1], scaling, projected)
 
 
-class QueryMeter:
-    """Sums over the queries of a layer, and the metric of keys that follows from them.
-
-    Args:
-        sizes: Of the layer.
-        geometry: How keys are rotated; None to take them as they are.
-        length: Of the longest sequence, as far as it is known.
-        device: Of the sums.
-    """
-
-    def __init__(self, sizes: Sizes, geometry: RotaryGeometry | None, length: int, device: torch.device | str) -> None:
-        self.sizes, self.geometry = sizes, geometry
-        self.moments = Moments((sizes.heads,), sizes.key_dim, device)
-        # How often a query met a key at each distance.
-        self.met = torch.zeros(length, dtype=torch.float64, device=device)
-
-    def sums(self) -> list[torch.Tensor]:
-        """Everything that adds up over processes, to be changed in place."""
-        return [self.moments.total, self.moments.count, self.met]
-
-    def observe(self, query: torch.Tensor, options: dict[str, Any]) -> None:
-        """Adds whole sequences.
-
-        Args:
-            query: (batch, heads, tokens, d), rotated.
-            options: What else the model gave its attention.
-        """
-        tokens = query.shape[-2]
-        met = torch.arange(tokens, 0, -1, dtype=torch.float64, device=query.device)
-        if (window := options.get("sliding_window")) is not None:
-            met[window:] = 0
-        self.met = torch.nn.functional.pad(self.met, (0, max(0, tokens - len(self.met))))
-        self.met[:tokens] += len(query) * met
-        self.moments.add(before_rotation(self.geometry, query, torch.arange(tokens, device=query.device)))
-
-    def logit_moment(self) -> torch.Tensor:
-        """By which keys without rotation count for the squared error of a logit, (heads, d, d)."""
-        moment = self.moments.mean * self.sizes.scaling**2
-        if self.geometry is None or self.geometry.kind != "rope":
-            return moment
-        return rotation_average(moment, self.geometry, torch.arange(len(self.met), device=self.met.device), self.met / self.met.sum())
-
-
 def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.Tensor | None:
     """W'W of each query head's part of the output projection, (heads, e, e), or None where there is no such projection.
 
@@ -115,7 +71,7 @@ def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.
     return None
 
 
-def before_rotation(geometry: RotaryGeometry | None, gradients: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def before_rotation(geometry: RotaryGeometry | None, gradients: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
     """Gradients at keys before their rotation, of those at rotated keys; queries are such gradients, of logits.
 
     The adjoint of a rotation is the rotation back, and what scales a key scales its gradient once more instead of less.

@@ -44,36 +44,10 @@ class AttentionBounds:
     output: torch.Tensor
 
 
-def residual_rows(vectors: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0) -> torch.Tensor:
-    """What each token loses: the norms of `x - gamma decode encode x`, (..., tokens).
-
-    Their largest is the best possible `residual` of the bounds below.
-
-    Args:
-        vectors: Keys or values, (..., tokens, d).
-        encode: (..., r, d).
-        decode: (..., d, r), or None for the transpose of `encode`.
-        gamma: The factor on what is decoded.
-    """
-    return torch.linalg.vector_norm(_residuals(vectors, encode, decode, gamma), dim=-1)
-
-
-def residual_norm(vectors: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0) -> torch.Tensor:
-    """The operator norm of all residuals together, `||X (I - gamma P)||`, (...).
-
-    Args:
-        vectors: Keys or values, (..., tokens, d).
-        encode: (..., r, d).
-        decode: (..., d, r), or None for the transpose of `encode`.
-        gamma: The factor on what is decoded.
-    """
-    return _norm(_residuals(vectors, encode, decode, gamma))
-
-
 def residual_norm_from_gram(
     gram: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0
 ) -> torch.Tensor:
-    """Like `residual_norm`, from `X.T @ X` instead of X, which may then have any number of tokens.
+    """The operator norm of all residuals together, `||X (I - gamma P)||`, from `X.T @ X`: of any number of tokens.
 
     Rounded up by what float64 may lose, so that it stays a bound. With an orthogonal projector that shows only where less than about 1e-6
     of `||X||_F` is missed.
@@ -96,22 +70,6 @@ def residual_norm_from_gram(
     return (torch.linalg.eigvalsh((left + left.mT) / 2)[..., -1].clamp_min(0) + lost).sqrt()
 
 
-def scaled_residual(residual: Number, kept: Number, gamma: float, orthogonal: bool = True) -> torch.Tensor:
-    """The residual with a factor gamma, from those without: at most `||X (I - gamma P)||`.
-
-    `X - gamma XP` is `X(I - P) + (1 - gamma) XP`. For an orthogonal projector the two are at right angles to each other and their squares
-    add up, for single rows even exactly; else only the norms do.
-
-    Args:
-        residual: `||X (I - P)||`, or the norm of each row of it.
-        kept: `||X P||`, or the norm of each row of it.
-        gamma: The factor on what is decoded.
-        orthogonal: Whether P is an orthogonal projector.
-    """
-    residual, kept = _double(residual), abs(1 - gamma) * _double(kept)
-    return torch.hypot(*torch.broadcast_tensors(residual, kept)) if orthogonal else residual + kept
-
-
 def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> torch.Tensor:
     """How far any logit can be off.
 
@@ -120,7 +78,7 @@ def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> 
     mask or bias adds the same to both, and a soft cap has no slope above 1.
 
     Args:
-        residual: The largest of `residual_rows`, or `residual_norm`: both with the gamma of the logits.
+        residual: The largest norm of a row `k - gamma P k`, or the operator norm of all of them, with the gamma of the logits.
         query_norm: Of the query as it meets the keys: rotated, if they are.
         scaling: What the model multiplies `q.k` with, often `1 / sqrt(d)`.
     """
@@ -146,7 +104,7 @@ def output_error_bound(logit_error: Number, value_radius: Number, value_residual
 
     Args:
         value_radius: The largest distance of the values from some one vector; see `value_radius`.
-        value_residual: The largest of `residual_rows` of the values, or their `residual_norm`.
+        value_residual: The same of the values, without gamma.
     """
     return weight_error_bound(logit_error) * _double(value_radius) + _double(value_residual)
 
@@ -185,37 +143,15 @@ def attention_error_bound(
     return AttentionBounds(logits, weight_error_bound(logits), output_error_bound(logits, value_radius, _largest(value_residuals)))
 
 
-def tail_energies(gram: torch.Tensor) -> torch.Tensor:
-    """What the best subspace of each rank misses, `||X - X_r||_F ** 2` for r = 0 to d, (..., d + 1).
-
-    Args:
-        gram: `X.T @ X`, (..., d, d), summed up in float64.
-    """
-    energies = torch.linalg.eigvalsh(gram.double()).clamp_min(0)
-    return torch.nn.functional.pad(energies.cumsum(-1), (1, 0)).flip(-1)
-
-
-def frequent_directions_bound(tails: torch.Tensor, sketch_size: int) -> torch.Tensor:
-    """How far a Frequent Directions sketch can be from what it has seen, `||X'X - S'S||`: the least `tail_r / (sketch_size - r)`, (...).
-
-    Variants differ in what `sketch_size` is. Each shrinking takes the square of the l-th singular value from the squares of all, and it is
-    that l which counts: for a buffer of 2l rows that shrinks to l - 1 it is l; where half of l rows are freed at a time, l / 2.
-
-    Args:
-        tails: `tail_energies` of X from r = 0 on, or as many of them as are known, (..., ranks).
-        sketch_size: The number of the singular value that is taken off.
-    """
-    _check_sketch_size(sketch_size)
-    usable = tails.double()[..., :sketch_size]
-    if not usable.shape[-1]:
-        raise ConfigError.of("tails", "the tail energy of at least one rank", tuple(tails.shape))
-    return (usable / (sketch_size - torch.arange(usable.shape[-1], dtype=torch.float64, device=usable.device))).amin(-1)
-
-
 def frequent_directions_certificate(energy: Number, sketch_energy: Number, sketch_size: int) -> torch.Tensor:
-    """The same from two numbers that a stream knows: a shrinking by x takes x from at least `sketch_size` squared singular values.
+    """How far a Frequent Directions sketch can be from what it has seen, `||X'X - S'S||`, from two numbers that a stream knows.
 
-    Never above `frequent_directions_bound`. Summing up the x themselves is as good or better.
+    A shrinking by x takes x from at least `sketch_size` squared singular values. Variants differ in what `sketch_size` is: it is the number
+    of the singular value whose square is taken off. For a buffer of 2l rows that shrinks to l - 1 it is l.
+
+
+    Never above the least `tail_r / (sketch_size - r)` over the ranks r, where `tail_r` is what the best subspace of rank r misses of the
+    tokens. Summing up the x themselves is as good or better.
 
     Args:
         energy: `||X||_F ** 2`: the sum of the squares of all that the sketch has seen.
@@ -271,12 +207,6 @@ def _maps(encode: torch.Tensor, decode: torch.Tensor | None, size: int) -> tuple
     if decode.ndim < 2 or decode.shape[-2:] != (size, encode.shape[-2]):
         raise ConfigError.of("decode", f"a shape (..., {size}, {encode.shape[-2]})", tuple(decode.shape))
     return encode, decode
-
-
-def _residuals(vectors: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None, gamma: float) -> torch.Tensor:
-    vectors = vectors.double()
-    encode, decode = _maps(encode, decode, vectors.shape[-1])
-    return vectors - gamma * (vectors @ encode.mT @ decode.mT)
 
 
 def _complement(encode: torch.Tensor, decode: torch.Tensor | None, gamma: float, size: int) -> torch.Tensor:

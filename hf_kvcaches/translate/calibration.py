@@ -18,14 +18,14 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import Tokenized, add_up, process, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
-from hf_kvcaches.core.metric import QueryMeter, Sizes, output_metric
+from hf_kvcaches.core.metric import Sizes, output_metric
 from hf_kvcaches.core.model_parts import tokenizer_part
 from hf_kvcaches.core.moments import Moments
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError, is_number, require_choice, whole_number
 from hf_kvcaches.translate.head import CODE_DTYPES
 from hf_kvcaches.translate.maps import Maps
-from hf_kvcaches.translate.metric import attention_metric, blend, gradient_rows, loss_gradients
+from hf_kvcaches.translate.metric import QueryMoments, attention_metric, blend, gradient_rows, loss_gradients
 from hf_kvcaches.translate.moments import BlockMoments
 from hf_kvcaches.translate.routing import Route
 from hf_kvcaches.translate.solving import Solver
@@ -104,13 +104,12 @@ class Sums:
         pair: The models.
         wanted: What the caller asks for.
         sent: The layers.
-        length: Of the longest text.
     """
 
-    def __init__(self, pair: Pair, wanted: Wanted, sent: Sequence[int], length: int = 1024) -> None:
-        self.wanted, self.sent, self.pair, self.length = wanted, tuple(sent), pair, length
+    def __init__(self, pair: Pair, wanted: Wanted, sent: Sequence[int]) -> None:
+        self.wanted, self.sent, self.pair = wanted, tuple(sent), pair
         self.moments: dict[int, BlockMoments] = {}
-        self.queries: dict[int, QueryMeter] = {}
+        self.queries: dict[int, QueryMoments] = {}
         self.outputs: dict[int, torch.Tensor] = {}
         # Of the gradients at keys and values.
         self.losses: dict[int, Moments] = {}
@@ -154,8 +153,8 @@ class Sums:
                 raise UnsupportedError(f"metric: found no output projection in {type(module).__name__}. Use metric='plain'.")
             sizes = Sizes.of(query, keys, values, arguments, True)
             self.outputs[layer] = output
-            self.queries[layer] = QueryMeter(sizes, self.pair.rotation.layers[layer], self.length, keys.device)
-        self.queries[layer].observe(query, arguments)
+            self.queries[layer] = QueryMoments(sizes, self.pair.rotation.layers[layer], keys.device)
+        self.queries[layer].add(query)
 
     def add_gradients(self, gradients: Sequence[tuple[torch.Tensor, torch.Tensor]], positions: torch.Tensor) -> None:
         """Adds what a loss asks of a text's keys and values.
@@ -305,7 +304,7 @@ def fit(
         if len(kept) < process()[1]:
             expected = f"at least {process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
             raise ConfigError.of("texts", expected, len(kept))
-        sums = Sums(pair, wanted, sent, max_length)
+        sums = Sums(pair, wanted, sent)
         if sent:
             wanted = _read(pair, sums, kept, wanted, clock, progress)
             join_processes(sums)
@@ -397,7 +396,7 @@ def join_processes(sums: Sums) -> None:
         return
     moments = [*(blocks.sums for blocks in sums.moments.values()), *sums.losses.values()]
     add_up(part for each in moments for part in (each.total, each.count))
-    add_up(part for meter in sums.queries.values() for part in meter.sums())
+    add_up(part for queries in sums.queries.values() for part in (queries.total, queries.count))
 
 
 def state_path(folder: Any, layer: int) -> Path | None:

@@ -11,8 +11,42 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.core.metric import before_rotation, loss_of_drawn
+from hf_kvcaches.core.metric import Sizes, before_rotation, loss_of_drawn
+from hf_kvcaches.core.moments import second_moment
 from hf_kvcaches.core.rope import RotaryGeometry
+
+# Keys of a text from where its queries are looked at, as shares of its length.
+_FROM = (0.0, 0.25, 0.5, 0.75)
+
+
+class QueryMoments:
+    """Sums over the queries of a layer, by which its keys without rotation count.
+
+    A query at position i meets a key at position j rotated back by j. The keys of a text's start and its quarters stand for all: an average
+    over all distances would have to treat what is asked as independent of where, and loses facts that are asked for at the end.
+
+    Args:
+        sizes: Of the layer.
+        geometry: How the layer's keys are rotated.
+        device: Of the sums.
+    """
+
+    def __init__(self, sizes: Sizes, geometry: RotaryGeometry, device: torch.device | str) -> None:
+        self.sizes, self.geometry = sizes, geometry
+        self.total = torch.zeros(sizes.heads, sizes.key_dim, sizes.key_dim, dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add(self, query: torch.Tensor) -> None:
+        """Adds a text's rotated queries, (1, heads, tokens, key_dim)."""
+        for share in _FROM:
+            position = int(share * query.shape[2])
+            met = before_rotation(self.geometry, query[:, :, position:], position)[0]
+            self.total += second_moment(met) / met.shape[1]
+            self.count += 1
+
+    def logit_moment(self) -> torch.Tensor:
+        """By which keys count for the squared error of a logit, (heads, key_dim, key_dim)."""
+        return self.total / self.count * self.sizes.scaling**2
 
 
 def attention_metric(queries: torch.Tensor, output: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
@@ -23,7 +57,7 @@ def attention_metric(queries: torch.Tensor, output: torch.Tensor, spread: torch.
     mean of |W (v - mean)|^2.
 
     Args:
-        queries: As from `QueryMeter.logit_moment`, (heads, key_dim, key_dim).
+        queries: As from `QueryMoments.logit_moment`, (heads, key_dim, key_dim).
         output: As from `output_metric`, (heads, value_dim, value_dim).
         spread: Covariance of the values, (kv_heads * value_dim, kv_heads * value_dim).
     """

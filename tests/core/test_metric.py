@@ -11,9 +11,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_kvcaches.compat import attention_module, base_model
-from hf_kvcaches.core.metric import QueryMeter, Sizes, before_rotation, output_metric
+from hf_kvcaches.core.metric import before_rotation, output_metric
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.translate.states import Tokens, read_states, require_plain_layers
 from tests.translate.models import MODELS, layers_of
 
 
@@ -51,28 +50,6 @@ def test_an_attention_without_a_known_output_projection_has_no_output_metric():
     assert output_metric(nn.Identity(), 4, torch.zeros(1, 1, 1, 8)) is None
 
 
-@pytest.mark.parametrize("family", ["llama", "yarn", "qwen3", "gpt2", "gemma2", "neox"])
-def test_the_logit_moment_gives_the_square_of_a_models_own_logit(family):
-    """A text of one token has one key and one query a head."""
-    model, layer = MODELS[family](), 1
-    geometry = require_plain_layers(model.config).layers[layer]
-    meters, logits, states = [], [], {}
-
-    def look(index, module, query, keys, values, arguments):
-        if index == layer:
-            meters.append(QueryMeter(Sizes.of(query, keys, values, arguments, False), geometry, 1, "cpu"))
-            meters[0].observe(query, arguments)
-            logits.append((query @ keys.repeat_interleave(query.shape[1] // keys.shape[1], 1).mT * module.scaling)[0, :, 0, 0])
-
-    read_states(model, Tokens.of([[7]]), states.__setitem__, queries=look)
-    content = states[layer].keys.double().unflatten(1, (states[layer].heads, -1))[0]
-    moment = meters[0].logit_moment()
-    for head, own in enumerate(moment):
-        key = content[head // (len(moment) // len(content))]
-        scale = float(key.square().sum() * own.diagonal().sum())
-        assert float(key @ own @ key) == pytest.approx(float(logits[0][head]) ** 2, rel=1e-4, abs=1e-5 * scale)
-
-
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 @pytest.mark.parametrize("rotary_dim", [4, 8])
 def test_gradients_before_a_rotation_are_those_through_it_also_where_it_scales_and_leaves_dimensions_alone(layout, rotary_dim):
@@ -83,9 +60,3 @@ def test_gradients_before_a_rotation_are_those_through_it_also_where_it_scales_a
     positions = torch.arange(5) + 7
     (geometry.rotate(keys, positions) * weights).sum().backward()
     torch.testing.assert_close(before_rotation(geometry, weights, positions), keys.grad)
-
-
-def test_queries_meet_no_keys_beyond_a_window_and_more_than_was_expected():
-    meter = QueryMeter(Sizes(2, 1, 4, 4, 0.5, True), None, 5, "cpu")
-    meter.observe(torch.zeros(1, 2, 20, 4), {"sliding_window": 3})
-    assert meter.met.tolist() == [20, 19, 18] + [0] * 17

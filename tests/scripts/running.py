@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import importlib
 import io
 import os
 import runpy
@@ -18,6 +19,17 @@ import torch
 from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def import_script(name: str) -> Any:
+    """A module of the scripts, for tests of what is in it.
+
+    Args:
+        name: Without folder and ending.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        return importlib.import_module(name)
 
 
 def run_script(name: str, *options: Any) -> subprocess.CompletedProcess[str]:

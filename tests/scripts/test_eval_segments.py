@@ -98,7 +98,7 @@ def test_prompts_are_read_as_text_as_ids_and_as_objects(script, tmp_path):
     _, tokenizer = testbed.load()
     file = tmp_path / "prompts.jsonl"
     file.write_text('"The day"\n\n[5, 6, 7]\n{"prompt": [8]}\n{"prompt": "The day"}\n')
-    read = script("calibrate_segments").read_prompts
+    read = script("shared.texts").read_prompts
     text = tokenizer("The day")["input_ids"]
     assert read(file, tokenizer) == [text, [5, 6, 7], [8], text]
     for line in ('{"text": 1}', "[1, 2", '["a"]'):
@@ -210,7 +210,7 @@ def judged(script, side: str = "AUTO", workload: str = "", **changes: Any) -> di
     for (name, each), answers in found.items():
         if each == (sides[-1] if side == "CAPPED" else getattr(report, side)) and workload in ("", name) and changes:
             answers[-1] = answer(script, number=9, drift=1.0, **{"page": 0.5, **changes})
-    return dict(line.strip().rsplit(": ", 1) for line in report.bars(found, 0.05)[1:])
+    return dict(line.strip().rsplit(": ", 1) for line in list(report.bars(found, 0.05))[1:])
 
 
 def missed(bars: dict[str, str]) -> list[str]:

@@ -71,22 +71,14 @@ def test_all_falsifiers_and_bars_are_judged_or_said_not_to_be_measured(quick):
     start = next(index for index, line in enumerate(lines) if line.startswith("The paper's falsifiers"))
     judged = [line for line in lines[start:] if line.startswith("  ")]
     assert len(judged) == 11
-    assert all(any(word in line for word in (": held", ": FAILED", ": met", ": NOT MET", ": not measured")) for line in judged)
+    assert all(any(word in line for word in (": held", ": FAILED", ": met", ": NOT met", ": not measured")) for line in judged)
     assert "not measured: adaptive mode" in judged[1]
 
 
 @pytest.mark.full
 def test_no_measured_error_is_above_its_bound(quick):
     assert {row["what"] for row in quick[2]["bounds"]} == {"logits", "output"}
-    bounds = [row for row in quick[2]["bounds"] if row["bound"] != "sketch"]
-    assert all(row["above_bound"] == "0" and 0 < float(row["share_of_bound"]) <= 1 for row in bounds)
-
-
-@pytest.mark.full
-def test_what_sketches_guarantee_is_held_against_the_errors_of_each_layer(quick):
-    sketches = [row for row in quick[2]["bounds"] if row["bound"] == "sketch"]
-    assert {(row["layer"], row["what"]) for row in sketches} == {(str(layer), what) for layer in range(4) for what in ("logits", "output")}
-    assert all(-1 <= float(row["spearman"]) <= 1 and int(row["points"]) == 2 * 2 * 2 for row in sketches)
+    assert all(row["above_bound"] == "0" and 0 < float(row["share_of_bound"]) <= 1 for row in quick[2]["bounds"])
 
 
 @pytest.mark.full
@@ -120,7 +112,7 @@ def test_spans_cover_each_token_with_a_loss_once(script, tokens):
 def test_only_facts_outside_of_the_window_are_asked_and_answers_are_those_of_greedy_decoding(script):
     quality = script("_subspace_quality")
     model, tokenizer = testbed.load()
-    (document,) = quality.make_documents(tokenizer, testbed.held_out(), 1, 500, seed=3)
+    (document,) = script("shared.texts").make_documents(tokenizer, testbed.held_out(), 1, 500, seed=3)
     everything, outside = quality.make_quiz(tokenizer, document, 0, 99), quality.make_quiz(tokenizer, document, 150, 99)
     assert len(everything.questions) == len(document.facts) > len(outside.questions) > 0
     for question, _ in outside.questions:
@@ -137,7 +129,7 @@ def test_only_facts_outside_of_the_window_are_asked_and_answers_are_those_of_gre
 
 
 def test_rank_correlation_gives_equal_numbers_their_mean_rank(script):
-    spearman = script("_subspace_theory").spearman
+    spearman = script("shared.numbers").spearman
     assert spearman(torch.tensor([1.0, 5.0, 9.0]), torch.tensor([-3.0, 0.0, 100.0])) == pytest.approx(1)
     assert spearman(torch.tensor([1.0, 5.0, 9.0]), torch.tensor([2.0, 1.0, 0.0])) == pytest.approx(-1)
     # Ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4.
@@ -191,7 +183,7 @@ def test_costs_are_held_against_the_limits_of_bytes_and_of_perplexity(script):
     lines = judged(script, perplexity=[row(0.9), row(0.1, 0.4), row(0.4, **ends), row(0.4, 0.19, coefficients="int8", **ends)])
     assert ": held (best +0.90%" in lines[1]
     assert ": met (+0.900%" in lines[6]
-    assert ": NOT MET (+0.400%" in lines[7]
+    assert ": NOT met (+0.400%" in lines[7]
     assert ": met (+0.400% at 0.190" in lines[8]
     assert ": FAILED (best +1.10%" in judged(script, perplexity=[row(1.1), row(0.1, 0.4)])[1]
 
@@ -203,7 +195,7 @@ def test_adaptive_rows_are_compared_with_static_ones_of_the_same_ranks(script):
     assert ": held (1 pairs)" in judged(script, perplexity=[row(1.0, **late), row(0.9, mode="adaptive", **late)])[2]
 
 
-@pytest.mark.parametrize(("change", "verdict"), [(1.4, ": met (+1.400%"), (1.6, ": NOT MET (+1.600%")])
+@pytest.mark.parametrize(("change", "verdict"), [(1.4, ": met (+1.400%"), (1.6, ": NOT met (+1.600%")])
 def test_adaptive_rows_are_compared_with_static_ones_of_the_same_bytes(script, change, verdict):
     late = {"from": 257}
     static = [row(1.0, **late), row(0.5, 0.374, **late), row(3.0, 0.34, **late), row(0.1, 0.36)]
@@ -223,7 +215,7 @@ def test_growth_compares_the_last_span_with_those_before(script, last, verdict):
     assert ("with the paper's gamma it does: v: +1.00% to +2.10%" in line) == (last > 2)
 
 
-@pytest.mark.parametrize(("right", "verdict"), [(0.98, ": met"), (0.97, ": NOT MET")])
+@pytest.mark.parametrize(("right", "verdict"), [(0.98, ": met"), (0.97, ": NOT met")])
 def test_recall_is_held_against_that_of_the_full_cache(script, right, verdict):
     full = {"variant": "full cache", "mode": "full", "share": 1.0, "bytes_ratio": 1.0, "sinks": "", "recent": ""}
     assert verdict in judged(script, recall=[full, row(0, sinks=4, recent=64, share=right, questions=100)])[10]

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.translator import CacheTranslator
 from tests import testbed
 from tests.scripts.running import ROOT, rows_of, run_script
 from tests.testbed.recall import answered
@@ -32,12 +29,12 @@ def script(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def workshop():
+def bench():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "scripts")
-        sides, quality = (importlib.import_module(f"_translation_{name}") for name in ("sides", "quality"))
+        quality = importlib.import_module("_translation_quality")
     (producer, tokenizer), (consumer, _) = testbed.load(), testbed.load("tuned")
-    return sides.Workshop(producer, consumer, tokenizer, quality.calibration_texts(tokenizer, 8, 220))
+    return quality.Bench(producer, consumer, tokenizer, quality.calibration_texts(tokenizer, 8, 220))
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +49,8 @@ def evaluated(tmp_path_factory):
 @pytest.mark.full
 def test_each_side_has_a_row_for_each_workload_in_the_file_and_one_in_a_table(evaluated, script):
     _, printed, rows = evaluated
-    sides = script("_translation_sides")
-    names = [side.name for side in (*sides.SIDES, *sides.alone_sides(4))]
-    assert len(names) == len(set(names)) == 25
+    names = [side.name for side in script("_translation_quality").SIDES]
+    assert len(names) == len(set(names)) == 17
     assert [(row["side"], row["workload"]) for row in rows] == [(name, workload) for name in names for workload in WORKLOADS]
     assert all(sum(line.startswith(f"{name}  ") for line in printed.splitlines()) >= 1 for name in names)
     assert all(row["torch"] and row["hardware"] and row["pair"] == PAIR and row["texts"] == "1" for row in rows)
@@ -76,9 +72,6 @@ def test_rows_agree_with_each_other(evaluated):
         assert wider == sorted(wider)
         # A 32nd for scales and zeros, and a little more for the last group.
         assert 0.281 < float(by_name["int4 K/V", workload]["share"]) < 0.3
-        layers = [float(by_name[f"default, layer {layer} alone", workload]["kl"]) for layer in (1, 2, 3)]
-        assert min(layers) > 0
-        assert max(layers) < float(by_name["zero bytes", workload]["kl"])
 
 
 @pytest.mark.full
@@ -171,29 +164,26 @@ def test_what_is_judged_are_the_first_places_and_all_answers(script):
 
 
 @torch.no_grad()
-def test_answers_are_those_of_the_same_caches_made_by_hand(script, workshop):
-    sides, quality = script("_translation_sides"), script("_translation_quality")
-    producer, consumer = workshop.pair.producer, workshop.pair.consumer
-    text = quality.evaluation_texts(workshop.tokenizer, 1, 0, 220)[2]
-    chosen = [sides.RAW, sides.INT4, sides.SELECTIVE, sides.FULL_RANK, sides.DEFAULT]
-    last = sides.Side("one", "alone", "explanation", of=sides.FULL_RANK.name, layer=3)
-    made = {side.name: workshop.translator(sides.Side(side.name, "solved", "ours", side.options)) for side in chosen[3:]}
-    found = dict(quality.Bench(workshop, made).ask(text, [*chosen, last]))
+def test_answers_are_those_of_the_same_caches_made_by_hand(script, bench):
+    quality = script("_translation_quality")
+    producer, consumer = bench.producer, bench.consumer
+    text = quality.evaluation_texts(bench.tokenizer, 1, 0, 220)[2]
+    chosen = [quality.RAW, quality.INT4, quality.SELECTIVE, quality.FULL_RANK]
+    bench.fit(quality.Side(quality.FULL_RANK.name, "fitted", "ours", {**quality.FULL_RANK.options, "metric": "plain"}))
+    found = dict(bench.ask(text, chosen))
     prompt, rest = torch.tensor([text.prompt]), torch.tensor([text.prompt[-1:] + text.continuation[:-1]])
-    caches = {name: DynamicCache(config=consumer.config) for name in ("theirs", "own", "raw", "selective", "last")}
+    caches = {name: DynamicCache(config=consumer.config) for name in ("theirs", "own", "raw", "selective")}
     producer(input_ids=prompt[:, :-1], past_key_values=caches["theirs"])
     consumer(input_ids=prompt[:, :-1], past_key_values=caches["own"])
-    codes = made[sides.FULL_RANK.name].encode(producer, prompt)
-    full = TranslatedCache(consumer, made[sides.FULL_RANK.name], codes)
+    codes = bench.translators[quality.FULL_RANK.name].encode(producer, prompt)
+    full = TranslatedCache(consumer, bench.translators[quality.FULL_RANK.name], codes)
     full.prefill(prompt)
     for layer in range(4):
         theirs, own = caches["theirs"].layers[layer], caches["own"].layers[layer]
         raw = theirs.keys.bfloat16().float(), theirs.values.bfloat16().float()
         caches["raw"].update(*raw, layer)
-        caches["selective"].update(*((own.keys, own.values) if layer in workshop.selected else raw), layer)
-        one = full.layers[layer] if layer == 3 else own
-        caches["last"].update(one.keys.clone(), one.values.clone(), layer)
-    by_hand = {sides.RAW: caches["raw"], sides.SELECTIVE: caches["selective"], last: caches["last"], sides.FULL_RANK: full}
+        caches["selective"].update(*((own.keys, own.values) if layer in bench.selected else raw), layer)
+    by_hand = {quality.RAW: caches["raw"], quality.SELECTIVE: caches["selective"], quality.FULL_RANK: full}
     alone = consumer(input_ids=torch.cat([prompt[:, :-1], rest], 1)).logits[0, -rest.shape[1] :]
     for side, cache in by_hand.items():
         logits = consumer(input_ids=rest, past_key_values=cache).logits[0]
@@ -204,68 +194,37 @@ def test_answers_are_those_of_the_same_caches_made_by_hand(script, workshop):
     tokens = len(text.prompt) - 1
     assert {answer.tokens for answer in found.values()} == {tokens}
     assert {answer.plain for answer in found.values()} == {2 * 4 * 2 * 128 * tokens}
-    assert found[sides.FULL_RANK].bytes == len(codes.to_bytes())
-    assert found[sides.RAW].bytes == 2 * found[sides.SELECTIVE].bytes == found[sides.RAW].plain
+    assert found[quality.FULL_RANK].bytes == len(codes.to_bytes())
+    assert found[quality.RAW].bytes == 2 * found[quality.SELECTIVE].bytes == found[quality.RAW].plain
     # A channel of 64 tokens: 32 bytes, a scale and a zero of two each.
     groups = -(-tokens // 64)
-    assert found[sides.INT4].bytes == 4 * 2 * 128 * (-(-tokens // 2) + 4 * groups)
-    assert max(found[sides.INT4].kls) > 0
-
-
-def test_a_layer_of_a_side_that_did_not_run_is_refused(script, workshop):
-    sides, quality = script("_translation_sides"), script("_translation_quality")
-    text = quality.evaluation_texts(workshop.tokenizer, 1, 0, 220)[0]
-    with pytest.raises(ConfigError, match="before 'one'"), torch.no_grad():
-        list(quality.Bench(workshop, {}).ask(text, [sides.Side("one", "alone", "explanation", of="none", layer=1)]))
-
-
-@pytest.mark.parametrize("options", [{}, {"metric": "attention"}, {"method": "paper", "payload": 0.25}, {"payload": 0.0}])
-def test_translators_from_shared_sums_are_those_that_fit_makes(script, workshop, options):
-    side = script("_translation_sides").Side("one", "solved", "ours", options)
-    with torch.no_grad():
-        shared = workshop.translator(side)
-    pair = workshop.pair
-    plain = CacheTranslator.fit(
-        pair.producer, pair.consumer, workshop.tokenizer, workshop.texts, patch_layers=None, progress=False, **options
-    )
-    assert shared.producer == plain.producer
-    assert (shared.settings.dtype, shared.settings.tokens) == (plain.settings.dtype, plain.settings.tokens)
-    assert list(shared.tensors()) == list(plain.tensors())
-    for name, tensor in plain.tensors().items():
-        torch.testing.assert_close(shared.tensors()[name], tensor)
+    assert found[quality.INT4].bytes == 4 * 2 * 128 * (-(-tokens // 2) + 4 * groups)
+    assert max(found[quality.INT4].kls) > 0
 
 
 @torch.no_grad()
-def test_selective_recompute_takes_the_neighbours_that_help_most(script, workshop):
-    sides, quality = script("_translation_sides"), script("_translation_quality")
-    pair, texts = workshop.pair, [torch.tensor(ids) for ids in workshop.texts]
+def test_selective_recompute_takes_the_neighbours_that_help_most(script, bench):
+    quality = script("_translation_quality")
     means = {}
     for start in range(3):
         kls = []
-        for ids in texts:
+        for ids in bench.texts:
             asked = max(2, min(32, len(ids) // 4))
-            text = quality.Text("verse", ids[: 1 - asked].tolist(), ids[1 - asked :].tolist())
-            own, theirs = (sides.read(model, ids[None, :-asked]) for model in (pair.consumer, pair.producer))
+            text = quality.Text("verse", ids[: 1 - asked], ids[1 - asked :])
+            theirs, own = (quality.read(model, torch.tensor([ids[:-asked]])) for model in (bench.producer, bench.consumer))
             states = [own[layer] if layer in (start, start + 1) else theirs[layer] for layer in range(4)]
-            found = quality.next_tokens(pair.consumer, text, sides.filled(pair.consumer, states))
-            kls.append(float(sum(quality.judged(text, quality.next_tokens(pair.consumer, text), found)["kls"])) / len(text.continuation))
+            logits = quality.next_tokens(bench.consumer, text, quality.filled(bench.consumer, states))
+            expected = quality.next_tokens(bench.consumer, text)
+            kls.append(float(sum(quality.judged(text, expected, logits)["kls"])) / len(text.continuation))
         means[start] = sum(kls)
     best = min(means, key=lambda start: means[start])
-    assert workshop.selected == (best, best + 1)
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=12))
-def test_the_front_is_of_points_that_no_other_one_beats(points):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
-        found = importlib.import_module("_translation_report").front(points)
-    beaten = {one for one in points for other in points if other != one and other[0] <= one[0] and other[1] <= one[1]}
-    assert found == sorted(set(points) - beaten)
+    assert bench.selected == (best, best + 1)
 
 
 def made_up(script, side: str = "", **changes: Any) -> list[str]:
     """The bars where all answers are good but those of one side."""
-    sides, quality, report = (script(f"_translation_{name}") for name in ("sides", "quality", "report"))
+    quality, report = (script(f"_translation_{name}") for name in ("quality", "report"))
+    sides = quality
     found = report.Found()
     good = {"tokens": 10, "bytes": 5, "plain": 100, "kls": (0.09, 0.1), "variations": (0.1,) * 2, "agreed": 2, "losses": (1.0, 3.0)}
     good |= {"losses_alone": (1.0, 2.0), "right": 97, "right_alone": 100, "asked": 100}
@@ -278,7 +237,7 @@ def made_up(script, side: str = "", **changes: Any) -> list[str]:
             found.answers[PAIR, getattr(sides, name), workload] = [quality.Answer(**own)]
     seconds = changes.get("seconds", 179.0) if side == "seconds" else 179.0
     found.details[PAIR, sides.DEFAULT] = report.Details(seconds={"prefill": seconds - 1, "fit": 0.5})
-    return report.bars(found)[1:]
+    return list(report.bars(found))[1:]
 
 
 def test_all_bars_are_met_by_good_answers(script):

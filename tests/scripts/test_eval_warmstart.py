@@ -14,6 +14,7 @@ from hf_kvcaches import WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.segments.calibration import next_tokens
+from hf_kvcaches.warmstart.reading import read_prompt
 from tests import testbed
 from tests.scripts.running import ROOT, rows_of, run_script
 from tests.testbed.pairs import KINDS, make_pairs
@@ -33,7 +34,7 @@ def loaded():
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval")
-    done = run_script("eval_warmstart", "--quick", "--device", "cpu", "--csv", folder, "--plot", folder, "--prefix-tuning")
+    done = run_script("eval_warmstart", "--quick", "--device", "cpu", "--csv", folder, "--plot", folder)
     assert done.returncode == 0, done.stderr
     files = {}
     for name in ("quality", "pairs"):
@@ -44,7 +45,7 @@ def evaluated(tmp_path_factory):
 @pytest.mark.full
 def test_each_side_has_a_row_for_each_kind_in_the_table_and_in_the_file(evaluated, script):
     _, printed, files = evaluated
-    sides = [side.name for side in (*script("_warmstart_sides").SIDES, script("_warmstart_sides").PREFIX_TUNED)]
+    sides = [side.name for side in script("_warmstart_quality").SIDES]
     assert len(set(sides)) == len(sides)
     for kind in KINDS:
         assert [row["side"] for row in files["quality"] if row["kind"] == kind] == sides
@@ -64,7 +65,7 @@ def test_rows_agree_with_each_other(evaluated):
         if row["side"] == "cold":
             assert (float(row["kl_first_all"]), float(row["forwarded"]), float(row["admitted"])) == (0, 1, 0)
             assert row["right"] == row["right_cold"]
-        if row["side"] in ("tail only", "mismatched source", "prefix-tuning"):
+        if row["side"] in ("tail only", "mismatched source"):
             assert (row["served"], row["admitted"]) == ("control 2", "0.0")
     by_name = {(row["kind"], row["side"]): row for row in files["quality"]}
     assert float(by_name["changed_fact", "auto"]["forwarded"]) < 0.3
@@ -98,90 +99,20 @@ def test_a_number_below_one_is_refused(script, monkeypatch):
 # Summaries.
 
 
-@pytest.fixture
-def summaries(script, loaded):
+def test_a_summary_of_all_tokens_answers_as_the_model_alone_and_is_shifted_to_the_end_of_a_longer_prompt(script, loaded):
     model, tokenizer = loaded
-    sides = script("_warmstart_sides")
+    quality, library = script("_warmstart_quality"), WarmStartLibrary(model, tokenizer, slots=64)
     (pair,) = make_pairs(tokenizer, "identical", 1, length=128)
-    return sides.Summaries(model, sides.eager_twin(str(ROOT / "tests" / "testbed" / "base"), model), pair.source.prompt)
-
-
-def attention_by_hand(loaded, ids):
-    """For each layer (kv_heads, queries, keys) of all tokens, summed over the queries' heads, by the definition."""
-    model, _ = loaded
-    config, found = model.config, []
-    with torch.no_grad():
-        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
-        for layer, hidden in zip(model.model.layers, states[:-1], strict=True):
-            own = layer.self_attn
-            normed = layer.input_layernorm(hidden)
-            cos, sin = model.model.rotary_emb(normed, torch.arange(len(ids))[None])
-            split = [proj(normed)[0].unflatten(-1, (-1, own.head_dim)).transpose(0, 1) for proj in (own.q_proj, own.k_proj)]
-            half = own.head_dim // 2
-            query, key = (each * cos + torch.cat([-each[..., half:], each[..., :half]], -1) * sin for each in split)
-            heads = []
-            for head in range(config.num_attention_heads):
-                scores = query[head] @ key[head * config.num_key_value_heads // config.num_attention_heads].T * own.scaling
-                heads.append(scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf).softmax(-1))
-            found.append(torch.stack(heads).unflatten(0, (config.num_key_value_heads, -1)).sum(1))
-    return found
-
-
-@pytest.mark.parametrize("rule", ["last", "StreamingLLM", "H2O", "SnapKV"])
-def test_baselines_keep_the_tokens_that_their_rules_name(rule, loaded, summaries):
-    slots, ids = 12, summaries.ids[0].tolist()
-    last = len(ids) - 1
-    made = summaries.by(rule, slots)
-    keys_of = summaries.states.layers
-    for layer, attention in enumerate(attention_by_hand(loaded, ids)):
-        for head, paid in enumerate(attention):
-            if rule == "last":
-                expected = set(range(last - 12, last))
-            elif rule == "StreamingLLM":
-                expected = {0, 1, 2, 3, *range(last - 8, last)}
-            else:
-                recent = set(range(last - 6, last))
-                scores = paid.sum(0) if rule == "H2O" else paid[-6:].sum(0)
-                if rule == "SnapKV":
-                    scores = torch.stack([scores[max(0, i - 2) : min(i + 3, last)].mean() for i in range(last)])
-                others = sorted(set(range(last)) - recent, key=lambda i: -float(scores[i]))
-                expected = recent | set(others[:6])
-            places = made.positions[layer][head].long().tolist()
-            assert (sorted(places), set(places)) == (places, expected)
-            assert torch.equal(made.keys[layer][head], keys_of[layer].keys[head][places])
-            assert torch.equal(made.values[layer][head], keys_of[layer].values[head][places])
-            assert made.counts[layer][head].tolist() == [1] * slots
-
-
-def test_a_summary_of_all_tokens_answers_as_the_model_alone(script, loaded, summaries):
-    model, tokenizer = loaded
-    library = WarmStartLibrary(model, tokenizer, slots=64)
-    ids = summaries.ids[0].tolist()
-    for rule in ("salient", "paper", "last", "H2O", "SnapKV", "StreamingLLM"):
-        cache = script("_warmstart_sides").SummaryCache(model, library, summaries.by(rule, len(ids)))
-        with torch.no_grad():
-            warm, cold = (next_tokens(model, ids, [5, 6, 7], each) for each in (cache, None))
-        assert (warm - cold).abs().max() < 1e-3
-        assert cache.seen == len(ids) + 2
-
-
-def test_a_summary_is_shifted_to_the_end_of_a_longer_prompt(script, loaded, summaries):
-    model, tokenizer = loaded
-    library = WarmStartLibrary(model, tokenizer, slots=64)
-    ids = summaries.ids[0].tolist()
-    kept = summaries.by("last", len(ids))
-    cache = script("_warmstart_sides").SummaryCache(model, library, kept)
-    with torch.no_grad():
-        longer = next_tokens(model, [*[3] * 40, *ids], [5], cache)
-        assert (longer - next_tokens(model, ids, [5])).abs().max() < 1e-3
-
-
-def test_projectors_are_fitted_on_other_pairs_than_those_that_are_measured(script, loaded):
-    _, tokenizer = loaded
-    fitted = script("_warmstart_sides").fitting_pairs(tokenizer, 8, 300)
-    measured = {pair.source_text for kind in KINDS for pair in script("eval_warmstart").spread(tokenizer, kind, 2, 0, [300])}
-    assert not measured & {pair.source_text for pair in fitted}
-    assert {pair.kind for pair in fitted} == set(KINDS) - {"identical", "unrelated"}
+    ids = pair.source.prompt
+    states = read_prompt(model, torch.tensor([ids]))
+    for layout in ("salient", "paper"):
+        summary = quality.summarise(states, len(ids), layout, len(ids))
+        for before in (0, 40):
+            cache = quality.SummaryCache(model, library, summary)
+            with torch.no_grad():
+                warm, cold = next_tokens(model, [*[3] * before, *ids], [5, 6, 7], cache), next_tokens(model, ids, [5, 6, 7])
+            assert (warm - cold).abs().max() < 1e-3
+            assert cache.seen == len(ids) + before + 2
 
 
 # Pairs and answers.
@@ -204,12 +135,12 @@ def test_risky_pairs_are_as_many_as_asked_for_and_all_have_another_answer(script
 def bench_of(script, loaded, args=()):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["eval_warmstart.py", "--quick", "--device", "cpu", *args])
-        return script("eval_warmstart").Bench(script("eval_warmstart").parse())
+        return script("eval_warmstart").Bench(script("eval_warmstart").parse(), torch.device("cpu"))
 
 
 def test_answers_are_those_of_the_same_prompts_served_by_hand(script, loaded):
     model, tokenizer = loaded
-    sides = script("_warmstart_sides")
+    sides = script("_warmstart_quality")
     pairs = make_pairs(tokenizer, "reordered_notes", 2, 5, 128)
     with torch.no_grad():
         bench = bench_of(script, loaded)
@@ -274,7 +205,7 @@ def answer(script, **changes: Any):
 
 def judged(script, side: str = "", extra: str = "", number: float = 0.0, **changes: Any) -> list[str]:
     """The claims that are not met, where all answers are good but one of a side or among those of more pairs."""
-    sides, quality = script("_warmstart_sides"), script("_warmstart_quality")
+    quality = sides = script("_warmstart_quality")
     found = {each: [answer(script) for _ in range(20)] for each in sides.SIDES}
     unrelated = {each: [answer(script, served="prefix")] for each in (sides.AUTO, sides.ALIGN)}
     more = {"risky": [answer(script) for _ in range(4)], "unrelated": unrelated}
@@ -285,7 +216,7 @@ def judged(script, side: str = "", extra: str = "", number: float = 0.0, **chang
         more["risky"][-1] = answer(script, **changes)
     if extra == "unrelated":
         more["unrelated"][sides.ALIGN].append(answer(script, **changes))
-    lines = quality.bars(found, quality.Extra(**more, swapped=[1e-5, number]))
+    lines = list(quality.bars(found, quality.Extra(**more, swapped=[1e-5, number])))
     return [line.strip() for line in lines if ": NOT met (" in line]
 
 
@@ -316,7 +247,7 @@ def test_what_was_not_admitted_counts_for_no_divergence(script):
 
 
 def test_pairs_that_can_be_answered_without_their_source_prove_nothing(script):
-    sides, quality = script("_warmstart_sides"), script("_warmstart_quality")
+    quality = sides = script("_warmstart_quality")
     high, low = [answer(script, kls=(0.6,))], [answer(script, kls=(0.4,))]
     assert len(quality.controls({sides.TAIL_ONLY: high, sides.MISMATCH: high})) == 3
     lines = quality.controls({sides.TAIL_ONLY: high, sides.MISMATCH: low})
@@ -325,7 +256,7 @@ def test_pairs_that_can_be_answered_without_their_source_prove_nothing(script):
 
 
 def test_the_papers_criteria_look_at_admitted_pairs_of_high_cosine(script):
-    sides, quality = script("_warmstart_sides"), script("_warmstart_quality")
+    quality = sides = script("_warmstart_quality")
     good = [answer(script) for _ in range(5)]
     found = dict.fromkeys(sides.SIDES, good)
 

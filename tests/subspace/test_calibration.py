@@ -735,3 +735,12 @@ def test_two_processes_get_the_bases_of_one(tmp_path: Path, texts: int, metric: 
         assert torch.allclose(one.key_energies, other.key_energies, rtol=1e-3, atol=1e-6)
         assert torch.allclose(one.gamma, other.gamma, atol=1e-4)
         assert torch.allclose(one.key_residual, other.key_residual, atol=1e-4)
+
+
+# Queries
+
+
+def test_queries_meet_no_keys_beyond_a_window_and_more_than_was_expected() -> None:
+    meter = stakes.QueryMeter(metrics.Sizes(2, 1, 4, 4, 0.5, True), None, 5, "cpu")
+    meter.observe(torch.zeros(1, 2, 20, 4), {"sliding_window": 3})
+    assert meter.met.tolist() == [20, 19, 18] + [0] * 17

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import DynamicCache
 
+from hf_kvcaches.core.metric import Sizes
 from hf_kvcaches.core.moments import second_moment
-from hf_kvcaches.translate.metric import attention_metric, blend, gradient_rows, loss_gradients
-from hf_kvcaches.translate.states import ReadingCache, require_plain_layers
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.translate.metric import QueryMoments, attention_metric, blend, gradient_rows, loss_gradients
+from hf_kvcaches.translate.states import ReadingCache, Tokens, read_states, require_plain_layers
 from tests import tiny
 from tests.translate.models import MODELS, layers_of
 
@@ -55,6 +57,68 @@ def test_the_attention_metric_is_the_mean_error_of_the_output(kv_heads, group, k
     metric = attention_metric(moments, rows @ rows.mT, flat.T @ flat / 9)
     errors = torch.cat([key_errors.flatten(), value_errors.flatten()])
     assert float(errors @ metric @ errors) == pytest.approx(expected, rel=1e-9)
+
+
+PLACES = (0.0, 0.25, 0.5, 0.75)
+
+
+def met_by_a_loop(geometry: RotaryGeometry, content: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Of queries (heads, tokens, size) without rotation: what each is to a key without rotation at the chosen places.
+
+    A query's logit is linear in the key: its coefficients are its logits with the unit vectors.
+    """
+    heads, tokens, size = content.shape
+    total = torch.zeros(heads, size, size, dtype=torch.float64)
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        return geometry.rotate(x[None, None, None].double(), position)[0, 0, 0] if geometry.kind == "rope" else x.double()
+
+    units = torch.eye(size)
+    for head in range(heads):
+        for share in PLACES:
+            place = int(share * tokens)
+            of_place = torch.zeros(size, size, dtype=torch.float64)
+            for position in range(place, tokens):
+                query = turned(content[head, position], position)
+                coefficients = torch.stack([scaling * (query @ turned(unit, place)) for unit in units])
+                of_place += torch.outer(coefficients, coefficients)
+            total[head] += of_place / (tokens - place)
+    return total / len(PLACES)
+
+
+@pytest.mark.parametrize("family", ["llama", "yarn", "neox", "gpt2"])
+def test_query_moments_are_those_of_logits_with_keys_without_rotation(family):
+    geometry = require_plain_layers(MODELS[family]().config).layers[1]
+    generator = torch.Generator().manual_seed(2)
+    moments, expected = QueryMoments(Sizes(4, 4, geometry.head_dim, 1, 0.3, True), geometry, "cpu"), 0.0
+    for tokens in (7, 12, 1):
+        content = torch.randn(4, tokens, geometry.head_dim, generator=generator)
+        query = geometry.rotate(content[None], torch.arange(tokens)) if geometry.kind == "rope" else content[None]
+        moments.add(query)
+        expected = expected + met_by_a_loop(geometry, content, 0.3) / 3
+    torch.testing.assert_close(moments.logit_moment(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "yarn", "qwen3", "gpt2", "gemma2", "neox"])
+def test_the_logit_moment_gives_the_square_of_a_models_own_logit(family):
+    """A text of one token has one key and one query a head."""
+    model, layer = MODELS[family](), 1
+    geometry = require_plain_layers(model.config).layers[layer]
+    meters, logits, states = [], [], {}
+
+    def look(index, module, query, keys, values, arguments):
+        if index == layer:
+            meters.append(QueryMoments(Sizes.of(query, keys, values, arguments, False), geometry, "cpu"))
+            meters[0].add(query)
+            logits.append((query @ keys.repeat_interleave(query.shape[1] // keys.shape[1], 1).mT * module.scaling)[0, :, 0, 0])
+
+    read_states(model, Tokens.of([[7]]), states.__setitem__, queries=look)
+    content = states[layer].keys.double().unflatten(1, (states[layer].heads, -1))[0]
+    moment = meters[0].logit_moment()
+    for head, own in enumerate(moment):
+        key = content[head // (len(moment) // len(content))]
+        scale = float(key.square().sum() * own.diagonal().sum())
+        assert float(key @ own @ key) == pytest.approx(float(logits[0][head]) ** 2, rel=1e-4, abs=1e-5 * scale)
 
 
 def test_blending_gives_both_the_same_weight_in_the_unit_of_the_first():

@@ -26,8 +26,17 @@ from transformers import (
 
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.subspace.rooflines import Roofline, Work, roofline
 from tests import tiny
+from tests.scripts.running import import_script, run_script
+
+script = import_script("roofline")
+Work = script.Work
+
+
+def roofline(config, rank, tokens, *, coefficients=None, rotation="aware", **options):
+    ranks = rank if isinstance(rank, tuple) else (rank, rank)
+    return script.roofline(config, script.Plan(ranks, tokens, int8=coefficients == "int8", aware=rotation == "aware", **options))
+
 
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -304,63 +313,34 @@ def test_keys_that_are_not_rotated_need_no_rebuilding() -> None:
 def test_rotating_late_costs_arithmetic_and_rotating_early_saves_it() -> None:
     config = LlamaConfig(num_key_value_heads=8)
     aware, post = (roofline(config, 32, 32768, rotation=rotation) for rotation in ("aware", "post"))
-    assert aware.flops_ratio < 1 < post.flops_ratio < 4
-    assert 3 < aware.bytes_ratio < post.bytes_ratio < 4
-    assert aware.memory_ratio == post.memory_ratio == pytest.approx(4, rel=0.02)
+    assert aware.ratio("flops") < 1 < post.ratio("flops") < 4
+    assert 3 < aware.ratio("bytes") < post.ratio("bytes") < 4
+    assert aware.ratio("memory") == post.ratio("memory") == pytest.approx(4, rel=0.02)
 
 
-def test_a_machine_decides_what_each_side_waits_for() -> None:
-    config = LlamaConfig(num_key_value_heads=8)
-    without = roofline(config, 32, 32768)
-    assert without.speedup is without.baseline_bound is without.subspace_seconds is None
-    wide = roofline(config, 32, 32768, flops_per_second=1e15, bytes_per_second=3e12)
-    assert (wide.baseline_bound, wide.subspace_bound) == ("bandwidth", "bandwidth")
-    assert wide.speedup == pytest.approx(wide.bytes_ratio)
-    assert wide.baseline_seconds == pytest.approx(wide.baseline.bytes / 3e12)
-    slow = roofline(config, 32, 32768, flops_per_second=1e14, bytes_per_second=3e12)
-    assert (slow.baseline_bound, slow.subspace_bound) == ("bandwidth", "compute")
-    assert slow.subspace_seconds == pytest.approx(slow.subspace.flops / 1e14)
-    assert slow.speedup == pytest.approx(slow.baseline_seconds / slow.subspace_seconds)
-    assert wide.subspace.intensity == wide.subspace.flops / wide.subspace.bytes
+def test_a_machine_waits_for_its_memory_or_its_arithmetic() -> None:
+    counts = roofline(LlamaConfig(num_key_value_heads=8), 32, 32768)
+    assert counts.baseline.seconds(1e15, 3e12) == pytest.approx(counts.baseline.bytes / 3e12)
+    assert counts.subspace.seconds(1e14, 3e12) == pytest.approx(counts.subspace.flops / 1e14)
 
 
-def test_it_prints_as_a_table() -> None:
-    found: Roofline = roofline(LlamaConfig(), 32, 4096, chunk=512, sketch_size=64, flops_per_second=1e14, bytes_per_second=1e12)
-    lines = str(found).splitlines()
-    assert lines[0] == "32 layers, 1 x 4096 tokens: 4028 compressed, 68 exact; bases per head: 8"
-    assert [line.split()[0] for line in lines[2:9]] == ["baseline", "exact", "coefficients", "bases", "rebuilding", "sketches", "subspace"]
-    assert lines[2].split()[1:] == [f"{2 * 32 * 32 * 4096 * 256 / 1e6:.3f}", *[f"{32 * 32 * 4096 * 256 * 2 / 1e6:.3f}"] * 2, "1.00"]
-    assert lines[-1].endswith(f"{found.speedup:.2f} times faster")
-    assert "faster" not in str(roofline(LlamaConfig(), 32, 4096))
+def test_it_prints_a_table_for_the_model_that_is_named() -> None:
+    done = run_script("roofline", "--rank", "16", "32", "--chunk", "512", "--sketch-size", "64", "--flops", "1e14", "--bandwidth", "1e12")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "4 layers and 0 with a window, 4096 tokens, 4028 of them compressed"
+    names = ["baseline", "exact", "coefficients", "bases", "rebuilding", "sketches", "subspace", "times"]
+    assert [line.split()[0] for line in lines[3:11]] == names
+    assert lines[3].split()[1:] == [f"{2 * 4 * 4 * 4096 * 128 / 1e6:.3f}", *[f"{4 * 2 * 4096 * 128 * 2 / 1e6:.3f}"] * 2, "2.00"]
+    assert lines[-1].endswith("times faster")
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"rank": 0}, "rank"),
-        ({"rank": True}, "rank"),
-        ({"rank": 129}, "rank"),
-        ({"rank": (4, 129)}, "rank"),
-        ({"rank": (4, 4, 4)}, "rank"),
-        ({"rank": 0.5}, "rank"),
-        ({"tokens": 0}, "tokens"),
-        ({"sinks": -1}, "sinks"),
-        ({"recent": 1.5}, "recent"),
-        ({"dtype_bytes": 0}, "dtype_bytes"),
-        ({"batch": 0}, "batch"),
-        ({"chunk": 0}, "chunk"),
-        ({"sketch_size": 8}, "sketch_size"),
-        ({"coefficients": "int4"}, "coefficients"),
-        ({"rotation": "none"}, "rotation"),
-        ({"flops_per_second": 1e12}, "needs both"),
-        ({"flops_per_second": -1, "bytes_per_second": 1e9}, "flops_per_second"),
-        ({"config": "llama"}, "model"),
-    ],
+    ("options", "name"), [({"rank": 129}, "rank"), ({"rank": (4, 129)}, "rank"), ({"rank": 16, "sketch_size": 8}, "sketch_size")]
 )
-def test_what_can_not_be_is_refused_by_name(changes: dict, name: str) -> None:
-    arguments = {"config": LlamaConfig(), "rank": 16, "tokens": 100, **changes}
+def test_ranks_that_a_head_or_a_sketch_has_no_room_for_are_refused(options: dict, name: str) -> None:
     with pytest.raises(ConfigError, match=name):
-        roofline(arguments.pop("config"), arguments.pop("rank"), arguments.pop("tokens"), **arguments)
+        roofline(LlamaConfig(), options.pop("rank"), 100, **options)
 
 
 @pytest.mark.parametrize("config", [DeepseekV3Config, MambaConfig])

@@ -1,0 +1,131 @@
+"""What the scripts share: ratios within rounds, rows in tables and files, bars, and where the time goes."""
+
+from __future__ import annotations
+
+import importlib
+import time
+
+import pytest
+import torch
+
+from hf_kvcaches import GrowingCache
+from hf_kvcaches.errors import ConfigError
+from tests import tiny
+from tests.scripts.running import ROOT
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    return lambda name: importlib.import_module(f"shared.{name}")
+
+
+def test_sides_take_turns_another_one_is_first_each_round_and_warm_up_rounds_are_dropped(shared):
+    log = []
+    works = {name: lambda number, name=name: log.append((name, number)) or len(log) for name in "ab"}
+    results = shared("timing").in_turns(works, 2, warm_up=1)
+    assert log == [("b", 0), ("a", 0), ("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+    assert results == {"a": [3, 6], "b": [4, 5]}
+
+
+def test_a_ratio_is_taken_within_rounds_over_the_baseline_with_the_lowest_median(shared):
+    seconds = {"a": [2.0, 4.0, 6.0], "b": [9.0, 1.0, 3.0], "ours": [3.0, 1.0, 1.0]}
+    rows = {row["side"]: row for row in shared("timing").compared(seconds, ["a", "b"])}
+    assert {row["baseline"] for row in rows.values()} == {"b"}
+    ours = rows["ours"]
+    assert (ours["ratio_q1"], ours["ratio"], ours["ratio_q3"]) == (2.0, 3.0, 3.0), "9/3, 1/1 and 3/1"
+    assert ours["total_ratio"] == 2.6, "13 seconds over 5"
+    assert (ours["time_q1_ms"], ours["time_ms"], ours["time_q3_ms"]) == (1000.0, 1000.0, 2000.0)
+    assert rows["b"]["ratio"] == rows["b"]["total_ratio"] == 1.0
+    assert rows["a"]["ratio"] == 0.5, "the median of 4.5, 0.25 and 0.5"
+
+
+def test_each_call_reads_other_numbers_until_no_cache_has_them(shared, monkeypatch):
+    timing = shared("timing")
+    clock = timing.Clock(CPU, small=True)
+    monkeypatch.setattr(timing, "last_cache", lambda device: 100)
+    assert clock.bandwidth > 0
+    assert clock.layers(30, 25) == 7, "200 bytes are twice the cache"
+    assert clock.layers(30, 5) == 5
+    assert clock.layers(1000, 25) == 1
+
+
+def test_time_counts_for_the_file_that_it_is_spent_in_and_together_it_is_all_of_it(shared):
+    timing, model, ids = shared("timing"), tiny.llama(), tiny.ids(1, 20)
+
+    def work():
+        time.sleep(0.02)
+        return model(ids, past_key_values=GrowingCache(model), use_cache=True).logits
+
+    begin = time.perf_counter()
+    logits, seconds = timing.profiled(work, CPU)
+    whole = time.perf_counter() - begin
+    assert logits.shape[1] == 20
+    assert seconds[timing.REST] > 0.02
+    assert {"model", "core/growing"} <= set(seconds)
+    assert 0.8 * whole < sum(seconds.values()) <= whole
+    rows = list(timing.phase_rows([seconds, seconds], side="ours"))
+    assert sum(row["value"] for row in rows) == pytest.approx(1, abs=0.01)
+    assert {row["section"] for row in rows} == {"phases"}
+
+
+def test_a_table_has_a_column_for_each_heading_that_some_row_fills(shared):
+    text = shared("results").show([{"a": "x", "b": 1.0}, {"a": "long"}], {"name": "{a}", "b": "{b:.2f}", "c": "{c}"})
+    assert text.splitlines() == ["name     b", "----  ----", "x     1.00", "long"]
+
+
+def a_row(**columns: object) -> dict[str, object]:
+    return {"section": "requests", "side": "auto", "count": 9, "ratio": 2.5, "unit": "x"} | columns
+
+
+def test_a_benchmark_goes_on_with_rows_of_this_computer_and_leaves_those_of_others_in_its_file(shared, tmp_path):
+    path, names, results = tmp_path / "new" / "bench.csv", list(a_row()), shared("results")
+    rows = [a_row(), a_row(section="larger", ratio=0.5)]
+    results.Results(path, names, CPU).add(rows)
+    again = results.Results(path, names, CPU)
+    assert again.rows == rows
+    assert again.has(section="larger", count=9)
+    assert not again.has(section="larger", count=8)
+    again.drop(["requests"])
+    again.add([a_row(ratio=3.0)])
+    assert results.Results(path, names, CPU).rows == [rows[1], a_row(ratio=3.0)]
+    path.write_text(path.read_text().replace(f",{torch.__version__},", ",2.0,"))
+    other = results.Results(path, names, CPU)
+    assert other.rows == []
+    other.add([a_row()])
+    assert len(path.read_text().splitlines()) == 4
+    path.write_text("a,b\n")
+    with pytest.raises(ConfigError, match="a file that this script wrote"):
+        results.Results(path, names, CPU)
+    assert path.read_text() == "a,b\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "verdict"),
+    [
+        ({"least": 2.5}, [2.5], ": met (2.5x)"),
+        ({"least": 2.5}, [2.49], ": NOT met (2.49x)"),
+        ({"least": 2.5}, [float("nan")], ": NOT met (nanx)"),
+        ({"most": 1.0}, [0.5, 2.0], ": NOT met (auto 0.5x, auto 2x)"),
+        ({"least": 2.5, "mean": True}, [2.0, 3.2], ": met (2.53x in geometric mean, 2.00 to 3.20 in 2 cells)"),
+        ({"least": 3.0}, [2.0, 8.0, 8.0, 8.0, 8.0], "6.06x in geometric mean, 2.00 to 8.00, 1 of 5 cells miss it)"),
+        ({"least": 2.5}, [], ": not measured"),
+    ],
+)
+def test_a_bar_is_met_from_its_number_on_by_all_rows_or_by_their_mean(shared, options, values, verdict):
+    bar = shared("bars").Bar("as fast", {"section": "requests"}, **options)
+    assert bar.verdict([a_row(ratio=value) for value in values] + [a_row(section="other", ratio=0.1)]).endswith(verdict)
+
+
+def test_a_picture_has_a_panel_for_what_was_measured(shared, tmp_path):
+    plot = shared("plot")
+    rows = [a_row(tokens=tokens, kind=kind, ratio_q1=2.0, ratio_q3=3.0) for tokens in (10, 100) for kind in ("x", "y")]
+    panels = [plot.Panel("lines", rows, "{kind}", "tokens", "ratio", log="xy"), plot.Panel("places", rows, "{side}", "{kind}", "ratio")]
+    panels += [
+        plot.Panel("stacked", rows[:2], "{kind}", "{side}", "ratio", stacked=True, levels=(1.0,)),
+        plot.Panel("none", [], "", "", "z"),
+    ]
+    plot.draw(tmp_path / "new" / "some.png", plot.title_of(CPU, "some"), panels)
+    assert (tmp_path / "new" / "some.png").read_bytes().startswith(b"\x89PNG")
