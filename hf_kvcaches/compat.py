@@ -121,11 +121,7 @@ def records_attentions() -> bool:
 
 
 def learned_prompt(model: nn.Module) -> tuple[str, nn.Module, bool] | None:
-    """The name of a learned prompt or prefix of PEFT's, what has its tensors, and whether it is enabled.
-
-    Args:
-        model: With the wrappers that it is used with.
-    """
+    """The name of a learned prompt or prefix of PEFT's, what has its tensors, and whether it is enabled."""
     wrapper: Any = next((module for module in model.modules() if isinstance(getattr(module, "prompt_encoder", None), nn.ModuleDict)), None)
     name = getattr(wrapper, "active_adapter", None)
     if not isinstance(name, str) or name not in wrapper.prompt_encoder:
@@ -167,11 +163,7 @@ def transformers_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """A module and all within it, each once, in no particular order but always the same; faster than `module.modules()`.
-
-    Args:
-        module: A model, or a part of one.
-    """
+    """A module and all within it, each once, in no particular order but always the same; faster than `module.modules()`."""
     found, waiting = {id(module): module}, [module]
     while waiting:
         for child in waiting.pop()._modules.values():
@@ -262,21 +254,12 @@ def attention_name(config: PreTrainedConfig) -> Any:
 
 
 def set_attention_name(config: PreTrainedConfig, name: str) -> None:
-    """Sets that name, in this config and not in its parts.
-
-    Args:
-        config: Of an attention module.
-        name: The name of an implementation.
-    """
+    """Sets that name, in this config and not in its parts."""
     vars(config)["_attn_implementation_internal"] = name
 
 
 def attention_configs(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
-    """The configs in which the attention modules of a model's decoder look up their implementation, each once.
-
-    Args:
-        model: Without a PEFT wrapper.
-    """
+    """The configs in which the attention modules of a model's decoder look up their implementation, each once."""
     decoder = modules_of(model.get_decoder())
     configs = [
         module.config
@@ -305,20 +288,12 @@ def generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | N
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether a model's forward has an argument for positions.
-
-    Args:
-        model: Without a PEFT wrapper.
-    """
+    """Whether a model's forward has an argument for positions."""
     return "position_ids" in parameter_names(type(model))
 
 
 def parameter_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    """The names of the arguments of a module's forward.
-
-    Args:
-        kind: The module's class.
-    """
+    """The names of the arguments of a module's forward."""
     return _names_of(kind.forward)
 
 
@@ -328,11 +303,7 @@ def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def makes_masks_ahead(model: PreTrainedModel) -> bool:
-    """Whether a model has a way of its own to make masks for `generate`, beside that of its forward.
-
-    Args:
-        model: Without a PEFT wrapper.
-    """
+    """Whether a model has a way of its own to make masks for `generate`, beside that of its forward."""
     return hasattr(model, "create_masks_for_generate")
 
 
@@ -386,11 +357,7 @@ def _have_cache(layers: nn.ModuleList) -> bool:
 
 
 def attention_module(layer: nn.Module) -> nn.Module:
-    """The part of a decoder layer that makes keys and values.
-
-    Args:
-        layer: A decoder layer.
-    """
+    """The part of a decoder layer that makes keys and values."""
     for module in layer.modules():
         if module is not layer and hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
             return module
@@ -419,3 +386,40 @@ def layer_device(layer: nn.Module) -> torch.device:
             if device is not None:
                 return torch.device(device)
     return next(layer.parameters()).device
+
+
+def process() -> tuple[int, int]:
+    """The number of this process and of all, if the program runs under `accelerate`; else (0, 1)."""
+    if "accelerate" not in sys.modules:
+        return 0, 1
+    from accelerate import PartialState
+
+    # Made by the user's Accelerator; asking for one would start it.
+    if not PartialState._shared_state:
+        return 0, 1
+    state = PartialState()
+    return int(state.process_index), int(state.num_processes)
+
+
+def remove_pre_hook(module: nn.Module, hook: Callable[..., Any]) -> None:
+    """Removes a forward pre-hook of which nobody has the handle."""
+    for key in [key for key, registered in module._forward_pre_hooks.items() if registered is hook]:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def state_of_twin(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """In what a shallow copy of a module differs from it.
+
+    A compiled call would run the module that it was compiled from, and transformers' own hooks must not be installed on shared layers.
+
+    Args:
+        module: The module.
+        children: Those that are exchanged, by name.
+    """
+    return {"_modules": {**module._modules, **children}, "_compiled_call_impl": None, "_output_capturing_hooks_installed": True}
+
+
+def assert_in_graph(condition: torch.Tensor, message: str) -> None:
+    """Asserts a condition inside of a compiled graph, without waiting for it."""
+    torch._assert_async(condition, message)

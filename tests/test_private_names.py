@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,6 @@ COMPAT = "compat.py"
 UNOFFICIAL = {"DYNAMIC_LAYER_TYPE_MAPPING", "get_layer_types_and_kwargs", "output_capturing", "weights_map", "execution_device"}
 # What named tuples promise.
 PROMISED = {"_asdict", "_fields", "_replace"}
-# Not in compat.py yet.
-LEFT = {
-    ("core/calibrating.py", "_shared_state"),
-    ("core/partial.py", "_modules"),
-    ("core/prefill.py", "_forward_pre_hooks"),
-    ("core/prefill.py", "_forward_pre_hooks_with_kwargs"),
-    ("equip/compiled.py", "_assert_async"),
-}
 # Private names of others that some class of the package has, too.
 OF_OTHERS = {"_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks", "_hf_hook", "_old_forward", "_orig_mod"}
 
@@ -65,16 +57,16 @@ def private_names(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 0), name
 
 
-def faults(package: Path, left: Collection[tuple[str, str]] = ()) -> list[str]:
+def faults(package: Path) -> list[str]:
     """Where files of `package` other than the one that may use private names of others."""
     trees = {path.relative_to(package).as_posix(): ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
     own = {name for tree in trees.values() for name in names_defined(tree)} | PROMISED
     uses = ((path, line, name) for path, tree in trees.items() if path != COMPAT for line, name in private_names(tree, own))
-    return [f"{path}:{line}: {name}" for path, line, name in uses if (path, name) not in left]
+    return [f"{path}:{line}: {name}" for path, line, name in uses]
 
 
 def test_private_names_of_other_packages_are_in_compat_alone() -> None:
-    assert faults(PACKAGE, LEFT) == []
+    assert faults(PACKAGE) == []
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -48,19 +47,6 @@ def sequences(texts: Iterable[str | Sequence[int]], tokenizer: Tokenized, model:
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
             raise ConfigError.of(f"texts[{index}]", f"token ids of 0 to {vocabulary - 1}", (int(ids.min()), int(ids.max())))
         yield ids.to("cpu", torch.long)
-
-
-def process() -> tuple[int, int]:
-    """The number of this process and of all, if the program runs under `accelerate`; else (0, 1)."""
-    if "accelerate" not in sys.modules:
-        return 0, 1
-    from accelerate import PartialState
-
-    # Made by the user's Accelerator; asking for one would start it.
-    if not PartialState._shared_state:
-        return 0, 1
-    state = PartialState()
-    return int(state.process_index), int(state.num_processes)
 
 
 def process_device() -> torch.device:

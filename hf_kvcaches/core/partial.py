@@ -40,7 +40,7 @@ def twin_of(root: nn.Module, exchanged: Mapping[str, nn.Module]) -> nn.Module:
     for name, module in exchanged.items():
         child, _, rest = name.partition(".")
         below.setdefault(child, {})[rest] = module
-    children = {child: twin_of(root._modules[child], inside) for child, inside in below.items()}  # type: ignore[arg-type]
+    children = {child: twin_of(root.get_submodule(child), inside) for child, inside in below.items()}
     return _shallow_copy(root, children)
 
 
@@ -52,9 +52,7 @@ def _shallow_copy(module: nn.Module, children: Mapping[str, nn.Module]) -> nn.Mo
             f"model: the forward of its {type(module).__name__} was replaced by {state['forward']!r}, which runs the whole model, so "
             "parts of it can't be run. Undo the replacement, or use GrowingCache."
         )
-    # A compiled call runs the model that it was compiled from. transformers' own hooks are not to be installed on shared layers by a twin.
-    state |= {"_modules": {**module._modules, **children}, "_compiled_call_impl": None, "_output_capturing_hooks_installed": True}
-    twin.__dict__.update(state)
+    twin.__dict__.update(state | compat.state_of_twin(module, children))
     return twin
 
 

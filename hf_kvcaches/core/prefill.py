@@ -75,10 +75,7 @@ def install(model: PreTrainedModel, cache: KVCache) -> None:
     """
     takeover = _takeovers.get(model)
     if takeover is None:
-        for key, hook in list(model._forward_pre_hooks.items()):
-            if hook is _before_forward:  # A copied model brings the hook of its original, and nobody who would remove it.
-                del model._forward_pre_hooks[key]
-                model._forward_pre_hooks_with_kwargs.pop(key, None)
+        compat.remove_pre_hook(model, _before_forward)  # A copied model brings that of its original, and nobody who would remove it.
         takeover = _takeovers[model] = _Takeover(model.register_forward_pre_hook(_before_forward, with_kwargs=True))
     if cache not in takeover.caches:
         takeover.caches.add(cache)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.equip.budgets import check_budget, slots_for
 from hf_kvcaches.equip.frames import Frames, Turn
@@ -276,7 +277,7 @@ def attend(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: t
             "torch.compile: EquipCache can't compile steps with a position bias or a mask over more than the new tokens."
         )
     if call.mask is not None:
-        torch._assert_async(
+        compat.assert_in_graph(
             _newest(call.mask).all(),
             "EquipCache: padding among the new tokens of a compiled call. Feed them to the uncompiled model. If no new token is padding, "
             "call hf_kvcaches.enable(model) before the model is compiled.",

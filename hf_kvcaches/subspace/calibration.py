@@ -17,7 +17,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.calibrating import Tokenized, add_up, process, process_device, sequences
+from hf_kvcaches.core.calibrating import Tokenized, add_up, process_device, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.metric import Sizes, loss_of_drawn
@@ -187,7 +187,7 @@ def _read(
     base: PreTrainedModel, cache: MeterCache, sampler: Sampler, blocks: Iterable[_Block], reading: Reading, listed: bool
 ) -> tuple[int, int]:
     """Feeds this process' share of the blocks in; returns how many blocks and tokens all processes read."""
-    own, processes = process()
+    own, processes = compat.process()
     total = reading.max_tokens
     if listed:
         # Token ids are small, and a bar should know its end.
@@ -285,7 +285,7 @@ def _batches(blocks: Iterable[_Block], block: int, batch_size: int) -> Iterator[
 
 def _join_processes(cache: MeterCache, sampler: Sampler) -> None:
     """Adds up what all processes measured, so that each has everything."""
-    own, processes = process()
+    own, processes = compat.process()
     if processes > 1:
         from accelerate.utils import broadcast_object_list, gather_object
 

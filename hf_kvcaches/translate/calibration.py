@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import Tokenized, add_up, process, sequences
+from hf_kvcaches.core.calibrating import Tokenized, add_up, sequences
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.core.metric import Sizes, output_metric
@@ -301,8 +301,8 @@ def fit(
         routed = wanted.patch_layers is not None and wanted.method != "cross_layer" and len(sent) > 0
         apart = _kept_apart(prefixes) if routed else []
         kept = [ids for number, ids in enumerate(prefixes) if number not in set(apart)]
-        if len(kept) < process()[1]:
-            expected = f"at least {process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
+        if len(kept) < compat.process()[1]:
+            expected = f"at least {compat.process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
             raise ConfigError.of("texts", expected, len(kept))
         sums = Sums(pair, wanted, sent)
         if sent:
@@ -354,9 +354,9 @@ def _read(
     pair: Pair, sums: Sums, prefixes: Sequence[torch.Tensor], wanted: Wanted, clock: Clock, progress: bool, shared: bool = True
 ) -> Wanted:
     """Feeds texts in, where they are shared this process' share; returns what is asked for, with a metric that can be had."""
-    own, processes = process() if shared else (0, 1)
+    own, processes = compat.process() if shared else (0, 1)
     queries = None if wanted.metric == "plain" else sums.look
-    for number, ids in enumerate(tqdm(prefixes, unit=" texts", desc="Reading", disable=not progress or process()[0] > 0)):
+    for number, ids in enumerate(tqdm(prefixes, unit=" texts", desc="Reading", disable=not progress or compat.process()[0] > 0)):
         if number % processes != own:
             continue
         with clock.stage("prefill"):
@@ -392,7 +392,7 @@ def add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: i
 
 def join_processes(sums: Sums) -> None:
     """Adds up what all processes read, so that each has everything."""
-    if process()[1] == 1:
+    if compat.process()[1] == 1:
         return
     moments = [*(blocks.sums for blocks in sums.moments.values()), *sums.losses.values()]
     add_up(part for each in moments for part in (each.total, each.count))

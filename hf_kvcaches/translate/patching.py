@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import divergence, process
+from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.rebuild import Decoder
@@ -190,7 +190,7 @@ def _fit_patches(
     moments: dict[int, BlockMoments] = {}
     rows: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
     count = 0
-    for ids in tqdm(kept, unit=" texts", desc="Reading inputs", disable=not progress or process()[0] > 0):
+    for ids in tqdm(kept, unit=" texts", desc="Reading inputs", disable=not progress or compat.process()[0] > 0):
         producer, consumer = pair.states(ids, wanted.recompute_layers, hidden=layers)
         known = consumer[wanted.recompute_layers].hidden
         assert known is not None
