@@ -26,7 +26,8 @@ from transformers.utils import logging
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, rebuild_reference
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from hf_kvcaches.kernels.rebuild_reference import rebuild as rebuild_reference
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps

@@ -47,8 +47,8 @@ class CacheReport:
     decode_with: CacheReport | None = field(default=None, kw_only=True)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as a plain dict."""
-        return asdict(self)
+        """The fields as a plain dict; `decode_with` where there is one."""
+        return {name: value for name, value in asdict(self).items() if name != "decode_with" or value is not None}
 
     def __str__(self) -> str:
         rows = {"tokens seen": f"{self.seen:,}", "slots kept": _summarise(self.kept), "memory": f"{self.bytes / 2**20:,.2f} MiB"}

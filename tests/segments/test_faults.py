@@ -17,7 +17,10 @@ from tests.segments.store_helpers import LENGTH, PART, WHOLE, ask, blob_files, o
 
 def segments_of(model, folder: Path) -> list[Path]:
     """The files that prompt 0 needs, in its order."""
-    return [folder / f"{key}.kvblob" for key in ask(model, prompt(0), opened(folder)).keys]
+    store = opened(folder)
+    keys = ask(model, prompt(0), store).keys
+    store.flush()  # or its thread warns of what is done to the folder next
+    return [folder / f"{key}.kvblob" for key in keys]
 
 
 def fields(content: bytes) -> dict[str, int]:
