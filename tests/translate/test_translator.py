@@ -18,7 +18,6 @@ from transformers import DynamicCache, LlamaConfig
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, UnsupportedError
-from hf_kvcaches.translate import calibration
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.translator import CacheTranslator
@@ -462,7 +461,7 @@ def test_texts_that_are_none_are_refused(texts: Any) -> None:
 
 def test_each_process_needs_a_text_that_is_not_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     # Of eight texts one is kept apart, and a process with nothing to read would be waited for forever.
-    monkeypatch.setattr(calibration, "process", lambda: (0, 8))
+    monkeypatch.setattr(compat, "process", lambda: (0, 8))
     with pytest.raises(ConfigError, match=r"texts: expected at least 8.*got 7"):
         fit(*models(), TEXTS)
 
