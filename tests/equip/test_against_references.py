@@ -13,6 +13,8 @@ from tests.conformance import models
 from tests.conformance.driving import feed, left_padded
 from tests.equip.cases import BUDGET, POLICIES, SCHEMES, build, build_reference, held, steps, text
 
+pytestmark = pytest.mark.full
+
 TOLERANCE = 1e-4
 
 # Two schemes that share least.

@@ -21,7 +21,7 @@ from hf_kvcaches.equip.cache import EquipCache
 from tests.conformance import models
 from tests.conformance.driving import feed, generate, left_padded, tokens
 
-# The conformance matrix compiles a cache of each kind in the fast tier.
+# The conformance matrix compiles a cache in the fast tier, and the others in the full one.
 pytestmark = pytest.mark.full
 
 BUDGET, SINKS, LIMIT = 12, 2, 20

@@ -18,6 +18,8 @@ from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedErro
 from tests import tiny
 from tests.subspace.test_cache import pair, run
 
+pytestmark = pytest.mark.full
+
 PROMPT, STEPS = 45, [1] * 20
 TOLERANCE = {"rtol": 0, "atol": 1e-4}
 WINDOW: dict[str, Any] = {"sinks": 2, "recent": 7}

@@ -24,6 +24,8 @@ from hf_kvcaches.subspace.sketch import FrequentDirections, Gram
 from tests import testbed, tiny
 from tests.scripts.running import import_script
 
+pytestmark = pytest.mark.full
+
 theory = import_script("_subspace_theory")
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}

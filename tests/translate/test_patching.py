@@ -16,6 +16,8 @@ from hf_kvcaches.translate.states import Tokens, read_states
 from tests import tiny
 from tests.translate.models import MODELS, error, filled, fitted, layers_of, made_by, projected, rebuilt, texts_of, traces_of
 
+pytestmark = pytest.mark.full
+
 FULL = {"payload": 1.0, "dtype": "float32", "ridge": 1e-9}
 PROMPT = tiny.ids(1, 30, seed=77)
 FAMILIES = sorted(MODELS)

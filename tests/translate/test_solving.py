@@ -13,6 +13,8 @@ from hf_kvcaches.translate.states import State, Tokens, read_states
 from tests import tiny
 from tests.translate.models import MODELS, error, filled, fitted, made_by, rebuilt, texts_of, traces_of
 
+pytestmark = pytest.mark.full
+
 FULL = {"payload": 1.0, "dtype": "float32", "ridge": 1e-9}
 LOSSLESS = 1e-3
 PROMPT = tiny.ids(1, 30, seed=77)
