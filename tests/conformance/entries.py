@@ -236,6 +236,7 @@ ENTRIES = [
             every_family=name in EVERYWHERE,
             refuses=OWN_POLICY if name == "knorm" else frozenset(),
             records=True,
+            fast=name not in ("knorm", "random"),
         )
         for name, policy in EQUIP
     ),
@@ -247,6 +248,8 @@ ENTRIES = [
             every_family=False,
             refuses=NOT_ON_PAGES | (OWN_POLICY if name == "knorm" else frozenset()),
             records=True,
+            # Pages are the same under all policies: one that slides, one that scores the prompt.
+            fast=name in ("streaming", "snapkv"),
         )
         for name, policy in EQUIP
     ),
@@ -257,6 +260,7 @@ ENTRIES = [
         lossless=True,
         records=True,
         without=SUBSPACE,
+        fast=False,
     ),
     Entry("subspace", partial(subspace, bytes_ratio=0.5, sinks=2, recent=4), lossless=False, every_family=False, records=True),
     Entry(

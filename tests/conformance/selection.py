@@ -45,7 +45,7 @@ FOR_ALL_HEADS: tuple[Row, ...] = (
     state_rows.inference_mode_mixed,
     model_rows.gradients,
 )
-# A compiler takes up to a minute for a cache: one of each kind of layer and of each way a prompt gets in, one of them in the fast tier.
+# A compiler takes up to a minute for a cache: one of each kind of layer and of each way a prompt gets in.
 COMPILED = (
     "equip_streaming",
     "segments_exact",
@@ -55,8 +55,8 @@ COMPILED = (
     "paged_streaming",
     "subspace_full",
     "subspace_adaptive_full",
+    "growing",
 )
-COMPILED_AT_ONCE = ("growing",)
 # Rows with given tokens: in low precision a free choice between two near ties says nothing.
 FOR_BFLOAT16: tuple[Row, ...] = (
     state_rows.forced_tokens,
@@ -94,14 +94,12 @@ def cases_of(family: str, dtype: torch.dtype, of: Sequence[Row], fast: Collectio
         for row in of
         if family not in entry.without
         and f"{row.__name__}@{name}" not in entry.without
-        and (row is not model_rows.compiled_forward or entry.name in (*COMPILED, *COMPILED_AT_ONCE))
+        and (row is not model_rows.compiled_forward or entry.name in COMPILED)
     ]
 
 
 def _is_fast(entry: Entry, row: Row, fast: Collection[Row] | None) -> bool:
-    if row is model_rows.compiled_forward and entry.name not in COMPILED_AT_ONCE:
-        return False
-    return entry.fast and (fast is None or row in fast)
+    return entry.fast and row is not model_rows.compiled_forward and (fast is None or row in fast)
 
 
 def cases_of_families() -> Iterator[Any]:
