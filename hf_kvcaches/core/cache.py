@@ -176,6 +176,11 @@ class KVCache(compat.MarkedCache, Cache, ABC):
                 self.provenance.begin_pass(model, seen, tokens, shared=self.reads_all_weights)
         return self.provenance.identity
 
+    def confirmed_identity(self) -> Identity:
+        """`identity_of_pass` of the pass that has begun, after all weights are read: before anything stored is used."""
+        self.provenance.confirm(self.model)
+        return self.provenance.identity
+
     def take_prefill(self, call: prefill.PrefillCall) -> int:
         """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
 

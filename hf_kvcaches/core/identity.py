@@ -2,15 +2,19 @@
 
 Where state is shared, every weight is read (`ModelFingerprint`). Caches that share nothing take a quick look, in milliseconds: at what
 modules have besides tensors (settings of adapters among it) and at some elements of every tensor. It notices a change of a whole weight,
-of a setting or of an adapter, and mostly not one of single elements. What takes part in a forward and is in no fingerprint (hooks,
-replaced forwards, autocast, dropout, foreign attention) is a reason to share nothing.
+of a setting or of an adapter, and mostly not one of single elements. The first prompt of a cache takes the quick look too: the identity
+of the last reading is presumed, and confirmed by a reading before anything stored is used, or what the pass computed is stored.
+
+What takes part in a forward and is in no fingerprint (hooks, replaced forwards, autocast, dropout, foreign attention) is a reason to share
+nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +34,8 @@ _VALUES = (bool, int, float, str, type(None))
 _LIBRARIES = frozenset(("transformers", "torch", "hf_kvcaches"))
 # A function of PEFT's and of transformers' that is in the way of gradients alone.
 _HARMLESS = ("make_inputs_require_grad", "make_inputs_require_grads")
+# The last reading of each model, with the quick look that was taken before it.
+_last_readings: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Glance, Identity]] = weakref.WeakKeyDictionary()
 _ADVICE = "Remove it, or give the function an attribute only_observes = True if it changes nothing."
 
 
@@ -41,11 +47,13 @@ class Identity:
         fingerprint: Of the model, without its tokenizer.
         reason: What takes part in the pass and is in no fingerprint, as a sentence; "" where there is nothing.
         glance: What was seen of the model, where nobody read its weights.
+        presumed: Whether the weights were read before an earlier pass, and a quick look has seen no change since.
     """
 
     fingerprint: ModelFingerprint | None = None
     reason: str = ""
     glance: Glance | None = None
+    presumed: bool = field(default=False, compare=False)
 
     @property
     def digest(self) -> str:
@@ -56,12 +64,33 @@ class Identity:
 def identity_of(model: PreTrainedModel, any_precision: bool = False) -> Identity:
     """The identity under which a model (without a PEFT wrapper) would compute now, of all of its weights to the bit."""
     reason = _unseen(model)
-    if reason:
-        return Identity(reason=reason)
+    return Identity(reason=reason) if reason else _read(model, any_precision)
+
+
+def _read(model: PreTrainedModel, any_precision: bool = False) -> Identity:
+    glance = _glance_at(model)
     try:
-        return Identity(ModelFingerprint.of(model, any_precision=any_precision))
+        identity = Identity(ModelFingerprint.of(model, any_precision=any_precision))
     except UnsupportedError as error:
         return Identity(reason=str(error))
+    _last_readings[model] = (glance, identity)
+    return identity
+
+
+def presumed_identity(model: PreTrainedModel) -> Identity:
+    """The identity that the last reading found, where a quick look sees no change since; else that of a new reading."""
+    reason, reading = _unseen(model), _last_readings.get(model)
+    if reason or reading is None or reading[0] != _glance_at(model):
+        return Identity(reason=reason) if reason else identity_of(model)
+    return replace(reading[1], presumed=True)
+
+
+def is_confirmed(model: PreTrainedModel, identity: Identity) -> bool:
+    """Whether a pass was by this identity: its weights were read before the pass, or are read now and were the same before.
+
+    Any thread may ask: hooks and autocast were looked for before the pass, and are not looked for again.
+    """
+    return not identity.presumed or _read(model) == identity
 
 
 def glanced_identity(model: PreTrainedModel) -> Identity:
@@ -99,10 +128,16 @@ class Provenance:
     def begin_pass(self, model: PreTrainedModel, seen: int, tokens: int, shared: bool) -> None:
         """Takes the model's identity before a pass of some tokens; of all weights if others may be given what the pass computes."""
         self.crop(seen)
-        identity = identity_of(model) if shared else glanced_identity(model)
-        if not self._turns or self._turns[-1][1] != identity:
-            self._turns.append((seen, identity))
+        read = glanced_identity if not shared else identity_of if self._turns else presumed_identity
+        identity = read(model)
+        start = self._turns.pop()[0] if self._turns and self._turns[-1][1] == identity else seen
+        self._turns.append((start, identity))
         self.until = seen + tokens
+
+    def confirm(self, model: PreTrainedModel) -> None:
+        """Reads all weights, while the first pass has not run, where its identity is presumed."""
+        if self.identity.presumed:
+            self._turns = [(0, identity_of(model))]
 
     @property
     def taken(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -61,18 +61,21 @@ class Remembering:
         self._scope = ""
         self._reader: Reader | None = None
         self._needed = 0
+        self._is_confirmed: Callable[[], bool] = lambda: True
         # A finalizer may come in the middle of anything, also of its own thread's work here.
         self._lock = threading.RLock()
         self.reading_until = 0
 
-    def expect(self, rows: Sequence[NewRow], scope: str, reader: Reader, needed: int) -> None:
+    def expect(self, rows: Sequence[NewRow], scope: str, reader: Reader, needed: int, is_confirmed: Callable[[], bool]) -> None:
         """Takes over what is to be stored as soon as it is computed.
 
         Args:
             needed: How many slots the layers will hold then.
+            is_confirmed: Whether it was computed by the model of the scope. Asked before anything is stored.
         """
         with self._lock:
             self._rows, self._scope, self._reader, self._needed = list(rows), scope, reader, needed
+            self._is_confirmed = is_confirmed
 
     @property
     def waiting(self) -> bool:
@@ -94,11 +97,16 @@ class Remembering:
             self._rows = []
             if not done or reader is None:
                 return
-            scope, store = self._scope, self._store
+            scope, store, is_confirmed = self._scope, self._store, self._is_confirmed
             self.reading_until = self._needed
             # New tokens are written behind these slots, or into other buffers: what is read here stays as it is.
             buffers = [(layer.key_buffer, layer.value_buffer) for layer in self._layers]
-        store.later(lambda: store.put([new for row in rows for new in _segments(row, buffers, scope, reader, store)]))
+
+        def put() -> None:
+            if is_confirmed():
+                store.put([new for row in rows for new in _segments(row, buffers, scope, reader, store)])
+
+        store.later(put)
 
 
 def _segments(

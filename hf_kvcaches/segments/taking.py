@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from hf_kvcaches.core.identity import Identity, is_confirmed
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.placing import Loaded
@@ -76,9 +77,14 @@ class Taking:
         if identity.fingerprint is None:
             cache.reason = identity.reason
             return 0
-        scope = scope_of(identity, cache.model, cache.tokenizer, store.quantization, store.depth)
-        store.refresh(scope)
-        rows = self._rows(padding, scope)
+        scope, rows = self._look_up(identity, padding)
+        if identity.presumed and any(part.pieces for row in rows for part in row.plan.parts):
+            presumed, identity = identity, cache.confirmed_identity()
+            if identity.fingerprint is None:
+                cache.reason = identity.reason
+                return 0
+            if identity != presumed:
+                scope, rows = self._look_up(identity, padding)
         total = cache.seen + self.call.input_ids.shape[1]
         hidden: dict[int, Hidden] = {}
         stages: Stages | None = None
@@ -96,8 +102,16 @@ class Taking:
         with store.reading():
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows, stages)
-        cache.remembering.expect([row for row in new if row.plan.prefix < len(row.ids)], scope, cache.reader, total)
+        rows_to_store = [row for row in new if row.plan.prefix < len(row.ids)]
+        cache.remembering.expect(rows_to_store, scope, cache.reader, total, partial(is_confirmed, cache.model, identity))
         return taken
+
+    def _look_up(self, identity: Identity, padding: Sequence[int]) -> tuple[str, list[Row]]:
+        """The scope of an identity's segments, and the rows with what is found in it."""
+        cache, store = self.cache, self.cache.store
+        scope = scope_of(identity, cache.model, cache.tokenizer, store.quantization, store.depth)
+        store.refresh(scope)
+        return scope, self._rows(padding, scope)
 
     def _to_store(self, row: Row, scope: str, hidden: Hidden | None) -> NewRow:
         """What of a row is new. In a chat that goes on in one cache, that is also what was generated since the last prompt."""

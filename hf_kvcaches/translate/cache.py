@@ -200,7 +200,8 @@ class TranslatedCache(SourceCache):
         if slots <= max(places.padding):
             self._leave_to_model("a row of the prompt begins behind what all rows have of the codes, or is a short piece of what was coded")
             return 0
-        self.translator.check_consumer(self.model, self.identity_of_pass(tokens.ids.shape[1]))
+        self.identity_of_pass(tokens.ids.shape[1])
+        self.translator.check_consumer(self.model, self.confirmed_identity())
         filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
         Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
         self._translated = sum(slots - pad for pad in places.padding)

@@ -65,10 +65,14 @@ class Serving:
         cache, call = self.cache, self.call
         total = call.input_ids.shape[1]
         rows = [slots[pad:] for slots, pad in zip(cache.history.rows(), self.padding, strict=True)]
-        if why_not := self.library.why_not(cache.identity_of_pass(total)):
-            return Outcome(0, tuple(RowPlan("cold", refused=why_not) for _ in rows), 0, sum(map(len, rows)), False)
-        self.library.refresh()
-        plans = [self._plan(ids) for ids in rows]
+        plans: list[RowPlan] = []
+        if not self.library.why_not(cache.identity_of_pass(total)):
+            self.library.refresh()
+            plans = [self._plan(ids) for ids in rows]
+        if not plans or any(plan.neighbour is not None for plan in plans):
+            if why_not := self.library.why_not(cache.confirmed_identity()):
+                return Outcome(0, tuple(RowPlan("cold", refused=why_not) for _ in rows), 0, sum(map(len, rows)), False)
+            plans = plans or [self._plan(ids) for ids in rows]
         if len(plans) == 1 and plans[0].served == "slots":
             outcome = self._from_slots(plans[0], rows[0])
             if outcome is not None:
