@@ -30,7 +30,6 @@ class GenerateCall:
 
     Args:
         ids: The prompt, (rows, tokens), each beam a row; None where it came as embeddings.
-        tokens: How many tokens came.
         mask: 1 where a token is real, (rows, tokens seen and new ones), or None where nothing is padded.
         masked: How many tokens there are by the mask; None where the model takes no mask.
         whole: Whether it is the whole text, of which `generate` cuts off what the cache has seen; else the new tokens alone.
@@ -174,11 +173,7 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
-    """What a module itself contributes to the state dict, which for quantized ones is more than parameters, and its other buffers.
-
-    Args:
-        module: Any; modules within it are left out.
-    """
+    """What a module itself contributes to the state dict, which for quantized ones is more than parameters, and its other buffers."""
     entries: dict[str, Any] = {}
     module._save_to_state_dict(entries, "", True)
     return entries | dict(module.named_buffers(recurse=False))
@@ -278,9 +273,7 @@ def generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | N
     """The `position_ids` that `generate` would pass for the last tokens of a padded batch; nothing where it would pass none.
 
     Args:
-        model: A causal language model.
         attention_mask: 1 where a token is real, (batch, all tokens), or None.
-        tokens: How many are new.
     """
     if attention_mask is None or not takes_positions(model):
         return {}
@@ -365,11 +358,7 @@ def attention_module(layer: nn.Module) -> nn.Module:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where a model wants its token ids.
-
-    Args:
-        model: Perhaps on several devices.
-    """
+    """Where a model wants its token ids."""
     return layer_device(model.get_input_embeddings())
 
 
@@ -412,10 +401,6 @@ def state_of_twin(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[
     """In what a shallow copy of a module differs from it.
 
     A compiled call would run the module that it was compiled from, and transformers' own hooks must not be installed on shared layers.
-
-    Args:
-        module: The module.
-        children: Those that are exchanged, by name.
     """
     return {"_modules": {**module._modules, **children}, "_compiled_call_impl": None, "_output_capturing_hooks_installed": True}
 

@@ -68,12 +68,7 @@ def whole_number(argument: str, value: Any, least: int, expected: str = "", hint
     """A whole number as an int, also one of NumPy's; a bool is none.
 
     Args:
-        argument: Its name.
-        value: What came.
-        least: The smallest that is right.
         expected: What is right, in words; empty for an integer of at least `least`.
-        hint: What to do.
-        most: The largest that is right.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
         raise ConfigError.of(argument, expected or f"an integer of at least {least}", value, hint)
@@ -86,15 +81,7 @@ def is_number(value: object) -> bool:
 
 
 def require_choice(argument: str, value: object, known: Collection[str | None], *, also: str = "", hint: str = "") -> None:
-    """Refuses a value that is none of the known ones, and says which it was perhaps meant to be.
-
-    Args:
-        argument: Its name.
-        value: What came.
-        known: What is right.
-        also: What is right besides, in words.
-        hint: What to do.
-    """
+    """Refuses a value that is none of the known ones, and says which it was perhaps meant to be."""
     if (value is None or isinstance(value, str)) and value in known:
         return
     names = [name for name in known if name is not None]
@@ -108,11 +95,7 @@ def require_instance(argument: str, value: object, kind: type | tuple[type, ...]
     """Refuses a value of another class, and says so where it was given as another argument.
 
     Args:
-        argument: Its name.
-        value: What came.
         kind: Of what class, or classes, it must be.
-        others: The caller's other arguments, by name.
-        hint: What to do.
     """
     if isinstance(value, kind):
         return
@@ -136,11 +119,7 @@ def require_tokenizer(tokenizer: object) -> None:
 
 
 def with_article(noun: str) -> str:
-    """A noun with its indefinite article.
-
-    Args:
-        noun: Such as the name of a class.
-    """
+    """A noun with its indefinite article."""
     return f"{'an' if noun[:1].lower() in tuple('aeiou') else 'a'} {noun}"
 
 
@@ -148,8 +127,6 @@ def require(module: str, extra: str, purpose: str) -> ModuleType:
     """Imports an optional dependency, or says which extra brings it.
 
     Args:
-        module: The module's import name.
-        extra: The extra of this package that installs it.
         purpose: What it is needed for, as the subject of the message.
     """
     try:

@@ -23,12 +23,6 @@ def model_card(
     """A new card: front matter for the Hub, then the generated part.
 
     Args:
-        class_name: The class that loads the artifact.
-        module: Where that class lies.
-        artifact_type: Its kind, a tag on the Hub.
-        summary: What it is, in a sentence.
-        fingerprint: The model that it was made for.
-        calibration: How it was made.
         load_from: What to pass to `from_pretrained`.
     """
     front = f"---\nlibrary_name: hf-kvcaches\ntags:\n- kv-cache\n- hf-kvcaches\n- {artifact_type}\n---\n"

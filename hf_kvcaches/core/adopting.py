@@ -162,12 +162,7 @@ class AdoptingCache(KVCache):
 
 
 def _require_source(past: Any, cache: KVCache) -> int:
-    """Checks that a cache can be a source, and returns how many tokens it has.
-
-    Args:
-        past: The source.
-        cache: The new cache.
-    """
+    """Checks that a cache can be a source, and returns how many tokens it has."""
     if not isinstance(past, Cache) or not hasattr(past, "layers"):
         raise ConfigError.of("past", "a DynamicCache, or a cache of this package that keeps every token", past)
     if past.layers and not any(isinstance(layer, CacheLayerMixin) for layer in past.layers):
@@ -197,8 +192,6 @@ def _exact_states(layer: Any, layer_idx: int, tokens: int) -> tuple[torch.Tensor
     """A layer's keys and values, (batch, kv_heads, tokens, head_dim) each; refuses layers that don't keep them exactly.
 
     Args:
-        layer: Of the source.
-        layer_idx: Its index.
         tokens: How many the source has seen.
     """
     # Subclasses of DynamicLayer quantize.
@@ -217,8 +210,6 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
     """Refuses keys and values of another model, as far as the config tells.
 
     Args:
-        cache: The new cache.
-        layer_idx: The layer.
         keys: (batch, kv_heads, tokens, head_dim).
         values: Like `keys`.
     """
@@ -246,7 +237,6 @@ def _fill_window(layer: DynamicSlidingWindowLayer, keys: torch.Tensor, values: t
     """Fills a layer with the last tokens of a prompt.
 
     Args:
-        layer: Empty.
         keys: (batch, kv_heads, tokens, head_dim).
         values: Like `keys`.
     """
@@ -260,7 +250,6 @@ def _provenance(past: KVCache, cache: KVCache) -> Provenance:
     """The provenance of adopted tokens.
 
     Args:
-        past: The source.
         cache: The cache that adopted its tokens; so far their model is recorded as not known.
     """
     model, identity = _model_of(cache), past.provenance.identity
@@ -277,7 +266,6 @@ def _padding(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
 
     Args:
         attention_mask: 1 where a token is real, (batch, tokens).
-        tokens: How many the source has.
     """
     real = attention_mask.bool()
     if real.ndim != 2 or real.shape[1] != tokens:

@@ -23,8 +23,6 @@ def allocate(
         losses: For each head (and for its keys and values) the energies, the largest first, 1-D; weighted so that they can be compared.
         budget: What the sum of rank times cost may reach.
         cost: Of one rank; one number for all, or one for each of `losses`.
-        multiple_of: Ranks are multiples of this, or all directions.
-        minimum: The smallest rank, rounded up to such a multiple.
     """
     costs = [float(each) for each in cost] if isinstance(cost, Sequence) else [float(cost)] * len(losses)
     _check_allocation(losses, costs, multiple_of, minimum)

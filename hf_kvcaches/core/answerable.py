@@ -36,7 +36,6 @@ def require_answering(model: PreTrainedModel, what: str) -> None:
 
     Args:
         model: Without a PEFT wrapper.
-        what: What needs it, as the subject of the message.
     """
     refuse_encoder_decoder(model, what)
     reason = why_not_answering(model)
@@ -48,7 +47,6 @@ def require_all_heads(model: Any, what: str, instead: str) -> None:
     """Refuses a tensor-parallel model, each of whose processes has only some of the heads.
 
     Args:
-        model: A transformers model, perhaps wrapped, or a config.
         what: What needs all heads of a layer, as the subject of the message.
         instead: What the user may pass.
     """

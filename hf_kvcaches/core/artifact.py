@@ -358,7 +358,6 @@ def local_folder(folder_or_hub_id: str | os.PathLike[str], files: list[str], **o
 
     Args:
         folder_or_hub_id: A folder, or `"owner/name"`.
-        files: The names or patterns of those that are needed.
         **options: `revision`, `token`, `cache_dir`, `local_files_only`.
     """
     repo_id = str(folder_or_hub_id)

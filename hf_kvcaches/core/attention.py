@@ -29,7 +29,6 @@ class _Switched(str):
     A config's attention name is copied and pickled with the model and never written to `config.json`; so is what this object remembers.
 
     Args:
-        previous: The implementation to restore.
         explicit: Whether `enable` put it there, so that only `disable` takes it away.
     """
 
@@ -66,7 +65,6 @@ class LayerView(ABC):
         """Attention of `query` over what the layer holds.
 
         Args:
-            module: The model's attention module.
             query: Rotated queries, (batch, heads, queries, head_dim).
             mask: The mask that the model made for its own implementation.
             **kwargs: `scaling`, `dropout`, `softcap` and whatever else the model gives its attention function.
@@ -91,7 +89,6 @@ def answer_next(configs: Sequence[PreTrainedConfig], bound: bool) -> None:
     """Switches the attention for this thread's next attention call, to which a `LayerView` is on its way.
 
     Args:
-        configs: Of the model's attention modules.
         bound: Whether a call by a module with another config is an error.
     """
     close_window()  # left open where an interrupt came between `update` and the attention call
@@ -107,12 +104,7 @@ def answer_next(configs: Sequence[PreTrainedConfig], bound: bool) -> None:
 
 
 def answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> None:
-    """`answer_next` inside of a compiled graph, which knows neither threads nor interrupts.
-
-    Args:
-        view: On its way to the attention call.
-        configs: Of the model's attention modules.
-    """
+    """`answer_next` inside of a compiled graph, which knows neither threads nor interrupts."""
     view.in_graph = True
     names = [(config, compat.attention_name(config)) for config in configs]
     view.restores = tuple((config, name or "eager") for config, name in names if name != NAME)
@@ -179,12 +171,9 @@ def previous_attention(
     """Attention over plain tensors by the model's own implementation.
 
     Args:
-        module: The model's attention module.
         query: (batch, heads, queries, head_dim).
         key: (batch, kv_heads, keys, head_dim).
         value: Like `key`.
-        mask: As the model made it.
-        **kwargs: Passed on.
     """
     function = compat.attention_function(previous_implementation(module.config), module)
     result: tuple[torch.Tensor, torch.Tensor | None] = function(module, query, key, value, mask, **kwargs)

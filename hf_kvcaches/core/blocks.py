@@ -27,13 +27,7 @@ class Visibility:
     given: torch.Tensor | None = None
 
     def rows(self, start: int, stop: int, device: torch.device) -> torch.Tensor:
-        """For queries start to stop: (batch or 1, 1 or kv_heads, queries, kept + stop).
-
-        Args:
-            start: The first query.
-            stop: The one after the last.
-            device: Of the result.
-        """
+        """For queries start to stop: (batch or 1, 1 or kv_heads, queries, kept + stop)."""
         causal = torch.arange(stop, device=device) <= torch.arange(start, stop, device=device)[:, None]
         new = causal[None, None] if self.new is None else causal & self.new[:, None, None, :stop]
         if self.kept:
@@ -60,7 +54,6 @@ def block_attention(
         query: (batch, heads, tokens, head_dim), in one frame with the keys.
         keys: (batch, kv_heads, kept + tokens, head_dim).
         values: Like `keys`, or None where no output is wanted.
-        scaling: Of the scores.
         visible: Who sees whom.
         softcap: Bound of the scores, or None.
         bias: Added to the scores, (batch or 1, heads or 1, tokens, kept + tokens), or None.
@@ -102,10 +95,7 @@ def observers(window: int | None, valid: torch.Tensor | None, tokens: int, devic
     """1 for the last `window` real tokens of each row (None: for all real ones), (batch or 1, tokens).
 
     Args:
-        window: How many.
         valid: True where a token is real, (batch, tokens), or None for all.
-        tokens: New ones.
-        device: Of the result.
     """
     real = torch.ones(1, tokens, dtype=torch.bool, device=device) if valid is None else valid
     if window is None:

@@ -69,7 +69,6 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
 
     Args:
         expected: Logits of the model alone, (..., vocabulary).
-        found: Those that are judged.
     """
     p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp_min(0)

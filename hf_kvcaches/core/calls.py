@@ -14,13 +14,7 @@ from hf_kvcaches.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Call:
-    """What a model's attention module asks.
-
-    Args:
-        module: The module.
-        mask: The mask that the model made.
-        options: Its other arguments.
-    """
+    """What a model's attention module asks."""
 
     module: nn.Module
     mask: torch.Tensor | None
@@ -49,11 +43,7 @@ class Call:
         return self.options.get("position_bias")
 
     def check(self, cache: str) -> None:
-        """Refuses what a cache that answers queries itself leaves out.
-
-        Args:
-            cache: Its name.
-        """
+        """Refuses what a cache that answers queries itself leaves out."""
         for name in ("s_aux", "head_mask", "cu_seq_lens_q"):
             if self.options.get(name) is not None:
                 raise UnsupportedError(f"{cache} does not support attention with {name}. Use another cache with this model.")
@@ -85,7 +75,6 @@ class NewTokens(LayerView):
     """What such a layer hands out in place of keys and values: the new ones, on their way to its `attend`.
 
     Args:
-        layer: The layer.
         keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
         values: Like `keys`.
     """
@@ -137,7 +126,6 @@ def hand_out(layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) ->
     """What the `update` of such a layer returns. Under autocast, keys and values are cast as the model's own attention would cast them.
 
     Args:
-        layer: The layer.
         keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
         values: Like `keys`.
     """

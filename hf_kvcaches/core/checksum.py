@@ -42,7 +42,6 @@ class Deferred:
 
     Args:
         home: Where it lies, by name.
-        name: Its name there.
         placeholder: The tensor without data that the model has in its place.
     """
 
@@ -57,7 +56,6 @@ def digest_of(value: Any, name: str = "value") -> str:
     Args:
         value: A tensor on any device, of any dtype, contiguous or not, quantized or a wrapper around others; or a tuple, list, dict,
             number, string, bytes, dtype or `None`.
-        name: What to call it in an error message.
     """
     return hashlib.sha256(describe({name: value})[name].encode("utf-8", "surrogatepass")).hexdigest()[:_HEX]
 
@@ -166,7 +164,6 @@ def plain(value: Any, leave_out: frozenset[str] = frozenset()) -> Any:
     """A value as JSON, equal in every process. What can't be looked into counts as its type alone.
 
     Args:
-        value: Of any kind.
         leave_out: Keys that have no effect, in dicts at any depth. Nor have private ones, and dropout under whichever of its names.
     """
     if value is None or isinstance(value, bool | int | str):
@@ -267,8 +264,6 @@ class Sketch:
     known share at most, so the same tensor in another precision is told from one whose numbers differ by more.
 
     Args:
-        dtype: Of the tensor.
-        shape: Likewise.
         norm: The square root of the sum of squares.
         sums: Of the numbers at every 32nd place.
     """

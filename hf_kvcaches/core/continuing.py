@@ -54,11 +54,7 @@ class FedTokens:
             self._parts = [self.ids]
 
     def cut(self, length: int) -> None:
-        """Forgets all but the first tokens.
-
-        Args:
-            length: How many stay.
-        """
+        """Forgets all but the first tokens."""
         if len(self) > length:
             self._parts = [self.ids[:, :length]] if length else []
 
@@ -76,7 +72,6 @@ def begin_generate(model: PreTrainedModel, cache: KVCache, call: GenerateCall) -
     """Refuses a prompt that does not go on with a cache, and writes down what `generate` feeds into it.
 
     Args:
-        model: The cache's model.
         cache: What `generate` begins with.
         call: What `generate` was given.
     """
@@ -122,12 +117,7 @@ def _require_continuing(cache: KVCache, call: GenerateCall) -> None:
 
 
 def require_new_tokens(cache: KVCache, kwargs: dict[str, Any]) -> None:
-    """Refuses a pass without new tokens, or with a mask that is not of the tokens seen and the new ones.
-
-    Args:
-        cache: The cache.
-        kwargs: What the model is called with.
-    """
+    """Refuses a pass without new tokens, or with a mask that is not of the tokens seen and the new ones."""
     new = next((kwargs[name] for name in ("inputs_embeds", "input_ids") if isinstance(kwargs.get(name), torch.Tensor)), None)
     if new is None or new.ndim < 2 or not cache.seen:
         return
@@ -139,12 +129,7 @@ def require_new_tokens(cache: KVCache, kwargs: dict[str, Any]) -> None:
 
 
 def refusal(cache: KVCache, got: str) -> ConfigError:
-    """The error for a prompt that does not go on with a cache.
-
-    Args:
-        cache: The cache.
-        got: What came.
-    """
+    """The error for a prompt that does not go on with a cache."""
     return ConfigError(
         f"input_ids: expected a prompt that begins with the {cache.seen} tokens that this {type(cache).__name__} has seen and goes on, "
         f"got {got}. Call reset() before another text, or make a new cache for it."

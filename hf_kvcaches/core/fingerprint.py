@@ -240,11 +240,7 @@ def _sketches(state: ModelState) -> dict[str, Sketch]:
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """What `ModelFingerprint.tokenizer` would be.
-
-    Args:
-        tokenizer: A tokenizer or processor.
-    """
+    """What `ModelFingerprint.tokenizer` would be."""
     return digest_of_part(tokenizer_part(tokenizer))
 
 

@@ -51,8 +51,6 @@ class GrowingLayer(TensorLayer):
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), rotated.
             value_states: Like `key_states`.
-            *args: Ignored.
-            **kwargs: Ignored.
         """
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
@@ -79,8 +77,6 @@ class GrowingLayer(TensorLayer):
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             values: Like `keys`.
-            running: Of no use here.
-            queries: Of no use here.
         """
         self.update(keys, values)
 
@@ -110,7 +106,6 @@ def append(buffer: torch.Tensor | None, new: torch.Tensor, start: int, reserve: 
     Args:
         buffer: (batch, kv_heads, capacity, head_dim), or None for none yet.
         new: (batch, kv_heads, tokens, head_dim).
-        start: How many slots of the buffer count.
         reserve: A larger buffer has room for one token more for each so many, so each token is copied about as many times in all.
     """
     tokens = new.shape[-2]
@@ -135,7 +130,6 @@ def capacity_for(slots: int, reserve: int = 8) -> int:
     """How many slots a new buffer gets.
 
     Args:
-        slots: That are needed now.
         reserve: Room for one token more for each so many, and for 64 at least.
     """
     return slots + max(64, slots // reserve)

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 class LayerPass(Cache):
-    """Appends to the layers of a cache; lengths are those of the layers that run.
-
-    Args:
-        cache: Whose layers are filled.
-        start: The lowest layer that runs.
-    """
+    """Appends to the layers of a cache; lengths are those of the layers that run."""
 
     def __init__(self, cache: KVCache, start: int = 0) -> None:
         super().__init__(layers=cache.layers)
@@ -56,7 +51,6 @@ class StoppingPass(LayerPass):
 
     Args:
         cache: As in `LayerPass`.
-        last: That layer.
         start: As in `LayerPass`.
     """
 

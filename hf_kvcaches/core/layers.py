@@ -106,12 +106,7 @@ class KVLayer(CacheLayerMixin):
 
 
 class PassingLayer(KVLayer):
-    """Holds nothing: it counts what goes by. For caches that only look on.
-
-    Args:
-        cache: The cache that looks on.
-        layer_idx: The layer's index.
-    """
+    """Holds nothing: it counts what goes by. For caches that only look on."""
 
     kept = 0
 

@@ -36,8 +36,6 @@ class TokenMask:
         Args:
             mask: None, (batch, tokens seen) as for flash attention, (batch, heads or 1, tokens, tokens seen) as for sdpa and eager, or flex
                 attention's block mask. The last dimension may be that of the new tokens alone.
-            seen: Tokens before the new ones.
-            tokens: New ones.
             causal: Whether tokens look at no later ones where there is no mask.
         """
         if mask is None:
@@ -66,8 +64,6 @@ class TokenMask:
 
         Args:
             real: True where a token is real, (batch, tokens seen before + new ones, or new ones alone).
-            seen: Tokens before the new ones.
-            tokens: New ones.
         """
         valid = real[:, -tokens:]
         before = real[:, :-tokens].sum(-1, keepdim=True) if real.shape[1] == seen + tokens else None
@@ -80,8 +76,6 @@ class TokenMask:
 
         Args:
             real_before: Of the tokens before, (batch, 1), or a number for all rows.
-            seen: Tokens before the new ones.
-            tokens: New ones.
         """
         if self.real_before is None:
             return self if isinstance(real_before, int) else replace(self, real_before=real_before)
@@ -93,13 +87,7 @@ class TokenMask:
         return replace(self, allowed=allowed, real_before=counted)
 
     def part(self, start: int, stop: int, seen: int) -> TokenMask:
-        """What it says about some of the new tokens.
-
-        Args:
-            start: The first.
-            stop: The one after the last.
-            seen: Tokens before all of the new ones.
-        """
+        """What it says about some of the new tokens."""
         self.require_causal()
         valid, before = None if self.valid is None else self.valid[:, start:stop], self.real_before
         if before is not None:
@@ -108,11 +96,7 @@ class TokenMask:
         return TokenMask(None if valid is None or bool(valid.all()) else valid, before, allowed)
 
     def checked(self, seen: int) -> TokenMask:
-        """Itself, if tokens look at later ones in a first block alone.
-
-        Args:
-            seen: Tokens before the new ones.
-        """
+        """Itself, if tokens look at later ones in a first block alone."""
         if seen:
             self.require_causal()
         return self

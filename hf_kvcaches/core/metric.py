@@ -24,12 +24,7 @@ class Sizes(NamedTuple):
     """The shape of a layer's attention.
 
     Args:
-        heads: Query heads.
-        kv_heads: Key heads.
-        key_dim: Size of a key.
-        value_dim: Size of a value.
         scaling: What the model multiplies `q.k` with.
-        projected: Whether the output projection was found.
     """
 
     heads: int
@@ -51,9 +46,6 @@ def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.
     """W'W of each query head's part of the output projection, (heads, e, e), or None where there is no such projection.
 
     The projection is asked what it does to unit vectors, so that its layout, adapters and quantisation need not be known.
-
-    Args:
-        values: For their size, type and device.
     """
     size = values.shape[-1]
     for name in _PROJECTIONS:
@@ -79,7 +71,6 @@ def before_rotation(geometry: RotaryGeometry | None, gradients: torch.Tensor, po
     Args:
         geometry: How keys are rotated; None where they are taken as they are.
         gradients: (batch, heads, tokens, d).
-        positions: Of the keys.
     """
     precise = gradients if gradients.dtype == torch.float64 else gradients.float()
     return geometry.rotate(precise, -positions) if geometry is not None and geometry.kind == "rope" else precise

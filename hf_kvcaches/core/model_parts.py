@@ -87,8 +87,6 @@ class ModelState:
     Args:
         root: The transformers model itself, without its wrappers.
         base: Entries of its state dict, and its other buffers.
-        adapted: Where adapters are.
-        modules: All but the adapters' own.
     """
 
     root: PreTrainedModel
@@ -179,7 +177,6 @@ def parts_of(state: ModelState, supplied: Mapping[str, Part]) -> dict[str, Part]
     """All parts of a model's identity, by the names of `ModelFingerprint`'s components.
 
     Args:
-        state: The model.
         supplied: The same of a fingerprint that the caller gave, for tensors that can't be read.
     """
     parts = _config_parts(state.root.config)

@@ -22,8 +22,6 @@ class Moments:
 
     Args:
         lead: The leading dimensions, such as (heads,).
-        dim: Size of a vector.
-        device: Where the sums are.
     """
 
     def __init__(self, lead: Sequence[int], dim: int, device: torch.device | str | None = None) -> None:
@@ -93,7 +91,6 @@ def rotation_average(
 
     Args:
         moment: (..., d, d), of queries without rotation, in the order of the key's dimensions.
-        geometry: How the model rotates.
         distances: Positions of queries minus those of the keys, 1-D integers: 0 and up for what a causal model sees.
         weights: How much each distance counts. None: 1 / n each.
     """

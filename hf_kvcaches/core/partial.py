@@ -31,7 +31,6 @@ def twin_of(root: nn.Module, exchanged: Mapping[str, nn.Module]) -> nn.Module:
     """A module that shares everything with another one but some of the modules inside.
 
     Args:
-        root: The module; not changed.
         exchanged: New modules by their dotted names in `root`.
     """
     if "" in exchanged:
@@ -66,33 +65,19 @@ def _bound_to_twin(value: Any, module: nn.Module, twin: nn.Module) -> Any:
 
 
 def name_of(root: nn.Module, module: nn.Module) -> str:
-    """The dotted name of a module in another one.
-
-    Args:
-        root: The outer module.
-        module: Somewhere in it.
-    """
+    """The dotted name of a module in another one."""
     return next(name for name, inside in root.named_modules() if inside is module)
 
 
 def with_layers(model: PreTrainedModel, layers: Sequence[nn.Module]) -> nn.Module:
-    """A twin of a model without its head, with other decoder layers.
-
-    Args:
-        model: A causal language model.
-        layers: As many as the model has.
-    """
+    """A twin of a model without its head, with other decoder layers."""
     decoder, name, _ = compat.decoder_layers(model)
     path = name_of(model.base_model, decoder)
     return twin_of(model.base_model, {f"{path}.{name}" if path else name: nn.ModuleList(layers)})
 
 
 class StandIn(nn.Module):
-    """Stands where another module stood, and answers for its attributes.
-
-    Args:
-        stood: The other module.
-    """
+    """Stands where another module stood, and answers for its attributes."""
 
     def __init__(self, stood: nn.Module) -> None:
         super().__init__()
@@ -118,7 +103,6 @@ class SkippedLayer(StandIn):
     """Computes nothing: it hands on what it is given, or hands out what the layer would have.
 
     Args:
-        stood: The decoder layer.
         hidden: What it hands out, (batch, tokens, hidden); None for what it is given.
     """
 
@@ -134,7 +118,6 @@ class ToldModule(StandIn):
     """Runs the module, and is told what it is called with.
 
     Args:
-        stood: The module.
         on_call: From the arguments to those that the module gets.
     """
 
@@ -153,8 +136,6 @@ class RunningLayer(StandIn):
     """Runs the layer, perhaps with another mask, and keeps what came out.
 
     Args:
-        stood: The decoder layer.
-        index: Its index.
         masks: Gives the mask of its attention; None for the model's own.
 
     Attributes:

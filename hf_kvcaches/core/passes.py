@@ -17,11 +17,7 @@ class Pass:
     """What all layers of one forward pass share: which new tokens are real, where the model put them, and what was made of it so far.
 
     Args:
-        mask: What the model's mask says.
         position_ids: The model's positions of the new tokens, (batch or 1, tokens), or None where it does not tell.
-        seen: Tokens fed in before.
-        tokens: New ones.
-        device: Of keys and queries.
         whole: Whether these are all new tokens of the model's call.
     """
 
@@ -36,12 +32,7 @@ class Pass:
         self._start: int | Literal[False] | None = False
 
     def part(self, start: int, stop: int) -> Self:
-        """The pass of some of the new tokens alone.
-
-        Args:
-            start: The first.
-            stop: The one after the last.
-        """
+        """The pass of some of the new tokens alone."""
         if (start, stop) == (0, self.tokens):
             return self
         if (start, stop) not in self._parts:
@@ -51,12 +42,7 @@ class Pass:
         return self._parts[start, stop]
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What another layer has made under that key already, or what `make` gives.
-
-        Args:
-            key: Anything hashable.
-            make: Called once a pass.
-        """
+        """What another layer has made under that key already, or what `make` gives."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
@@ -95,9 +81,6 @@ P = TypeVar("P", bound=Pass)
 class Passes(Generic[P]):
     """The forward pass that is going on, shared by the layers of one cache.
 
-    Args:
-        kind: The class of passes.
-
     Attributes:
         drafts: How many of the call's last tokens are drafts that may be taken back, where the caller is known to draft; else None.
     """
@@ -116,10 +99,6 @@ class Passes(Generic[P]):
         """The pass that a layer is asked in: the running one, or a new one.
 
         Args:
-            call: What the model's attention asks.
-            seen: Tokens fed in before.
-            tokens: New ones.
-            device: Of keys and queries.
             real_before: How many of the tokens before are real as far as the layer knows, (batch, 1), or a number for all rows.
         """
         mask, arguments = call.mask, (seen, tokens, device)
@@ -138,8 +117,6 @@ class Passes(Generic[P]):
         Args:
             positions: The model's positions of all tokens, (batch or 1, tokens).
             padding: How many slots at the start of each row hold no token, (batch,), or None.
-            tokens: Slots of a row.
-            device: Of the keys.
         """
         current, arguments = self._arguments[:2], (tokens, device)
         same = len(current) == 2 and current[0] is positions and current[1] is padding
@@ -153,8 +130,6 @@ class Passes(Generic[P]):
         """How many of a call's tokens are one block; the others are steps, one after the other, as if they had come alone.
 
         Args:
-            tokens: New ones.
-            begun: Whether the layer has taken tokens before.
             recording: Whether these may be taken back.
         """
         if not recording:

@@ -38,7 +38,6 @@ class PrefillCall:
     """A prompt, or a chunk of one, on its way into the model.
 
     Args:
-        model: The model, to run pieces with.
         input_ids: The new tokens, (batch, tokens).
         attention_mask: 1 where a token is real, (batch, tokens seen before + new ones), or None when nothing is padded.
         position_ids: Of the new tokens, (batch, tokens), or None where the model numbers them itself.
@@ -70,7 +69,6 @@ def install(model: PreTrainedModel, cache: KVCache) -> None:
     There is one hook a model, which holds on to neither model nor caches and goes when the last such cache does.
 
     Args:
-        model: The model.
         cache: Its `take_prefill` is called with each prompt.
     """
     takeover = _takeovers.get(model)
@@ -84,11 +82,7 @@ def install(model: PreTrainedModel, cache: KVCache) -> None:
 
 
 def is_installed(model: PreTrainedModel) -> bool:
-    """Whether a model has the hook.
-
-    Args:
-        model: The model.
-    """
+    """Whether a model has the hook."""
     return model in _takeovers
 
 
@@ -161,7 +155,6 @@ def run_span(
     """Runs tokens at given positions into a cache.
 
     Args:
-        model: A causal language model; its head is not run.
         cache: What the tokens follow, and where their keys and values go.
         input_ids: (batch, tokens).
         positions: (tokens,) or (batch, tokens); they need not follow those in the cache.
@@ -214,7 +207,6 @@ def run_layers(
 
     Args:
         model: A causal language model; neither its final norm nor its head matter.
-        start: The lowest layer to run.
         stop: The first layer not to run, or the number of layers.
         input_ids: (batch, tokens).
         cache: Its layers from `start` to before `stop` take the keys and values, as the pass says where one is given.

@@ -32,8 +32,6 @@ class Quantized:
             a byte, the first in the low half; the last byte of an odd axis is half used.
         scale: The step between levels, per group: the other dimensions in order, then the groups.
         zero: The value of level 0, in the dtype of the original.
-        shape: Of the original.
-        dtype: Of the original.
         bits: 8 or 4.
         group: Consecutive elements along `axis` that share a scale; the last group may be shorter. None: the whole axis is one group.
         axis: The axis along which elements share a scale, as an index from 0.
@@ -102,7 +100,6 @@ class Quantized:
         """Puts together what `tensors` and `meta` took apart, and refuses what doesn't fit together.
 
         Args:
-            tensors: "data", "scale" and "zero"; others are ignored.
             meta: "shape", "dtype", "bits", "group" and "axis"; others are ignored.
         """
         try:

@@ -51,7 +51,6 @@ def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None
     Args:
         config: A model's config; of a multimodal one, the text decoder's part is read.
         layer_type: One of the config's `layer_types`, where layers differ.
-        layer_idx: The layer, where even layers of one type differ.
     """
     if not hasattr(config, "get_text_config"):
         raise ConfigError.of("config", "a transformers config", type(config).__name__, "Pass model.config.")

@@ -36,7 +36,6 @@ def save(cache: KVCache, path: Path) -> None:
 
     Args:
         cache: A cache that was built with its model, which is still as it was when it filled the cache.
-        path: The file.
     """
     fingerprint = _fingerprint(cache)
     tensors = {f"shared.{name}": tensor for name, tensor in cache.shared_state().items()}
@@ -75,13 +74,7 @@ def _fingerprint(cache: KVCache) -> ModelFingerprint:
 
 
 def _differences(cache: KVCache, filled: Identity, here: ModelFingerprint) -> list[str]:
-    """In what the model differs from the one that filled the cache.
-
-    Args:
-        cache: With a model.
-        filled: Under which the tokens were computed.
-        here: Of the model now.
-    """
+    """In what the model differs from the one that filled the cache."""
     if filled.fingerprint is not None:
         return here.differs_from(filled.fingerprint)
     return [] if glanced_identity(cache.model) == filled else ["its weights, settings or adapters are others"]
@@ -92,7 +85,6 @@ def save_in_folder(cache: KVCache, folder: Path) -> None:
 
     Args:
         cache: As of `save`.
-        folder: Where to.
     """
     make_folder(folder)
     cache.save(folder / FILE_NAME)
@@ -113,7 +105,6 @@ def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
 
     Args:
         cls: The class that must have written it.
-        path: The file.
         model: Must be the model that filled the cache.
     """
     tensors, metadata = read_safetensors(path)

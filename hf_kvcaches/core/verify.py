@@ -23,7 +23,6 @@ class Seconds:
 
     Args:
         prefill: The prompt, in one call or in chunks.
-        decode: All single-token calls together.
     """
 
     prefill: float
@@ -180,11 +179,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode while open; in the end every module's mode is what it was.
-
-    Args:
-        model: Any.
-    """
+    """Evaluation mode while open; in the end every module's mode is what it was."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -15,7 +15,6 @@ def lag_ranks(keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, siz
         keys: (batch, kv_heads, slots, head_dim).
         values: (batch, kv_heads, slots, value_dim).
         index: (batch, 1 or kv_heads, slots): index // size is a token's lag, no two are equal in a row; below 0: in no lag.
-        size: Tokens in a lag.
     """
     lags = keys.shape[2] // size
     if lags < 2:
@@ -72,7 +71,6 @@ def lots(positions: torch.Tensor, seed: int) -> torch.Tensor:
 
     Args:
         positions: (batch, kv_heads, slots).
-        seed: Not negative.
     """
     heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
     mixed = torch.full_like(heads, seed % 2**31)

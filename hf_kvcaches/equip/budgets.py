@@ -30,7 +30,6 @@ def resolve_budgets(budget: int | float | Sequence[int | float], layers: int) ->
 
     Args:
         budget: A number of tokens, a share of the prompt, or one of these for each layer.
-        layers: How many layers there are.
     """
     if isinstance(budget, Sequence) and not isinstance(budget, str):
         if len(budget) != layers:
@@ -60,13 +59,7 @@ def slots_for(budget: int | float, prompt_tokens: int) -> int:
 
 
 def check_budget(slots: int, sinks: int, recent: int) -> None:
-    """Raises where the protected tokens leave no room.
-
-    Args:
-        slots: What a layer keeps.
-        sinks: How many first tokens are protected.
-        recent: How many of the newest tokens are protected.
-    """
+    """Raises where the protected tokens leave no room."""
     for name, value in (("sinks", sinks), ("recent", recent)):
         whole_number(name, value, 0)
     # The token to come needs a slot that is not a sink's, whether or not it is to be protected afterwards.

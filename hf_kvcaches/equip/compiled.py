@@ -145,11 +145,7 @@ class ClockedStorage(SlotStorage):
                 setattr(self, name, tensor.clone())
 
     def wind(self, stepped: bool) -> None:
-        """Tells the clock of an uncompiled call.
-
-        Args:
-            stepped: Whether it was one real token a row.
-        """
+        """Tells the clock of an uncompiled call."""
         if stepped and self.wound:
             self.ticks += 1
         elif self.settings.policy.order_only and not (stepped and self.gappy):
@@ -220,15 +216,7 @@ class ClockedStorage(SlotStorage):
 
 
 class Now(NamedTuple):
-    """What the clock says, (1 or batch, 1, 1) each.
-
-    Args:
-        fed: Tokens that came.
-        kept: Slots in use.
-        evicted: Tokens that went since the origin.
-        offset: How far the frames are apart.
-        cursor: The ring's oldest slot.
-    """
+    """What the clock says, (1 or batch, 1, 1) each."""
 
     fed: torch.Tensor
     kept: torch.Tensor
@@ -252,7 +240,6 @@ def attend(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: t
     """`EquipLayer.attend` in a graph: of a first prompt without padding, or of one real token a row.
 
     Args:
-        layer: The layer.
         query: As in `EquipLayer.attend`.
         keys: As in `EquipLayer.attend`.
         values: As in `EquipLayer.attend`.
@@ -368,8 +355,6 @@ def _came(layer: EquipLayer, call: Call, places: torch.Tensor) -> torch.Tensor:
     """The model's positions of the new tokens, (batch or 1, tokens).
 
     Args:
-        layer: The layer.
-        call: What the model said.
         places: Those of its own counting, likewise, where it didn't say.
     """
     ids = call.options.get("position_ids")
@@ -384,7 +369,6 @@ def _turn(frames: Frames, came: torch.Tensor, target: torch.Tensor) -> Turn:
     """The rotation from the model's positions to others, as in `TurningPass.turn`.
 
     Args:
-        frames: How the layer's keys are rotated.
         came: (batch or 1, tokens).
         target: (batch or 1, 1, 1 or tokens).
     """
@@ -398,12 +382,7 @@ def _turn(frames: Frames, came: torch.Tensor, target: torch.Tensor) -> Turn:
 
 
 def exact_frequencies(frames: Frames, device: torch.device) -> torch.Tensor:
-    """The frequencies of `frames.geometry` on a device, where they stay.
-
-    Args:
-        frames: With a geometry.
-        device: Where they are needed.
-    """
+    """The frequencies of `frames.geometry` on a device, where they stay."""
     assert frames.geometry is not None
     if device.type == "cpu":
         return frames.geometry.inv_freq

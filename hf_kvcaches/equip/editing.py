@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Insertion:
-    """Tokens on their way into the middle of the text.
-
-    Args:
-        start: The position of the first one.
-    """
+    """Tokens on their way into the middle of the text."""
 
     start: int
 
@@ -38,10 +34,7 @@ def drop(layer: EquipLayer, gone: torch.Tensor, moved: int = 0, start: int = 0) 
     """Empties slots, and moves the tokens from a position on.
 
     Args:
-        layer: Not empty.
         gone: True for slots to empty, (batch or 1, 1 or kv_heads, slots in use).
-        moved: By how many positions what follows moves.
-        start: From where.
     """
     found = pruning.kept_candidates(layer)
     heads = max(gone.shape[1], found.positions.shape[1])
@@ -58,8 +51,6 @@ def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) 
     """Drops tokens wherever they are still kept.
 
     Args:
-        cache: The cache.
-        layers: Its own layers.
         positions: Indices among the tokens seen.
     """
     seen = cache.seen
@@ -75,11 +66,6 @@ def edit(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, st
     """Puts other tokens in the place of some.
 
     Args:
-        cache: The cache.
-        model: What computes the new tokens.
-        layers: The cache's layers.
-        start: The first position to replace.
-        stop: The one after the last.
         new_ids: (rows, tokens); none at all only deletes.
     """
     moved = new_ids.shape[1] - (stop - start)
@@ -169,7 +155,6 @@ def insert_block(
         keys: (batch, kv_heads, tokens, head_dim), likewise.
         values: Like `keys`.
         call: What else the model said.
-        running: The pass.
     """
     assert layer.inserting is not None
     if call.bias is not None:

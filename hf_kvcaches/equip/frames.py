@@ -46,7 +46,6 @@ class Turn:
 
         Args:
             angles: (..., rotary_dim / 2), float64: one for each pair.
-            layout: Which dimensions form a pair.
         """
         signed = torch.stack([-angles, angles], -1).flatten(-2) if layout == "interleaved" else torch.cat([-angles, angles], -1)
         return cls(signed.cos().float(), signed.sin().float(), layout)
@@ -78,7 +77,6 @@ def swap_pairs(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 
     Args:
         x: (..., rotary_dim).
-        layout: Which dimensions form a pair.
     """
     if layout == "interleaved":
         return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -92,9 +90,7 @@ class TurningPass(Pass):
         """The rotation from the model's positions to others; None where these are the same.
 
         Args:
-            geometry: The model's angles.
             target: Where the first new token is to stand, the others behind it; or (batch or 1, heads or 1, tokens).
-            still: Put all tokens at the one target.
         """
         if isinstance(target, torch.Tensor):
             return self._make(geometry, target)
@@ -171,12 +167,7 @@ class Frames:
         return Turn.by(delta[..., None].double() * self.geometry.inv_freq.to(delta.device), self.geometry.layout)
 
     def table(self, length: int, device: torch.device) -> Turn:
-        """The rotations to 0 .. length-1, (length, rotary_dim) each; grows by doubling.
-
-        Args:
-            length: How many are needed.
-            device: Of the result.
-        """
+        """The rotations to 0 .. length-1, (length, rotary_dim) each; grows by doubling."""
         held = self._tables.get(device)
         if held is None or held.cos.shape[0] < length:
             with torch.inference_mode(mode=False):  # a later backward pass may need it
@@ -184,15 +175,7 @@ class Frames:
         return held
 
     def numbers(self, rows: int, capacity: int, start: int, slots: int, device: torch.device) -> torch.Tensor:
-        """Which slots of all rows and heads the ones from `start` on are, if all are counted one behind the other, (rows * slots,).
-
-        Args:
-            rows: Rows times heads.
-            capacity: Slots that each has.
-            start: The first one wanted.
-            slots: How many of each are wanted.
-            device: Of the result.
-        """
+        """Which slots of all rows and heads the ones from `start` on are, if all are counted one behind the other, (rows * slots,)."""
         key = ("numbers", rows, capacity, start, slots, device)
         if key not in self._tables:
             for old in [each for each in self._tables if isinstance(each, tuple) and each[0] == "numbers" and each[1] != rows]:
@@ -204,11 +187,7 @@ class Frames:
         return numbers
 
     def back(self, device: torch.device) -> Turn:
-        """The rotation by one position back: what an eviction does to the far keys behind it.
-
-        Args:
-            device: Of the result.
-        """
+        """The rotation by one position back: what an eviction does to the far keys behind it."""
         if ("back", device) not in self._tables:
             with torch.inference_mode(mode=False):
                 self._tables["back", device] = self.by(torch.tensor([-1], device=device))

@@ -45,8 +45,6 @@ class EquipLayer(PlacedSlots):
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             value_states: Like `key_states`.
-            *args: Ignored.
-            **kwargs: Ignored.
         """
         return hand_out(self, key_states, value_states)
 
@@ -86,7 +84,6 @@ class EquipLayer(PlacedSlots):
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             values: Like `keys`.
-            running: The pass that computed them.
             queries: The prompt's last ones, as many as the policy observes, or more.
         """
         observed = pruning.observed_by(self, queries, keys, running)
@@ -96,13 +93,7 @@ class EquipLayer(PlacedSlots):
         self.wind(False)
 
     def enter(self, call: Call, tokens: int, device: torch.device) -> TurningPass:
-        """The pass that new tokens belong to.
-
-        Args:
-            call: What the model said.
-            tokens: How many are new.
-            device: Of the keys.
-        """
+        """The pass that new tokens belong to."""
         counted = self.fed if self.first is None else (self.fed - self.first)[:, None]
         real_before = counted if self.fed == self.seen else None  # a text that was edited is counted anew
         return self.passes.enter(call, self.seen, tokens, device, real_before)
@@ -117,8 +108,6 @@ class EquipLayer(PlacedSlots):
             keys: As in `attend`.
             values: As in `attend`.
             call: As in `attend`.
-            running: The pass with these tokens.
-            block: How many of the tokens are one block.
         """
         tokens, outputs = keys.shape[-2], []
         self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))

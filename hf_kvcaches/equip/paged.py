@@ -272,14 +272,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
 
     @contextmanager
     def _provided(self, running: TurningPass, rows: int, tokens: int, block: int) -> Iterator[None]:
-        """With pages for new tokens; those that are not used go back.
-
-        Args:
-            running: The pass.
-            rows: The batch.
-            tokens: New ones.
-            block: How many of them are one block.
-        """
+        """With pages for new tokens; those that are not used go back."""
         try:
             real, prompt = running.shared(("pages", id(self.book)), lambda: self._provide_all(running, rows, tokens, block))
         except MemoryError:

@@ -219,7 +219,6 @@ class LayerPages:
 
         Args:
             blocks: At least so many.
-            device: Of the result.
         """
         blocks = max([blocks, *map(len, self.rows)])
         if self._table is None or self._table.shape != (len(self.rows), blocks):
@@ -244,11 +243,7 @@ class LayerPages:
 
 
 class PageBook:
-    """Which pages a cache holds, layer by layer. They go back when it is collected.
-
-    Args:
-        pool: Where they are from.
-    """
+    """Which pages a cache holds, layer by layer. They go back when it is collected."""
 
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
@@ -285,11 +280,7 @@ class PageBook:
                     pages._table = None
 
     def trim(self, pages: LayerPages) -> None:
-        """Gives back what rows hold beyond the slots in use.
-
-        Args:
-            pages: Of the layer.
-        """
+        """Gives back what rows hold beyond the slots in use."""
         size = self.pool.page_size
         needs = [-(-used // size) for used in pages.used] + [0] * (len(pages.rows) - len(pages.used))
         if all(len(row) == need for row, need in zip(pages.rows, needs, strict=True)):
@@ -301,11 +292,7 @@ class PageBook:
         pages._table = None
 
     def clear(self, pages: LayerPages) -> None:
-        """Gives back all that a layer holds.
-
-        Args:
-            pages: Of the layer.
-        """
+        """Gives back all that a layer holds."""
         pages.used, pages.slots = [], 0
         self.trim(pages)
         self._give_spare()
@@ -316,7 +303,6 @@ class PageBook:
         The first layer takes the pages that all layers need for that, so that either all can be mapped or none is.
 
         Args:
-            index: The layer.
             function: From (rows, ...) to (new rows, ...).
         """
         if index == 0 or not self._spare:
@@ -376,11 +362,7 @@ class PageBook:
 
 
 def check_page_size(page_size: int) -> int:
-    """A plain number of slots, or a refusal.
-
-    Args:
-        page_size: Slots in a page.
-    """
+    """A plain number of slots, or a refusal."""
     return whole_number("page_size", page_size, 1, "a number of slots, 1 or more")
 
 
@@ -388,7 +370,6 @@ def open_book(config: Any, page_size: int | None, pool: PagePool | None) -> Page
     """The pages of a new cache; None where it has none.
 
     Args:
-        config: Of its model.
         page_size: Slots in a page, or None for the pool's.
         pool: The pool to share, or None for one of the cache's own.
     """

@@ -38,11 +38,7 @@ class PlacedSlots(SlotState):
         return self.positions[..., : self.used] < self.near_start
 
     def placed_keys(self, running: TurningPass) -> torch.Tensor:
-        """The keys in use, each at its place within the cache where positions are counted there.
-
-        Args:
-            running: The pass.
-        """
+        """The keys in use, each at its place within the cache where positions are counted there."""
         if not self.frames.two:
             return self.near_keys(running)
         held = self.slot_positions()
@@ -68,11 +64,7 @@ class PlacedSlots(SlotState):
         return torch.where(held >= self.near_start, ranks + self.frame_offset, ranks)
 
     def near_keys(self, running: TurningPass) -> torch.Tensor:
-        """The keys in use, in the frame of a block's queries.
-
-        Args:
-            running: The pass.
-        """
+        """The keys in use, in the frame of a block's queries."""
         keys, _ = self.held_now()
         if self.frames.unrotated:
             ranks = self.slot_ranks(running)
@@ -85,11 +77,7 @@ class PlacedSlots(SlotState):
         return self.frames.by(torch.where(far, torch.as_tensor(offset, device=far.device), 0))(keys)
 
     def slot_ranks(self, running: TurningPass) -> torch.Tensor:
-        """The places of the slots within the cache, (batch or 1, 1 or kv_heads, slots in use).
-
-        Args:
-            running: The pass.
-        """
+        """The places of the slots within the cache, (batch or 1, 1 or kv_heads, slots in use)."""
         if self.ranks is not None:
             return self.ranks[..., : self.used]
         key = ("ranks", self.slots, self.filled, self.cursor, self.settings.sinks)
@@ -103,7 +91,6 @@ class PlacedSlots(SlotState):
 
         Args:
             query: (batch, heads, 1, head_dim).
-            call: What the model said.
             ranks: The places of keys that are kept without rotation, or None.
             **options: Of `kernels.slots.slot_attention`.
         """
@@ -116,7 +103,6 @@ class PlacedSlots(SlotState):
 
         Args:
             live: True for rows with a real token, (batch, 1, 1).
-            index: Their slots.
             keys: (batch, kv_heads, 1, head_dim).
             values: Like `keys`.
         """
@@ -127,7 +113,6 @@ class PlacedSlots(SlotState):
         """Makes what was kept of a block the content of the slots.
 
         Args:
-            found: In order of position; what is empty comes last.
             before: How many tokens each row had before it was pruned, (batch, 1 or kv_heads, 1).
         """
         scores = found.scores
@@ -181,10 +166,8 @@ class PlacedSlots(SlotState):
         """Puts candidates into slots that are left, and all keys where they stand now.
 
         Args:
-            found: The slots, then new tokens.
             left: Rows, heads and slots, (changes, 3).
             came: Rows, heads and candidates for these, (changes, 3).
-            heads: Over how many heads the changes differ.
         """
         rows, kv_heads, used = self.rows, self.kv_heads, self.used
         to, source = tuple(left.unbind(1)), tuple(came.unbind(1))

@@ -406,11 +406,7 @@ _BUILT_IN: dict[str, type[Policy]] = {
 
 
 def resolve_policy(policy: str | Policy) -> Policy:
-    """The policy of that name with its usual parameters, or the policy itself.
-
-    Args:
-        policy: A name or a policy.
-    """
+    """The policy of that name with its usual parameters, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
     swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, torch.nn.Module) else ""
@@ -420,11 +416,7 @@ def resolve_policy(policy: str | Policy) -> Policy:
 
 
 def policy_from_settings(settings: dict[str, Any]) -> Policy:
-    """The policy that `Policy.settings` described.
-
-    Args:
-        settings: Its plain values.
-    """
+    """The policy that `Policy.settings` described."""
     parameters = dict(settings)
     name = parameters.pop("policy", None)
     if name not in _BUILT_IN:

@@ -29,7 +29,6 @@ class Candidates:
         positions: (batch, 1 or kv_heads, tokens), -1 where there is none.
         stands: At which place a key stands that was rotated, likewise; None where keys have no rotation of ours.
         attention: (batch, kv_heads, tokens), float32, or None.
-        gathering: Likewise.
         scores: Likewise, NaN for new tokens; None where nothing was scored yet.
     """
 
@@ -76,12 +75,10 @@ def take_block(
     """Attends with a block of new tokens, then keeps what the budget allows: (batch, tokens, heads, head_dim).
 
     Args:
-        layer: Empty or not.
         query: (batch, heads, tokens, head_dim), as the model rotated them.
         keys: (batch, kv_heads, tokens, head_dim), likewise.
         values: Like `keys`.
         call: What else the model said.
-        running: The pass of these tokens.
     """
     output, observed = _attend(layer, query, keys, values, call, running)
     prune_block(layer, keys, values, running, observed)
@@ -94,10 +91,8 @@ def prune_block(
     """Takes a block of new tokens and keeps what the budget allows.
 
     Args:
-        layer: Before the block.
         keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
         values: Like `keys`.
-        running: The pass.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
     """
     if layer.replaces_in_place and running.valid is None:
@@ -114,7 +109,6 @@ def lay_out(layer: EquipLayer, found: Candidates) -> None:
 
     Args:
         layer: Told of the new tokens (`fed`, `first`), with its old slots.
-        found: In order of position.
     """
     before = (found.positions >= 0).sum(-1, keepdim=True)
     layer.absorb(prune(layer, found), before)
@@ -124,9 +118,7 @@ def arrived(layer: EquipLayer, keys: torch.Tensor, running: TurningPass) -> tupl
     """A block's keys in the rotation in which they are kept, and where they stand then, (batch, 1 or kv_heads, tokens).
 
     Args:
-        layer: Before the block.
         keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        running: The pass.
     """
     frames, tokens = layer.frames, keys.shape[-2]
     if frames.geometry is None:
@@ -145,8 +137,6 @@ def replace_in_place(layer: EquipLayer, found: Candidates, tokens: int) -> None:
 
     Args:
         layer: Full, the same in all rows, told of the new tokens.
-        found: Its slots, then the new tokens.
-        tokens: How many are new.
     """
     scores = score(layer, found)
     positions = found.positions.expand(-1, scores.shape[1], -1) if scores.shape[1] > 1 else found.positions
@@ -207,10 +197,7 @@ def observed_by(layer: EquipLayer, queries: LastQueries | None, keys: torch.Tens
     """What a prompt's keys got from its last queries, (batch, kv_heads, tokens), or None where the policy observes none.
 
     Args:
-        layer: Empty.
-        queries: As many as the policy observes, or more.
         keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        running: The pass that computed them.
     """
     window, tokens = layer.policy.observes, keys.shape[2]
     if window == 0:
@@ -263,12 +250,7 @@ def _block_bias(layer: EquipLayer, call: Call, tokens: int) -> torch.Tensor | No
 
 
 def block_places(layer: EquipLayer, running: TurningPass) -> int | torch.Tensor:
-    """Where a block's tokens stand in the frame of its queries: the first of them, or each, (batch, 1 or kv_heads, tokens).
-
-    Args:
-        layer: Before the block.
-        running: The pass.
-    """
+    """Where a block's tokens stand in the frame of its queries: the first of them, or each, (batch, 1 or kv_heads, tokens)."""
     start = layer.kept_count + layer.frame_offset if layer.frames.two else layer.kept_count
     if running.valid is None and isinstance(start, int):
         return start
@@ -288,10 +270,8 @@ def candidates(
     """Kept and new tokens; the layer counts the new ones as fed.
 
     Args:
-        layer: Before the block.
         keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
         values: Like `keys`.
-        running: The pass.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
         ordered: Whether they are to be in order of position, rather than slots first.
     """
@@ -309,21 +289,13 @@ def candidates(
 
 
 def in_order(found: Candidates) -> Candidates:
-    """Candidates in order of position, what is empty last.
-
-    Args:
-        found: In any order.
-    """
+    """Candidates in order of position, what is empty last."""
     order = torch.where(found.positions < 0, torch.iinfo(torch.int32).max, found.positions).argsort(stable=True, dim=-1)
     return found.pick(order)
 
 
 def kept_candidates(layer: EquipLayer) -> Candidates:
-    """What the layer holds, slot by slot.
-
-    Args:
-        layer: Not empty.
-    """
+    """What the layer holds, slot by slot."""
     keys, values = layer.held_now()
     used = layer.used
     stands = layer.standing() if layer.frames.two else None
@@ -333,13 +305,7 @@ def kept_candidates(layer: EquipLayer) -> Candidates:
 
 
 def joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
-    """Kept tokens, then new ones.
-
-    Args:
-        layer: It knows whose the kept ones are by now.
-        old: The kept ones.
-        new: The new ones.
-    """
+    """Kept tokens, then new ones."""
     count, rows = new.keys.shape[2], new.keys.shape[0]
 
     def beside(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
@@ -368,8 +334,6 @@ def remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None
     """Adds a block's attention to what the policy observes.
 
     Args:
-        layer: It counts the observed queries.
-        found: Kept tokens, then new ones.
         observed: What they got, (batch, kv_heads, slots + tokens), or None.
         real: How many of the new tokens are, (batch, 1, 1).
     """
@@ -397,7 +361,6 @@ def prune(layer: EquipLayer, found: Candidates) -> Candidates:
 
     Args:
         layer: Told of the new tokens (`fed`, `first`), with its old slots.
-        found: Kept and new tokens.
     """
     count = int((found.positions >= 0).sum(-1).max())
     scores = score(layer, found)
@@ -409,12 +372,7 @@ def prune(layer: EquipLayer, found: Candidates) -> Candidates:
 
 
 def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
-    """What the policy says of the candidates, (batch, 1 or kv_heads, tokens).
-
-    Args:
-        layer: Told of the new tokens.
-        found: Kept and new tokens.
-    """
+    """What the policy says of the candidates, (batch, 1 or kv_heads, tokens)."""
     if layer.policy.order_only:
         return (found.positions - layer.fed).float()
     first = 0 if layer.first is None else layer.first
@@ -426,11 +384,6 @@ def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
 
 
 def first_of(found: Candidates, count: int) -> Candidates:
-    """The first candidates.
-
-    Args:
-        found: In order.
-        count: How many.
-    """
+    """The first candidates."""
     index = torch.arange(count, device=found.positions.device).expand(found.positions.shape[0], 1, -1)
     return found.pick(index)

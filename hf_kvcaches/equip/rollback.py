@@ -37,8 +37,6 @@ class Recording:
         """Remembers a call before the layer takes it.
 
         Args:
-            layer: As it is.
-            running: The pass.
             query: As in `EquipLayer.attend`.
             keys: As in `EquipLayer.attend`.
             values: As in `EquipLayer.attend`.
@@ -53,7 +51,6 @@ class Recording:
         """Undoes the last tokens, and forgets how to undo those before them.
 
         Args:
-            layer: The recorded one.
             tokens: How many; 0 only forgets.
         """
         before, calls, stay = self._before, self._calls, self.tokens - tokens

@@ -13,11 +13,8 @@ class Settings:
     """What the user asked of one layer.
 
     Args:
-        budget: Slots, or a fraction of the prompt.
         sinks: First tokens of each row that always stay.
         recent: Newest tokens that always stay; None for the policy's own number.
-        policy: Who goes.
-        backend: Of the kernels.
     """
 
     budget: int | float

@@ -103,11 +103,7 @@ class SlotState(ClockedStorage):
         return held.expand(self.rows, 1, -1)
 
     def ring_ranks(self, device: torch.device) -> torch.Tensor:
-        """Where each slot of the ring stands among those in use, (1, 1, slots in use).
-
-        Args:
-            device: Of the result.
-        """
+        """Where each slot of the ring stands among those in use, (1, 1, slots in use)."""
         slot, sinks = torch.arange(self.filled, device=device), self.settings.sinks
         if self.filled == self.slots:
             # The oldest of the ring is at the cursor.
@@ -185,12 +181,7 @@ class SlotState(ClockedStorage):
         return torch.where(held < 0, -1, torch.where(real < count, inside, width + real - count))
 
     def resolve(self, running: TurningPass, tokens: int) -> None:
-        """Decides on the number of slots, when the first tokens are there.
-
-        Args:
-            running: Their pass.
-            tokens: How many are the prompt.
-        """
+        """Decides on the number of slots, when the first tokens are there."""
         valid = running.valid
         prompt = tokens if valid is None else int(valid[:, :tokens].sum(-1).max())
         self.slots = slots_for(self.settings.budget, prompt)
@@ -199,11 +190,7 @@ class SlotState(ClockedStorage):
         check_budget(self.slots, sinks, self.recent)
 
     def window(self, tokens: int) -> int | None:
-        """How many of a block's last queries the policy observes.
-
-        Args:
-            tokens: In the block.
-        """
+        """How many of a block's last queries the policy observes."""
         wanted = self.policy.observes
         return None if wanted is None or (self.used and tokens < wanted) else wanted
 
@@ -212,7 +199,6 @@ class SlotState(ClockedStorage):
 
         Args:
             valid: True where a token is real, (batch, tokens), or None for all.
-            tokens: New ones.
         """
         if valid is None:
             assert self.is_initialized
@@ -257,11 +243,7 @@ class SlotState(ClockedStorage):
                 setattr(self, name, torch.nn.functional.pad(held, (0, self.capacity - held.shape[-1]), value=fill))
 
     def count_evicted(self, tokens: int) -> None:
-        """Says that all rows lost as many tokens.
-
-        Args:
-            tokens: How many.
-        """
+        """Says that all rows lost as many tokens."""
         if self.offset_rows is None:
             self.offset += tokens
         else:
@@ -291,11 +273,7 @@ class SlotState(ClockedStorage):
         return self.held(self.used)
 
     def slot_index(self, slot: int | torch.Tensor) -> torch.Tensor:
-        """A slot as (batch, 1 or kv_heads, 1).
-
-        Args:
-            slot: A number, or already so.
-        """
+        """A slot as (batch, 1 or kv_heads, 1)."""
         if isinstance(slot, torch.Tensor):
             return slot
         assert self.positions is not None
@@ -350,7 +328,6 @@ class SlotState(ClockedStorage):
 
         Args:
             weights: (batch, kv_heads, slots in use), float32.
-            index: Where the new token is, whose slot had another's.
         """
         used, window = weights.shape[-1], self.policy.observes
         assert self.attention is not None

@@ -27,12 +27,9 @@ def turn_ring(
     What `insert` and `attend` ask of a layer takes as long as the attention of a small model, so here each thing is asked once.
 
     Args:
-        layer: On buffers.
         query: (batch, heads, 1, head_dim), as the model rotated it.
         keys: (batch, kv_heads, 1, head_dim), likewise.
         values: Like `keys`.
-        call: What the model said.
-        running: The pass, of one token.
     """
     counters, frames, slots = layer.counters_now(), layer.frames, layer.slots
     key_buffer, value_buffer = layer.keys, layer.values
@@ -73,10 +70,8 @@ def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running:
     """Writes one token a row into its slot, over the one that goes where there is no room, and returns the slot.
 
     Args:
-        layer: Not empty.
         keys: (batch, kv_heads, 1, head_dim), as the model rotated them.
         values: Like `keys`.
-        running: The pass.
 
     Returns:
         The slot, where it is the same everywhere; else (batch, 1 or kv_heads, 1).
@@ -233,10 +228,7 @@ def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: TurningP
     """Attention of one query a row over the slots: (batch, 1, heads, head_dim), and its weights where the policy observes them.
 
     Args:
-        layer: With the new token in it.
         query: (batch, heads, 1, head_dim), as the model rotated it.
-        call: What the model said.
-        running: The pass.
     """
     valid = layer.holding()
     if running.allowed is not None:
@@ -311,10 +303,7 @@ def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.T
     """Remembers what a query gave to each slot, and scores the slots anew.
 
     Args:
-        layer: With the new token in it.
         weights: (batch, kv_heads, slots in use), float32, or None where the policy doesn't look.
-        slot: Where the new token went.
-        running: The pass.
     """
     policy = layer.policy
     if policy.order_only:

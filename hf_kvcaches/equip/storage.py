@@ -85,11 +85,7 @@ class SlotStorage(TensorLayer):
         return min(self.slots, max(64, used + used // 2))
 
     def own(self, needs_graph: bool) -> None:
-        """Makes sure that slots may be written in place: not where a graph or inference mode holds on to them.
-
-        Args:
-            needs_graph: Whether gradients are wanted.
-        """
+        """Makes sure that slots may be written in place: not where a graph or inference mode holds on to them."""
         self.leave_inference_mode()
         for name in self.row_tensors if needs_graph else ():
             tensor = getattr(self, name)
@@ -103,11 +99,7 @@ class SlotStorage(TensorLayer):
         return copies | {name: getattr(self, name) for name in self.counters} | {"is_initialized": self.is_initialized}
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Goes back to a snapshot.
-
-        Args:
-            before: The snapshot; used up.
-        """
+        """Goes back to a snapshot."""
         for name, value in before.items():
             setattr(self, name, value)
 
@@ -115,21 +107,13 @@ class SlotStorage(TensorLayer):
         """Gives memory back after tokens were dropped outside of a forward pass; one buffer a row has none to give."""
 
     def held(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first slots, as they are kept.
-
-        Args:
-            used: How many.
-        """
+        """Keys and values of the first slots, as they are kept."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys[:, :, :used], self.values[:, :, :used]
 
     def held_swapped(self, used: int) -> torch.Tensor:
-        """The keys with the dimensions of each pair exchanged: kept, as in the paper.
-
-        Args:
-            used: How many slots.
-        """
+        """The keys with the dimensions of each pair exchanged: kept, as in the paper."""
         assert self.swapped is not None
         return self.swapped[:, :, :used]
 
@@ -137,7 +121,6 @@ class SlotStorage(TensorLayer):
         """Overwrites one slot a row and head.
 
         Args:
-            slot: Which.
             keys: (batch, kv_heads, 1, head_dim).
             values: Like `keys`.
         """
@@ -158,7 +141,6 @@ class SlotStorage(TensorLayer):
         """Overwrites neighbouring slots, the same in all rows and heads.
 
         Args:
-            start: The first.
             keys: (batch, kv_heads, tokens, head_dim).
             values: Like `keys`.
         """
@@ -176,7 +158,6 @@ class SlotStorage(TensorLayer):
             to: Rows, heads and slots, each of one shape.
             keys: (batch, kv_heads, tokens, head_dim).
             values: Like `keys`.
-            source: Rows, heads and tokens for these slots.
         """
         assert self.keys is not None
         assert self.values is not None
@@ -230,7 +211,6 @@ class SlotStorage(TensorLayer):
 
         Args:
             which: True for those, (batch, 1 or kv_heads, slots).
-            start: The first of these slots.
         """
         assert self.keys is not None
         if not self.keys.is_contiguous():
@@ -244,11 +224,7 @@ class SlotStorage(TensorLayer):
             keys.index_copy_(0, tokens, self.frames.back(keys.device)(keys.index_select(0, tokens)[None, None])[0, 0])
 
     def token_at(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values in one slot, the same everywhere, (batch, kv_heads, 1, head_dim) each.
-
-        Args:
-            slot: Which.
-        """
+        """Copies of the keys and values in one slot, the same everywhere, (batch, kv_heads, 1, head_dim) each."""
         assert self.keys is not None
         assert self.values is not None
         return self.keys.narrow(2, slot, 1).clone(), self.values.narrow(2, slot, 1).clone()
@@ -269,8 +245,6 @@ class SlotStorage(TensorLayer):
 
         Args:
             query: (batch, heads, 1, head_dim).
-            used: How many slots.
-            scaling: Of the scores.
             ranks: To which position to rotate each key, (batch or 1, 1 or kv_heads, slots); None for keys that are rotated.
             **options: Of `kernels.slots.slot_attention`.
         """

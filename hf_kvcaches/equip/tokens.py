@@ -57,7 +57,6 @@ def newest_from(positions: torch.Tensor, recent: int) -> torch.Tensor:
 
     Args:
         positions: (batch, 1 or kv_heads, slots), -1 for empty slots.
-        recent: How many tokens.
     """
     if recent == 0:
         return positions.amax(-1, keepdim=True) + 1

@@ -24,10 +24,7 @@ def check_tensor(
     """Refuses a tensor of another shape, dtype or device.
 
     Args:
-        name: Of the argument.
-        x: The tensor.
         shape: The size of each dimension; None for any, a tuple for one of several.
-        dtype: One, or those that are right.
         device: None for any.
         contiguous: Whether the last dimension must be.
     """

@@ -106,12 +106,9 @@ def coefficient_attention(
             key head.
         keys: Coefficients of keys, (batch, kv_heads, tokens, rank), and their bases.
         values: Coefficients of values and their bases; rank and dim may be others.
-        scaling: Of the scores.
         valid: True for tokens that take part, (batch or 1, kv_heads or 1, tokens); None for all.
-        rotation: For coefficients of unrotated keys: their positions.
         key_basis_of: Which basis of the bank each tile of TILE tokens is in, (batch, kv_heads, tiles), int16, int32 or int64; None where
             there is one.
-        value_basis_of: The same for values.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
         backend: See the module.
         check: Whether to look at the arguments first. Not for tensors that fit by construction.

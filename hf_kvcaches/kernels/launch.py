@@ -57,11 +57,7 @@ def split_tokens(count: int, block: int, rows: int, splits: int | None, device: 
     """How many slots or tokens of a row and KV head each program has, in whole blocks, and how many programs that makes.
 
     Args:
-        count: Slots or tokens.
-        block: Of these, what a program takes at a time.
-        rows: Rows times KV heads.
         splits: How many programs to share among; None: enough to fill the GPU.
-        device: The GPU.
     """
     splits = splits or -(-2 * _processors(device) // rows)
     chunk = -(-count // (splits * block)) * block

@@ -20,9 +20,7 @@ def dequantize(
         data: int8: level - 127, (..., length). uint8: levels of 4 bits, two to a byte, the first in the low half, (..., ceil(length / 2)).
         scale: (..., groups).
         zero: Like `scale`.
-        length: Of the last dimension.
         group: Consecutive elements that share a scale; the last group may be shorter. None: all.
-        dtype: Of the arithmetic and of the result.
     """
     scale, zero = scale.to(dtype), zero.to(dtype)
     if data.dtype == torch.int8:

@@ -66,13 +66,7 @@ class Decoder(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Consecutive tokens and the consecutive slots of a row that they go to.
-
-    Args:
-        row: Of the buffers.
-        first: Slot of the first token.
-        tokens: How many.
-    """
+    """Consecutive tokens and the consecutive slots of a row that they go to."""
 
     row: int
     first: int
@@ -106,7 +100,6 @@ def rebuild(
     Args:
         side: What is known of each of the N tokens beside its codes, (N, d), floating point, or fewer with `rows`; or None.
         codes: What was sent of each token; or None.
-        decoder: The weights, on the device of the buffers.
         key_out: The cache's buffer, (batch, kv_heads, capacity, key_dim), the last dimension contiguous.
         value_out: (batch, kv_heads, capacity, value_dim), the last dimension contiguous.
         spans: Where the N tokens go, in their order. No slot twice.

@@ -45,7 +45,6 @@ def cos_sin(inv_freq: torch.Tensor, positions: int | torch.Tensor, dtype: torch.
     Args:
         inv_freq: Angle per position of each pair, (rotary_dim / 2,), float64, on the device of the result.
         positions: A number, or integers of any shape on that device.
-        dtype: Of the result.
     """
     angles = inv_freq * (positions if isinstance(positions, int) else positions.to(torch.float64).unsqueeze(-1))
     # Cosine and sine reduce a float64 argument exactly; a remainder by a rounded 2 pi would add its error once per circle.
@@ -57,9 +56,6 @@ def angle_table(inv_freq: torch.Tensor, length: int, dtype: torch.dtype, device:
 
     Args:
         inv_freq: As for `cos_sin`, best on the CPU: it is read as numbers.
-        length: How many positions are needed.
-        dtype: Of the result.
-        device: Of the result.
     """
     return _angle_table(tuple(inv_freq.tolist()), max(512, 1 << (length - 1).bit_length()), dtype, device)
 

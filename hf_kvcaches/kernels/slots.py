@@ -72,13 +72,11 @@ def slot_attention(
         query: (batch, heads, 1, head_dim); consecutive heads share a key head.
         keys: (batch, kv_heads, slots, head_dim), the last dimension contiguous.
         values: (batch, kv_heads, slots, value_dim), the last dimension contiguous.
-        scaling: Of the scores.
         valid: True for slots that take part, (batch or 1, kv_heads or 1, slots); None for all. A row without any gives zeros.
         far: Slots whose keys live in another frame: the first so many, or a mask shaped like `valid`.
         far_query: The same query rotated into the frame of the far slots; comes with `far`.
         rotation: For keys that are stored unrotated: the rotation to apply on the way.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
-        want_weights: Whether the weights are wanted as well.
         backend: See the module.
         check: Whether to look at the arguments first, which takes as long as a small product. Not for tensors that fit by construction.
 

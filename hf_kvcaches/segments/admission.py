@@ -36,14 +36,11 @@ class Part:
     """Consecutive tokens of a row, and where their keys and values come from.
 
     Args:
-        start: The first token's place in the row.
-        stop: Behind the last.
         tier: How they come about. For what an earlier row had from its start on, how they came about there.
         pieces: What is stored of them; empty where they are computed.
         rerun: Places of tokens that are run again although they are stored.
         depth: Up to this layer what is stored is used, and the layers above are run from the hidden states stored there; None: all
             layers are used.
-        probe: Whether that still hangs on a probe.
         similarity: Of what stood before it where it was stored, and what stands before it now; where a probe asks.
         choose: How many tokens are still to be chosen for `rerun`, by how much their keys deviate.
         instead: What it becomes if the probe fails.
@@ -83,7 +80,6 @@ class Plan:
     """What happens to one row's new tokens, all but the last.
 
     Args:
-        begin: Tokens that are in the cache already.
         parts: Without gaps from there on.
         prefix: Where what an earlier row had from its start on ends.
         chain: The name of all tokens up to there.
@@ -115,9 +111,7 @@ def plan_row(
 
     Args:
         ids: All tokens of the row, without the last, which is always computed.
-        begin: How many of them are in the cache already.
         mode: Whether approximations are let in, with or without gates.
-        layers: How many the model has.
         resembling: Looks for near-identical segments; only asked where something verbatim was found, because a look takes longer.
         verdict: What earlier probes say of a segment, given the similarity of its surroundings: passed, failed, or None.
     """

@@ -28,10 +28,7 @@ class ReusedSpan(NamedTuple):
     """Consecutive tokens of a prompt that came about alike.
 
     Args:
-        row: Of the batch.
         start: The first token's place in its row, padding not counted.
-        stop: Behind the last.
-        tier: "exact", "guarded", "repaired", "probed" or "computed".
         repaired: How many of them were run again although they are stored.
         depth: Up to this layer they are reused; None: all layers.
         segments: The stored segments' ids, for `SegmentStore.pin` and `delete`.

@@ -50,10 +50,8 @@ class Answered(NamedTuple):
         kl: The mean divergence of the next tokens' distributions, in nats.
         saved: The share of the prefill's operations that was saved, less what probes took.
         approximate: Tokens that were taken from behind another text.
-        refused: Tokens that a probe refused.
         lowest: The lowest score of its probes, or None without.
         scores: (score, tokens) of each probe.
-        tokens: Of the prompt.
     """
 
     kl: float
@@ -70,8 +68,6 @@ def next_tokens(model: PreTrainedModel, prompt: Tokens, asked: Tokens, cache: Se
     """The logits of each asked token's place, (asked tokens, vocabulary).
 
     Args:
-        prompt: What is prefilled.
-        asked: What follows, fed in as it is.
         cache: A new one that reuses, or None for the model alone.
     """
     device = compat.input_device(model)
@@ -161,7 +157,6 @@ def calibrate(
     as the prompts: where nothing drifts in them, its bound says nothing of prompts where something does.
 
     Args:
-        model: A causal language model with rotary positions.
         tokenizer: Its tokenizer, or None; use the cache with the same.
         prompts: Token ids in the order in which they come; or several such lists by name, each with a store of its own. The bound
             holds in each.
@@ -336,7 +331,6 @@ class BreakEven(NamedTuple):
     """What a segment costs on this computer, in seconds.
 
     Args:
-        tokens: Its length.
         storing: Writing it into the store, after the first token.
         reusing: A prefill that takes it from the store.
         computing: A prefill without.
@@ -378,7 +372,6 @@ def measure_break_even(
 
     Args:
         ids: A text that segments are taken from, one after the other.
-        lengths: Tokens of the segments.
         location: As for `SegmentStore`, an empty one.
         quantization: As for `SegmentStore`.
         repeats: How often each is measured, with segments of its own; one more goes before and does not count.

@@ -66,10 +66,7 @@ class Signer:
 
     Args:
         pieces: Gives the text of each token, as `Discovery.pieces` does. None: token ids are taken for words.
-        shingle: Words in a shingle.
         left: Tokens before a span that make its left context.
-        permutations: Numbers in a signature.
-        seed: Of the signatures.
     """
 
     def __init__(

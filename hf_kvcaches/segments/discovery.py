@@ -165,8 +165,6 @@ class Discovery:
 
         Args:
             places: All places where it may be cut, its two ends among them.
-            powers: How much each divides.
-            kinds: What begins at each.
         """
         kind_of = dict(zip(places, kinds, strict=True))
         block = [places[0]]
@@ -312,12 +310,7 @@ _XML_TAG = re.compile(r"<(/?)([A-Za-z_][\w:.-]*)(?:\s[^<>]*|/)?>")
 
 
 def _xml_ranges(text: str, special: frozenset[str]) -> Iterator[tuple[int, int, int]]:
-    """What begins a line with a tag that is closed later, also inside of others: start, stop and kind.
-
-    Args:
-        text: That of the row, behind a line end.
-        special: Tokens that look like tags.
-    """
+    """What begins a line with a tag that is closed later, also inside of others: start, stop and kind."""
     starts = frozenset(match.start(1) for match in _XML_START.finditer(text))
     if not starts:
         return

@@ -40,7 +40,6 @@ class Experience:
         """Whether a segment would pass a probe, or None where nothing is known of it.
 
         Args:
-            similarity: Of the surroundings, old and new.
             threshold: What a score must reach.
         """
         with self._lock:
@@ -50,11 +49,7 @@ class Experience:
         return None if passed == failed else passed
 
     def learn(self, scope: str, layer: int, ids: Ids, similarity: float, score: float) -> None:
-        """Remembers what a probe found.
-
-        Args:
-            similarity: Of the surroundings, old and new.
-        """
+        """Remembers what a probe found."""
         with self._lock:
             key = _key(scope, layer, ids)
             self._remember(key, similarity, score)

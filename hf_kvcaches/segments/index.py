@@ -27,14 +27,7 @@ NEAR = 0.5
 
 
 class Piece(NamedTuple):
-    """Tokens of a prompt that a stored segment has.
-
-    Args:
-        start: The first token's place in the row.
-        stop: Behind the last.
-        record: The segment.
-        offset: Where in the segment they begin.
-    """
+    """Tokens of a prompt that a stored segment has."""
 
     start: int
     stop: int
@@ -153,7 +146,6 @@ class SegmentIndex:
 
         Args:
             chain: The name of its first `start` tokens.
-            exact_only: Whether to leave out what holds approximations.
         """
         whole = self._from_the_start(ids, chain, start, exact_only)
         end = max((piece.stop for piece in whole), default=start)
@@ -204,11 +196,7 @@ class SegmentIndex:
         return [self.records[key] for key in self._signatures.near(signature)]
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
-        """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps.
-
-        Args:
-            shortest: Shorter runs are not worth it.
-        """
+        """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps."""
         found: list[Run] = []
         numbers = anchors(ids[start:]).tolist()
         place, free = start, start

@@ -11,8 +11,6 @@ class Looked(NamedTuple):
     """A probe.
 
     Args:
-        start: Of the segment, in its row.
-        stop: Behind it.
         score: See `agreement`.
     """
 

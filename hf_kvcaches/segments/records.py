@@ -50,8 +50,6 @@ class Record:
         scope: Which model, adapters, tokenizer and format its tensors are for; only caches of the same scope see it.
         ids: Its tokens, (tokens,).
         left: The `Chain` name of all that stood left of it.
-        right: The name with itself.
-        start: The position of its first token.
         context: Up to `CONTEXT` tokens that stood left of it, (n,).
         origin: How what it holds came about: "exact" when nothing to the left of it, nor itself, was an approximation.
         fresh: Whether all of it was computed where it stood. Only such segments are spliced into other contexts, so that drift does

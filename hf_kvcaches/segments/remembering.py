@@ -29,12 +29,7 @@ class NewRow:
     """A row of a prompt, of which something is new.
 
     Args:
-        row: Of the batch.
         padding: Slots at its start that hold no token.
-        ids: All its tokens.
-        plan: What became of the new ones.
-        earlier: What became of those before.
-        given: The caller's own segments.
         hidden: What entered some layers: the slots that ran, (tokens,), and their states, (tokens, hidden).
     """
 
@@ -52,7 +47,6 @@ class Remembering:
 
     Args:
         layers: Of the cache, in which prompts are computed.
-        store: Where to.
     """
 
     def __init__(self, layers: Sequence[SplicedLayer], store: SegmentStore) -> None:
@@ -70,7 +64,6 @@ class Remembering:
         """Takes over what is to be stored as soon as it is computed.
 
         Args:
-            needed: How many slots the layers will hold then.
             is_confirmed: Whether it was computed by the model of the scope. Asked before anything is stored.
         """
         with self._lock:

@@ -22,8 +22,6 @@ class Resembling:
 
     Args:
         near: Gives the stored segments whose signatures resemble one.
-        reader: Cuts the prompt, and makes signatures.
-        given: The caller's own segments.
     """
 
     def __init__(self, near: Callable[[Signature], list[Record]], reader: Reader, given: Sequence[tuple[int, int]] = ()) -> None:

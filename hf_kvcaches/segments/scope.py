@@ -24,7 +24,6 @@ def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
     """Refuses a policy that was calibrated for another model.
 
     Args:
-        model: With the adapters that are active now.
         policy: Any policy; one without a fingerprint fits all models.
     """
     if policy.fingerprint is not None:
@@ -32,12 +31,7 @@ def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
 
 
 class Reader(NamedTuple):
-    """What reads prompts.
-
-    Args:
-        discovery: Cuts them into segments.
-        signer: Says what segments resemble.
-    """
+    """What reads prompts."""
 
     discovery: Discovery
     signer: Signer
@@ -48,11 +42,7 @@ _readers: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Reader]] = weakre
 
 
 def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: str | None, depth: int | None) -> str:
-    """The name of all that must be the same for a stored segment to be of use.
-
-    Args:
-        identity: Under which its tokens are computed.
-    """
+    """The name of all that must be the same for a stored segment to be of use."""
     parts = (str(FORMAT), identity.digest, _tokenizer_name(tokenizer), str(quantization), str(depth), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 

@@ -37,10 +37,6 @@ class Stages:
 
     Args:
         cache: Its layers have room for the prompt, and hold what is reused of it.
-        call: The prompt.
-        rows: With plans; probed parts are settled here.
-        tensors: Of the stored segments.
-        total: Slots of the prompt.
         scope: See `Record`; what probes find is remembered for it.
     """
 

@@ -59,9 +59,7 @@ class NewSegment(NamedTuple):
     """A segment on its way into the store: its record, still without `stored`, and its states.
 
     Args:
-        record: What is known of it.
         layers: Keys and values of the lowest layers, or all.
-        hidden: What entered a layer, by its index.
         encoded: What `codec.encode` would give, where it is at hand.
     """
 

@@ -36,11 +36,9 @@ class Row:
     """A row of the prompt.
 
     Args:
-        number: Of the batch.
         padding: Slots at its start that hold no token.
         ids: All its tokens, those in the cache included.
         begin: How many of them are in the cache.
-        plan: What happens to the others.
     """
 
     number: int
@@ -56,12 +54,7 @@ class Row:
 
 
 class Taking:
-    """Fills the cache with a prompt's tokens, as far as they are stored, and says what remains.
-
-    Args:
-        cache: The cache.
-        call: The prompt.
-    """
+    """Fills the cache with a prompt's tokens, as far as they are stored, and says what remains."""
 
     def __init__(self, cache: SegmentReuseCache, call: PrefillCall) -> None:
         self.cache, self.call = cache, call

@@ -24,11 +24,7 @@ class Writer:
         self._process = os.getpid()
 
     def add(self, job: Callable[[], None]) -> None:
-        """Runs a job behind those that wait.
-
-        Args:
-            job: Handles its own errors.
-        """
+        """Runs a job behind those that wait."""
         self._notice_fork()
         with self._changed:
             self._jobs.append(job)

@@ -26,13 +26,7 @@ TIMEOUT = 1.0
 
 
 class Stored(NamedTuple):
-    """A blob that a store has.
-
-    Args:
-        key: Of the blob.
-        head: As it was put.
-        bytes: What the blob takes in the store.
-    """
+    """A blob that a store has."""
 
     key: str
     head: dict[str, Any]
@@ -89,7 +83,6 @@ class BlobStore(ABC):
         Args:
             key: Hexadecimal digits in small letters, such as a digest of what the tensors were made from.
             head: A small dict that comes back from JSON as it was. `changes` hands it out without reading the tensors.
-            tensors: By name. They are copied.
         """
 
     @abstractmethod
@@ -138,9 +131,6 @@ class BlobStore(ABC):
         """What there is now at keys that may have changed: what distinguishes the blob from others, and the blob; None: nothing.
 
         If it raises, the next call starts where this one did.
-
-        Args:
-            touched: Keys to look at in any case.
         """
 
     @abstractmethod

@@ -55,9 +55,6 @@ class DiskBlobs(BlobStore):
     read. A journal that is not the one known, got shorter or holds what is no line makes them list the folder again. A process killed
     between writing a blob and its line leaves a blob that can be read, and that is listed where the folder is. Where there is a folder
     in the journal's place, or one that may not be read or replaced, the folder of blobs is listed each time.
-
-    Args:
-        folder: Has to exist.
     """
 
     def __init__(self, folder: Path) -> None:

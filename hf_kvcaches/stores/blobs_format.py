@@ -59,10 +59,7 @@ class Header(NamedTuple):
     """What stands in a header whose checksum is right.
 
     Args:
-        head: What the owner of the blob wrote.
         check: Of the header; two blobs of one key and check are the same.
-        crc32: Of the body.
-        places: Of the tensors by name.
         length: Bytes before the body.
         size: Bytes of the whole blob.
     """
@@ -132,7 +129,6 @@ def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
     Args:
         key: A checked key. It isn't written, but in the checksum.
-        tensors: By name. They come back in this order.
     """
     written, plain = head_as_json(head), dense(tensors)
     layout: dict[str, Any] = dict.fromkeys(plain)

@@ -49,8 +49,6 @@ class RedisBlobs(BlobStore):
 
     Args:
         client: Of redis-py, giving bytes.
-        prefix: Of all keys.
-        place: For messages.
         timeout: Seconds for the calls of a request.
     """
 

@@ -43,7 +43,6 @@ class Catalog:
         location: As in `open_blobs`.
         timeout: As in `open_blobs`.
         max_bytes: The cap, a number or such as `"4GiB"`; None for none.
-        contents: The index to keep in step.
         noun: What a blob is to a user, such as "segment".
 
     Attributes:
@@ -116,11 +115,7 @@ class Catalog:
         return tensors
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
-        """Stores a blob, and returns whether the place could be used.
-
-        Args:
-            reported: Whether the blob counts as written.
-        """
+        """Stores a blob, and returns whether the place could be used."""
         self.blobs.begin()
         try:
             size = self.blobs.put(key, head, tensors)
@@ -198,11 +193,7 @@ class Catalog:
         self.blobs.close()
 
     def summary(self, among: Collection[str]) -> dict[str, Any]:
-        """What a report of any store says.
-
-        Args:
-            among: The blobs of which pinned ones are counted.
-        """
+        """What a report of any store says."""
         try:
             pinned = self.blobs.pinned()
         except StoreUnavailable as error:

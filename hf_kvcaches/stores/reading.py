@@ -227,11 +227,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor that has infinities or NaN, or None.
-
-    Args:
-        tensors: On the CPU, by name.
-    """
+    """The name of a tensor that has infinities or NaN, or None."""
     for name, tensor in tensors.items():
         plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         if plain.is_floating_point() and plain.numel():

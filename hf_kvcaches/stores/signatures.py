@@ -91,7 +91,6 @@ class SignatureIndex:
 
     Args:
         threshold: The similarity at which finding becomes more likely than not.
-        permutations: Numbers in a signature.
     """
 
     def __init__(self, threshold: float = 0.5, permutations: int = 64) -> None:

@@ -50,7 +50,6 @@ class VectorIndex:
     """Unit vectors by name. Any thread may call any method.
 
     Args:
-        dim: Elements of a vector.
         kind: `flat`, `hnsw` or `ivf` (flat below `IVF_FROM` vectors); `auto` goes by how many vectors there are and came at once.
     """
 
@@ -88,7 +87,6 @@ class VectorIndex:
         """Puts vectors in. An id that is there gets its new vector.
 
         Args:
-            ids: Strings, each one once.
             vectors: `(len(ids), dim)`, of length 1.
         """
         names = list(ids)
@@ -111,11 +109,7 @@ class VectorIndex:
             self._settle(len(names))
 
     def remove(self, ids: Sequence[str]) -> int:
-        """Takes vectors out, and returns how many were there.
-
-        Args:
-            ids: What is not there is passed over.
-        """
+        """Takes vectors out, and returns how many were there."""
         with self._lock:
             gone = self._forget(ids)
             if gone:

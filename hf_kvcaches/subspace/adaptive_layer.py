@@ -145,11 +145,7 @@ class AdaptiveLayer(SubspaceLayer):
             self.budget.tell(self, self._waiting)
 
     def settle(self, ranks: Sequence[Ranks]) -> None:
-        """Makes the first bases, now that ranks are known, and coefficients of all that is no longer to be exact.
-
-        Args:
-            ranks: Of each head.
-        """
+        """Makes the first bases, now that ranks are known, and coefficients of all that is no longer to be exact."""
         assert self.recent_keys is not None
         assert self.recent_values is not None
         begun, self._waiting = self._waiting, ()
@@ -170,9 +166,7 @@ class AdaptiveLayer(SubspaceLayer):
 
         Args:
             before: How many tokens each row had when that was done last.
-            keys: The new ones, as the model rotated them.
             values: Like `keys`.
-            numbers: Of the new ones.
         """
         sinks, ready, spans = self.settings.sinks, self.ready, list(zip(before, numbers.stops, strict=True))
         alike: dict[tuple[int, int], list[int]] = {}
@@ -205,11 +199,7 @@ class AdaptiveLayer(SubspaceLayer):
         """Lets a group of heads follow its new tokens.
 
         Args:
-            side: "key" or "value".
-            group: Its number.
             states: Of each row, from the last tile of coefficients that was not whole, (batch, heads, tokens, d).
-            alike: Rows by how many tokens they had and have.
-            coefficients: Which ones are made.
         """
         follower, sinks = self._follower(side, group), self.settings.sinks
         made = states.new_zeros(*states.shape[:2], coefficients.longest, follower.rank, dtype=self.dtype)
@@ -290,10 +280,7 @@ class AdaptiveLayer(SubspaceLayer):
         """What rows begin with, now that there is enough of them.
 
         Args:
-            rows: Which.
-            keys: The new ones of all rows.
             values: Like `keys`.
-            numbers: Of the new ones.
             call: What the model said; None where only keys and values are taken over.
         """
         span = Span((0,) * len(keys), tuple(self.ready if row in rows else 0 for row in range(len(keys))), numbers.device)

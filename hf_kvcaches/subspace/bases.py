@@ -84,15 +84,9 @@ class BasesSettings:
     Args:
         rule: How ranks were chosen: the argument of `calibrate` and its value.
         rotation: Whether keys are projected before ("aware") or after ("post") the model rotates them.
-        metric: "attention", "loss" or "plain".
-        gamma: "calibrated", "one" or "paper".
         share: What has a basis of its own, "head" or "layer".
         multiple_of: What ranks are multiples of, unless they were given.
-        percentile: Of the residuals.
-        head_dim: Size of a key.
         block: Tokens of the longest sequence that was read.
-        blocks: How many sequences were read.
-        tokens: How many tokens they had.
         unprojected: Layers whose output projection was not found, so that "attention" took their heads' outputs for the layer's.
     """
 

@@ -34,7 +34,6 @@ class AttentionBounds:
     """How far one query's attention can be off.
 
     Args:
-        logits: Largest error of a logit.
         weights: Sum of the absolute errors of the attention weights, at most 2.
         output: Euclidean norm of the error of the output.
     """
@@ -56,7 +55,6 @@ def residual_norm_from_gram(
         gram: (..., d, d), summed up in float64.
         encode: (..., r, d).
         decode: (..., d, r), or None for the transpose of `encode`.
-        gamma: The factor on what is decoded.
     """
     gram = gram.double()
     if gram.ndim < 2 or gram.shape[-1] != gram.shape[-2]:

@@ -88,13 +88,7 @@ class _MeterLayer(PassingLayer):
 
 
 class MeterCache(KVCache):
-    """Lets a model attend as ever to the sequence at hand, and measures its full-attention layers.
-
-    Args:
-        model: The model.
-        choices: What the user asked.
-        block: The longest sequence.
-    """
+    """Lets a model attend as ever to the sequence at hand, and measures its full-attention layers."""
 
     needs_attention = True
 
@@ -114,11 +108,7 @@ class MeterCache(KVCache):
         return _MeterLayer(self, layer_idx)
 
     def follow(self, loss: torch.Tensor) -> None:
-        """Measures what a loss, which the pass at hand ended in, asks of keys and of attention's outputs.
-
-        Args:
-            loss: The sum over all tokens.
-        """
+        """Measures what a loss, which the pass at hand ended in, asks of keys and of attention's outputs."""
         traced = [each for view in self.views for each in (view.keys, *view.outputs)]
         gradients = iter(torch.autograd.grad(loss, traced))
         with torch.no_grad():
@@ -141,11 +131,7 @@ def _geometry(config: Any, layer_idx: int) -> RotaryGeometry | None:
 
 
 def calibrate(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], choices: Choices, reading: Reading) -> SubspaceBases:
-    """See `SubspaceBases.calibrate`.
-
-    Args:
-        texts: Strings, or token ids.
-    """
+    """See `SubspaceBases.calibrate`."""
     base, config = compat.split_model(model)
     assert base is not None
     require_answering(base, "SubspaceBases.calibrate")

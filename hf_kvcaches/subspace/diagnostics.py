@@ -40,16 +40,12 @@ class LayerDiagnostics:
     Args:
         tokens: How many tokens were measured, (batch,).
         key_residual: The share that is lost, `sqrt(lost energy / energy)`, of keys as they are scored, with gamma.
-        value_residual: Likewise.
         key_operator_norm: The operator norm of what all measured keys lose.
-        value_operator_norm: Likewise.
         exact_norms: Whether operator norms are these, up to rounding. Else they are bounds: in the static mode the Frobenius norm, in the
             adaptive one from the sketch and what it may have missed, with older tokens counting less where they decay.
         key_largest_row: The largest length of what one key loses; None where a sketch is all there is.
-        value_largest_row: Likewise.
         key_sketch_bound: In the adaptive mode: how large the operator norm of what the basis in use loses of the keys in the sketch can be
             at most, in coordinates of the metric and as they decayed; else None.
-        value_sketch_bound: Likewise.
         logit_error: Of each row's last query over the tokens with coefficients, the largest error of a logit, (batch, heads). None
             without a shadow, and after tokens were taken back until others come.
         logit_bound: What `bounds.logit_error_bound` allows for, likewise.
@@ -269,10 +265,8 @@ def _of_row(
 
     Args:
         exact: Keys and values, (kv_heads, tokens, d).
-        read: The same as they are read.
         turned: Gives keys as the bases see them.
         query: (heads, d), or None for no errors of attention.
-        scaling: Of logits.
         softcap: Of logits; 0 for none.
     """
     found: dict[str, torch.Tensor] = {}

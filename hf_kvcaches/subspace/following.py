@@ -57,14 +57,11 @@ class Follower:
     """How a text is followed.
 
     Args:
-        sketch: What summarises.
-        rank: Coefficients of a token.
         chunk: The most tokens until a basis is looked at again.
         limit: The largest loss of a tile, as a share of its length; None: `slack` times what the basis lost when it was new.
         decay: What the energy of older tokens is multiplied with after a chunk.
         agreement: A basis stays while it loses no more than when it was made and this share of the energy, or than the best one and that.
         even: Whether coefficients are to be equally large in all directions, so that one scale fits them.
-        dtype: Of the bases.
     """
 
     sketch: Sketch
@@ -149,9 +146,6 @@ class Follower:
         Args:
             rows: (batch, heads, tokens, d): tokens from coefficient `first` on, to the last one that came.
             first: Where the rows begin: not behind `start`'s tile, nor behind what is to be fed.
-            start: The first coefficient to make.
-            stop: The one after the last.
-            fed: How many tiles the sketch has.
             ahead: How many tokens have come behind a token when its coefficients are made.
 
         Returns:
@@ -208,7 +202,6 @@ class Follower:
         """Looks at the basis of some heads, and replaces it where another one is better by enough.
 
         Args:
-            at: The coefficient that is next.
             due: Which heads, (batch, heads).
         """
         row, head = due.nonzero(as_tuple=True)

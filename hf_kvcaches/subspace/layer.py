@@ -28,7 +28,6 @@ class Held(NamedTuple):
         recent: Slots of the recent tokens in use, (slots,), or None for all of them.
         numbers: Of the exact tokens, sinks first, (batch or 1, tokens).
         exact: True where a row has the exact token, (batch, tokens), or None for all.
-        coefficients: Which coefficients each row has.
     """
 
     sinks: int
@@ -68,8 +67,6 @@ class SubspaceLayer(SubspaceStore):
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             value_states: Like `key_states`.
-            *args: Ignored.
-            **kwargs: Ignored.
         """
         return hand_out(self, key_states, value_states)
 
@@ -112,8 +109,6 @@ class SubspaceLayer(SubspaceStore):
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             values: Like `keys`.
-            running: The pass that computed them.
-            queries: Ignored.
         """
         self.take(None, keys, values, None, running, final=True)
 
@@ -286,9 +281,7 @@ class SubspaceLayer(SubspaceStore):
         """Keys and values of all tokens with coefficients, as far as these tell, (batch, kv_heads, tokens, head_dim).
 
         Args:
-            pieces: Their coefficients.
             keys: Any, for their shape.
-            values: Likewise.
             dtype: Of the result; None for the model's.
         """
         places = [piece.places for piece in pieces[0]]
@@ -322,9 +315,7 @@ def decoded(kept: kernels.Coefficients, basis_of: torch.Tensor | None, dtype: to
     """Keys or values as far as their coefficients tell, (batch, heads, tokens, dim).
 
     Args:
-        kept: The coefficients.
         basis_of: Which basis each tile is in, (batch, heads, tiles); None where there is one.
-        dtype: Of the result.
     """
     data, decode = kept.data.to(dtype), kept.decode.to(dtype).mT
     if kept.scale is not None:

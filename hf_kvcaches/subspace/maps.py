@@ -12,12 +12,7 @@ from hf_kvcaches.subspace.bases import LayerBases
 
 
 class Ranks(NamedTuple):
-    """How many coefficients a head keeps of a token.
-
-    Args:
-        keys: Of its key.
-        values: Of its value.
-    """
+    """How many coefficients a head keeps of a token."""
 
     keys: int
     values: int
@@ -28,8 +23,6 @@ class Grouping:
     """Key heads of a layer by their ranks: those of one group lie in one tensor.
 
     Args:
-        heads: Of each group, ascending.
-        ranks: Of each group.
         back: For each head its place among the groups' heads, one group after the other; None where these are in order already.
     """
 
@@ -70,12 +63,7 @@ class HeadGroup:
 
 @dataclass(frozen=True, eq=False)
 class LayerMaps:
-    """All heads of a layer.
-
-    Args:
-        grouping: Which heads are in which group.
-        groups: Their maps.
-    """
+    """All heads of a layer."""
 
     grouping: Grouping
     groups: tuple[HeadGroup, ...]
@@ -85,8 +73,6 @@ class LayerMaps:
         """The maps of a layer.
 
         Args:
-            bases: As calibrated.
-            dtype: Of the maps.
             even: Whether all coefficients of a head are to be equally large over the calibration texts, so that one scale fits them all.
         """
         ranks = [Ranks(key.shape[0], value.shape[0]) for key, value in zip(bases.key_encode, bases.value_encode, strict=True)]
@@ -114,11 +100,7 @@ def of_heads(states: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
 
 
 class LayerSource:
-    """Where the caches of one model get a layer's maps from: made once for each device and precision.
-
-    Args:
-        bases: As calibrated.
-    """
+    """Where the caches of one model get a layer's maps from: made once for each device and precision."""
 
     def __init__(self, bases: LayerBases) -> None:
         self.bases = bases
@@ -126,11 +108,7 @@ class LayerSource:
         self._made: dict[tuple[torch.dtype, torch.device, bool], LayerMaps] = {}
 
     def on(self, dtype: torch.dtype, device: torch.device, even: bool) -> LayerMaps:
-        """The maps there.
-
-        Args:
-            dtype: Of the maps.
-        """
+        """The maps there."""
         if (dtype, device, even) not in self._made:
             # A later pass may need gradients, which tensors of the caller's inference mode refuse.
             with torch.inference_mode(False):

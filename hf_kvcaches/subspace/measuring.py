@@ -37,8 +37,6 @@ class Pick(NamedTuple):
     """Tokens of one block that are in the sample.
 
     Args:
-        row: Of the batch.
-        block: The number of the block.
         positions: Sorted, 1-D.
     """
 
@@ -102,8 +100,6 @@ class LayerMeter:
 
     Args:
         geometry: How to undo the rotation of keys and queries; None to take them as they are.
-        watch: Whether to look at attention weights.
-        block: The longest sequence.
     """
 
     def __init__(self, geometry: RotaryGeometry | None, watch: bool, block: int) -> None:
@@ -139,7 +135,6 @@ class LayerMeter:
             keys: (batch, kv_heads, tokens, d).
             values: (batch, kv_heads, tokens, e).
             options: What else the model gave its attention.
-            picks: What to keep as a sample.
         """
         if self.sizes is None:
             output = output_metric(module, query.shape[1], values) if self.watch else None

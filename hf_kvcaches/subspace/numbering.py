@@ -22,13 +22,7 @@ RESERVE = 32
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring places, for each row its own.
-
-    Args:
-        starts: The first, of each row.
-        stops: The one after the last.
-        device: Of the tensors.
-    """
+    """Neighbouring places, for each row its own."""
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
@@ -39,7 +33,6 @@ class Span:
         """A span of at least nothing in each row.
 
         Args:
-            starts: The first, of each row.
             stops: The one after the last, if that is behind the first.
         """
         return cls(tuple(starts), tuple(max(each) for each in zip(starts, stops, strict=True)), device)
@@ -170,7 +163,6 @@ def latest(ring: torch.Tensor | None, new: torch.Tensor, numbers: Span, wanted: 
     Args:
         ring: (batch, heads, slots, d), or None where all that is wanted is new.
         new: (batch, heads, longest new, d).
-        numbers: The new places.
         wanted: Those to give. What a shorter row gets besides is any of its tokens.
     """
     if ring is None or all(w >= n for w, n in zip(wanted.starts, numbers.starts, strict=True)):
@@ -243,10 +235,7 @@ class Arrival:
     """The new tokens of one pass.
 
     Args:
-        before: How many real tokens each row had.
         valid: True where a new token is real, (batch, tokens), or None for all.
-        tokens: New columns.
-        device: Of the tensors.
 
     Attributes:
         numbers: Those of the new real tokens.
@@ -274,7 +263,6 @@ class Arrival:
 
         Args:
             name: Under which all layers of a pass find the span.
-            count: Never falls.
         """
         if name not in self._spans:
             numbers = self.numbers

@@ -36,10 +36,8 @@ class ShadowedLayer(TensorLayer):
 
         Args:
             query: Of all new columns; None where only keys and values are taken over.
-            keys: Of the new real tokens.
             values: Like `keys`.
             call: What else the model said, likewise.
-            arrival: Which tokens these are.
         """
         numbers = arrival.numbers
         self.shadow_keys = numbers.put(self.shadow_keys, keys.detach())
@@ -56,10 +54,5 @@ class ShadowedLayer(TensorLayer):
         self.shadow_query = torch.where(came, gathered(query, (numbers.last - numbers.first - 1).clamp(min=0)), held)
 
     def used_shadow(self, tensors: dict[str, torch.Tensor], most: int) -> dict[str, torch.Tensor]:
-        """Tensors by name, and the shadow among them without its reserve.
-
-        Args:
-            tensors: By name.
-            most: Tokens of the longest row.
-        """
+        """Tensors by name, and the shadow among them without its reserve."""
         return tensors | {name: tensors[name][:, :, :most] for name in SHADOW[:2] if name in tensors}

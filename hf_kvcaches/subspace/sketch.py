@@ -109,7 +109,6 @@ class FrequentDirections(Sketch):
     waits once to learn whether to shrink: collect some rows first.
 
     Args:
-        size: How many rows remain.
         buffer: How many more fit before the next decomposition. None: as many as remain.
     """
 

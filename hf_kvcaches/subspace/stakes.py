@@ -30,10 +30,8 @@ class QueryMeter:
     """Sums over the queries of a layer, and the metric of keys that follows from them.
 
     Args:
-        sizes: Of the layer.
         geometry: How keys are rotated; None to take them as they are.
         length: Of the longest sequence, as far as it is known.
-        device: Of the sums.
     """
 
     def __init__(self, sizes: Sizes, geometry: RotaryGeometry | None, length: int, device: torch.device | str) -> None:
@@ -73,11 +71,8 @@ class AttentionMeter:
     """Sums over the attention weights of a layer, and the metric of its keys and values that follows from them.
 
     Args:
-        sizes: Of the layer.
         geometry: How keys are rotated; None to take them as they are.
         output: As from `output_metric`; None for the identity.
-        length: Of the longest sequence.
-        device: Of the sums.
     """
 
     def __init__(

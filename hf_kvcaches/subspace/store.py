@@ -32,10 +32,8 @@ class Settings:
 
     Args:
         sinks: First tokens of each row that stay exact.
-        recent: Newest tokens that stay exact.
         coefficients: How coefficients are kept: as they are, or in 8 bits.
         bases_dtype: Of the bases; None for the keys' own.
-        backend: Of the kernels.
         shadow: Whether all tokens are kept exactly, too, to measure errors.
     """
 
@@ -51,11 +49,9 @@ class Piece(NamedTuple):
     """Neighbouring tokens of a group of heads, for the kernels.
 
     Args:
-        places: Which coefficients they are.
         keys: (batch, heads, tokens, r_k), and how to read them.
         values: (batch, heads, tokens, r_v), likewise.
         key_basis_of: Which of several bases each tile of keys is in, (batch, heads, tiles), or None where there is one.
-        value_basis_of: Likewise.
     """
 
     places: Span
@@ -98,13 +94,7 @@ class SubspaceStore(ShadowedLayer):
         self.open = 0
 
     def declare(self, settings: Settings, groups: int, *more: str) -> None:
-        """Names the tensors that there may be.
-
-        Args:
-            settings: What the user asked for.
-            groups: Of heads.
-            *more: Others than those of all such layers.
-        """
+        """Names the tensors that there may be."""
         kinds = ("coefficients", "loose", "scales") if settings.coefficients == "int8" else ("coefficients",)
         own = (*(f"{side}_{kind}_{index}" for index in range(groups) for kind in kinds for side in SIDES), *more)
         exact = ("sink_keys", "sink_values", "recent_keys", "recent_values", "real", "places")
@@ -119,20 +109,11 @@ class SubspaceStore(ShadowedLayer):
 
     @abstractmethod
     def decoders(self, group: int) -> list[torch.Tensor]:
-        """What reads the coefficients of a group of heads: of keys, and of values; as `Coefficients.decode`.
-
-        Args:
-            group: Its number.
-        """
+        """What reads the coefficients of a group of heads: of keys, and of values; as `Coefficients.decode`."""
 
     @abstractmethod
     def bases_of(self, group: int, tiles: Span) -> list[torch.Tensor | None]:
-        """In which of several bases tiles are, of keys and of values; None where there is one.
-
-        Args:
-            group: Of heads.
-            tiles: Which tiles.
-        """
+        """In which of several bases tiles are, of keys and of values; None where there is one."""
 
     @abstractmethod
     def encode(self, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, call: Call | None, arrival: Arrival) -> None:
@@ -143,7 +124,6 @@ class SubspaceStore(ShadowedLayer):
             keys: Of the new real tokens, as the model rotated them.
             values: Like `keys`.
             call: What else the model said, likewise.
-            arrival: Which tokens these are.
         """
 
     @property
@@ -162,48 +142,26 @@ class SubspaceStore(ShadowedLayer):
         return 0 if self.recent_keys is None else self.recent_keys.shape[2]
 
     def count(self, tokens: int) -> int:
-        """How many coefficients a row with so many tokens has.
-
-        Args:
-            tokens: Real ones.
-        """
+        """How many coefficients a row with so many tokens has."""
         return max(0, tokens - self.settings.recent - self.settings.sinks)
 
     def first_exact(self, tokens: int) -> int:
-        """The first token behind those with coefficients, in a row with so many.
-
-        Args:
-            tokens: Real ones.
-        """
+        """The first token behind those with coefficients, in a row with so many."""
         return self.settings.sinks + self.count(tokens)
 
     def slots(self, lengths: Sequence[int]) -> int:
-        """How many recent tokens must be held before rows get as long as that.
-
-        Args:
-            lengths: Real tokens of each row.
-        """
+        """How many recent tokens must be held before rows get as long as that."""
         return self.settings.recent
 
     def lengths(self, columns: int, rows: int) -> list[int]:
-        """How many real tokens each row has among the first columns.
-
-        Args:
-            columns: How many.
-            rows: Sequences.
-        """
+        """How many real tokens each row has among the first columns."""
         if self.real is None:
             return [columns] * rows
         found: list[int] = self.real[:, :columns, 0].sum(1).tolist()
         return found
 
     def arrive(self, running: Pass, rows: int) -> Arrival:
-        """Which tokens come with a pass, or with a part of it; the same for all layers.
-
-        Args:
-            running: The pass or the part.
-            rows: Sequences.
-        """
+        """Which tokens come with a pass, or with a part of it; the same for all layers."""
 
         def find() -> Arrival:
             return Arrival(self.lengths(self.seen, rows), running.valid, running.tokens, running.device)
@@ -222,7 +180,6 @@ class SubspaceStore(ShadowedLayer):
             values: Like `keys`.
             call: What else the model said, or None likewise.
             running: The pass, or the part of it that these are.
-            final: Whether they will not be taken back.
         """
         rows, tokens, valid = keys.shape[0], keys.shape[2], running.valid
         arrival = self.arrive(running, rows)
@@ -264,10 +221,7 @@ class SubspaceStore(ShadowedLayer):
         """Exact keys and values of tokens, which are new or among the recent ones; the keys before rotation if bases are for these.
 
         Args:
-            keys: The new ones, as the model rotated them.
             values: Like `keys`.
-            numbers: Of the new ones.
-            wanted: Of those to give.
         """
         keys, values = latest(self.recent_keys, keys, numbers, wanted), latest(self.recent_values, values, numbers, wanted)
         if self.geometry is None:
@@ -275,11 +229,7 @@ class SubspaceStore(ShadowedLayer):
         return self.geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), self.places_of(wanted)), values
 
     def places_of(self, wanted: Span) -> torch.Tensor:
-        """The model's positions of tokens, (batch or 1, longest).
-
-        Args:
-            wanted: Their numbers.
-        """
+        """The model's positions of tokens, (batch or 1, longest)."""
         if self.places is not None:
             return wanted.take(self.places[:, None])[:, 0, :, 0]
         return wanted.index[:1] if wanted.same else wanted.index
@@ -288,9 +238,7 @@ class SubspaceStore(ShadowedLayer):
         """Puts coefficients behind those of a group of heads.
 
         Args:
-            name: Of the group's tensors, with {} for the kind.
             found: (batch, heads, longest, rank).
-            span: Which ones they are.
         """
         kept = name.format("coefficients")
         if self.settings.coefficients != "int8":
@@ -370,11 +318,7 @@ class SubspaceStore(ShadowedLayer):
             setattr(self, name, new.new_zeros(*new.shape[:2], slots, new.shape[3]) if empty else resized(held, numbers.first, slots))
 
     def take_back(self, tokens: int) -> None:
-        """Forgets the last columns, as if they had never come.
-
-        Args:
-            tokens: How many.
-        """
+        """Forgets the last columns, as if they had never come."""
         if tokens:
             rows = self.rows
             before, left = self.lengths(self.seen, rows), self.lengths(self.seen - tokens, rows)

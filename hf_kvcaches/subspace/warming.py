@@ -32,11 +32,7 @@ class Warm(NamedTuple):
     size: torch.Tensor
 
     def to(self, device: torch.device) -> Warm:
-        """The same on another device.
-
-        Args:
-            device: Which.
-        """
+        """The same on another device."""
         return Warm(self.rows.to(device), None if self.root is None else self.root.to(device), self.size.to(device))
 
     def energies(self) -> torch.Tensor:
@@ -53,7 +49,6 @@ class Begun(NamedTuple):
     """Rows whose warm-up is over.
 
     Args:
-        rows: Which.
         warm: What they begin with, of keys and of values.
     """
 
@@ -65,20 +60,13 @@ class Settling(Protocol):
     """A layer that waits for its ranks."""
 
     def settle(self, ranks: Sequence[Ranks]) -> None:
-        """Goes on with these.
-
-        Args:
-            ranks: Of each head.
-        """
+        """Goes on with these."""
 
 
 class SharedBudget:
     """The ranks of all layers, out of one budget of bytes: known when the last layer has begun.
 
     Until then a pass keeps what comes exactly, which is no more than what its attention needs anyway.
-
-    Args:
-        adaptive: What the user asked for.
     """
 
     def __init__(self, adaptive: AdaptiveSubspace) -> None:
@@ -87,12 +75,7 @@ class SharedBudget:
         self._told: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tell(self, layer: Settling, begun: tuple[Begun, ...]) -> None:
-        """Says what there is to keep in a layer; the last one lets all of them begin.
-
-        Args:
-            layer: Which.
-            begun: What its rows begin with.
-        """
+        """Says what there is to keep in a layer; the last one lets all of them begin."""
         own = next(place for place, each in enumerate(self.layers) if each is layer)
         keys, values = (torch.cat([each.warm[side].energies() for each in begun]).mean(0).cpu() for side in (0, 1))
         self._told[own] = keys, values
@@ -144,7 +127,6 @@ def measured(
         plain: The keys as bases are to see them.
         call: What else the model said.
         sinks: As in `unmeasured`.
-        meter: What measures a row.
     """
     found: list[Warm] = []
     metric = []

@@ -64,7 +64,6 @@ def body_tensors(ranks: Mapping[str, int], tokens: int, dtype: str, group: int |
     """The tensors of a part in the order of its body.
 
     Args:
-        ranks: Widths of its codes by name.
         dtype: `float32`, `float16`, `int8` or `int4`.
         group: How many tokens share a scale; None: all.
     """
@@ -90,11 +89,7 @@ def code_meta(rank: int, tokens: int, dtype: str, group: int | None) -> dict[str
 
 
 def body_header(tensors: Sequence[BodyTensor]) -> bytes:
-    """What stands in a safetensors file before the numbers.
-
-    Args:
-        tensors: In it, as they follow one another.
-    """
+    """What stands in a safetensors file before the numbers."""
     layout, end = {}, 0
     for tensor in tensors:
         start, end = end, end + tensor.nbytes

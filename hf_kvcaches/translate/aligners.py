@@ -67,8 +67,6 @@ class MLPAligner(nn.Module):
     Args:
         weight: (inputs, outputs), such as `fit_ridge` gives; stored in float32.
         bias: (outputs,), or None for 0.
-        hidden: Width of the hidden layer.
-        seed: Of the hidden layer's first weights.
     """
 
     weight: Tensor
@@ -130,7 +128,6 @@ class Trained:
         start: Mean squared error on held-out rows before it, as a share of the targets' mean square.
         best: The same of the aligner that was kept; never above `start`.
         best_step: The step after which that was; 0 where nothing was better than the start.
-        steps: How many there were.
     """
 
     start: float
@@ -189,13 +186,10 @@ def train_aligner(
     Args:
         aligner: Untrained: its weight and bias are the start, which the result is never worse than on the rows kept apart.
         batches: Pairs of rows by number: `len(batches)` and `batches[i]`, each time the same. Read one at a time.
-        lr: The first step's learning rate.
-        seed: Of the order of batches and rows.
         state: A file to store the training in; None for none. It may be deleted afterwards.
         every: Steps between looks at the rows kept apart, and between writes.
         rows: At most so many of a batch in one step.
         held_out: Share of rows kept apart.
-        weight_decay: Of AdamW.
     """
     inputs, outputs = aligner.weight.shape
     hidden = aligner.inner.out_features

@@ -98,13 +98,7 @@ class Wanted:
 
 
 class Sums:
-    """What is kept of all texts: moments of each layer that is sent, or of all together.
-
-    Args:
-        pair: The models.
-        wanted: What the caller asks for.
-        sent: The layers.
-    """
+    """What is kept of all texts: moments of each layer that is sent, or of all together."""
 
     def __init__(self, pair: Pair, wanted: Wanted, sent: Sequence[int]) -> None:
         self.wanted, self.sent, self.pair = wanted, tuple(sent), pair
@@ -160,7 +154,6 @@ class Sums:
         """Adds what a loss asks of a text's keys and values.
 
         Args:
-            gradients: At each layer's rotated keys and values.
             positions: (1, tokens).
         """
         for layer in self.sent:
@@ -168,11 +161,7 @@ class Sums:
             self.losses.setdefault(layer, Moments((), rows.shape[1], rows.device)).add(rows)
 
     def metric(self, layer: int, spread: torch.Tensor) -> torch.Tensor:
-        """What errors of a layer cost.
-
-        Args:
-            spread: Covariance of its keys and values.
-        """
+        """What errors of a layer cost."""
         if self.wanted.metric == "plain":
             return torch.eye(len(spread), dtype=torch.float64) / max(float(spread.trace()), 1e-300)
         keys = self.shapes["consumer"][0]
@@ -186,8 +175,6 @@ class Pair:
     """Two models that read the same texts.
 
     Args:
-        producer: Perhaps inside a PEFT wrapper.
-        consumer: Likewise.
         tokenizer: As in `CacheTranslator.fit`.
     """
 
@@ -231,8 +218,6 @@ class Pair:
 
         Args:
             ids: (tokens,).
-            lowest: The layer whose input the consumer knows.
-            hidden: Layers whose inputs are wanted of both.
         """
         found: list[dict[int, State]] = []
         for model, extra in ((self.producer, ()), (self.consumer, (lowest,))):
@@ -382,7 +367,6 @@ def add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: i
 
     Args:
         ids: Of the text, (tokens,).
-        seed: Of the tokens that are drawn.
     """
     cache = ReadingCache(model)
     cache.leaves = []

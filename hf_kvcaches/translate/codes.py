@@ -46,12 +46,7 @@ class Part:
     codes: dict[str, Tensor | Quantized]
 
     def decoded(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A code as `(tokens, rank)`. What lies beyond the range of the type becomes the range's end.
-
-        Args:
-            name: Of the code.
-            dtype: Floating-point type of the result.
-        """
+        """A code as `(tokens, rank)`. What lies beyond the range of the type becomes the range's end."""
         code = self.codes[name]
         if isinstance(code, Quantized):
             return code.dequantize(dtype)
@@ -88,11 +83,7 @@ def pack(z: Tensor, dtype: str, group: int | None) -> Tensor | Quantized:
 
 
 class CodesWriter:
-    """Codes as bytes, part by part: a producer sends a layer while it computes the next.
-
-    Args:
-        head: Of the codes.
-    """
+    """Codes as bytes, part by part: a producer sends a layer while it computes the next."""
 
     def __init__(self, head: CodesHead) -> None:
         self.head = head

@@ -67,9 +67,7 @@ class Filling:
     """One filling of a cache.
 
     Args:
-        cache: What is filled; empty.
         tokens: The prompts' tokens that are to be in the cache.
-        places: Of the codes' tokens.
     """
 
     def __init__(self, cache: TranslatedCache, tokens: Tokens, places: Places) -> None:

@@ -40,7 +40,6 @@ class Row:
     Args:
         tokens: How many, padding not counted.
         digest: Of their ids, as `Row.of` makes it.
-        marks: Of its beginnings, likewise.
     """
 
     tokens: int
@@ -135,10 +134,8 @@ class CodesHead:
     """All that is known of codes before their numbers come.
 
     Args:
-        translator: Digest of the translator's artifact.
         producer: Digest of the fingerprint of the model that was run.
         consumer: Digest of the fingerprint of the model that they are for.
-        method: By which they were made.
         dtype: `float32`, `float16`, `int8` or `int4`.
         rows: The prompts, in the order of their tokens in each code.
         parts: In the order in which they are sent. None: the consumer rebuilds all from the tokens.

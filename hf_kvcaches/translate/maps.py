@@ -25,8 +25,6 @@ class Encoder:
     """The producer's side of one part of the codes.
 
     Args:
-        part: The part's name.
-        kind: What becomes of it.
         layers: The layers whose states it is made of.
         weights: For each code (width, rank), float32. The code's name says what it is made of: "k", "v", "kv", "h" for the normalised input
             of the attention, "all" for keys and values of all layers.
@@ -76,7 +74,6 @@ class LayerDecoder:
     """The consumer's side of one layer.
 
     Args:
-        layer: Which.
         part: The part that it is rebuilt from; None: from what the consumer knows alone.
         kind: "patch" gives the normalised input of the attention, the others keys and values side by side.
         weights: From what the consumer knows and from codes, float32.
@@ -131,7 +128,6 @@ class Maps:
 
     Args:
         encoders: In the order in which their parts are sent.
-        decoders: By layer, ascending.
     """
 
     def __init__(self, encoders: Sequence[Encoder], decoders: Sequence[LayerDecoder]) -> None:

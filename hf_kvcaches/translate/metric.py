@@ -24,11 +24,6 @@ class QueryMoments:
 
     A query at position i meets a key at position j rotated back by j. The keys of a text's start and its quarters stand for all: an average
     over all distances would have to treat what is asked as independent of where, and loses facts that are asked for at the end.
-
-    Args:
-        sizes: Of the layer.
-        geometry: How the layer's keys are rotated.
-        device: Of the sums.
     """
 
     def __init__(self, sizes: Sizes, geometry: RotaryGeometry, device: torch.device | str) -> None:
@@ -79,7 +74,6 @@ def gradient_rows(geometry: RotaryGeometry, keys: torch.Tensor, values: torch.Te
 
     Args:
         keys: At rotated keys, (1, kv_heads, tokens, key_dim).
-        values: At values.
         positions: (1, tokens).
     """
     return torch.cat([part[0].transpose(0, 1).flatten(1) for part in (before_rotation(geometry, keys, positions), values)], dim=1)
@@ -91,11 +85,8 @@ def loss_gradients(
     """Gradients at all layers' keys and values of the loss of tokens that the model itself would continue with.
 
     Args:
-        model: With a head.
         ids: (1, tokens).
         leaves: Filled by the cache with each layer's keys and values.
-        cache: The cache that fills them.
-        seed: Of what is drawn.
     """
     with torch.inference_mode(False), torch.enable_grad():
         logits = model(input_ids=ids.clone(), past_key_values=cache, use_cache=True).logits

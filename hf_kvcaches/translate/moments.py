@@ -14,12 +14,7 @@ from hf_kvcaches.core.moments import Moments
 
 
 class BlockMoments:
-    """Mean products of a few blocks of columns.
-
-    Args:
-        widths: Of the blocks, in order.
-        device: Where sums are kept.
-    """
+    """Mean products of a few blocks of columns."""
 
     def __init__(self, widths: dict[str, int], device: torch.device | str = "cpu") -> None:
         stops = accumulate(widths.values())

@@ -47,8 +47,6 @@ class Trial:
     """One text kept apart: what the consumer says behind its beginning, with this or that in the place of its own keys and values.
 
     Args:
-        pair: The models.
-        ids: Of the text.
         lowest: The highest layer that the consumer has for itself.
     """
 
@@ -110,12 +108,7 @@ def patch(
     clock: Clock,
     progress: bool,
 ) -> tuple[Maps, Route, dict[str, float]]:
-    """Chooses layers, fits their maps, and keeps those that are better than reuse.
-
-    Args:
-        kept: The texts that maps are fitted to.
-        apart: Those that layers are tried on.
-    """
+    """Chooses layers, fits their maps, and keeps those that are better than reuse."""
     named = None if wanted.patch_layers in ("auto", None) else _named(wanted.patch_layers, solver.sums.sent)
     if named == [] or (named is None and not apart):
         return maps, Route(()), {}

@@ -41,11 +41,7 @@ class ReducedRank(NamedTuple):
         return self.encode[:, :rank].float()
 
     def decoder(self, rank: int, columns: slice = slice(None)) -> Decoder:
-        """From what is known and that many codes.
-
-        Args:
-            columns: Of the consumer's.
-        """
+        """From what is known and that many codes."""
         known = self.consumer - self.producer @ self.encode[:, :rank] @ self.decode[:rank]
         known = known[:, columns].float()
         codes = self.decode[:rank, columns].float() if rank else None
@@ -112,9 +108,6 @@ def joint_svd(moments: BlockMoments, columns: tuple[slice, slice], rank: int, ri
     """Latents that both models share, by a truncated SVD of their states side by side, and a ridge encoder (equations 6 and 7).
 
     Args:
-        moments: Of "producer" and "consumer".
-        columns: The keys' or the values' place in each.
-        rank: Of all heads together.
         ridge: As a share of the mean square of the producer's states.
         heads: How many groups of columns are factorised for themselves; 1 for all jointly.
     """

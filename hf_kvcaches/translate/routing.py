@@ -18,7 +18,6 @@ class Step:
     """One layer more, taken by `greedy`.
 
     Args:
-        layer: The layer that joined.
         gain: What it added to the score of those before it.
         total: What they all have over no patched layer at all.
     """
@@ -33,7 +32,6 @@ class Route:
     """The patched layers, and the tables that they were chosen by. Tables are empty where the caller chose.
 
     Args:
-        patched: In ascending order.
         sensitivity: For each layer, what patching it alone gains.
         steps: The greedy order, beyond the patched layers where more was tried.
         efficiencies: For the first 1, 2, ... of the steps, what they gain together for each unit of cost.
@@ -75,7 +73,6 @@ def restore_one(score: Score, layers: Iterable[int]) -> dict[int, float]:
 
     Args:
         score: Asked once for each layer, and once for none.
-        layers: Indices, each once.
     """
     known, indices = _Known.over(score), _indices("layers", layers)
     return {layer: known({layer}) - known(()) for layer in indices}
@@ -87,8 +84,6 @@ def greedy(score: Score, candidates: Iterable[int], most: int, *, least: int = 0
     Stops when no candidate improves the score, or there are `most`. No set is scored twice.
 
     Args:
-        candidates: Indices, each once.
-        most: The largest number of steps.
         least: Steps that are taken even where they improve nothing, because a pair may where neither of the two does alone.
     """
     known, left = _Known.over(score), sorted(_indices("candidates", candidates))

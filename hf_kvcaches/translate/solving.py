@@ -24,10 +24,6 @@ def part_name(layer: int) -> str:
 class Solver:
     """Makes maps of sums.
 
-    Args:
-        sums: Of all texts.
-        wanted: What the caller asks for.
-
     Attributes:
         metrics: What errors of each layer's keys and values cost.
         ranks: How many codes each layer has.

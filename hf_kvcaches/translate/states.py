@@ -32,7 +32,6 @@ class State(NamedTuple):
         keys: Without rotation, (tokens, kv_heads * key_dim).
         values: (tokens, kv_heads * value_dim).
         hidden: What its attention was given, normalised, (tokens, hidden), where that was asked for.
-        heads: Of keys and of values.
     """
 
     keys: torch.Tensor
@@ -119,7 +118,6 @@ class ReadingCache(KVCache):
     """Holds nothing: it reads keys and values as they come, and can look at queries.
 
     Args:
-        model: The model.
         queries: Called with a layer's index, its attention module, rotated queries (batch, heads, tokens, head_dim), keys and values as
             they are and the attention's arguments; None where nobody asks.
 
@@ -201,8 +199,6 @@ def read_states(
     """Runs a model over prompts, and hands each layer's state on as soon as it is there.
 
     Args:
-        on_state: Called with each layer's index and state, in order.
-        hidden: Layers whose normalised inputs are wanted, too.
         upto: The last layer that is wanted; the pass ends there, before its attention. None: all, and the pass is run to its end.
     """
     rotation = require_plain_layers(compat.decoder_config(model.config))
@@ -251,7 +247,6 @@ def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.T
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim).
-        values: Likewise.
     """
     geometry, real = rotation.layers[layer], tokens.real.to(keys.device)
     content = geometry.unrotate(keys, tokens.positions.to(keys.device)) if geometry.kind == "rope" else keys
@@ -304,11 +299,7 @@ def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
 
 @contextmanager
 def watch_inputs(model: PreTrainedModel, layers: Sequence[int], on_input: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
-    """While open, tells what the attention of some layers is given, (batch, tokens, hidden).
-
-    Args:
-        on_input: Called with a layer's index and its attention's input.
-    """
+    """While open, tells what the attention of some layers is given, (batch, tokens, hidden)."""
     decoder = compat.decoder_layers(model)[2]
 
     def hook(index: int) -> Callable[..., None]:

@@ -17,10 +17,6 @@ class TokenTable:
     """Some tensors' rows for each token that came so far.
 
     When it is full it starts anew with the tokens at hand: texts have few different ones, and the common ones are soon back.
-
-    Args:
-        tokens: How many different ones there can be.
-        device: Of their ids.
     """
 
     def __init__(self, tokens: int, device: torch.device) -> None:

@@ -36,17 +36,7 @@ class TranslatorSettings:
     """How a translator was fitted; described in `CacheTranslator.fit`.
 
     Args:
-        method: Likewise.
-        payload: Likewise.
-        dtype: Likewise.
-        group: Likewise.
-        recompute_layers: Likewise.
         metric: Likewise; what was used, also where another was asked for.
-        ridge: Likewise.
-        layers: Of both models.
-        prefixes: That were read.
-        tokens: In them.
-        seconds: Of each stage.
         measured: Divergences on prefixes that were kept apart, by what was tried.
         of_tokens_alone: Whether what the consumer knows of a token for nothing is the same wherever it stands.
     """

@@ -28,7 +28,6 @@ def send(sock: socket.socket, codes: SemanticCodes | Iterable[bytes]) -> int:
     TCP_NODELAY is set. A message says itself where it ends: others may follow on the same socket.
 
     Args:
-        sock: A connected, blocking stream socket; its timeout counts.
         codes: All of them, or the pieces of a `CodesWriter`.
     """
     _check_blocking(sock)

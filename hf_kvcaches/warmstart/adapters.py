@@ -52,11 +52,7 @@ class LayerSample(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AdapterSample:
-    """What one prompt tells of the maps.
-
-    Args:
-        layers: One for each layer.
-    """
+    """What one prompt tells of the maps."""
 
     layers: tuple[LayerSample, ...]
 
@@ -118,11 +114,7 @@ class Adapters:
 
     @classmethod
     def identity(cls, sample: AdapterSample) -> Adapters:
-        """Maps that leave everything as it is.
-
-        Args:
-            sample: Any of the model, for the sizes.
-        """
+        """Maps that leave everything as it is."""
         return cls(*(tuple(_identities(layer[part]) for layer in sample.layers) for part in (0, 1)))
 
     @classmethod
@@ -172,11 +164,7 @@ class Adapters:
         return {f"{name}.{layer}": each for name in ("keys", "values") for layer, each in enumerate(getattr(self, name))}
 
     def apply(self, slots: Slots, geometries: Sequence[RotaryGeometry]) -> Slots:
-        """The slots with mapped keys and values.
-
-        Args:
-            slots: As they were pooled, shifted or not.
-        """
+        """The slots with mapped keys and values."""
         require_layers("slots", slots.keys, len(self.keys))
         require_layers("geometries", geometries, len(self.keys))
         layers: list[LayerSlots] = []
@@ -188,11 +176,7 @@ class Adapters:
         return Slots.from_layers(layers, slots.length)
 
     def error(self, samples: Sequence[AdapterSample]) -> float:
-        """The mean squared distance of a head's output over slots from that over the whole prompt.
-
-        Args:
-            samples: Preferably of prompts that were not learned from.
-        """
+        """The mean squared distance of a head's output over slots from that over the whole prompt."""
         _require_samples(samples)
         with torch.no_grad():
             return float(_distance(samples, self.keys, self.values))
@@ -206,10 +190,7 @@ class AdapterTraining:
 
     Args:
         samples: From several prompts. Whoever goes on with a training gives the same.
-        lr: The step size.
-        weight: Of the pull towards the identity.
         seed: Decides in which order samples are seen.
-        batch: Samples a step.
     """
 
     def __init__(self, samples: Sequence[AdapterSample], *, lr: float = 1e-3, weight: float = 1e-4, seed: int = 1, batch: int = 8) -> None:
@@ -276,8 +257,6 @@ def fit_adapters(
     """Adapters from a training of that many steps; see `AdapterTraining`, which can also be stopped and gone on with.
 
     Args:
-        samples: From several prompts.
-        weight: Of the pull towards the identity.
         seed: Decides in which order samples are seen.
     """
     training = AdapterTraining(samples, lr=lr, weight=weight, seed=seed, batch=batch)

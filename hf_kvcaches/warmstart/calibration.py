@@ -42,13 +42,11 @@ class MeasuredPair:
     """One pair.
 
     Args:
-        similarity: A cosine.
         ratio: Tokens of the source, as a multiple of those of the target.
         reusable: Share of the target's tokens that stretches of the source can stand for.
         refused: The gate's check that refuses a summary whatever its similarity, or "".
         slots: Divergence of the next token when served from a summary; None where none can be (the library has none, or the two don't end
             alike).
-        align: Likewise from stretches.
     """
 
     similarity: float
@@ -82,13 +80,11 @@ def calibrate_gate(
     budget of 1% shows nothing in fewer than a hundred pairs that are let through: with none false among n, 3 / n may be.
 
     Args:
-        model: A causal language model with rotary positions.
         library_options: Of the `WarmStartLibrary` that the gate is for: `slots`, `encoder`, `layout`, `tail`, `full`, `adapters`.
         pairs: (earlier prompt, new prompt), as texts or token ids.
         budget: The largest share of false hits in what is let through.
         gate: Where the other limits come from; None for the defaults. Limits that nothing was measured for stay.
         guard: Of the `WarmStartCache`.
-        tail: Likewise.
     """
     if not is_number(budget) or not 0 <= budget < 1:
         raise ConfigError.of("budget", "a share of at least 0, below 1", budget)
@@ -162,12 +158,8 @@ def measure_pair(
     """Serves one prompt from another.
 
     Args:
-        library: Empty; it is so again afterwards.
-        source: The earlier prompt.
-        target: The new one.
         gate: Its checks but for the similarity say what is refused.
         guard: Of the `WarmStartCache`.
-        tail: Likewise.
     """
     before, after = (token_ids(prompt, library.model, library.tokenizer) for prompt in (source, target))
     (key,) = library.add([before])

@@ -212,7 +212,6 @@ class SentenceEncoder(Encoder):
     Such a model reads only the first few hundred tokens of a text. A longer one is cut into parts, and its vector is the mean of theirs.
 
     Args:
-        model: Its name, its folder, or the model.
         device: Where a model that is named is put.
     """
 
@@ -287,7 +286,6 @@ def encoder_of(encoder: str | Callable[[list[str]], Any] | Encoder | None, model
         encoder: `model` or None, `hidden`, the name or folder of a sentence-transformers model (or the model), a function of a list of
             texts, or an `Encoder`.
         model: The language model. One in a PEFT wrapper is taken out of it, with its adapters.
-        tokenizer: Its tokenizer. No kind needs it so far.
     """
     if isinstance(encoder, Encoder):
         return encoder

@@ -134,11 +134,7 @@ class EntryStore:
         return self.catalog.max_bytes
 
     def put(self, entry: Entry) -> str | None:
-        """Stores an entry and returns its id; one of the same tokens that is there already is kept. None where it didn't stay.
-
-        Args:
-            entry: Its tensors are copied.
-        """
+        """Stores an entry and returns its id; one of the same tokens that is there already is kept. None where it didn't stay."""
         ids = _as_ids(entry.ids)
         embedding = self.contents.checked(entry.embedding)
         if _IDS in entry.tensors:

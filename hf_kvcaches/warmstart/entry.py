@@ -21,7 +21,6 @@ class Entry:
     """A prompt and what is stored of it.
 
     Args:
-        text: The prompt.
         ids: Its tokens, at least one.
         embedding: `(dim,)`, of length 1.
         tensors: By name, other than `ids`. Those of a stored entry must not be written to.
@@ -40,7 +39,6 @@ class Facts:
     """What a library keeps of an entry outside of its tensors.
 
     Args:
-        ids: Its tokens.
         stored: What `codec` needs to read its keys and values, or None where it has none.
     """
 
@@ -61,9 +59,6 @@ class EntryHead:
     """What is known of a stored entry without reading its tensors.
 
     Args:
-        text: The prompt.
-        length: Its tokens.
-        provenance: As it was put.
         created: When, in seconds since 1970.
         sizes: The bytes of each of its tensors.
         bytes: What all of it takes in the store.

@@ -84,9 +84,7 @@ class Verdict(NamedTuple):
     """Whether a pair is let through.
 
     Args:
-        admitted: Whether it is.
         check: The check that refused it; empty if none did.
-        reason: A sentence for reports.
     """
 
     admitted: bool
@@ -187,7 +185,6 @@ def changes(source: str, target: str, *, stop: bool = False) -> Changes:
     """What differs between two texts, word by word.
 
     Args:
-        target: The new one.
         stop: Whether the first risk is enough; texts that have little in common take long otherwise. Places are then read from the end,
             where the question is.
     """

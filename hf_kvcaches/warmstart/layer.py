@@ -34,12 +34,7 @@ class WarmLayer(SplicedLayer):
         return self.seen - self.left_out
 
     def take_slots(self, slots: LayerSlots, seen: int) -> None:
-        """Begins with slots.
-
-        Args:
-            slots: Turned to where they stand before the next token.
-            seen: How many tokens they stand for.
-        """
+        """Begins with slots."""
         assert self.seen == 0
         keys, values = slots.keys[None], slots.values[None]
         self.lazy_initialization(keys, values)
@@ -53,7 +48,6 @@ class WarmLayer(SplicedLayer):
 
         Args:
             keys: The buffer, (batch, kv_heads, capacity, head_dim), of which the first `seen` slots count.
-            values: Likewise.
         """
         self.key_buffer, self.value_buffer = keys, values
         self.counts = self.places = None
@@ -88,10 +82,8 @@ class SlotKeys(LayerView):
     """Slots and the tokens behind them, in place of keys and of values.
 
     Args:
-        layer: With slots.
         keys: (batch, kv_heads, slots + tokens, head_dim).
         values: Like `keys`.
-        first: The place of the first new token.
     """
 
     def __init__(self, layer: WarmLayer, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:

@@ -47,8 +47,6 @@ class Neighbour(NamedTuple):
     """An entry that resembles a prompt.
 
     Args:
-        key: Its id.
-        ids: Its tokens.
         similarity: A cosine, or None where it was found by its tokens.
     """
 

@@ -26,9 +26,6 @@ class PackedLibrary(Artifact):
     """A library of prompts with what a model made of them, to start similar prompts from.
 
     Args:
-        entries: All of them.
-        settings: Of the library.
-        encoder: Its name.
         adapters: Tensors of the compressor's adapters, or none.
     """
 

@@ -29,10 +29,8 @@ class RowPlan:
     """A row.
 
     Args:
-        served: What it is served by.
         neighbour: From which entry, or None where it is computed.
         blocks: What is taken: where it stands in the entry, where in the row, and how many tokens.
-        refused: Why nothing better is done, or "".
     """
 
     served: Served
@@ -65,8 +63,6 @@ def reusable_blocks(source: Ids, target: Ids, *, guard: int, tail: int, moved: b
     begin with is exact and needs no guard.
 
     Args:
-        source: The other prompt's tokens.
-        guard: Tokens to run again behind every change.
         tail: Tokens to run again at the end; at least one.
         moved: Whether stretches may stand in another order.
     """

@@ -98,7 +98,6 @@ class PositionCorrection:
         """The same slots at the end of a prompt that is `delta` tokens longer, at integer positions.
 
         Args:
-            slots: Of a model with learned positions.
             delta: Length of the other prompt minus that of the slots' own. The new prompt must have a position for each slot.
         """
         require_layers("slots", slots.keys, len(self.maps))

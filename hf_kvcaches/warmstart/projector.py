@@ -235,7 +235,6 @@ def _change(sources: torch.Tensor, crosses: torch.Tensor, block: torch.Tensor, g
         sources: S S' over all pairs, (heads, slots, slots).
         crosses: (T - S) S'.
         block: For each slot the block it belongs to, (slots,): a slot is made of those of its block.
-        gamma: Of the ridge.
     """
     scale = sources.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(torch.float64).tiny)
     damping = gamma * scale[:, None, None] * torch.eye(len(block), dtype=sources.dtype, device=sources.device)

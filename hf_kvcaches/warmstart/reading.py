@@ -27,9 +27,7 @@ class PromptStates:
     """What a model makes of one prompt.
 
     Args:
-        layers: Keys, rotated, and values of all tokens.
         queries: For each layer (heads, head_dim): of the last token, rotated and not scaled.
-        scaling: What each layer multiplies logits with.
     """
 
     layers: tuple[LayerStates, ...]
@@ -72,7 +70,6 @@ def read_prompt(model: PreTrainedModel, ids: torch.Tensor) -> PromptStates:
     """Runs a prompt.
 
     Args:
-        model: Whose attention caches can answer.
         ids: (1, tokens), at least two.
     """
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:

@@ -34,10 +34,6 @@ class Outcome:
 
     Args:
         taken: How many of the prompt's slots are in the cache.
-        plans: Of each row.
-        reused: Tokens that are not run.
-        computed: Tokens that are.
-        inexact: Whether anything reused is an approximation.
     """
 
     taken: int
@@ -51,8 +47,6 @@ class Serving:
     """Serves one prompt.
 
     Args:
-        cache: Empty.
-        call: The prompt.
         padding: Slots at the start of each row that hold no token.
     """
 

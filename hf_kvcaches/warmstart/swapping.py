@@ -34,7 +34,6 @@ class ExactPrefill:
     """Runs a prompt as if there were no library.
 
     Args:
-        model: The model.
         ids: The prompt, (rows, tokens).
         mask: 1 where a token is real, (rows, tokens), or None.
         positions: (rows, tokens).

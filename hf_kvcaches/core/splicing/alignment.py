@@ -42,9 +42,6 @@ def align(
     """Blocks of equal tokens in the order of the target; they never overlap there.
 
     Args:
-        source: Token ids.
-        target: Token ids.
-        shortest: The fewest tokens of a block.
         moved: Whether a block may come from anywhere in the source, twice too. Otherwise blocks stand in the same order in both.
     """
     assert shortest >= 1, shortest

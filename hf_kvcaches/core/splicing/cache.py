@@ -233,8 +233,6 @@ def slots_of(places: Sequence[Places], padding: Sequence[int], total: int, devic
     Args:
         places: Of each row, padding not counted.
         padding: Slots at the start of each row that hold no token.
-        total: How many slots the prompt has.
-        device: Where they are wanted.
     """
     slots = np.full((len(places), max(map(len, places))), total)
     for line, row, pad in zip(slots, places, padding, strict=True):
@@ -246,9 +244,7 @@ def ids_at(call: PrefillCall, slots: torch.Tensor, total: int) -> torch.Tensor:
     """The tokens of a prompt in some slots; any token in those that only fill up.
 
     Args:
-        call: The prompt, whose tokens are in the last slots.
         slots: (batch, tokens).
-        total: How many slots there are.
     """
     ids = torch.cat([call.input_ids, call.input_ids[:, -1:]], dim=1)
     return ids.gather(1, slots - (total - call.input_ids.shape[1]))

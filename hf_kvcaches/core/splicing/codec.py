@@ -34,13 +34,7 @@ class LayerStates(NamedTuple):
 
 
 class Pile(NamedTuple):
-    """Layers whose keys and values have one shape, and are stored as one.
-
-    Args:
-        layers: Their indices.
-        keys: All of them.
-        values: Likewise.
-    """
+    """Layers whose keys and values have one shape, and are stored as one."""
 
     layers: tuple[int, ...]
     keys: Packed
@@ -64,7 +58,6 @@ def encode(
     """The tensors to store, and what is needed to read them.
 
     Args:
-        layers: The lowest layers of the model, or all.
         hidden: What entered a layer, by its index: (tokens, hidden).
         quantization: "int8", "int4" or None.
     """
@@ -86,11 +79,7 @@ def encode(
 
 
 def check_stored(stored: Mapping[str, Any]) -> None:
-    """Raises an `ArtifactError` unless this is such as `encode` gives with tensors.
-
-    Args:
-        stored: From JSON.
-    """
+    """Raises an `ArtifactError` unless this is such as `encode` gives with tensors."""
     try:
         check_quantization(stored["quantization"])
         dtype_of(stored)
@@ -105,13 +94,7 @@ def check_stored(stored: Mapping[str, Any]) -> None:
 
 
 def check(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], tokens: int) -> None:
-    """Raises an `ArtifactError` unless tensors are finite and what `encode` makes of so many tokens.
-
-    Args:
-        tensors: Of a blob.
-        stored: What should be in it.
-        tokens: How many.
-    """
+    """Raises an `ArtifactError` unless tensors are finite and what `encode` makes of so many tokens."""
     check_stored(stored)
     counts = {f"{name}.{number}": len(members) for number, members in enumerate(stored["piles"]) for name in ("keys", "values")}
     for name, count in (counts | {f"hidden.{cut}": 1 for cut in stored["cuts"]}).items():
@@ -124,13 +107,7 @@ def check(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], tokens
 
 
 def part_of(tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
-    """What `encode` would have given for some of the tokens, where there are no hidden states: tokens are quantised one by one.
-
-    Args:
-        tensors: Of all tokens.
-        start: The first.
-        stop: Behind the last.
-    """
+    """What `encode` would have given for some of the tokens, where there are no hidden states: tokens are quantised one by one."""
     return {name: tensor[:, :, start:stop] for name, tensor in tensors.items()}
 
 
@@ -153,10 +130,7 @@ def piles(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], start:
     """The keys and values of some of a segment's tokens.
 
     Args:
-        tensors: Of the blob.
         stored: What `encode` gave with them.
-        start: The first token.
-        stop: Behind the last.
         below: Only of layers below this one; None: of all.
     """
     found = []
@@ -172,11 +146,8 @@ def hidden_states(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any]
     """What entered a layer, as one layer and one head.
 
     Args:
-        tensors: Of the blob.
         stored: What `encode` gave with them.
         cut: The layer, one of `stored["cuts"]`.
-        start: The first token.
-        stop: Behind the last.
     """
     return _packed(tensors, f"hidden.{cut}", stored, start, stop, 1)
 
@@ -200,7 +171,6 @@ def payload_bytes(config: PreTrainedConfig, quantization: Quantization, *, depth
     """Bytes a token without scales and names: `2 * d_kv * L`, or with a depth `2 * d_kv * depth + d_model`, times those of an element.
 
     Args:
-        config: Of the decoder.
         quantization: "int8", "int4" or None.
         depth: How many layers' keys and values are stored, with the hidden state that enters the next; None: of all, and no hidden state.
         itemsize: Bytes of an element where nothing is quantised.

@@ -17,7 +17,6 @@ class Costs:
     """The cost of one token in one layer, in floating-point operations.
 
     Args:
-        linear: In each layer's matrices.
         scores: In each layer's attention, for each token that is looked at.
     """
 
@@ -26,11 +25,7 @@ class Costs:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Costs:
-        """Read from a model's weights and config. All experts of a mixture are counted.
-
-        Args:
-            model: A causal language model.
-        """
+        """Read from a model's weights and config. All experts of a mixture are counted."""
         if model in _known:
             return _known[model]
         _, _, layers = compat.decoder_layers(model)
@@ -45,19 +40,13 @@ class Costs:
 
         Args:
             places: Of the tokens in their row: each looks at all tokens up to itself.
-            start: The lowest layer.
             stop: Behind the highest; None: all.
         """
         chosen = self.linear[start:stop]
         return len(places) * sum(chosen) + sum(self.scores[start:stop]) * float((places + 1).sum())
 
     def of_prompt(self, begin: int, stop: int) -> float:
-        """The cost of all tokens of a stretch.
-
-        Args:
-            begin: The first.
-            stop: Behind the last.
-        """
+        """The cost of all tokens of a stretch."""
         return self.of_tokens(np.arange(begin, stop))
 
 

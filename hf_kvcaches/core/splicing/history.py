@@ -14,7 +14,6 @@ class _Fed(NamedTuple):
     """The tokens of a pass, each (batch, tokens).
 
     Args:
-        ids: The tokens.
         real: True where a token is none that only pads.
         positions: As the model got them, or numbered them by the slots of the cache.
     """
@@ -53,9 +52,7 @@ class History:
 
         Args:
             input_ids: (batch, tokens).
-            attention_mask: As the model got it.
             position_ids: As the model got them; None where it numbers tokens by the slots of the cache, padding included.
-            seen: How many tokens the cache had before.
         """
         if seen == 0:
             self.reset()
@@ -90,9 +87,6 @@ class History:
         """How many slots at the start of each row hold no token; None where that is not all there is to the mask, or too little is known.
 
         None also where the tokens did not have the positions that follow from their places in their rows.
-
-        Args:
-            length: How many slots each row should have.
         """
         if not self.known or not self._fed or self._length != length:
             return None
@@ -131,11 +125,7 @@ class History:
             self._mask = function(self._mask)
 
     def crop(self, length: int) -> None:
-        """Forgets the last tokens.
-
-        Args:
-            length: How many stay.
-        """
+        """Forgets the last tokens."""
         if length < self._length:
             self._fed = [self._all().map(lambda tensor: tensor[:, :length])]
             if self._mask is not None:

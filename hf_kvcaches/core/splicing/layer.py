@@ -14,10 +14,7 @@ class SplicedLayer(GrowingLayer):
         """Makes room for a prompt's tokens, one more, and some to come.
 
         Args:
-            rows: The batch.
-            total: Slots that the prompt will have in all.
             keys: Any tensor whose heads (third last) and head_dim (last dimension), type and device are those of keys.
-            values: Likewise.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -39,7 +36,6 @@ class SplicedLayer(GrowingLayer):
             key_states: (batch, kv_heads, tokens, head_dim), rotated.
             value_states: Like `key_states`.
             slots: (batch, tokens); `total` for tokens that nobody looks at.
-            total: How many slots the prompt has.
         """
         if not all(_takes(buffer, total) for buffer in (self.key_buffer, self.value_buffer)):
             self.open(len(slots), total, key_states, value_states)

@@ -24,12 +24,8 @@ class Loaded(NamedTuple):
     """Stored tokens, and where they go in a row.
 
     Args:
-        start: The first token's place in the row.
-        stop: Behind the last.
-        offset: Where among the stored ones they begin.
         position: Where the first of them stood when it was stored.
         stored: What `codec.encode` gave with the tensors.
-        tensors: Of all that was stored together.
         depth: Only of layers below this one; None: of all.
     """
 
@@ -48,12 +44,7 @@ class Loaded(NamedTuple):
 
 
 def like_stored(loaded: Loaded, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each layer an empty tensor of its keys' heads, head_dim and type, and one of its values'; all layers are taken to be alike.
-
-    Args:
-        loaded: Any piece.
-        layers: How many.
-    """
+    """For each layer an empty tensor of its keys' heads, head_dim and type, and one of its values'; all layers are taken to be alike."""
     stored = loaded.stored
     dtype = codec.dtype_of(stored)
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -73,10 +64,7 @@ def splice_row(
     """Writes pieces into one row of the layers' buffers, their keys turned to where they now stand.
 
     Args:
-        layers: All of the cache, with room.
-        row: Which.
         padding: Slots at the start of the row that hold no token.
-        pieces: What to write.
         geometries: How each layer's keys are turned; None where they can't be, and are where they were.
     """
     write_all(portion for together in _portions(pieces) for portion in _portions_of(layers, row, padding, together, geometries))

@@ -19,7 +19,6 @@ class Rotation:
         layers: One geometry a layer; equal ones are one object.
         turns: Whether keys can be moved in all layers.
         refused: Whether not even the start of a text can be reused: keys differ with the length of the whole, or nothing is known of them.
-        why: Why keys can't be moved, or "".
         positions_matter: Whether keys depend on the positions of their tokens.
     """
 

@@ -24,7 +24,6 @@ class SparsePass:
     Args:
         slots: (batch, tokens), ascending in each row; `total` for those that only fill up.
         padding: (batch,), how many slots at the start of each row hold no token.
-        total: How many slots the prompt has.
     """
 
     def __init__(self, slots: torch.Tensor, padding: torch.Tensor, total: int) -> None:
@@ -37,11 +36,7 @@ class SparsePass:
         return torch.where(real, self.slots - self.padding[:, None], 0)
 
     def masks(self, model: PreTrainedModel) -> Masks:
-        """The masks of a model's layers in this pass.
-
-        Args:
-            model: Whose attention takes ready masks.
-        """
+        """The masks of a model's layers in this pass."""
         plan = compat.layer_plan(compat.decoder_config(model.config))
         made: dict[Any, torch.Tensor] = {}
 
@@ -59,8 +54,6 @@ class SparsePass:
         """Which slots each token may look at, (batch, 1, tokens, total).
 
         Args:
-            kind: The type of the layer.
-            window: Of sliding attention, or the chunk of chunked attention.
             device: Where it is needed.
         """
         padding = self.padding.to(device)[:, None, None, None]
@@ -95,7 +88,6 @@ class Look(LayerView):
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), fresh and rotated.
-        value_dim: Of each head's values.
     """
 
     def __init__(self, keys: torch.Tensor, value_dim: int) -> None:
@@ -112,13 +104,7 @@ class Look(LayerView):
 
 
 class SplicingPass(LayerPass):
-    """Writes a sparse pass's tokens into their slots.
-
-    Args:
-        cache: Its layers take writes into slots.
-        running: The sparse pass.
-        start: The lowest layer that runs.
-    """
+    """Writes a sparse pass's tokens into their slots."""
 
     def __init__(self, cache: KVCache, running: SparsePass, start: int) -> None:
         super().__init__(cache, start)

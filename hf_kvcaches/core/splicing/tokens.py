@@ -33,12 +33,7 @@ def common_suffix(a: Ids, b: Ids) -> int:
 
 
 def window_hashes(ids: Ids, width: int) -> npt.NDArray[np.uint64]:
-    """A number for every `width` consecutive tokens, (tokens - width + 1,); equal ones have equal numbers.
-
-    Args:
-        ids: The tokens.
-        width: How many.
-    """
+    """A number for every `width` consecutive tokens, (tokens - width + 1,); equal ones have equal numbers."""
     if len(ids) < width:
         return np.zeros(0, np.uint64)
     mixed = ids.astype(np.uint64)

@@ -15,14 +15,9 @@ class Portion(NamedTuple):
     """Tokens of some layers of one row, and where they go.
 
     Args:
-        keys: In host memory.
-        values: Likewise.
         key_outs: The row of each layer's buffer of keys, (heads, capacity, dim), all on one device.
-        value_outs: Likewise of values.
         slots: (tokens,).
         cos: Of the angles that keys are turned by, (tokens, pairs), or None where they stay.
-        sin: Likewise.
-        layout: Which dimensions are turned together.
     """
 
     keys: Packed
@@ -82,8 +77,6 @@ def moved(packed: Packed, device: torch.device, pin: bool = False) -> Packed:
     """Stored tokens on a device.
 
     Args:
-        packed: The tokens.
-        device: Where to.
         pin: Whether to go through pinned memory, and not to wait.
     """
     data, scale, zero = (None if part is None else _there(part, device, pin) for part in packed[:3])
