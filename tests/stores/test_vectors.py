@@ -1,4 +1,4 @@
-"""The nearest vectors by cosine: flat finds what brute force does, the others nearly always, and nothing that was removed comes back."""
+"""The nearest vectors by cosine: what brute force finds, and nothing that was removed comes back."""
 
 from __future__ import annotations
 
@@ -11,19 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, MissingDependencyError
-from hf_kvcaches.stores import vectors as module
 from hf_kvcaches.stores.vectors import VectorIndex
 
 pytest.importorskip("faiss", reason="faiss-cpu is not installed")
-
-KINDS = ("auto", "flat", "hnsw", "ivf")
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """The sizes at which kinds change, a hundred times smaller."""
-    monkeypatch.setattr(module, "FLAT_UP_TO", 200)
-    monkeypatch.setattr(module, "IVF_FROM", 100)
 
 
 def unit(vectors) -> np.ndarray:
@@ -61,13 +51,6 @@ def same(found: list[tuple[str, float]], expected: list[tuple[str, float]], all_
         assert cosine == pytest.approx(all_cosines[name], abs=1e-5)
 
 
-def recall(index: VectorIndex, oracle: BruteForce, queries: np.ndarray) -> float:
-    """How often the nearest is found first."""
-    known = list(oracle.vectors)
-    best = (queries @ np.array(list(oracle.vectors.values())).T).argmax(1)
-    return float(np.mean([found[0][0] == known[place] for found, place in zip(index.search(queries), best, strict=True)]))
-
-
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.lists(st.integers(0, 30), unique=True, max_size=8), st.integers(0, 999)),
@@ -78,11 +61,9 @@ operations = st.lists(
 )
 
 
-@pytest.mark.parametrize("kind", ["flat", "auto", "hnsw"])
 @given(operations)
-def test_any_sequence_of_changes_and_searches_gives_what_brute_force_gives(kind, steps):
-    # So few vectors are all within the width of the graph's search.
-    index, oracle = VectorIndex(6, kind), BruteForce()
+def test_any_sequence_of_changes_and_searches_gives_what_brute_force_gives(steps):
+    index, oracle = VectorIndex(6), BruteForce()
     for what, numbers, extra in steps:
         if what == "add":
             rows = unit(np.random.default_rng(extra).standard_normal((len(numbers), 6))) if numbers else np.zeros((0, 6))
@@ -105,128 +86,16 @@ def test_any_sequence_of_changes_and_searches_gives_what_brute_force_gives(kind,
             assert index.get(name) == (None if name not in index else pytest.approx(oracle.vectors[name]))
 
 
-@pytest.mark.parametrize("kind", ["hnsw", "ivf"])
-def test_graph_and_lists_find_the_nearest_of_thousands_also_after_removals(kind):
-    index, oracle = VectorIndex(32, kind), BruteForce()
-    vectors = clustered(6000)
-    for start in range(0, 6000, 1500):
-        index.add(names(1500, start), vectors[start : start + 1500])
-    oracle.vectors = dict(zip(names(6000), vectors, strict=True))
-    queries = clustered(200, seed=1)
-    assert index.kind == kind
-    assert recall(index, oracle, queries) >= 0.95
-    np.testing.assert_array_equal(index.get("p4321"), vectors[4321])
-    for gone in (names(1000, 500), names(2000, 3000)):
-        assert index.remove(gone) == len(gone)
-        for name in gone:
-            del oracle.vectors[name]
-        assert len(index) == len(oracle.vectors)
-        assert recall(index, oracle, queries) >= 0.95
-        assert not {name for found in index.search(queries, 20) for name, _ in found} & set(gone)
-        assert all(len(found) == 20 for found in index.search(queries, 20))
-
-
-def test_more_are_found_than_the_graph_looks_at_by_default():
-    index = VectorIndex(32, "hnsw")
-    index.add(names(1000), clustered(1000))
-    assert len(index.search(clustered(1, seed=1), 500)[0]) == 500
-
-
-def test_lists_that_are_not_read_leave_out_their_vectors_and_nothing_stands_for_them():
-    index = VectorIndex(32, "ivf")
-    index.add(names(6000), clustered(6000))
-    found = [name for name, _ in index.search(clustered(1, seed=1), 6000)[0]]
-    assert 100 < len(found) < 6000
-    assert set(found) <= set(names(6000))
-
-
-@pytest.mark.usefixtures("small")
-def test_an_index_that_grows_bit_by_bit_becomes_a_graph_and_answers_right_all_the_time():
-    index, oracle = VectorIndex(32), BruteForce()
-    vectors, queries = clustered(400), clustered(4, seed=1)
-    kinds = []
-    for number, vector in enumerate(vectors):
-        index.add([f"p{number}"], vector)
-        oracle.vectors[f"p{number}"] = vector
-        kinds.append(index.kind)
-        if number % 7 == 1:
-            index.remove([f"p{number // 2}"])
-            oracle.vectors.pop(f"p{number // 2}", None)
-        if number % 10 == 0:
-            assert recall(index, oracle, queries) == 1
-    assert kinds[199] == "flat"
-    # Three rows are moved for each one that comes, so the graph has caught up when there are half as many again.
-    assert kinds.index("hnsw") in range(290, 320)
-    assert set(kinds) == {"flat", "hnsw"}
-
-
-@pytest.mark.usefixtures("small")
-def test_a_graph_moves_few_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_MOVED", 30)
-    index = VectorIndex(8)
-    index.add(names(180), clustered(180, 8))
-    index.add(names(100, 180), clustered(100, 8, seed=1))
-    assert index.kind == "flat"
-    assert index._growing.ntotal == 30
-
-
-@pytest.mark.usefixtures("small")
-def test_many_at_once_become_lists_and_these_get_new_centres_when_outgrown():
-    index, oracle = VectorIndex(32), BruteForce()
-    vectors, queries = clustered(3000), clustered(50, seed=1)
-    oracle.vectors = dict(zip(names(3000), vectors, strict=True))
-    index.add(names(500), vectors[:500])
-    assert (index.kind, index._index.nlist) == ("ivf", 45)
-    index.add(names(2500, 500), vectors[500:])
-    assert index._index.nlist == 110
-    assert recall(index, oracle, queries) >= 0.95
-
-
-@pytest.mark.usefixtures("small")
-def test_a_graph_that_gets_many_at_once_becomes_lists():
-    index = VectorIndex(32)
-    index.add(names(190), clustered(190))
-    for number in range(190, 400):
-        index.add([f"p{number}"], clustered(1, seed=number))
-    assert index.kind == "hnsw"
-    index.add(names(300, 400), clustered(300, seed=5))
-    assert index.kind == "ivf"
-    assert len(index) == 700
-
-
-@pytest.mark.usefixtures("small")
-def test_lists_that_shrink_become_flat_again():
-    index = VectorIndex(32)
-    index.add(names(500), clustered(500))
-    index.remove(names(450))
-    assert index.kind == "flat"
-    assert index.search(clustered(500)[470])[0][0][0] == "p470"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.usefixtures("small")
-def test_removed_vectors_are_thrown_out_when_they_are_a_quarter(kind):
-    index = VectorIndex(32, kind)
-    index.add(names(400), clustered(400))
-    index.remove(names(100))
-    assert index._index.ntotal == 400
-    index.remove(names(1, 200))
-    assert index._index.ntotal == 299
-    assert index.search(clustered(400)[300])[0][0][0] == "p300"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_adding_an_id_again_moves_it(kind):
-    index = VectorIndex(2, kind)
+def test_adding_an_id_again_moves_it():
+    index = VectorIndex(2)
     index.add(["a", "b"], [[1, 0], [0, 1]])
     index.add(["a"], [[0.6, 0.8]])
     assert len(index) == 2
     assert index.search([1, 0], 5) == [[("a", pytest.approx(0.6)), ("b", pytest.approx(0, abs=1e-6))]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_index_finds_nothing(kind):
-    index = VectorIndex(2, kind)
+def test_an_empty_index_finds_nothing():
+    index = VectorIndex(2)
     assert index.search([[1, 0], [0, 1]], 3) == [[], []]
     index.add(["a"], [[1, 0]])
     assert index.remove(["a", "a", "never"]) == 1
@@ -240,7 +109,6 @@ def test_an_empty_index_finds_nothing(kind):
     [
         (lambda index: VectorIndex(0), "dim: expected a number of elements"),
         (lambda index: VectorIndex(True), "dim"),
-        (lambda index: VectorIndex(3, "tree"), "kind: expected one of 'auto', 'flat', 'hnsw', 'ivf', got 'tree'"),
         (lambda index: index.add(["a", "a"], np.eye(3)[:2]), "ids: expected strings that are all different"),
         (lambda index: index.add([1], np.eye(3)[:1]), "ids"),
         (lambda index: index.add(["a"], np.eye(3)[:2]), "vectors: expected 1 vectors, one for each id, got 2"),
@@ -260,7 +128,6 @@ def test_bad_arguments_are_refused_and_change_nothing(call, message):
     assert index.search([1, 0, 0], 5) == [[("first", pytest.approx(1))]]
 
 
-@pytest.mark.usefixtures("small")
 def test_threads_that_add_remove_and_search_at_the_same_time_lose_nothing():
     index, vectors, failures = VectorIndex(16), clustered(600, 16), []
 
