@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
-from hf_kvcaches.stores.files import write_atomically, write_safetensors
-from hf_kvcaches.stores.reading import parse_json, read_safetensors
 
 # A pivot of the Cholesky factor below this share of the largest may be rounding, and its column of the solution noise.
 _SMALLEST_PIVOT = 1e-5
 # An eigenvalue below this share of the largest, times the number of inputs, is rounding.
 _SMALLEST_EIGENVALUE = 1e-14
-_FORMAT = "hf_kvcaches.aligner_training/1"
 
 # Pairs of rows, (n, inputs) and (n, outputs) floating-point, by number: a list, or a data set that reads them from disk.
 Batches = Sequence[tuple[Tensor, Tensor]]
@@ -138,7 +132,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Settings:
-    """What has to agree for a stored state to be one of this training."""
+    """The arguments of a training, and the sizes of what is trained."""
 
     steps: int
     lr: float
@@ -149,8 +143,6 @@ class _Settings:
     weight_decay: float
     inputs: int
     outputs: int
-    hidden: int
-    batches: int
 
     def check(self) -> None:
         """Refuses what the caller got wrong."""
@@ -171,7 +163,6 @@ def train_aligner(
     steps: int,
     lr: float = 1e-3,
     seed: int = 0,
-    state: str | os.PathLike[str] | None = None,
     every: int = 100,
     rows: int = 512,
     held_out: float = 0.1,
@@ -180,36 +171,26 @@ def train_aligner(
     """Trains an aligner in place to the least squared error, and leaves it as it was best on rows kept apart.
 
     AdamW with a cosine schedule; a step takes some rows of one batch. The last share of each batch's rows is kept apart, all in one
-    stretch, because neighbouring tokens resemble each other. With `state` it can be killed at any moment: called again with the same
-    arguments it goes on from the last stored step, and ends with the same bits on the same machine.
+    stretch, because neighbouring tokens resemble each other.
 
     Args:
         aligner: Untrained: its weight and bias are the start, which the result is never worse than on the rows kept apart.
         batches: Pairs of rows by number: `len(batches)` and `batches[i]`, each time the same. Read one at a time.
-        state: A file to store the training in; None for none. It may be deleted afterwards.
-        every: Steps between looks at the rows kept apart, and between writes.
+        every: Steps between looks at the rows kept apart.
         rows: At most so many of a batch in one step.
         held_out: Share of rows kept apart.
     """
     inputs, outputs = aligner.weight.shape
-    hidden = aligner.inner.out_features
-    settings = _Settings(steps, lr, seed, every, rows, held_out, weight_decay, inputs, outputs, hidden, len(batches))
+    settings = _Settings(steps, lr, seed, every, rows, held_out, weight_decay, inputs, outputs)
     settings.check()
-    path = None if state is None else Path(state)
-    resumed = path is not None and path.exists()
-    if not resumed and bool(aligner.outer.weight.any()):
+    if bool(aligner.outer.weight.any()):
         raise ConfigError.of("aligner", "an untrained one", "one whose hidden layer is trained", "Make a new one from its weight and bias.")
     training = _Training(aligner, batches, settings)
-    if path is not None and resumed:
-        training.load(path)
-    else:
-        training.look()
+    training.look()
     while training.step < steps:
         training.advance()
         if training.step % every == 0 or training.step == steps:
             training.look()
-            if path is not None:
-                training.save(path)
     return training.finish()
 
 
@@ -317,52 +298,3 @@ class _Training:
             aligner.bias.copy_(aligner.bias + aligner.scale * shift[-1] - aligner.centre.double() @ weight)
             aligner.weight.copy_(aligner.weight + weight)
         return Trained(self.start, self.best, self.best_step, self.step)
-
-    def save(self, path: Path) -> None:
-        """Stores all that the next step depends on."""
-        tensors = {f"now.{name}": value for name, value in self.trained.items()}
-        tensors |= {f"best.{name}": value for name, value in self.kept.items()}
-        tensors |= {f"fixed.{name}": value for name, value in self.aligner.named_buffers()}
-        for name, parameter in self.trained.items():
-            tensors |= {f"optimizer.{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
-        tensors["generator"] = self.generator.get_state()
-        places = {"step": self.step, "best": self.best, "best_step": self.best_step, "start": self.start}
-        header = {"format": _FORMAT, "settings": json.dumps(asdict(self.settings)), "places": json.dumps(places)}
-        write_atomically(path, lambda temporary: write_safetensors(temporary, tensors, header))
-
-    @torch.no_grad()
-    def load(self, path: Path) -> None:
-        """Goes on where `save` was, if it was this run."""
-        tensors, header = read_safetensors(path)
-        if header.get("format") != _FORMAT:
-            raise ArtifactError(f"{path}: expected the state of an aligner's training, got {header.get('format')!r}. Pass another path.")
-        try:
-            self._require_same(path, tensors, parse_json(header["settings"]))
-            self._restore(tensors, parse_json(header["places"]))
-        except (KeyError, TypeError, AttributeError, RuntimeError, ArithmeticError, ArtifactError) as error:
-            raise ArtifactError(f"{path}: the state of a training is incomplete: {error!r}. Delete it to start anew.") from error
-
-    def _restore(self, tensors: dict[str, Tensor], places: dict[str, float]) -> None:
-        self.step, self.best_step = int(places["step"]), int(places["best_step"])
-        self.start, self.best = places["start"], places["best"]
-        for name, parameter in self.trained.items():
-            parameter.copy_(tensors[f"now.{name}"])
-            self.kept[name] = tensors[f"best.{name}"].to(self.device)
-            prefix = f"optimizer.{name}."
-            own = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-            # AdamW counts its steps on the CPU.
-            self.optimizer.state[parameter] = {key: value if key == "step" else value.to(self.device) for key, value in own.items()}
-        for name, buffer in self.aligner.named_buffers():
-            buffer.copy_(tensors[f"fixed.{name}"])
-        self.generator.set_state(tensors["generator"])
-
-    def _require_same(self, path: Path, tensors: dict[str, Tensor], settings: dict[str, float]) -> None:
-        own = asdict(self.settings)
-        other = [f"{name} {settings.get(name)} there, {value} here" for name, value in own.items() if settings.get(name) != value]
-        if not other:
-            # Sums over rows may differ in the last place on another machine.
-            fixed = self.aligner.named_buffers()
-            other = [f"another {name}" for name, here in fixed if not torch.allclose(here.cpu(), tensors[f"fixed.{name}"], 1e-4, 1e-7)]
-        if other:
-            hint = "Delete the file to start anew, pass another path, or train with the arguments and data that it was made with."
-            raise ConfigError.of("state", "a training of this aligner on these batches", f"one with {'; '.join(other)}", hint)

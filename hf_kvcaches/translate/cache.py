@@ -22,12 +22,10 @@ from hf_kvcaches.translate.codes import Part, SemanticCodes
 from hf_kvcaches.translate.filling import Filling, on_device, place
 from hf_kvcaches.translate.maps import LayerDecoder
 from hf_kvcaches.translate.states import Tokens
-from hf_kvcaches.translate.token_table import TokenTable
 from hf_kvcaches.translate.translator import CacheTranslator
 
 # What is made of a translator for a device, for all caches. Not in the translator, which is saved and copied.
 _weights: weakref.WeakKeyDictionary[Any, dict[Any, Decoder]] = weakref.WeakKeyDictionary()
-_tables: weakref.WeakKeyDictionary[Any, dict[Any, TokenTable]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,7 @@ class TranslatedCache(SourceCache):
 
     **Refuses**: codes of other prompts, other models or other adapters; models whose keys change with the length of the text.
 
-    **Memory per token**: as `GrowingCache`. Codes are let go once they are used. All caches of a translator share what was made of tokens
-    that came before, up to 64 MB.
+    **Memory per token**: as `GrowingCache`. Codes are let go once they are used.
 
     The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the one that was coded. A
     prompt that goes on behind the coded one is run from there; one that has too little of it is run by the model, with a warning. A pass
@@ -237,17 +234,6 @@ class TranslatedCache(SourceCache):
         if key not in kept:
             kept[key] = on_device(decoder.weights, device, self.model.dtype)
         return kept[key]
-
-    def table_of(self, device: torch.device) -> TokenTable:
-        """What the consumer makes of tokens, shared by all caches of the translator.
-
-        Args:
-            device: Of their ids.
-        """
-        tables, key = _tables.setdefault(self.translator, {}), (device, self.model.dtype)
-        if key not in tables:
-            tables[key] = TokenTable(self.model.get_input_embeddings().weight.shape[0], device)
-        return tables[key]
 
     def report(self) -> TranslatedReport:
         fields = self._report_fields()

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -51,7 +50,6 @@ class Wanted:
     heads: Literal["joint", "each"]
     ranks: tuple[int, int] | None
     aligner: Literal["ridge", "mlp"]
-    aligner_state: Any
     score: Any
     ridge: float | None
 
@@ -381,11 +379,3 @@ def join_processes(sums: Sums) -> None:
     moments = [*(blocks.sums for blocks in sums.moments.values()), *sums.losses.values()]
     add_up(part for each in moments for part in (each.total, each.count))
     add_up(part for queries in sums.queries.values() for part in (queries.total, queries.count))
-
-
-def state_path(folder: Any, layer: int) -> Path | None:
-    """Where the training of a layer's aligner is kept."""
-    if folder is None:
-        return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder) / f"layer-{layer}.safetensors"

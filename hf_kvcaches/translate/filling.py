@@ -118,13 +118,9 @@ class Filling:
         """Runs each different token once, where that is all that layer 0 has to know, and puts its keys and values in their places."""
         layer = self.cache.layers[0]
 
-        def run(ids: torch.Tensor) -> list[torch.Tensor]:
-            entering = self._run_lowest(Tokens.alone(ids))[0]
-            return [entering, *(part[0, :, : len(ids)].transpose(0, 1) for part in (layer.key_buffer, layer.value_buffer))]
-
         distinct, self.rows = self._wanted(self.tokens.ids).unique(return_inverse=True)
-        self.side, *pair = self.cache.table_of(distinct.device).look(distinct, run)
-        keys, values = (part.transpose(0, 1) for part in pair)
+        self.side = self._run_lowest(Tokens.alone(distinct))[0]
+        keys, values = (part[0, :, : len(distinct)].clone() for part in (layer.key_buffer, layer.value_buffer))
         batch = len(self.tokens.ids)
         self._open(layer, self.decoder[0], *(part.expand(batch, -1, -1, -1) for part in (keys, values)))
         turning = self._turning(0, keys.device)

@@ -19,7 +19,7 @@ from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.aligners import MLPAligner, fit_ridge, train_aligner
-from hf_kvcaches.translate.calibration import Clock, Pair, Wanted, state_path
+from hf_kvcaches.translate.calibration import Clock, Pair, Wanted
 from hf_kvcaches.translate.codes import Part, pack
 from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
 from hf_kvcaches.translate.moments import BlockMoments
@@ -239,5 +239,5 @@ def _trained(
     linear = torch.cat([part for part in weights[:2] if part is not None]).to(batches[0][0].device)
     aligner = MLPAligner(linear, weights.bias, hidden=_HIDDEN_WIDTH * linear.shape[1])
     with torch.inference_mode(False), torch.enable_grad():
-        train_aligner(aligner, batches, steps=_STEPS, state=state_path(wanted.aligner_state, layer))
+        train_aligner(aligner, batches, steps=_STEPS)
     return aligner.cpu().eval()

@@ -98,7 +98,6 @@ class CacheTranslator(Artifact):
         heads: Literal["joint", "each"] = "joint",
         ranks: tuple[int, int] | None = None,
         aligner: Literal["ridge", "mlp"] = "ridge",
-        aligner_state: str | os.PathLike[str] | None = None,
         score: Any = None,
         ridge: float | None = None,
         max_length: int = 1024,
@@ -129,7 +128,6 @@ class CacheTranslator(Artifact):
             heads: Whether `method="paper"` factorises heads jointly or each for itself.
             ranks: `method="paper"`: (of keys, of values) in each layer, in place of `payload`.
             aligner: Of patched layers: a linear map, or with a hidden layer, which is trained.
-            aligner_state: A folder in which that training is kept, to go on when it is killed.
             score: In place of minus the mean KL divergence, for `patch_layers="auto"`: called with logits of the consumer alone and with a
                 translated cache, (places, vocabulary) each; greater is better.
             ridge: Regularisation, as a share of the mean variance. None: as the number of tokens asks for, and with many hardly any.
@@ -138,9 +136,7 @@ class CacheTranslator(Artifact):
         """
         from hf_kvcaches.translate.calibration import Wanted, fit
 
-        wanted = Wanted(
-            method, payload, dtype, group, patch_layers, recompute_layers, metric, heads, ranks, aligner, aligner_state, score, ridge
-        )
+        wanted = Wanted(method, payload, dtype, group, patch_layers, recompute_layers, metric, heads, ranks, aligner, score, ridge)
         maps, settings, route, fingerprints = fit(producer, consumer, tokenizer, texts, wanted, max_length, progress)
         return cls(maps, settings, route, *fingerprints)
 

@@ -122,12 +122,12 @@ def test_a_patched_layer_of_the_papers_method_has_one_code_as_wide_as_its_two():
     assert len(filled(translator, producer, consumer, PROMPT)) == 4
 
 
-def test_a_trained_aligner_is_at_least_as_near_as_the_line_it_starts_from(tmp_path, monkeypatch):
+def test_a_trained_aligner_is_at_least_as_near_as_the_line_it_starts_from(monkeypatch):
     monkeypatch.setattr(patching, "_STEPS", 60)
     producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of()
     options = {"patch_layers": [2], "payload": 0.5, "dtype": "int8"}
     errors = []
-    for own in ({}, {"aligner": "mlp", "aligner_state": tmp_path}):
+    for own in ({}, {"aligner": "mlp"}):
         translator = fitted(producer, consumer, texts, **options, **own)
         (decoder,) = (each for each in translator.maps.decoders if each.kind == "patch")
         (encoder,) = (each for each in translator.maps.encoders if each.kind == "patch")
@@ -142,7 +142,6 @@ def test_a_trained_aligner_is_at_least_as_near_as_the_line_it_starts_from(tmp_pa
         errors.append(total)
     assert isinstance(decoder.aligner, MLPAligner)
     assert errors[1] <= errors[0] * 1.02
-    assert [path.name for path in tmp_path.iterdir()] == ["layer-2.safetensors"]
     assert len(filled(translator, producer, consumer, PROMPT)) == 4
 
 
