@@ -71,6 +71,7 @@ test-floor: $(VENV_FLOOR)/.installed
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \
 		--csv docs/benchmarks/growing-$(DEVICE).csv --plot docs/benchmarks/growing-$(DEVICE).png
+	$(VENV)/bin/python scripts/bench_prefill.py --device $(DEVICE) --csv docs/benchmarks/prefill-$(DEVICE).csv
 	$(VENV)/bin/python scripts/bench_equip.py --device $(DEVICE) \
 		--csv docs/benchmarks/equip-$(DEVICE).csv --plot docs/benchmarks/equip-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_subspace.py --device $(DEVICE) \

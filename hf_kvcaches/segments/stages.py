@@ -9,7 +9,6 @@ leave a few tokens in the lowest layers, until it is known whether the whole seg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,7 +48,8 @@ class Stages:
         total: int,
         scope: str,
     ) -> None:
-        self.cache, self.call, self.rows, self.tensors, self.total, self.scope = cache, call, rows, tensors, total, scope
+        self.cache, self.call, self.tensors, self.total, self.scope = cache, call, tensors, total, scope
+        self.rows = list(rows)
         self.layers = len(cache.layers)
         self.device = call.input_ids.device
         self.padding = torch.tensor([row.padding for row in rows], device=self.device)
@@ -57,8 +57,12 @@ class Stages:
         self._looked: dict[int, Places] = {}
         self._level = 0
 
-    def run(self) -> dict[int, Hidden]:
-        """Runs all but the last token; returns for each row what entered the layers at which the store wants hidden states."""
+    def run(self) -> tuple[list[Row], dict[int, Hidden]]:
+        """Runs all but the last token.
+
+        Returns:
+            The rows as they were settled, and for each what entered the layers at which the store wants hidden states.
+        """
         check = self.cache.policy.check_layer if any(part.open for row in self.rows for part in row.plan.parts) else None
         if check is not None and check >= self.layers:
             raise UnsupportedError(
@@ -83,19 +87,19 @@ class Stages:
                     kept[row.number] = {**kept[row.number], level: (slots[line].cpu(), hidden[line])}
             start = level
         self._run(start, self.layers, slots, hidden)
-        return kept
+        return self.rows, kept
 
     def cost_of_looking(self, row: Row, costs: Costs) -> float:
         """What was run of a row only to settle its parts, in floating-point operations; a look at a layer counts for all of that layer."""
         looked = self._looked.get(row.number)
         if looked is None:
             return 0.0
-        alone = np.setdiff1d(looked, row.places_to_run())
+        alone = np.setdiff1d(looked, row.to_run())
         return costs.of_tokens(alone, 0, self._level) + costs.of_tokens(looked, self._level, self._level + 1)
 
     def _needed(self, row: Row) -> Places:
         """Of all tokens that run through all layers."""
-        places = row.places_to_run()
+        places = row.to_run()
         return np.append(places, len(row.ids) - 1) if self.wanted else places
 
     def _wanted_cuts(self) -> set[int]:
@@ -158,7 +162,7 @@ class Stages:
             parts: list[Part] = []
             for part in row.plan.parts:
                 parts += self._settled(part, level, line, row, looked[line], look) if part.open else [part]
-            row.plan = replace(row.plan, parts=tuple(parts))
+            self.rows[line] = row.with_parts(parts)
         going = self._slots([self._needed(row) for row in self.rows])
         ran = [set(line.tolist()) for line in slots]
         needed = [set((self._needed(row) + row.padding).tolist()) for row in self.rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from hf_kvcaches.core.identity import Identity, is_confirmed
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.placing import Loaded
+from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.admission import Part, Places, Plan, plan_row
 from hf_kvcaches.segments.index import Piece
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 SHARE = 5
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Row:
     """A row of the prompt.
 
@@ -47,8 +48,12 @@ class Row:
     begin: int
     plan: Plan
 
-    def places_to_run(self) -> Places:
-        """Of all tokens that are run through all layers, but for the last one."""
+    def with_parts(self, parts: Iterable[Part]) -> Row:
+        """The row with other parts."""
+        return replace(self, plan=replace(self.plan, parts=tuple(parts)))
+
+    def to_run(self) -> Places:
+        """Indices of all tokens that are run through all layers, but for the last one."""
         computed = [np.arange(part.start, part.stop) if not part.pieces else part.rerun for part in self.plan.parts]
         return np.concatenate([np.zeros(0, np.int64), *computed])
 
@@ -81,17 +86,17 @@ class Taking:
         total = cache.seen + self.call.input_ids.shape[1]
         hidden: dict[int, Hidden] = {}
         stages: Stages | None = None
-        taken = 0
-        self._drop_trifles(rows)
-        common = self._common_prefix(rows)
-        staged = bool(store.cuts or store.depth) and cache.approximates
-        if common is not None and not staged:
-            taken = self._splice_prefix(rows, common)
-        else:
-            self._open(rows, total)
+        rows = [self._without_trifles(row) for row in rows]
+        in_stages = bool(store.cuts or store.depth) and cache.approximates
+        if not in_stages and (common := self._common_prefix(rows)) is not None:
+            rows = [replace(row, plan=_cut(row.plan, max(common - row.padding, row.begin), len(row.ids) - 1)) for row in rows]
+        if in_stages or any(part.open for row in rows for part in row.plan.parts):
+            cache.write(self._prompt_plan(rows, total))
             stages = Stages(cache, self.call, rows, self.tensors, total, scope)
-            hidden = stages.run()
+            rows, hidden = stages.run()
             taken = cache.take(total - 1)
+        else:
+            taken = cache.execute(self.call, self._prompt_plan(rows, total))
         with store.reading():
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows, stages)
@@ -129,9 +134,7 @@ class Taking:
                 known, layers = Chain().extend(ids[:begin]), len(cache.layers)
                 plan = plan_row(ids[:-1], begin, known, index, cache.policy, mode, layers, resembling, partial(self._verdict, scope))
                 rows.append(Row(number, pad, ids, begin, plan))
-        for row in rows:
-            row.plan = self._loaded(row)
-        return rows
+        return [replace(row, plan=self._loaded(row)) for row in rows]
 
     def _verdict(self, scope: str, ids: Ids, similarity: float) -> bool | None:
         policy = self.cache.policy
@@ -165,15 +168,14 @@ class Taking:
             self.tensors[key] = self.cache.store.tensors(key)
         return self.tensors[key]
 
-    def _drop_trifles(self, rows: Sequence[Row]) -> None:
-        """Computes prompts of which next to nothing is stored: what little is saved costs more. Only starts are taken to the last token."""
+    def _without_trifles(self, row: Row) -> Row:
+        """Computes a row of which next to nothing is stored: what little is saved costs more. Only starts are taken to the last token."""
         if self.cache.mode == "exact" or not self.cache.approximates:
-            return
-        on_cpu = self.call.input_ids.device.type == "cpu"
-        for row in rows:
-            share = (len(row.ids) - row.begin) // SHARE if on_cpu else 0
-            if sum(part.reused for part in row.plan.parts) < max(self.cache.policy.shortest, share):
-                row.plan = _cut(replace(row.plan, parts=()), row.begin, len(row.ids) - 1)
+            return row
+        share = (len(row.ids) - row.begin) // SHARE if self.call.input_ids.device.type == "cpu" else 0
+        if sum(part.reused for part in row.plan.parts) >= max(self.cache.policy.shortest, share):
+            return row
+        return replace(row, plan=_cut(replace(row.plan, parts=()), row.begin, len(row.ids) - 1))
 
     def _common_prefix(self, rows: Sequence[Row]) -> int | None:
         """How many slots of all rows are reused, if nothing behind them is (or could be); None if there is more to do."""
@@ -189,28 +191,17 @@ class Taking:
             return None
         return min(ends) if min(ends) > self.cache.seen else 0
 
-    def _splice_prefix(self, rows: Sequence[Row], common: int) -> int:
-        """Takes the same number of slots of each row, and leaves all that follows to the model."""
-        cache = self.cache
-        for row in rows:
-            row.plan = _cut(row.plan, max(common - row.padding, row.begin), len(row.ids) - 1)
-        if common == 0:
-            return 0
-        self._open(rows, common)
-        return cache.take(common)
+    def _prompt_plan(self, rows: Sequence[Row], total: int) -> PromptPlan:
+        return PromptPlan(tuple(PlannedRow(row.padding, self._stored(row), row.to_run()) for row in rows), total)
 
-    def _open(self, rows: Sequence[Row], total: int) -> None:
-        """Makes room for all slots, and writes what is stored."""
-        self.cache.write([row.padding for row in rows], [self._pieces(row) for row in rows], total)
-
-    def _pieces(self, row: Row) -> list[Loaded]:
-        found = []
+    def _stored(self, row: Row) -> tuple[Loaded, ...]:
+        loaded = []
         for part in row.plan.parts:
             for piece in part.pieces:
                 tensors = self.tensors[piece.record.key]
                 assert tensors is not None
-                found.append(Loaded(piece.start, piece.stop, piece.offset, piece.position, piece.record.stored, tensors, part.depth))
-        return found
+                loaded.append(Loaded(piece.start, piece.stop, piece.offset, piece.position, piece.record.stored, tensors, part.depth))
+        return tuple(loaded)
 
     def _note(self, rows: Sequence[Row], stages: Stages | None) -> None:
         """Counts what happened, for the report and for the store."""
@@ -219,7 +210,7 @@ class Taking:
         for row in rows:
             whole = costs.of_prompt(row.begin, len(row.ids))
             last = np.array([len(row.ids) - 1])
-            cost = costs.of_tokens(np.append(row.places_to_run(), last))
+            cost = costs.of_tokens(np.append(row.to_run(), last))
             if stages is not None:
                 cost += stages.cost_of_looking(row, costs)
             for part in row.plan.parts:

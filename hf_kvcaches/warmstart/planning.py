@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from hf_kvcaches.core.splicing.alignment import Block, align
+from hf_kvcaches.core.splicing.plan import Indices
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.library import Neighbour
 
 Served = Literal["exact", "align", "slots", "prefix", "cold"]
-Places = npt.NDArray[np.int64]
 
 # Shorter stretches that two prompts share are not looked for: the tokens behind a change are run anyway.
 SHORTEST = 8
@@ -43,13 +42,8 @@ class RowPlan:
         """Tokens that are not run."""
         return sum(block.length for block in self.blocks)
 
-    @property
-    def begun(self) -> int:
-        """Tokens at the row's start that are not run."""
-        return self.blocks[0].length if self.blocks and self.blocks[0].target == 0 else 0
-
-    def to_run(self, tokens: int) -> Places:
-        """Places of the tokens that are."""
+    def to_run(self, tokens: int) -> Indices:
+        """The other tokens."""
         run = np.ones(tokens, dtype=bool)
         for block in self.blocks:
             run[block.target : block.target + block.length] = False

@@ -11,6 +11,7 @@ import torch
 
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.placing import Loaded
+from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.gate import changes
 from hf_kvcaches.warmstart.library import Neighbour
@@ -80,18 +81,11 @@ class Serving:
         inexact = any(plan.served == "align" or (plan.blocks and self.library.full != "exact") for plan in plans)
         if not reused:
             return Outcome(0, tuple(plans), 0, tokens, False)
-        cache.write(self.padding, [self._loaded(plan) for plan in plans], total)
-        return Outcome(self._fill(plans, rows, total), tuple(plans), reused, tokens - reused, inexact)
-
-    def _fill(self, plans: Sequence[RowPlan], rows: Sequence[Ids], total: int) -> int:
-        """Runs what lies between pieces that are written, or leaves all behind a common beginning to the model."""
-        cache = self.cache
-        begun = [plan.begun + pad for plan, pad in zip(plans, self.padding, strict=True)]
-        only_begins = all(plan.reused == plan.begun for plan in plans) and len(set(begun)) == 1
-        if only_begins or cache.parts_refused:
-            return cache.take(min(begun))
-        places = [plan.to_run(len(ids))[:-1] for plan, ids in zip(plans, rows, strict=True)]
-        return cache.run_between(self.call, places, self.padding, total)
+        planned = tuple(
+            PlannedRow(padding, self._loaded(plan), plan.to_run(len(ids))[:-1])
+            for padding, plan, ids in zip(self.padding, plans, rows, strict=True)
+        )
+        return Outcome(cache.execute(call, PromptPlan(planned, total)), tuple(plans), reused, tokens - reused, inexact)
 
     def _plan(self, ids: Ids) -> RowPlan:
         """What is best for a row."""
@@ -170,13 +164,13 @@ class Serving:
             self._full[key] = self.library.full_of(key)
         return plan if self._full[key] is not None else replace(plan, neighbour=None, blocks=())
 
-    def _loaded(self, plan: RowPlan) -> list[Loaded]:
+    def _loaded(self, plan: RowPlan) -> tuple[Loaded, ...]:
         if plan.neighbour is None or not plan.blocks:
-            return []
+            return ()
         found = self._full[plan.neighbour.key]
         assert found is not None
         stored, tensors = found
-        return [Loaded(b.target, b.target + b.length, b.source, b.source, stored, tensors) for b in plan.blocks]
+        return tuple(Loaded(b.target, b.target + b.length, b.source, b.source, stored, tensors) for b in plan.blocks)
 
     def _from_slots(self, plan: RowPlan, ids: Ids) -> Outcome | None:
         """A prompt of which only the tail is run, behind the summary of a similar one."""

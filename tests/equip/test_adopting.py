@@ -24,6 +24,8 @@ from tests.conformance import models
 from tests.conformance.driving import TOLERANCES, feed, left_padded, tokens
 from tests.equip.cases import BUDGET, SCHEMES, SINKS, text
 
+pytestmark = pytest.mark.full
+
 PROMPT, STEPS = 37, 12
 
 

@@ -25,6 +25,8 @@ from tests.reference.policies import (
     TOVAReference,
 )
 
+pytestmark = pytest.mark.full
+
 EXTRAS: dict[type[ReferenceCache], dict[str, Any]] = {
     StreamingReference: {},
     H2OReference: {},

@@ -14,6 +14,8 @@ from tests import testbed
 from tests.testbed import agents
 from tests.testbed.documents import NAMES
 
+pytestmark = pytest.mark.full
+
 WORKLOADS = {
     "agents": lambda tokenizer, **options: agents.agent_workload(tokenizer, **{"requests": 60, **options}),
     "hanging": lambda tokenizer, **options: agents.agent_workload(tokenizer, **{"requests": 60, "hanging": True, **options}),

@@ -15,6 +15,8 @@ from tests.testbed import agents, pairs
 from tests.testbed.documents import PREAMBLES, VALUES
 from tests.testbed.pairs import KINDS, Pair
 
+pytestmark = pytest.mark.full
+
 every_kind = pytest.mark.parametrize("kind", KINDS)
 SHORT, LONG = 128, 500
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from hf_kvcaches import compat
@@ -14,12 +13,11 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.prefill import PrefillCall, run_layers
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.core.splicing.layer import SplicedLayer
-from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
+from hf_kvcaches.core.splicing.placing import like_stored, splice_row
+from hf_kvcaches.core.splicing.plan import Indices, PromptPlan
 from hf_kvcaches.core.splicing.sparse import Look, LookingPass, SparsePass, SplicingPass
 from hf_kvcaches.core.splicing.trial import parts_refused
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-
-Places = npt.NDArray[np.int64]
 
 
 class SplicingCache(SourceCache):
@@ -154,38 +152,36 @@ class SplicingCache(SourceCache):
         self.history.crop(seen)
         self.filling = False
 
-    def write(self, padding: Sequence[int], rows: Sequence[Sequence[Loaded]], total: int) -> None:
-        """Makes room for all slots, and writes what is stored; does nothing where that is nothing.
+    def execute(self, call: PrefillCall, plan: PromptPlan) -> int:
+        """Fills the cache with a prompt but for its last token, or with its prefix where no more is stored; returns the tokens it took.
 
         Args:
-            padding: Slots at the start of each row that hold no token.
-            rows: What to write into each row.
-            total: How many slots there will be.
+            call: The prompt.
+            plan: What is stored of it, and what runs.
         """
-        some = next((pieces[0] for pieces in rows if pieces), None)
+        if not any(row.stored for row in plan.rows):
+            return 0
+        self.write(plan)
+        if plan.reuses_a_prefix_only or self.parts_refused:
+            return self.take(min(plan.prefixes))
+        padding = [row.padding for row in plan.rows]
+        slots = slots_of([row.recompute for row in plan.rows], padding, plan.total, call.input_ids.device)
+        if slots.shape[1]:
+            running = SparsePass(slots, torch.tensor(padding, device=slots.device), plan.total)
+            self.run_sparse(running, ids_at(call, slots, plan.total))
+        return self.take(plan.total - 1)
+
+    def write(self, plan: PromptPlan) -> None:
+        """Makes room for a prompt, and writes what is stored of it; none of it counts as seen."""
+        some = next((row.stored[0] for row in plan.rows if row.stored), None)
         if some is None:
             return
         _, _, decoder = compat.decoder_layers(self.model)
         for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(some, len(self.layers)), strict=True):
             device = compat.layer_device(module)
-            layer.open(len(rows), total, keys.to(device), values.to(device))
-        for number, (slots, pieces) in enumerate(zip(padding, rows, strict=True)):
-            splice_row(self.layers, number, slots, pieces, self.rotation.layers)
-
-    def run_between(self, call: PrefillCall, places: Sequence[Places], padding: Sequence[int], total: int) -> int:
-        """Runs all of a prompt but its last token, between pieces that are written; returns how many tokens the cache took.
-
-        Args:
-            call: The prompt.
-            places: Of the tokens to run in each row, padding not counted, ascending, without the row's last.
-            padding: Slots at the start of each row that hold no token.
-            total: How many slots the prompt has.
-        """
-        slots = slots_of(places, padding, total, call.input_ids.device)
-        if slots.shape[1]:
-            running = SparsePass(slots, torch.tensor(padding, device=slots.device), total)
-            self.run_sparse(running, ids_at(call, slots, total))
-        return self.take(total - 1)
+            layer.open(len(plan.rows), plan.total, keys.to(device), values.to(device))
+        for number, row in enumerate(plan.rows):
+            splice_row(self.layers, number, row.padding, row.stored, self.rotation.layers)
 
     def rows_change(self) -> None:
         """Called before rows are exchanged, repeated or dropped."""
@@ -227,7 +223,7 @@ class SplicingCache(SourceCache):
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
 
 
-def slots_of(places: Sequence[Places], padding: Sequence[int], total: int, device: torch.device) -> torch.Tensor:
+def slots_of(places: Sequence[Indices], padding: Sequence[int], total: int, device: torch.device) -> torch.Tensor:
     """Places in rows as slots, (batch, most tokens), filled up with the slot that nobody looks at.
 
     Args:
