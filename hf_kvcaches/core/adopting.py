@@ -211,7 +211,6 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim).
-        values: Like `keys`.
     """
     config, model = compat.layer_configs(cache.config)[layer_idx], _model_of(cache)
     sizes, heads = head_sizes(cache.config, layer_idx), getattr(config, "num_key_value_heads", None)
@@ -238,7 +237,6 @@ def _fill_window(layer: DynamicSlidingWindowLayer, keys: torch.Tensor, values: t
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim).
-        values: Like `keys`.
     """
     tokens = keys.shape[2]
     start = max(0, tokens - layer.sliding_window + 1)

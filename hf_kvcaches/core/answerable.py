@@ -21,7 +21,6 @@ def refuse_encoder_decoder(model: PreTrainedModel, what: str) -> None:
     """Refuses a model with an encoder.
 
     Args:
-        model: Without a PEFT wrapper.
         what: What can't be used with it, as the subject of the message.
     """
     if model.config.is_encoder_decoder:
@@ -32,11 +31,7 @@ def refuse_encoder_decoder(model: PreTrainedModel, what: str) -> None:
 
 
 def require_answering(model: PreTrainedModel, what: str) -> None:
-    """Refuses a model whose queries a cache can't answer.
-
-    Args:
-        model: Without a PEFT wrapper.
-    """
+    """Refuses a model whose queries a cache can't answer."""
     refuse_encoder_decoder(model, what)
     reason = why_not_answering(model)
     if reason is not None:
@@ -56,11 +51,7 @@ def require_all_heads(model: Any, what: str, instead: str) -> None:
 
 
 def why_not_answering(model: PreTrainedModel) -> str | None:
-    """Why a cache can't answer a model's queries in place of its attention; None where it can.
-
-    Args:
-        model: Without a PEFT wrapper.
-    """
+    """Why a cache can't answer a model's queries in place of its attention; None where it can."""
     name, config = type(model).__name__, compat.decoder_config(model.config)
     if not compat.can_switch_attention(model):
         return f"{name} computes attention itself instead of looking it up in transformers' AttentionInterface"

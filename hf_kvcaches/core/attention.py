@@ -173,7 +173,6 @@ def previous_attention(
     Args:
         query: (batch, heads, queries, head_dim).
         key: (batch, kv_heads, keys, head_dim).
-        value: Like `key`.
     """
     function = compat.attention_function(previous_implementation(module.config), module)
     result: tuple[torch.Tensor, torch.Tensor | None] = function(module, query, key, value, mask, **kwargs)

@@ -76,7 +76,6 @@ class NewTokens(LayerView):
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        values: Like `keys`.
     """
 
     def __init__(self, layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -127,7 +126,6 @@ def hand_out(layer: AnsweringLayer, keys: torch.Tensor, values: torch.Tensor) ->
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        values: Like `keys`.
     """
     if _autocasts(keys):
         dtype = torch.get_autocast_dtype(keys.device.type)

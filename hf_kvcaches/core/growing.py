@@ -50,7 +50,6 @@ class GrowingLayer(TensorLayer):
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), rotated.
-            value_states: Like `key_states`.
         """
         self.check_new_tokens(key_states, value_states)
         if not self.is_initialized:
@@ -76,7 +75,6 @@ class GrowingLayer(TensorLayer):
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-            values: Like `keys`.
         """
         self.update(keys, values)
 

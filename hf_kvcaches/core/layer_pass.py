@@ -47,12 +47,7 @@ class LayerPass(Cache):
 
 
 class StoppingPass(LayerPass):
-    """Ends when a layer has its keys and values, with a `PassEnded`.
-
-    Args:
-        cache: As in `LayerPass`.
-        start: As in `LayerPass`.
-    """
+    """Ends when a layer has its keys and values, with a `PassEnded`."""
 
     def __init__(self, cache: KVCache, last: int, start: int = 0) -> None:
         super().__init__(cache, start)

@@ -201,7 +201,6 @@ class TensorLayer(KVLayer):
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim).
-            value_states: Like `key_states`.
         """
         for name, new in zip(self.row_tensors, (key_states, value_states), strict=False):
             held = getattr(self, name, None)

@@ -175,9 +175,7 @@ def run_module(
     Args:
         module: A model without its head, or a twin of it.
         cache: As in `run_span`; None for none.
-        input_ids: As in `run_span`.
         positions: As in `run_span`; None for those that follow.
-        attention_mask: As in `run_span`.
     """
     arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
     arguments["use_cache"] = cache is not None

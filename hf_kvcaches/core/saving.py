@@ -81,11 +81,7 @@ def _differences(cache: KVCache, filled: Identity, here: ModelFingerprint) -> li
 
 
 def save_in_folder(cache: KVCache, folder: Path) -> None:
-    """Writes a cache into a folder, made if need be.
-
-    Args:
-        cache: As of `save`.
-    """
+    """Writes a cache into a folder, made if need be."""
     make_folder(folder)
     cache.save(folder / FILE_NAME)
 

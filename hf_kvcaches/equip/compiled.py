@@ -237,14 +237,7 @@ class Now(NamedTuple):
 
 
 def attend(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
-    """`EquipLayer.attend` in a graph: of a first prompt without padding, or of one real token a row.
-
-    Args:
-        query: As in `EquipLayer.attend`.
-        keys: As in `EquipLayer.attend`.
-        values: As in `EquipLayer.attend`.
-        call: As in `EquipLayer.attend`.
-    """
+    """`EquipLayer.attend` in a graph: of a first prompt without padding, or of one real token a row."""
     first, tokens = layer.keys is None, keys.shape[2]
     if not layer.is_compileable or not (first or layer.wound):
         raise UnsupportedError(

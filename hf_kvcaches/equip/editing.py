@@ -153,7 +153,6 @@ def insert_block(
         layer: Told where they begin (`inserting`); what follows has moved already.
         query: (batch, heads, tokens, head_dim), as the model rotated them.
         keys: (batch, kv_heads, tokens, head_dim), likewise.
-        values: Like `keys`.
         call: What else the model said.
     """
     assert layer.inserting is not None

@@ -44,7 +44,6 @@ class EquipLayer(PlacedSlots):
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-            value_states: Like `key_states`.
         """
         return hand_out(self, key_states, value_states)
 
@@ -54,7 +53,6 @@ class EquipLayer(PlacedSlots):
         Args:
             query: (batch, heads, tokens, head_dim), as the model rotated them.
             keys: (batch, kv_heads, tokens, head_dim), likewise.
-            values: Like `keys`.
             call: What else the model said.
         """
         call.check("EquipCache")
@@ -83,7 +81,6 @@ class EquipLayer(PlacedSlots):
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-            values: Like `keys`.
             queries: The prompt's last ones, as many as the policy observes, or more.
         """
         observed = pruning.observed_by(self, queries, keys, running)
@@ -101,14 +98,7 @@ class EquipLayer(PlacedSlots):
     def take(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, block: int
     ) -> torch.Tensor:
-        """`attend` without its bookkeeping.
-
-        Args:
-            query: As in `attend`.
-            keys: As in `attend`.
-            values: As in `attend`.
-            call: As in `attend`.
-        """
+        """`attend` without its bookkeeping."""
         tokens, outputs = keys.shape[-2], []
         self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
         if block:

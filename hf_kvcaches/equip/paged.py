@@ -83,7 +83,6 @@ class PagedStorage(SlotStorage):
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim).
-            values: Like `keys`.
         """
         geometry = self.frames.geometry
         self.pool.prepare(keys, values, geometry.rotary_dim if geometry is not None and self.frames.scheme == "rotated_keys" else None)
@@ -100,7 +99,6 @@ class PagedStorage(SlotStorage):
 
         Args:
             keys: (batch, kv_heads, slots, head_dim).
-            values: Like `keys`.
         """
         self._scatter("keys", keys)
         self._scatter("values", values)

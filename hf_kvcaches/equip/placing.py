@@ -92,7 +92,6 @@ class PlacedSlots(SlotState):
         Args:
             query: (batch, heads, 1, head_dim).
             ranks: The places of keys that are kept without rotation, or None.
-            **options: Of `kernels.slots.slot_attention`.
         """
         return self.attend_slots(query, self.used, call.scaling, softcap=call.softcap, ranks=ranks, **options)
 
@@ -104,7 +103,6 @@ class PlacedSlots(SlotState):
         Args:
             live: True for rows with a real token, (batch, 1, 1).
             keys: (batch, kv_heads, 1, head_dim).
-            values: Like `keys`.
         """
         live = live[..., None]
         return torch.where(live, keys, self.keys_at(index)), torch.where(live, values, self.values_at(index))
@@ -148,7 +146,6 @@ class PlacedSlots(SlotState):
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as they are kept.
-            values: Like `keys`.
         """
         sinks, tokens = self.settings.sinks, keys.shape[2]
         ring = self.slots - sinks

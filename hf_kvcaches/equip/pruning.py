@@ -25,7 +25,6 @@ class Candidates:
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim), as they are kept.
-        values: Like `keys`.
         positions: (batch, 1 or kv_heads, tokens), -1 where there is none.
         stands: At which place a key stands that was rotated, likewise; None where keys have no rotation of ours.
         attention: (batch, kv_heads, tokens), float32, or None.
@@ -77,7 +76,6 @@ def take_block(
     Args:
         query: (batch, heads, tokens, head_dim), as the model rotated them.
         keys: (batch, kv_heads, tokens, head_dim), likewise.
-        values: Like `keys`.
         call: What else the model said.
     """
     output, observed = _attend(layer, query, keys, values, call, running)
@@ -92,7 +90,6 @@ def prune_block(
 
     Args:
         keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        values: Like `keys`.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
     """
     if layer.replaces_in_place and running.valid is None:
@@ -271,7 +268,6 @@ def candidates(
 
     Args:
         keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
-        values: Like `keys`.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
         ordered: Whether they are to be in order of position, rather than slots first.
     """

@@ -34,15 +34,7 @@ class Recording:
     def note(
         self, layer: EquipLayer, running: TurningPass, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, block: int
     ) -> None:
-        """Remembers a call before the layer takes it.
-
-        Args:
-            query: As in `EquipLayer.attend`.
-            keys: As in `EquipLayer.attend`.
-            values: As in `EquipLayer.attend`.
-            call: As in `EquipLayer.attend`.
-            block: As in `EquipLayer.take`.
-        """
+        """Remembers a call before the layer takes it."""
         if self._before is None:
             self._before = layer.snapshot()
         self._calls.append((running, query, keys, values, call, block))

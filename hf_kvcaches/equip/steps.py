@@ -29,7 +29,6 @@ def turn_ring(
     Args:
         query: (batch, heads, 1, head_dim), as the model rotated it.
         keys: (batch, kv_heads, 1, head_dim), likewise.
-        values: Like `keys`.
     """
     counters, frames, slots = layer.counters_now(), layer.frames, layer.slots
     key_buffer, value_buffer = layer.keys, layer.values
@@ -71,7 +70,6 @@ def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running:
 
     Args:
         keys: (batch, kv_heads, 1, head_dim), as the model rotated them.
-        values: Like `keys`.
 
     Returns:
         The slot, where it is the same everywhere; else (batch, 1 or kv_heads, 1).

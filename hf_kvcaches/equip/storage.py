@@ -56,7 +56,6 @@ class SlotStorage(TensorLayer):
 
         Args:
             keys: (batch, kv_heads, slots in use, head_dim).
-            values: Like `keys`.
             kept: How many of these hold a token, the first ones, (batch, 1 or kv_heads, 1).
         """
         self.keys = self.values = None
@@ -122,7 +121,6 @@ class SlotStorage(TensorLayer):
 
         Args:
             keys: (batch, kv_heads, 1, head_dim).
-            values: Like `keys`.
         """
         assert self.keys is not None
         assert self.values is not None
@@ -142,7 +140,6 @@ class SlotStorage(TensorLayer):
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim).
-            values: Like `keys`.
         """
         assert self.keys is not None
         assert self.values is not None
@@ -157,7 +154,6 @@ class SlotStorage(TensorLayer):
         Args:
             to: Rows, heads and slots, each of one shape.
             keys: (batch, kv_heads, tokens, head_dim).
-            values: Like `keys`.
         """
         assert self.keys is not None
         assert self.values is not None
@@ -246,7 +242,6 @@ class SlotStorage(TensorLayer):
         Args:
             query: (batch, heads, 1, head_dim).
             ranks: To which position to rotate each key, (batch or 1, 1 or kv_heads, slots); None for keys that are rotated.
-            **options: Of `kernels.slots.slot_attention`.
         """
         keys, values = self.held(used)
         turn = None

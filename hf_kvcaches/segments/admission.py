@@ -80,7 +80,6 @@ class Plan:
     """What happens to one row's new tokens, all but the last.
 
     Args:
-        parts: Without gaps from there on.
         prefix: Where what an earlier row had from its start on ends.
         chain: The name of all tokens up to there.
     """

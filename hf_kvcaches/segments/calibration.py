@@ -373,7 +373,6 @@ def measure_break_even(
     Args:
         ids: A text that segments are taken from, one after the other.
         location: As for `SegmentStore`, an empty one.
-        quantization: As for `SegmentStore`.
         repeats: How often each is measured, with segments of its own; one more goes before and does not count.
     """
     needed = (repeats + 1) * max(lengths)

@@ -8,11 +8,7 @@ import torch
 
 
 class Looked(NamedTuple):
-    """A probe.
-
-    Args:
-        score: See `agreement`.
-    """
+    """A probe."""
 
     start: int
     stop: int
@@ -25,7 +21,6 @@ def agreement(query: torch.Tensor, cached: torch.Tensor, fresh: torch.Tensor) ->
     Args:
         query: (heads, queries, head_dim).
         cached: (kv_heads, keys, head_dim).
-        fresh: Like `cached`.
     """
     grouped = query.float().reshape(cached.shape[0], -1, query.shape[-1])
     first, second = (grouped @ keys.float().mT for keys in (cached, fresh))

@@ -48,7 +48,6 @@ class RedisBlobs(BlobStore):
     that have taken more than their time together.
 
     Args:
-        client: Of redis-py, giving bytes.
         timeout: Seconds for the calls of a request.
     """
 

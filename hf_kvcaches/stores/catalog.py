@@ -40,8 +40,6 @@ class Catalog:
     raises `StoreUnavailable` instead.
 
     Args:
-        location: As in `open_blobs`.
-        timeout: As in `open_blobs`.
         max_bytes: The cap, a number or such as `"4GiB"`; None for none.
         noun: What a blob is to a user, such as "segment".
 

@@ -137,11 +137,7 @@ def _check_depth(value: Any) -> None:
 
 
 def places_of(layout: Mapping[str, Any]) -> dict[str, Place]:
-    """Where the tensors of a safetensors file lie, by their entries in its header; an `ArtifactError` if these leave gaps or overlap.
-
-    Args:
-        layout: The header without its metadata.
-    """
+    """Where the tensors of a safetensors file lie, by their entries in its header; an `ArtifactError` if these leave gaps or overlap."""
     try:
         places = {name: _place(entry) for name, entry in layout.items()}
     except (LookupError, TypeError, ValueError, AttributeError) as error:

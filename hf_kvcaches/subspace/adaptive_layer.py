@@ -166,7 +166,6 @@ class AdaptiveLayer(SubspaceLayer):
 
         Args:
             before: How many tokens each row had when that was done last.
-            values: Like `keys`.
         """
         sinks, ready, spans = self.settings.sinks, self.ready, list(zip(before, numbers.stops, strict=True))
         alike: dict[tuple[int, int], list[int]] = {}
@@ -280,7 +279,6 @@ class AdaptiveLayer(SubspaceLayer):
         """What rows begin with, now that there is enough of them.
 
         Args:
-            values: Like `keys`.
             call: What the model said; None where only keys and values are taken over.
         """
         span = Span((0,) * len(keys), tuple(self.ready if row in rows else 0 for row in range(len(keys))), numbers.device)

@@ -66,7 +66,6 @@ class SubspaceLayer(SubspaceStore):
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-            value_states: Like `key_states`.
         """
         return hand_out(self, key_states, value_states)
 
@@ -84,7 +83,6 @@ class SubspaceLayer(SubspaceStore):
         Args:
             query: (batch, heads, tokens, head_dim), as the model rotated them.
             keys: (batch, kv_heads, tokens, head_dim), likewise.
-            values: Like `keys`.
             call: What else the model said.
         """
         call.check("SubspaceCache")
@@ -108,7 +106,6 @@ class SubspaceLayer(SubspaceStore):
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
-            values: Like `keys`.
         """
         self.take(None, keys, values, None, running, final=True)
 

@@ -161,7 +161,6 @@ class LayerMeter:
 
         Args:
             outputs: (batch, tokens, heads, e).
-            gradients: Like `outputs`.
         """
         assert self.sizes is not None
         grouped = [each.transpose(1, 2).unflatten(1, (self.sizes.kv_heads, -1)).flatten(2, 3) for each in (outputs, gradients)]

@@ -36,7 +36,6 @@ class ShadowedLayer(TensorLayer):
 
         Args:
             query: Of all new columns; None where only keys and values are taken over.
-            values: Like `keys`.
             call: What else the model said, likewise.
         """
         numbers = arrival.numbers

@@ -122,7 +122,6 @@ class SubspaceStore(ShadowedLayer):
         Args:
             query: Of all new columns; None where only keys and values are taken over.
             keys: Of the new real tokens, as the model rotated them.
-            values: Like `keys`.
             call: What else the model said, likewise.
         """
 
@@ -177,7 +176,6 @@ class SubspaceStore(ShadowedLayer):
         Args:
             query: (batch, heads, tokens, head_dim), as the model rotated them; None where only keys and values are taken over.
             keys: (batch, kv_heads, tokens, head_dim), likewise.
-            values: Like `keys`.
             call: What else the model said, or None likewise.
             running: The pass, or the part of it that these are.
         """
@@ -218,11 +216,7 @@ class SubspaceStore(ShadowedLayer):
         self._store_recent(keys, values, numbers)
 
     def states(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span, wanted: Span) -> tuple[torch.Tensor, torch.Tensor]:
-        """Exact keys and values of tokens, which are new or among the recent ones; the keys before rotation if bases are for these.
-
-        Args:
-            values: Like `keys`.
-        """
+        """Exact keys and values of tokens, which are new or among the recent ones; the keys before rotation if bases are for these."""
         keys, values = latest(self.recent_keys, keys, numbers, wanted), latest(self.recent_values, values, numbers, wanted)
         if self.geometry is None:
             return keys, values

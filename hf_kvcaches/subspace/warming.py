@@ -100,7 +100,6 @@ def unmeasured(plain: torch.Tensor, values: torch.Tensor, sinks: int) -> tuple[W
 
     Args:
         plain: The keys as bases are to see them, (batch, kv_heads, tokens, d).
-        values: Like `plain`.
         sinks: First tokens that stay exact, and so are not of those to keep.
     """
     keep, give = (
@@ -123,10 +122,8 @@ def measured(
     Args:
         query: (batch, heads, tokens, d), as the model rotated them for positions from 0 on.
         keys: (batch, kv_heads, tokens, d), likewise.
-        values: Like `keys`.
         plain: The keys as bases are to see them.
         call: What else the model said.
-        sinks: As in `unmeasured`.
     """
     found: list[Warm] = []
     metric = []

@@ -176,7 +176,6 @@ def train_aligner(
     Args:
         aligner: Untrained: its weight and bias are the start, which the result is never worse than on the rows kept apart.
         batches: Pairs of rows by number: `len(batches)` and `batches[i]`, each time the same. Read one at a time.
-        every: Steps between looks at the rows kept apart.
         rows: At most so many of a batch in one step.
         held_out: Share of rows kept apart.
     """

@@ -170,11 +170,7 @@ class Sums:
 
 
 class Pair:
-    """Two models that read the same texts.
-
-    Args:
-        tokenizer: As in `CacheTranslator.fit`.
-    """
+    """Two models that read the same texts."""
 
     def __init__(self, producer: Any, consumer: Any, tokenizer: Any) -> None:
         self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)

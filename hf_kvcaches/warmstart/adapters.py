@@ -70,7 +70,6 @@ class AdapterSample:
         """Compresses a prompt and keeps what attention gave over all of it.
 
         Args:
-            compressor: Without adapters.
             keys: For each layer (kv_heads, length, head_dim), rotated: of the whole prompt.
             values: For each layer (kv_heads, length, value_dim).
             query: For each layer (heads, head_dim), rotated and not scaled: of the last token.

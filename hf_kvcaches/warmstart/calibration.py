@@ -84,7 +84,6 @@ def calibrate_gate(
         pairs: (earlier prompt, new prompt), as texts or token ids.
         budget: The largest share of false hits in what is let through.
         gate: Where the other limits come from; None for the defaults. Limits that nothing was measured for stay.
-        guard: Of the `WarmStartCache`.
     """
     if not is_number(budget) or not 0 <= budget < 1:
         raise ConfigError.of("budget", "a share of at least 0, below 1", budget)
@@ -159,7 +158,6 @@ def measure_pair(
 
     Args:
         gate: Its checks but for the similarity say what is refused.
-        guard: Of the `WarmStartCache`.
     """
     before, after = (token_ids(prompt, library.model, library.tokenizer) for prompt in (source, target))
     (key,) = library.add([before])

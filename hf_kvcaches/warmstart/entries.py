@@ -29,11 +29,7 @@ _FIELDS = {"kind": str, "scope": str, "text": str, "length": int, "created": flo
 
 
 class EntryContents:
-    """Entries of one scope by their tokens and their embeddings, as the `Contents` of a catalog.
-
-    Args:
-        scope: As in `EntryStore`.
-    """
+    """Entries of one scope by their tokens and their embeddings, as the `Contents` of a catalog."""
 
     def __init__(self, scope: str) -> None:
         self.scope = scope

@@ -21,7 +21,6 @@ class Entry:
     """A prompt and what is stored of it.
 
     Args:
-        ids: Its tokens, at least one.
         embedding: `(dim,)`, of length 1.
         tensors: By name, other than `ids`. Those of a stored entry must not be written to.
         provenance: How it came about, as JSON can hold it.

@@ -83,7 +83,6 @@ class SlotKeys(LayerView):
 
     Args:
         keys: (batch, kv_heads, slots + tokens, head_dim).
-        values: Like `keys`.
     """
 
     def __init__(self, layer: WarmLayer, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:

@@ -147,7 +147,6 @@ def hidden_states(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any]
 
     Args:
         stored: What `encode` gave with them.
-        cut: The layer, one of `stored["cuts"]`.
     """
     return _packed(tensors, f"hidden.{cut}", stored, start, stop, 1)
 

@@ -34,7 +34,6 @@ class SplicedLayer(GrowingLayer):
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), rotated.
-            value_states: Like `key_states`.
             slots: (batch, tokens); `total` for tokens that nobody looks at.
         """
         if not all(_takes(buffer, total) for buffer in (self.key_buffer, self.value_buffer)):

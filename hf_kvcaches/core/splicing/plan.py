@@ -19,7 +19,6 @@ class PlannedRow:
 
     Args:
         padding: Slots at its start that hold no token.
-        stored: Tokens that are written from a store.
         recompute: Tokens that run through all layers, without the row's last one, which is the model's.
     """
 
@@ -33,7 +32,6 @@ class PromptPlan:
     """A prompt of several rows.
 
     Args:
-        rows: Of the batch.
         total: Slots of the prompt, with those that the cache holds already.
     """
 

@@ -24,11 +24,7 @@ _known: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.Wea
 
 
 def parts_refused(model: PreTrainedModel) -> str:
-    """Why a model can't run parts of a prompt between others, as the end of a sentence; "" where it can.
-
-    Args:
-        model: Without a PEFT wrapper.
-    """
+    """Why a model can't run parts of a prompt between others, as the end of a sentence; "" where it can."""
     implementation = previous_implementation(compat.decoder_config(model.config))
     known = _known.setdefault(model, {})
     if implementation not in known:
