@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.attention import disable, enable
-    from hf_kvcaches.core.cache import CacheReport, KVCache, KVLayer
+    from hf_kvcaches.core.cache import KVCache
     from hf_kvcaches.core.fingerprint import ModelFingerprint, set_fingerprint
     from hf_kvcaches.core.growing import GrowingCache
+    from hf_kvcaches.core.layers import KVLayer
+    from hf_kvcaches.core.report import CacheReport
     from hf_kvcaches.core.rope import RotaryGeometry
     from hf_kvcaches.core.verify import VerifyReport, verify
     from hf_kvcaches.equip.budgets import pyramid_budgets
@@ -57,8 +59,8 @@ _HOMES = {
     "enable": "core.attention",
     "disable": "core.attention",
     "KVCache": "core.cache",
-    "KVLayer": "core.cache",
-    "CacheReport": "core.cache",
+    "KVLayer": "core.layers",
+    "CacheReport": "core.report",
     "GrowingCache": "core.growing",
     "ModelFingerprint": "core.fingerprint",
     "set_fingerprint": "core.fingerprint",

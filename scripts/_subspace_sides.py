@@ -15,7 +15,7 @@ from shared.timing import Clock, compared, in_turns, seconds_of
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_kvcaches import AdaptiveSubspace, GrowingCache, SubspaceBases, SubspaceCache
-from hf_kvcaches.core.cache import measured_bytes
+from hf_kvcaches.core.report import measured_bytes
 from hf_kvcaches.kernels.coefficients import Coefficients, Rotation, coefficient_attention, quantize_tiles
 
 VARIANTS = ("post", "aware", "post int8", "aware int8")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers import Cache, DynamicCache
 
-from hf_kvcaches.core.cache import measured_bytes
+from hf_kvcaches.core.report import measured_bytes
 from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
 from hf_kvcaches.subspace.bases import SubspaceBases
 from hf_kvcaches.subspace.cache import SubspaceCache

@@ -6,8 +6,6 @@ import copy
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,44 +18,11 @@ from hf_kvcaches.core import attention, continuing, prefill, saving
 from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answering
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-
-__all__ = ["CacheReport", "KVCache", "KVLayer"]
 
 # Passes of assisted decoding bring at most so many drafted tokens.
 _DRAFTED = 32
-
-
-@dataclass(frozen=True)
-class CacheReport:
-    """What a cache holds. Methods add fields of their own in a subclass.
-
-    Args:
-        cache: The class of the cache.
-        seen: Tokens that the model has fed in.
-        kept: Slots that hold a token, for each layer.
-        bytes: Memory of every tensor that the cache owns, reserves included.
-        decode_with: Of the cache that holds the tokens for this one, if there is one.
-    """
-
-    cache: str
-    seen: int
-    kept: tuple[int, ...]
-    bytes: int
-    decode_with: CacheReport | None = field(default=None, kw_only=True)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as a plain dict; `decode_with` where there is one."""
-        return {name: value for name, value in asdict(self).items() if name != "decode_with" or value is not None}
-
-    def __str__(self) -> str:
-        rows = {"tokens seen": f"{self.seen:,}", "slots kept": _summarise(self.kept), "memory": f"{self.bytes / 2**20:,.2f} MiB"}
-        rows |= {
-            f.name.replace("_", " "): str(getattr(self, f.name)) for f in fields(self) if f.name not in CacheReport.__dataclass_fields__
-        }
-        width = max(len(name) for name in rows)
-        lines = [self.cache, *(f"  {name:<{width}}  {value}" for name, value in rows.items())]
-        return "\n".join([*lines, f"decodes with {self.decode_with}"] if self.decode_with is not None else lines)
 
 
 class KVCache(compat.MarkedCache, Cache, ABC):
@@ -241,7 +206,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         return CacheReport(**self._report_fields())
 
     def _report_fields(self) -> dict[str, Any]:
-        kept = tuple(layer.kept if isinstance(layer, KVLayer) else _foreign_kept(layer) for layer in self.layers)
+        kept = tuple(layer.kept if isinstance(layer, KVLayer) else foreign_kept(layer) for layer in self.layers)
         return {"cache": type(self).__name__, "seen": self.seen, "kept": kept, "bytes": measured_bytes(self.owned_tensors().values())}
 
     def owned_tensors(self) -> dict[str, torch.Tensor]:
@@ -249,7 +214,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         return {
             f"layers.{index}.{name}": tensor
             for index, layer in enumerate(self.layers)
-            for name, tensor in (layer.owned_tensors() if isinstance(layer, KVLayer) else _foreign_tensors(layer)).items()
+            for name, tensor in (layer.owned_tensors() if isinstance(layer, KVLayer) else foreign_tensors(layer)).items()
         }
 
     def save(self, path: str | Path) -> None:
@@ -402,7 +367,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
 
     def __repr__(self) -> str:
         report = self.report()
-        held = f"seen={report.seen}, kept={_summarise(report.kept)}, {report.bytes / 2**20:.2f} MiB"
+        held = f"seen={report.seen}, kept={summarise(report.kept)}, {report.bytes / 2**20:.2f} MiB"
         return f"{report.cache}({len(self.layers)} layers, {held})"
 
 
@@ -415,31 +380,3 @@ def _name_of(model: PreTrainedModel) -> str:
     name = _names.setdefault(model, uuid.uuid4().hex)
     _named[name] = model
     return name
-
-
-def measured_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory behind tensors, each block counted once.
-
-    Args:
-        tensors: Any tensors; views of one block share it.
-    """
-    blocks = {(tensor.device, tensor.untyped_storage().data_ptr()): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(blocks.values())
-
-
-def _foreign_tensors(layer: Any) -> dict[str, torch.Tensor]:
-    """The tensors in a layer of transformers, also those in dicts (the states of linear attention)."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in vars(layer).items():
-        inside = value.items() if isinstance(value, dict) else [("", value)]
-        found |= {f"{name}{key}": tensor for key, tensor in inside if isinstance(tensor, torch.Tensor)}
-    return found
-
-
-def _foreign_kept(layer: Any) -> int:
-    keys = getattr(layer, "keys", None)
-    return int(keys.shape[-2]) if isinstance(keys, torch.Tensor) and keys.ndim == 4 else 0
-
-
-def _summarise(kept: tuple[int, ...]) -> str:
-    return str(kept[0]) if len(set(kept)) == 1 else f"{min(kept, default=0)} to {max(kept, default=0)}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -85,12 +86,18 @@ def presumed_identity(model: PreTrainedModel) -> Identity:
     return replace(reading[1], presumed=True)
 
 
-def is_confirmed(model: PreTrainedModel, identity: Identity) -> bool:
-    """Whether a pass was by this identity: its weights were read before the pass, or are read now and were the same before.
+def confirmation(model: PreTrainedModel, identity: Identity) -> Callable[[], bool]:
+    """What tells later whether a pass was by this identity: weights were read before the pass, or are read then and were the same before.
 
-    Any thread may ask: hooks and autocast were looked for before the pass, and are not looked for again.
+    Any thread may ask: hooks and autocast were looked for before the pass, and are not looked for again. The model is not kept alive.
     """
-    return not identity.presumed or _read(model) == identity
+    reference = weakref.ref(model)
+
+    def is_confirmed() -> bool:
+        there = reference()
+        return not identity.presumed or (there is not None and _read(there) == identity)
+
+    return is_confirmed
 
 
 def glanced_identity(model: PreTrainedModel) -> Identity:

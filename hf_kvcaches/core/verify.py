@@ -13,7 +13,8 @@ import torch
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import KVCache, measured_bytes
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.report import measured_bytes
 from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
 
 

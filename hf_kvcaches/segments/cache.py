@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.core.cache import CacheReport, KVCache
+from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import UnsupportedError, require_choice, require_instance, require_tokenizer
 from hf_kvcaches.segments.admission import Mode, Part

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from hf_kvcaches.core.identity import Identity, is_confirmed
+from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.placing import Loaded
@@ -101,7 +101,7 @@ class Taking:
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows, stages)
         rows_to_store = [row for row in new if row.plan.prefix < len(row.ids)]
-        cache.remembering.expect(rows_to_store, scope, cache.reader, total, partial(is_confirmed, cache.model, identity))
+        cache.remembering.expect(rows_to_store, scope, cache.reader, total, confirmation(cache.model, identity))
         return taken
 
     def _look_up(self, identity: Identity, padding: Sequence[int]) -> tuple[str, list[Row]]:

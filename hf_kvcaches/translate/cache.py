@@ -11,9 +11,10 @@ from typing import Any, Self
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import CacheReport, KVCache
+from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
 from hf_kvcaches.kernels.rebuild import Decoder

@@ -10,9 +10,10 @@ from typing import Any, Literal, Self, get_args
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.cache import CacheReport, KVCache
+from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import identity_of
 from hf_kvcaches.core.prefill import PrefillCall, run_span
+from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import (
     ConfigError,
