@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from hf_kvcaches import AdaptiveSubspace, GrowingCache, SubspaceBases, SubspaceCache
 from hf_kvcaches.core.report import measured_bytes
-from hf_kvcaches.kernels.coefficients import Coefficients, Rotation, coefficient_attention, quantize_tiles
+from hf_kvcaches.kernels.coefficients import Coefficients, KeyRotation, coefficient_attention, quantize_tiles
 
 VARIANTS = ("post", "aware", "post int8", "aware int8")
 SDPA, ENABLED, REPEATED, GROUPED = "SDPA", "SDPA, enable_gqa", "SDPA, repeated", "SDPA, one head of many queries"
@@ -94,7 +94,7 @@ class Kernels:
 
     def ours(self, variant: str) -> Callable[[], torch.Tensor]:
         keys, values = self.held(variant)
-        rotation = Rotation(self.inv_freq) if variant.startswith("aware") else None
+        rotation = KeyRotation(self.inv_freq) if variant.startswith("aware") else None
         return lambda: coefficient_attention(self.query, keys, values, self.scaling, rotation=rotation, check=False)[0]
 
     def bytes_of(self, variant: str) -> int:

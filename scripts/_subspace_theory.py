@@ -13,7 +13,7 @@ from hf_kvcaches.subspace.bases import LayerBases
 from hf_kvcaches.subspace.bounds import logit_error_bound, output_error_bound, value_radius
 from hf_kvcaches.subspace.calibration import MeterCache
 from hf_kvcaches.subspace.fitting import Choices
-from hf_kvcaches.subspace.measuring import LayerMeter, Pick, Tokens
+from hf_kvcaches.subspace.measuring import LayerMeter, MeasuredTokens, Pick
 
 SPECTRA = {"keys before rotation": "aware", "keys after rotation": "post", "values": "aware"}
 _MEASURES = ("logits", "output")
@@ -74,7 +74,7 @@ class _Frame:
 
 
 def head_errors(
-    meter: LayerMeter, tokens: Tokens, bases: LayerBases, rotation: str, head: int, at: torch.Tensor
+    meter: LayerMeter, tokens: MeasuredTokens, bases: LayerBases, rotation: str, head: int, at: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Measured errors of one key head's attention and the bounds on them, for the queries at some places, each (heads, places).
 

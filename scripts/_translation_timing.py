@@ -26,11 +26,11 @@ from transformers.utils import logging
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild
 from hf_kvcaches.kernels.rebuild_reference import rebuild as rebuild_reference
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
-from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
+from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.routing import Route
 from hf_kvcaches.translate.translator import CacheTranslator, TranslatorSettings
 from hf_kvcaches.translate.transports import receive, send
@@ -150,7 +150,7 @@ def unchanged(pair: Pair) -> Side:
     config: Any = pair.plain.config
     width = 2 * config.num_key_value_heads * config.head_dim
     sent, same = range(1, config.num_hidden_layers), torch.eye(width)
-    encoders = [Encoder(f"layer.{layer}", "reuse", (layer,), {"kv": same}) for layer in sent]
+    encoders = [PartEncoder(f"layer.{layer}", "reuse", (layer,), {"kv": same}) for layer in sent]
     decoders = [LayerDecoder(layer, f"layer.{layer}", "reuse", Decoder(codes=same)) for layer in sent]
     settings = TranslatorSettings("joint", 1.0, "float32", None, 0, "plain", 1e-4, config.num_hidden_layers)
     model = ModelFingerprint.of(pair.switched)
@@ -294,7 +294,7 @@ def kernel_rows(kernel: Kernel, rounds: int, device: torch.device) -> Iterator[R
     def run(work: Callable[..., Any], codes: Codes, count: int, **options: Any) -> torch.Tensor:
         out = [torch.zeros(1, heads, count + 64, kernel.head_dim, dtype=dtype, device=device) for _ in range(2)]
         parts = {name: part[:count] for name, part in tables.items()}
-        work(side[:count], codes, decoder, *out, [Span(0, 0, count)], **parts, **options)
+        work(side[:count], codes, decoder, *out, [RowSpan(0, 0, count)], **parts, **options)
         return torch.cat(out).float()
 
     some = Codes(packed.dequantize(dtype)[:16])
@@ -306,7 +306,7 @@ def kernel_rows(kernel: Kernel, rounds: int, device: torch.device) -> Iterator[R
     product = torch.empty(tokens, kernel.width, dtype=dtype, device=device)
     works = {
         "bare products": lambda: torch.mm(side, weights[0], out=product).addmm_(plain, weights[1]),
-        "rebuild": lambda: rebuild(side, codes, decoder, *out, [Span(0, 0, tokens)], **tables, check=False),
+        "rebuild": lambda: rebuild(side, codes, decoder, *out, [RowSpan(0, 0, tokens)], **tables, check=False),
     }
     times = in_turns({name: lambda _, work=work: seconds_of(work, device) for name, work in works.items()}, rounds, warm_up=3)
     operations = 2 * tokens * (kernel.side + kernel.rank) * kernel.width

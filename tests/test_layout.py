@@ -294,3 +294,13 @@ def test_a_long_file_and_a_long_function_are_found(tmp_path: Path) -> None:
     package = build(tmp_path, {"core/long.py": "x = 1\n" * 11, "core/fits.py": "x = 1\n" * 10, "core/function.py": function})
     assert too_long(package, longest_file=10, longest_function=4) == ["core/function.py:1: f has 5 lines", "core/long.py: 11 lines"]
     assert too_long(package, longest_file=11, longest_function=5) == []
+
+
+def test_no_two_classes_share_a_name():
+    names = [
+        node.name
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert sorted({name for name in names if names.count(name) > 1 and not name.startswith("_")}) == []

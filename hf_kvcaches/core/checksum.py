@@ -257,7 +257,7 @@ def _weights(device: torch.device, start: int, count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Sketch:
+class TensorSketch:
     """The size of a tensor's numbers, and sums of them with random signs, which estimate how far another tensor is from it.
 
     A sum of differences with random signs is, squared, the sum of their squares on average. A cast to another type moves each number by a
@@ -303,7 +303,7 @@ class Sketch:
             raise ValueError(f"no sketch: {text[:60]!r}")
         return cls(fields[1], tuple(json.loads(fields[2])), float(fields[3]), struct.unpack(f"<{_SUMS}f", sums))
 
-    def is_cast_of(self, other: Sketch) -> bool:
+    def is_cast_of(self, other: TensorSketch) -> bool:
         """Whether both are one tensor in two types."""
         if self.shape != other.shape or self.dtype == other.dtype:
             return False

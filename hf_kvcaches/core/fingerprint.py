@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_kvcaches.core.checksum import Sketch, why_unreadable
+from hf_kvcaches.core.checksum import TensorSketch, why_unreadable
 from hf_kvcaches.core.model_parts import (
     AS_CONFIGURED,
     ModelState,
@@ -71,7 +71,7 @@ class ModelFingerprint:
     precision: str
     details: Mapping[str, Part] = field(default_factory=dict, compare=False, repr=False)
     facts: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    sketches: Mapping[str, Sketch] = field(default_factory=dict, compare=False, repr=False)
+    sketches: Mapping[str, TensorSketch] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, model: nn.Module, tokenizer: Any = None, *, any_precision: bool = False) -> ModelFingerprint:
@@ -94,7 +94,7 @@ class ModelFingerprint:
         return cls._from_parts(parts, facts_of(state, parts), _sketches(state) if any_precision else {})
 
     @classmethod
-    def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any], sketches: Mapping[str, Sketch]) -> ModelFingerprint:
+    def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any], sketches: Mapping[str, TensorSketch]) -> ModelFingerprint:
         digests: dict[str, Any] = {name: digest_of_part(parts[name]) if name in parts else None for name in _COMPONENTS}
         return cls(**digests, details=dict(parts), facts=dict(facts), sketches=dict(sketches))
 
@@ -203,7 +203,7 @@ class ModelFingerprint:
         if not _is_complete(details) or not isinstance(facts, Mapping) or details is None:
             raise ArtifactError(f"fingerprint: expected components, details and facts, got keys {sorted(map(str, data))}. {hint}")
         try:
-            sketches = {name: Sketch.from_text(text) for name, text in data.get("sketches", {}).items()}
+            sketches = {name: TensorSketch.from_text(text) for name, text in data.get("sketches", {}).items()}
         except (TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"fingerprint: expected sketches of tensors, got {str(error)[:200]}. {hint}") from error
         read = cls._from_parts(details, facts, sketches)
@@ -232,7 +232,7 @@ def set_fingerprint(model: nn.Module, fingerprint: ModelFingerprint | None) -> N
     _supplied[state.root] = fingerprint
 
 
-def _sketches(state: ModelState) -> dict[str, Sketch]:
+def _sketches(state: ModelState) -> dict[str, TensorSketch]:
     """Of all tensors, from the caller's fingerprint where they can't be read."""
     supplied = _supplied.get(state.root)
     known = {} if supplied is None else supplied.sketches

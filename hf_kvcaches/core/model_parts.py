@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.checksum import Deferred, Sketch, describe, digest_of, dtype_name, head_of, plain, type_name, why_unreadable
+from hf_kvcaches.core.checksum import Deferred, TensorSketch, describe, digest_of, dtype_name, head_of, plain, type_name, why_unreadable
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_tokenizer
 
 
@@ -354,12 +354,12 @@ def _adapters_part(state: ModelState, supplied: Part) -> Part:
     return part | ({"layers in another order": ordered} if ordered else {}) | ({"layers merged otherwise": partly} if partly else {})
 
 
-def sketches_of(state: ModelState) -> dict[str, Sketch]:
+def sketches_of(state: ModelState) -> dict[str, TensorSketch]:
     """A sketch of each floating-point tensor that takes part in the forward, by its name; adapters' names begin with the adapter's."""
     entries = dict(state.base)
     for layer in state.adapted:
         entries |= {f"{adapter!r} {name}": value for adapter in layer.active for name, value in layer.tensors[adapter].items()}
-    sketches = {name: Sketch.of(value, name) for name, value in entries.items()}
+    sketches = {name: TensorSketch.of(value, name) for name, value in entries.items()}
     return {name: sketch for name, sketch in sketches.items() if sketch is not None}
 
 

@@ -18,7 +18,7 @@ from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
-from hf_kvcaches.equip.settings import Settings
+from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS
 
@@ -97,7 +97,7 @@ class EquipCache(AnsweringCache):
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
-        settings = Settings(budget, sinks, recent, self.policy, self._options["backend"])
+        settings = EquipSettings(budget, sinks, recent, self.policy, self._options["backend"])
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is None:

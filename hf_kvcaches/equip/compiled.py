@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.rollback import Recording
-    from hf_kvcaches.equip.settings import Settings
+    from hf_kvcaches.equip.settings import EquipSettings
 
 
 class _Counter:
@@ -76,7 +76,7 @@ class ClockedStorage(SlotStorage):
     kept_rows: Any = _Counter()
     offset_rows: Any = _Counter()
 
-    settings: Settings
+    settings: EquipSettings
     recent: int
     recording: Recording | None
     config: Any

@@ -15,7 +15,7 @@ from hf_kvcaches.equip import compiled, editing, pruning, steps
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.placing import PlacedSlots
 from hf_kvcaches.equip.rollback import Recording
-from hf_kvcaches.equip.settings import Settings
+from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
@@ -25,7 +25,7 @@ class EquipLayer(PlacedSlots):
     is_croppable = True
     cache_name = "EquipCache"
 
-    def __init__(self, settings: Settings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
+    def __init__(self, settings: EquipSettings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
         super().__init__(settings, frames, passes, config)
         self.recording: Recording | None = None
         self.inserting: editing.Insertion | None = None

@@ -14,7 +14,7 @@ from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import LayerPages, PageBook, PagePool
-from hf_kvcaches.equip.settings import Settings
+from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.storage import SlotStorage
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import slots as kernels
@@ -250,7 +250,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
     counters: ClassVar[tuple[str, ...]] = (*EquipLayer.counters, "room")
     is_compileable = False  # which pages are written to is known in Python only
 
-    def __init__(self, settings: Settings, frames: Frames, passes: Passes[TurningPass], config: Any, book: PageBook) -> None:
+    def __init__(self, settings: EquipSettings, frames: Frames, passes: Passes[TurningPass], config: Any, book: PageBook) -> None:
         super().__init__(settings, frames, passes, config)
         self.book, self.index, self.room = book, len(book.layers), 0
         book.layers.append(LayerPages(settings.budget))

@@ -9,7 +9,7 @@ from hf_kvcaches.kernels.launch import Backend
 
 
 @dataclass(frozen=True)
-class Settings:
+class EquipSettings:
     """What the user asked of one layer.
 
     Args:

@@ -12,7 +12,7 @@ from hf_kvcaches.equip.budgets import check_budget, slots_for
 from hf_kvcaches.equip.compiled import ClockedStorage
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.policies import Policy
-from hf_kvcaches.equip.settings import Settings
+from hf_kvcaches.equip.settings import EquipSettings
 
 UNKNOWN = -2
 
@@ -60,7 +60,7 @@ class SlotState(ClockedStorage):
     first: torch.Tensor | None = None
     padding: torch.Tensor | None = None
 
-    def __init__(self, settings: Settings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
+    def __init__(self, settings: EquipSettings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
         super().__init__()
         self.settings, self.frames, self.passes, self.config = settings, frames, passes, config
         self.backend = settings.backend

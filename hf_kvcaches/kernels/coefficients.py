@@ -27,7 +27,7 @@ from hf_kvcaches.kernels.rotation import Layout, Tables, angle_table, cos_sin, r
 __all__ = [
     "TILE",
     "Coefficients",
-    "Rotation",
+    "KeyRotation",
     "coefficient_attention",
     "exact_attention",
     "merge_attention",
@@ -54,7 +54,7 @@ class Coefficients(NamedTuple):
     scale: torch.Tensor | None = None
 
 
-class Rotation(NamedTuple):
+class KeyRotation(NamedTuple):
     """Rotary positions for coefficients of keys that were not rotated.
 
     Args:
@@ -72,11 +72,11 @@ class Rotation(NamedTuple):
     attention_scaling: float = 1.0
 
 
-class Options(NamedTuple):
+class CoefficientOptions(NamedTuple):
     """What `coefficient_attention` may be given by name, which is described there."""
 
     valid: torch.Tensor | None = None
-    rotation: Rotation | None = None
+    rotation: KeyRotation | None = None
     key_basis_of: torch.Tensor | None = None
     value_basis_of: torch.Tensor | None = None
     softcap: float | None = None
@@ -89,7 +89,7 @@ def coefficient_attention(
     scaling: float,
     *,
     valid: torch.Tensor | None = None,
-    rotation: Rotation | None = None,
+    rotation: KeyRotation | None = None,
     key_basis_of: torch.Tensor | None = None,
     value_basis_of: torch.Tensor | None = None,
     softcap: float | None = None,
@@ -117,7 +117,7 @@ def coefficient_attention(
         The output, (batch, 1, heads, value_dim), in the query's dtype; and log sum exp of the scores, (batch, heads), in float64: a large
         score leaves float32 no digits for what `merge_attention` needs. A row without valid tokens gives zeros, and minus infinity.
     """
-    options = Options(valid, rotation, key_basis_of, value_basis_of, softcap)
+    options = CoefficientOptions(valid, rotation, key_basis_of, value_basis_of, softcap)
     if check:
         _check_attention(query, keys, values, options)
     asked, backend = backend, choose(backend, query, keys.data, keys.decode, values.data, values.decode)
@@ -188,7 +188,7 @@ def merge_attention(parts: Iterable[Part]) -> Part:
     return merged[0].to(dtype), merged[1]
 
 
-def _attention_torch(query: torch.Tensor, keys: Coefficients, values: Coefficients, scaling: float, options: Options) -> Part:
+def _attention_torch(query: torch.Tensor, keys: Coefficients, values: Coefficients, scaling: float, options: CoefficientOptions) -> Part:
     valid, rotation, key_basis_of, value_basis_of, softcap = options
     tokens = keys.data.shape[2]
     asking = _by_kv_head(query, keys.data.shape[1], scaling)
@@ -240,7 +240,9 @@ def _pieces(
             yield slice(begin, min(begin + most, end * TILE, tokens)), basis
 
 
-def _from_first_position(asking: torch.Tensor, rotation: Rotation, valid: torch.Tensor | None, tokens: int) -> tuple[torch.Tensor, Tables]:
+def _from_first_position(
+    asking: torch.Tensor, rotation: KeyRotation, valid: torch.Tensor | None, tokens: int
+) -> tuple[torch.Tensor, Tables]:
     """The query unrotated to the first position of its row, and the angles of the tokens from there on.
 
     So angles are as exact at position 1,000,000 as at 5, and one table serves all layers and the next steps.
@@ -313,7 +315,7 @@ def _of_lse(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def _check_attention(query: torch.Tensor, keys: Coefficients, values: Coefficients, options: Options) -> None:
+def _check_attention(query: torch.Tensor, keys: Coefficients, values: Coefficients, options: CoefficientOptions) -> None:
     """Refuses arguments of `coefficient_attention` that don't fit together."""
     check_tensor("keys.data", keys.data, (None,) * 4, (*FLOATS, torch.int8), contiguous=True)
     batch, kv_heads, tokens, _ = keys.data.shape

@@ -12,7 +12,7 @@ from hf_kvcaches.kernels.quantization import TILE
 from hf_kvcaches.kernels.rotation import cos_sin, rotate_
 
 if TYPE_CHECKING:
-    from hf_kvcaches.kernels.coefficients import Coefficients, Part, Rotation
+    from hf_kvcaches.kernels.coefficients import Coefficients, KeyRotation, Part
 
 
 def coefficient_attention(
@@ -22,7 +22,7 @@ def coefficient_attention(
     scaling: float,
     *,
     valid: torch.Tensor | None = None,
-    rotation: Rotation | None = None,
+    rotation: KeyRotation | None = None,
     key_basis_of: torch.Tensor | None = None,
     value_basis_of: torch.Tensor | None = None,
     softcap: float | None = None,

@@ -29,7 +29,7 @@ from hf_kvcaches.kernels.launch import padded, split_tokens, strided, strided_or
 from hf_kvcaches.kernels.quantization import TILE
 
 if TYPE_CHECKING:
-    from hf_kvcaches.kernels.coefficients import Coefficients, Options, Part, Rotation
+    from hf_kvcaches.kernels.coefficients import CoefficientOptions, Coefficients, KeyRotation, Part
 
 A_TILE = tl.constexpr(TILE)
 # Bytes of bases of keys and of values that a program can hold beside what else it needs, as compiled for sm_80.
@@ -195,7 +195,7 @@ def _asked(query: torch.Tensor, decode: torch.Tensor, kv_heads: int, rotated: in
     return (asked, *asked.stride()[:2], 0) if decode.ndim == 3 else (asked, *asked.stride()[:3])
 
 
-def fits(query: torch.Tensor, keys: Coefficients, values: Coefficients, rotation: Rotation | None) -> bool:
+def fits(query: torch.Tensor, keys: Coefficients, values: Coefficients, rotation: KeyRotation | None) -> bool:
     """Whether a program can hold the bases that it needs: those of keys that are rotated, and those of values in a bank."""
     of_keys = 0 if rotation is None else 2 * padded(len(rotation.inv_freq)) * padded(keys.data.shape[3]) * query.element_size()
     of_values = math.prod(map(padded, values.decode.shape[-2:])) * 4 if values.decode.ndim == 5 else 0
@@ -219,7 +219,7 @@ def attend(
     keys: Coefficients,
     values: Coefficients,
     scaling: float,
-    options: Options,
+    options: CoefficientOptions,
     *,
     splits: int | None = None,
     block: int | None = None,

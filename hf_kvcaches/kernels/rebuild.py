@@ -65,7 +65,7 @@ class Decoder(NamedTuple):
     bias: torch.Tensor | None = None
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """Consecutive tokens and the consecutive slots of a row that they go to."""
 
     row: int
@@ -80,7 +80,7 @@ def rebuild(
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Sequence[RowSpan],
     *,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
@@ -135,7 +135,7 @@ def write_states(
     rows: torch.Tensor,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Sequence[RowSpan],
     *,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
@@ -164,7 +164,7 @@ def _rebuild_torch(
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Sequence[RowSpan],
     tables: Tables | None,
     layout: Layout,
     rows: torch.Tensor | None,
@@ -202,7 +202,7 @@ def _rebuild_torch(
         _write(values, value_out[row, :, slots])
 
 
-def _pieces(spans: Sequence[Span], most: int) -> Iterator[tuple[slice, int, slice]]:
+def _pieces(spans: Sequence[RowSpan], most: int) -> Iterator[tuple[slice, int, slice]]:
     """Spans in pieces of at most so many tokens: which of all tokens, their row, and their slots."""
     begin = 0
     for row, first, count in spans:
@@ -225,7 +225,7 @@ def _check_rebuild(
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Sequence[RowSpan],
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     layout: str,
@@ -259,10 +259,10 @@ def _check_rebuild(
     check_tables(cos, sin, layout, tokens, key_out.shape[3], device)
 
 
-def _check_spans(spans: Sequence[Span], batch: int, capacity: int) -> int:
+def _check_spans(spans: Sequence[RowSpan], batch: int, capacity: int) -> int:
     """The tokens of all spans."""
     for span in spans:
-        if not isinstance(span, Span) or any(type(number) is not int for number in span):
+        if not isinstance(span, RowSpan) or any(type(number) is not int for number in span):
             raise ConfigError.of("spans", "each a Span of three integers", span)
         if not (0 <= span.row < batch and 0 <= span.first <= span.first + span.tokens <= capacity):
             raise ConfigError.of("spans", f"each within {batch} rows of {capacity} slots", span)

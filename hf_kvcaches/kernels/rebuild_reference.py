@@ -10,7 +10,7 @@ import torch
 from hf_kvcaches.kernels.rotation import Layout, rotate_
 
 if TYPE_CHECKING:
-    from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span
+    from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan
 
 
 def rebuild(
@@ -19,7 +19,7 @@ def rebuild(
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Sequence[RowSpan],
     *,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,

@@ -16,7 +16,7 @@ from hf_kvcaches.kernels.launch import padded, strided_or_none
 from hf_kvcaches.kernels.rotation import Layout, Tables
 
 if TYPE_CHECKING:
-    from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span
+    from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def rebuild(
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Sequence[RowSpan],
     tables: Tables | None,
     layout: Layout,
 ) -> None:
@@ -136,7 +136,7 @@ def rebuild(
 
 
 @lru_cache(maxsize=8)
-def _slots_of(spans: tuple[Span, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _slots_of(spans: tuple[RowSpan, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and slot of each token. Kept, as all layers of a prompt ask for the same, and a copy to a GPU takes longer than its kernel."""
     counts = torch.tensor([span.tokens for span in spans])
     rows = torch.tensor([span.row for span in spans]).repeat_interleave(counts)

@@ -37,7 +37,7 @@ class RotationTables(NamedTuple):
     layout: Layout = "half"
 
 
-class Options(NamedTuple):
+class SlotOptions(NamedTuple):
     """What `slot_attention` and `paged_attention` may be given by name, which is described there."""
 
     valid: torch.Tensor | None = None
@@ -83,7 +83,7 @@ def slot_attention(
     Returns:
         The output, (batch, 1, heads, value_dim), and None or float32 weights, (batch, kv_heads, slots): mean over the heads of a group.
     """
-    options = Options(valid, far, far_query, rotation, softcap, want_weights)
+    options = SlotOptions(valid, far, far_query, rotation, softcap, want_weights)
     if check:
         _check_attention(query, keys, values, None, options)
     backend = choose(backend, query, keys, values)
@@ -121,7 +121,7 @@ def paged_attention(
         tables: The pages of each row, (batch, blocks), int32 or int64; -1 where a row has none, whose slots must be invalid.
         valid: It also says how many slots there are: at most blocks * page.
     """
-    options = Options(valid, far, far_query, rotation, softcap, want_weights)
+    options = SlotOptions(valid, far, far_query, rotation, softcap, want_weights)
     slots = _check_attention(query, key_pages, value_pages, tables, options)
     backend = choose(backend, query, key_pages, value_pages)
     if backend == "reference":
@@ -207,7 +207,7 @@ def write_pages(
     return None
 
 
-def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: Options) -> Attended:
+def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: SlotOptions) -> Attended:
     valid, far, far_query, rotation, softcap, want_weights = options
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
@@ -253,7 +253,9 @@ def _range(size: int, like: torch.Tensor) -> torch.Tensor:
     return torch.arange(size, device=like.device)
 
 
-def _check_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor | None, options: Options) -> int:
+def _check_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tables: torch.Tensor | None, options: SlotOptions
+) -> int:
     """Refuses arguments of `slot_attention` or, with `tables`, `paged_attention` that don't fit together. Returns the number of slots."""
     _check_buffers(keys, values, tables)
     valid, far, far_query, rotation, *_ = options

@@ -18,7 +18,7 @@ from hf_kvcaches.kernels.common_triton import capped, combine, dot, finite, load
 from hf_kvcaches.kernels.launch import padded, split_tokens, strided, strided_or_none
 
 if TYPE_CHECKING:
-    from hf_kvcaches.kernels.slots import Attended, Options
+    from hf_kvcaches.kernels.slots import Attended, SlotOptions
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def attend(
     tables: torch.Tensor | None,
     slots: int,
     scaling: float,
-    options: Options,
+    options: SlotOptions,
     *,
     splits: int | None = None,
     block: int | None = None,

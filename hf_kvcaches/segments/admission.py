@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_kvcaches.core.splicing.tokens import Ids, common_suffix, window_hashes
-from hf_kvcaches.segments.index import SHINGLE, Piece, Run, SegmentIndex
+from hf_kvcaches.segments.index import SHINGLE, Run, SegmentIndex, StoredSpan
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.records import Chain, Tier
 from hf_kvcaches.segments.resembling import Resembling
@@ -32,7 +32,7 @@ SURROUNDINGS = 128
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PlannedSpan:
     """Consecutive tokens of a row, and where their keys and values come from.
 
     Args:
@@ -49,12 +49,12 @@ class Part:
     start: int
     stop: int
     tier: Tier
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[StoredSpan, ...] = ()
     rerun: Places = field(default_factory=lambda: _NONE)
     depth: int | None = None
     probe: bool = False
     choose: int = 0
-    instead: tuple[Part, ...] = ()
+    instead: tuple[PlannedSpan, ...] = ()
     similarity: float = 0.0
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Plan:
     """
 
     begin: int
-    parts: tuple[Part, ...]
+    parts: tuple[PlannedSpan, ...]
     prefix: int
     chain: Chain
 
@@ -115,9 +115,9 @@ def plan_row(
         verdict: What earlier probes say of a segment, given the similarity of its surroundings: passed, failed, or None.
     """
     pieces, after = index.prefix(ids, chain, begin, exact_only=mode == "exact")
-    parts: list[Part] = []
+    parts: list[PlannedSpan] = []
     for piece in pieces:
-        _add(parts, Part(piece.start, piece.stop, piece.record.origin, (piece,), depth=_stored_depth((piece,), layers)))
+        _add(parts, PlannedSpan(piece.start, piece.stop, piece.record.origin, (piece,), depth=_stored_depth((piece,), layers)))
     prefix = place = pieces[-1].stop if pieces else begin
     if mode != "exact":
         runs = index.runs(ids, place, policy.shortest)
@@ -127,15 +127,15 @@ def plan_row(
             gaps = [gap for gap in _gaps(runs, place, len(ids)) if index.shares_with(ids[gap[0] : gap[1]]) > worth]
             runs = sorted([*runs, *resembling.runs(ids, gaps, policy.aligned)], key=lambda run: run.start) if gaps else runs
         for run in runs:
-            _add(parts, Part(place, run.start, "computed"))
+            _add(parts, PlannedSpan(place, run.start, "computed"))
             for part in _admitted(ids, run, policy, mode, layers, verdict):
                 _add(parts, part)
             place = run.stop
-    _add(parts, Part(place, len(ids), "computed"))
+    _add(parts, PlannedSpan(place, len(ids), "computed"))
     return Plan(begin, tuple(_affordable(parts, len(ids) - begin, policy, layers)), prefix, after)
 
 
-def _affordable(parts: Sequence[Part], tokens: int, policy: SegmentPolicy, layers: int) -> list[Part]:
+def _affordable(parts: Sequence[PlannedSpan], tokens: int, policy: SegmentPolicy, layers: int) -> list[PlannedSpan]:
     """The parts with no more probes than the policy pays for: the longest segments are probed, and the others do without."""
     probed = sorted((part for part in parts if part.probe), key=len, reverse=True)
     # Of the layer that is looked at only the keys and queries are computed, less than half of it.
@@ -143,7 +143,7 @@ def _affordable(parts: Sequence[Part], tokens: int, policy: SegmentPolicy, layer
     # A look of its own takes longer than to compute a few tokens; they are looked at when there is more to look at.
     allowed = 0 if sum(map(len, probed[:allowed])) < 4 * policy.shortest else allowed
     refused = {id(part) for part in probed[allowed:]}
-    kept: list[Part] = []
+    kept: list[PlannedSpan] = []
     for part in parts:
         for each in part.instead if id(part) in refused else (part,):
             _add(kept, each)
@@ -156,7 +156,7 @@ def _gaps(runs: Sequence[Run], start: int, stop: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def settle(part: Part, passed: bool, deviations: npt.NDArray[np.float32] | None = None) -> tuple[Part, ...]:
+def settle(part: PlannedSpan, passed: bool, deviations: npt.NDArray[np.float32] | None = None) -> tuple[PlannedSpan, ...]:
     """What becomes of a part that has been looked at.
 
     Args:
@@ -170,7 +170,7 @@ def settle(part: Part, passed: bool, deviations: npt.NDArray[np.float32] | None 
     return (replace(part, rerun=rerun, probe=False, choose=0, instead=()),)
 
 
-def _add(parts: list[Part], part: Part) -> None:
+def _add(parts: list[PlannedSpan], part: PlannedSpan) -> None:
     """Puts a part behind others; what comes about alike and without gaps becomes one."""
     if not len(part):
         return
@@ -184,7 +184,7 @@ def _add(parts: list[Part], part: Part) -> None:
 
 def _admitted(
     ids: Ids, run: Run, policy: SegmentPolicy, mode: Mode, layers: int, verdict: Callable[[Ids, float], bool | None] | None
-) -> list[Part]:
+) -> list[PlannedSpan]:
     """The parts that a run becomes."""
     before = _stood_before(run)
     same = common_suffix(before, ids[: run.start])
@@ -194,10 +194,10 @@ def _admitted(
     repaired = int(np.ceil(policy.repair * len(run)))
     depth = _stored_depth(run.pieces, layers)
     if safe == run.start:
-        return [Part(run.start, run.stop, "guarded", run.pieces, depth=depth)]
+        return [PlannedSpan(run.start, run.stop, "guarded", run.pieces, depth=depth)]
     # Not more than are unsafe.
     repaired = min(repaired, safe - run.start)
-    part = Part(run.start, run.stop, "repaired", run.pieces, depth=depth)
+    part = PlannedSpan(run.start, run.stop, "repaired", run.pieces, depth=depth)
     if policy.repair_by == "deviation" and layers > policy.check_layer:
         part = replace(part, choose=repaired)
     else:
@@ -216,27 +216,27 @@ def _admitted(
     return guarded if known is False else [replace(part, tier="probed", probe=True, similarity=alike, instead=tuple(guarded))]
 
 
-def _guarded(run: Run, same: int, policy: SegmentPolicy, layers: int) -> list[Part]:
+def _guarded(run: Run, same: int, policy: SegmentPolicy, layers: int) -> list[PlannedSpan]:
     """A run of which only as many layers are reused as its guards allow, the further into it the more."""
-    parts: list[Part] = []
+    parts: list[PlannedSpan] = []
     # Where one more guard is met.
     edges = [run.start + tokens - same for _, tokens in policy.guard]
     for piece in (part for whole in run.pieces for part in _split(whole, edges)):
         safe = policy.safe_depth(same + piece.start - run.start, layers)
         depth = max((cut for cut in piece.record.stored.get("cuts", ()) if cut <= safe), default=None)
-        reused = Part(piece.start, piece.stop, "guarded", (piece,), depth=depth)
-        _add(parts, Part(piece.start, piece.stop, "computed") if depth is None else reused)
+        reused = PlannedSpan(piece.start, piece.stop, "guarded", (piece,), depth=depth)
+        _add(parts, PlannedSpan(piece.start, piece.stop, "computed") if depth is None else reused)
     return parts
 
 
-def _split(piece: Piece, edges: Sequence[int]) -> Iterator[Piece]:
+def _split(piece: StoredSpan, edges: Sequence[int]) -> Iterator[StoredSpan]:
     """A piece, cut at those of the places that lie inside of it."""
     places = sorted({piece.start, piece.stop, *(edge for edge in edges if piece.start < edge < piece.stop)})
     for start, stop in pairwise(places):
-        yield Piece(start, stop, piece.record, piece.offset + start - piece.start)
+        yield StoredSpan(start, stop, piece.record, piece.offset + start - piece.start)
 
 
-def _stored_depth(pieces: Sequence[Piece], layers: int) -> int | None:
+def _stored_depth(pieces: Sequence[StoredSpan], layers: int) -> int | None:
     """How many layers are stored of all pieces, or None for all that the model has."""
     stored = min((sum(map(len, piece.record.stored.get("piles", ()))) for piece in pieces), default=layers)
     return stored if 0 < stored < layers else None

@@ -15,7 +15,7 @@ from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import UnsupportedError, require_choice, require_instance, require_tokenizer
-from hf_kvcaches.segments.admission import Mode, Part
+from hf_kvcaches.segments.admission import Mode, PlannedSpan
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.probing import Looked
 from hf_kvcaches.segments.records import Tier
@@ -125,7 +125,7 @@ class SegmentReuseCache(SplicingCache):
             raise UnsupportedError(f"mode='approximate': {self.moving_refused}. Use mode='exact', or 'auto'.")
         self.reader = reader_for(tokenizer, tuple(separators))
         self.given_spans = spans
-        self._parts: list[tuple[int, Part]] = []
+        self._parts: list[tuple[int, PlannedSpan]] = []
         self._flops = [0.0, 0.0]
         self.probes: list[Looked] = []
         self.reason = ""
@@ -147,7 +147,7 @@ class SegmentReuseCache(SplicingCache):
         self.reason = ""
         return Taking(self, call).take()
 
-    def earlier_parts(self, row: int) -> tuple[Part, ...]:
+    def earlier_parts(self, row: int) -> tuple[PlannedSpan, ...]:
         """What became of a row's earlier prompts. Where rows have been exchanged, any approximation counts for all.
 
         Args:
@@ -157,7 +157,7 @@ class SegmentReuseCache(SplicingCache):
             return tuple(part for number, part in self._parts if number == row)
         return tuple(replace(part, start=0) for _, part in self._parts if part.tier != "exact" and part.pieces)
 
-    def note(self, row: int, parts: tuple[Part, ...], cost: float, whole: float) -> None:
+    def note(self, row: int, parts: tuple[PlannedSpan, ...], cost: float, whole: float) -> None:
         """Counts what became of a row's prompt.
 
         Args:

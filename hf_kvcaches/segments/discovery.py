@@ -14,7 +14,7 @@ from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.segments.canonical import Ids
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Tokens `start` to `stop` of a row.
 
     `kind` is what they are or begin with: "message", "json", "xml", "code", "heading" or "paragraph"; "window" for what was cut by
@@ -82,7 +82,7 @@ class Discovery:
         self._pieces: dict[int, str] = {}
         self._anchor = _anchor(tokenizer)
 
-    def spans(self, ids: Ids, given: Sequence[tuple[int, int]] = ()) -> list[Span]:
+    def spans(self, ids: Ids, given: Sequence[tuple[int, int]] = ()) -> list[TextSpan]:
         """The row's spans, in order, without gaps and without overlaps.
 
         Args:
@@ -160,7 +160,7 @@ class Discovery:
             power[messages] = _WALL
             kinds[messages] = _MESSAGE
 
-    def _put_together(self, places: list[int], powers: list[int], kinds: list[int]) -> Iterator[Span]:
+    def _put_together(self, places: list[int], powers: list[int], kinds: list[int]) -> Iterator[TextSpan]:
         """The spans of a row.
 
         Args:
@@ -174,7 +174,7 @@ class Discovery:
             if power == _LINE:
                 continue
             if kind_of[block[0]] == _GIVEN:
-                yield Span(block[0], place, "given")
+                yield TextSpan(block[0], place, "given")
             elif place - block[0] >= self.shortest:
                 yield from self._cut(short, kind_of)
                 yield from self._cut(block, kind_of)
@@ -186,7 +186,7 @@ class Discovery:
                 short = []
             block = [place]
 
-    def _cut(self, edges: list[int], kind_of: dict[int, int]) -> Iterator[Span]:
+    def _cut(self, edges: list[int], kind_of: dict[int, int]) -> Iterator[TextSpan]:
         """Puts pieces together until they are long enough, and cuts up what is too long."""
         cuts = edges[:1]
         for edge in edges[1:]:
@@ -198,9 +198,9 @@ class Discovery:
             cuts.append(edges[-1])
         for start, stop in pairwise(cuts):
             if stop - start <= self.longest:
-                yield Span(start, stop, _KINDS[kind_of[start]])
+                yield TextSpan(start, stop, _KINDS[kind_of[start]])
             else:
-                yield from (Span(at, min(at + self.longest, stop), "window") for at in range(start, stop, self.longest))
+                yield from (TextSpan(at, min(at + self.longest, stop), "window") for at in range(start, stop, self.longest))
 
 
 def _as_list(ids: Ids) -> list[int]:

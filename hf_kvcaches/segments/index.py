@@ -26,7 +26,7 @@ ALIKE = 8
 NEAR = 0.5
 
 
-class Piece(NamedTuple):
+class StoredSpan(NamedTuple):
     """Tokens of a prompt that a stored segment has."""
 
     start: int
@@ -47,7 +47,7 @@ class Run(NamedTuple):
         pieces: Without gaps, in order; each stored behind the one before.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredSpan, ...]
 
     @property
     def start(self) -> int:
@@ -141,7 +141,7 @@ class SegmentIndex:
                 else:
                     self._anchored.pop(number, None)
 
-    def prefix(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> tuple[list[Piece], Chain]:
+    def prefix(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> tuple[list[StoredSpan], Chain]:
         """The longest start of a row that earlier rows had, cut into what is stored of it, and the name of all tokens up to its end.
 
         Args:
@@ -149,23 +149,23 @@ class SegmentIndex:
         """
         whole = self._from_the_start(ids, chain, start, exact_only)
         end = max((piece.stop for piece in whole), default=start)
-        pieces: list[Piece] = []
+        pieces: list[StoredSpan] = []
         place = start
         while place < end:
             # What is exact is better than what goes on longer, for the rest can be taken from the other.
             covering = [piece for piece in whole if piece.start <= place < piece.stop]
             best = max(covering, key=lambda piece: (piece.record.origin == "exact", piece.stop))
-            pieces.append(Piece(place, best.stop, best.record, place - best.start))
+            pieces.append(StoredSpan(place, best.stop, best.record, place - best.start))
             place = best.stop
         return pieces, chain.extend(ids[start:end])
 
-    def _from_the_start(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> list[Piece]:
+    def _from_the_start(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> list[StoredSpan]:
         """All that is stored behind a start of a row and goes on like it.
 
         Rows that were cut differently overlap: those of one batch, of several processes, or stored again after an eviction. So segments are
         looked for at every place up to which something is stored, and not only where another one ends.
         """
-        found: list[Piece] = []
+        found: list[StoredSpan] = []
         end = named = start
         for place in self._places[bisect_left(self._places, start) :]:
             if place > end or place >= len(ids):
@@ -177,7 +177,7 @@ class SegmentIndex:
             for key in self._behind.get((chain.name, first), ()):
                 record = self.records[key]
                 if not exact_only or record.origin == "exact":
-                    found.append(Piece(place, place + common_prefix(record.ids, ids[place:]), record, 0))
+                    found.append(StoredSpan(place, place + common_prefix(record.ids, ids[place:]), record, 0))
                     end = max(end, found[-1].stop)
         return found
 
@@ -234,14 +234,14 @@ class SegmentIndex:
         ahead = common_prefix(record.ids[offset:], ids[place:])
         if ahead < ANCHOR:  # another segment with the same number
             return None
-        pieces = [Piece(place - back, place + ahead, record, offset - back)]
+        pieces = [StoredSpan(place - back, place + ahead, record, offset - back)]
         while offset + ahead == len(record) and pieces[-1].stop < len(ids):
             found = self._fresh_behind(record.right, ids[pieces[-1].stop :])
             if found is None:
                 break
             record, ahead = found
             offset = 0
-            pieces.append(Piece(pieces[-1].stop, pieces[-1].stop + ahead, record, 0))
+            pieces.append(StoredSpan(pieces[-1].stop, pieces[-1].stop + ahead, record, 0))
         return Run(tuple(pieces))
 
     def _fresh_behind(self, name: str, ids: Ids) -> tuple[Record, int] | None:

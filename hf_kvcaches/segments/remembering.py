@@ -16,7 +16,7 @@ from hf_kvcaches.core.splicing.codec import LayerStates
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.segments.admission import Part, Plan
+from hf_kvcaches.segments.admission import Plan, PlannedSpan
 from hf_kvcaches.segments.records import CONTEXT, Record, Tier
 from hf_kvcaches.segments.scope import Reader
 from hf_kvcaches.segments.store import NewSegment, SegmentStore
@@ -37,7 +37,7 @@ class NewRow:
     padding: int
     ids: Ids
     plan: Plan
-    earlier: tuple[Part, ...] = ()
+    earlier: tuple[PlannedSpan, ...] = ()
     given: tuple[tuple[int, int], ...] = ()
     hidden: Hidden | None = None
 
@@ -165,7 +165,7 @@ def _encoded(
         return None
 
 
-def _origin(parts: Sequence[Part], start: int, stop: int) -> tuple[Tier, bool]:
+def _origin(parts: Sequence[PlannedSpan], start: int, stop: int) -> tuple[Tier, bool]:
     """How a stretch of a row came about, and whether all of it was computed where it stands."""
     reused = [part for part in parts if part.pieces and part.start < stop]
     drifted = [part.tier for part in reused if part.tier != "exact"]

@@ -8,7 +8,7 @@ import numpy as np
 
 from hf_kvcaches.core.splicing.alignment import align
 from hf_kvcaches.core.splicing.tokens import Ids
-from hf_kvcaches.segments.index import Piece, Run
+from hf_kvcaches.segments.index import Run, StoredSpan
 from hf_kvcaches.segments.records import Record, Signature
 from hf_kvcaches.segments.scope import Reader
 from hf_kvcaches.stores.signatures import MinHasher
@@ -68,7 +68,7 @@ class Resembling:
         best: list[Run] = []
         for record in records:
             blocks = align(record.ids, ids[start:stop], shortest)
-            runs = [Run((Piece(start + block.target, start + block.target + block.length, record, block.source),)) for block in blocks]
+            runs = [Run((StoredSpan(start + block.target, start + block.target + block.length, record, block.source),)) for block in blocks]
             if sum(map(len, runs)) > sum(map(len, best)):
                 best = runs
         return best

@@ -22,13 +22,13 @@ from hf_kvcaches.core.splicing.sparse import Look, SparsePass
 from hf_kvcaches.core.splicing.transfer import moved
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import splice
-from hf_kvcaches.segments.admission import PROBES, SLICE, Part, Places, settle
+from hf_kvcaches.segments.admission import PROBES, SLICE, Places, PlannedSpan, settle
 from hf_kvcaches.segments.probing import Looked, agreement
 from hf_kvcaches.segments.remembering import Hidden
 
 if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
-    from hf_kvcaches.segments.taking import Row
+    from hf_kvcaches.segments.taking import PromptRow
 
 
 class Stages:
@@ -43,7 +43,7 @@ class Stages:
         self,
         cache: SegmentReuseCache,
         call: PrefillCall,
-        rows: Sequence[Row],
+        rows: Sequence[PromptRow],
         tensors: Mapping[str, Mapping[str, torch.Tensor] | None],
         total: int,
         scope: str,
@@ -57,7 +57,7 @@ class Stages:
         self._looked: dict[int, Places] = {}
         self._level = 0
 
-    def run(self) -> tuple[list[Row], dict[int, Hidden]]:
+    def run(self) -> tuple[list[PromptRow], dict[int, Hidden]]:
         """Runs all but the last token.
 
         Returns:
@@ -89,7 +89,7 @@ class Stages:
         self._run(start, self.layers, slots, hidden)
         return self.rows, kept
 
-    def cost_of_looking(self, row: Row, costs: Costs) -> float:
+    def cost_of_looking(self, row: PromptRow, costs: Costs) -> float:
         """What was run of a row only to settle its parts, in floating-point operations; a look at a layer counts for all of that layer."""
         looked = self._looked.get(row.number)
         if looked is None:
@@ -97,7 +97,7 @@ class Stages:
         alone = np.setdiff1d(looked, row.to_run())
         return costs.of_tokens(alone, 0, self._level) + costs.of_tokens(looked, self._level, self._level + 1)
 
-    def _needed(self, row: Row) -> Places:
+    def _needed(self, row: PromptRow) -> Places:
         """Of all tokens that run through all layers."""
         places = row.to_run()
         return np.append(places, len(row.ids) - 1) if self.wanted else places
@@ -149,7 +149,7 @@ class Stages:
         longest = int((both < self.total).sum(1).max())
         return both[:, :longest], joined.gather(1, order[..., None].expand_as(joined))[:, :longest]
 
-    def _probe_places(self, row: Row) -> Places:
+    def _probe_places(self, row: PromptRow) -> Places:
         """Of the tokens that are looked at in each part that is still open."""
         return np.concatenate([np.zeros(0, np.int64), *(_looked_at(part) for part in row.plan.parts if part.open)])
 
@@ -159,7 +159,7 @@ class Stages:
         states = self._of(looked, slots, hidden)
         look = self._look(level, looked, states)
         for line, row in enumerate(self.rows):
-            parts: list[Part] = []
+            parts: list[PlannedSpan] = []
             for part in row.plan.parts:
                 parts += self._settled(part, level, line, row, looked[line], look) if part.open else [part]
             self.rows[line] = row.with_parts(parts)
@@ -172,7 +172,7 @@ class Stages:
             slots, hidden = going, self._run(0, level, going, None)
         return going, self._of(going, slots, hidden)
 
-    def _settled(self, part: Part, level: int, line: int, row: Row, looked: torch.Tensor, look: Look) -> Sequence[Part]:
+    def _settled(self, part: PlannedSpan, level: int, line: int, row: PromptRow, looked: torch.Tensor, look: Look) -> Sequence[PlannedSpan]:
         """What becomes of an open part, by the keys that some of its tokens have here."""
         places = torch.from_numpy(_looked_at(part)).to(self.device) + row.padding
         mine = torch.searchsorted(looked.contiguous(), places)
@@ -201,7 +201,7 @@ class Stages:
         return hidden.gather(1, where[..., None].expand(-1, -1, hidden.shape[-1]))
 
 
-def _looked_at(part: Part) -> Places:
+def _looked_at(part: PlannedSpan) -> Places:
     """Places of the tokens that a part is judged by: all where some are to be chosen, else those behind what is run again."""
     if part.choose:
         return np.arange(part.start, part.stop)

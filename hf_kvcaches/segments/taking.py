@@ -16,8 +16,8 @@ from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.placing import Loaded
 from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan
 from hf_kvcaches.core.splicing.tokens import Ids
-from hf_kvcaches.segments.admission import Part, Places, Plan, plan_row
-from hf_kvcaches.segments.index import Piece
+from hf_kvcaches.segments.admission import Places, Plan, PlannedSpan, plan_row
+from hf_kvcaches.segments.index import StoredSpan
 from hf_kvcaches.segments.records import Chain
 from hf_kvcaches.segments.remembering import Hidden, NewRow
 from hf_kvcaches.segments.resembling import Resembling
@@ -33,7 +33,7 @@ SHARE = 5
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PromptRow:
     """A row of the prompt.
 
     Args:
@@ -48,7 +48,7 @@ class Row:
     begin: int
     plan: Plan
 
-    def with_parts(self, parts: Iterable[Part]) -> Row:
+    def with_parts(self, parts: Iterable[PlannedSpan]) -> PromptRow:
         """The row with other parts."""
         return replace(self, plan=replace(self.plan, parts=tuple(parts)))
 
@@ -104,14 +104,14 @@ class Taking:
         cache.remembering.expect(rows_to_store, scope, cache.reader, total, confirmation(cache.model, identity))
         return taken
 
-    def _look_up(self, identity: Identity, padding: Sequence[int]) -> tuple[str, list[Row]]:
+    def _look_up(self, identity: Identity, padding: Sequence[int]) -> tuple[str, list[PromptRow]]:
         """The scope of an identity's segments, and the rows with what is found in it."""
         cache, store = self.cache, self.cache.store
         scope = scope_of(identity, cache.model, cache.tokenizer, store.quantization, store.depth)
         store.refresh(scope)
         return scope, self._rows(padding, scope)
 
-    def _to_store(self, row: Row, scope: str, hidden: Hidden | None) -> NewRow:
+    def _to_store(self, row: PromptRow, scope: str, hidden: Hidden | None) -> NewRow:
         """What of a row is new. In a chat that goes on in one cache, that is also what was generated since the last prompt."""
         cache, plan = self.cache, row.plan
         if row.begin:
@@ -121,7 +121,7 @@ class Taking:
         given = tuple(cache.given_spans[row.number]) if cache.given_spans else ()
         return NewRow(row.number, row.padding, row.ids, plan, cache.earlier_parts(row.number), given, hidden)
 
-    def _rows(self, padding: Sequence[int], scope: str) -> list[Row]:
+    def _rows(self, padding: Sequence[int], scope: str) -> list[PromptRow]:
         cache, store = self.cache, self.cache.store
         mode = cache.mode if cache.approximates else "exact"
         rows = []
@@ -133,27 +133,27 @@ class Taking:
                 resembling = Resembling(partial(store.near, scope), cache.reader, given)
                 known, layers = Chain().extend(ids[:begin]), len(cache.layers)
                 plan = plan_row(ids[:-1], begin, known, index, cache.policy, mode, layers, resembling, partial(self._verdict, scope))
-                rows.append(Row(number, pad, ids, begin, plan))
+                rows.append(PromptRow(number, pad, ids, begin, plan))
         return [replace(row, plan=self._loaded(row)) for row in rows]
 
     def _verdict(self, scope: str, ids: Ids, similarity: float) -> bool | None:
         policy = self.cache.policy
         return self.cache.store.experience.verdict(scope, policy.check_layer, ids, similarity, policy.probe)
 
-    def _loaded(self, row: Row) -> Plan:
+    def _loaded(self, row: PromptRow) -> Plan:
         """The plan as far as the store still has what it needs."""
-        parts: list[Part] = []
+        parts: list[PlannedSpan] = []
         prefix = row.plan.prefix
         for part in row.plan.parts:
             lost = [piece for piece in part.pieces if self._tensors_of(piece) is None]
             if not lost:
                 parts.append(part)
             elif part.start >= row.plan.prefix:
-                parts.append(Part(part.start, part.stop, "computed"))
+                parts.append(PlannedSpan(part.start, part.stop, "computed"))
             else:
                 prefix = min(prefix, lost[0].start)
                 parts += [
-                    Part(piece.start, piece.stop, "computed")
+                    PlannedSpan(piece.start, piece.stop, "computed")
                     if piece in lost
                     else replace(part, start=piece.start, stop=piece.stop, pieces=(piece,))
                     for piece in part.pieces
@@ -162,13 +162,13 @@ class Taking:
             return replace(row.plan, parts=tuple(parts))
         return Plan(row.plan.begin, tuple(parts), prefix, Chain().extend(row.ids[:prefix]))
 
-    def _tensors_of(self, piece: Piece) -> Mapping[str, torch.Tensor] | None:
+    def _tensors_of(self, piece: StoredSpan) -> Mapping[str, torch.Tensor] | None:
         key = piece.record.key
         if key not in self.tensors:
             self.tensors[key] = self.cache.store.tensors(key)
         return self.tensors[key]
 
-    def _without_trifles(self, row: Row) -> Row:
+    def _without_trifles(self, row: PromptRow) -> PromptRow:
         """Computes a row of which next to nothing is stored: what little is saved costs more. Only starts are taken to the last token."""
         if self.cache.mode == "exact" or not self.cache.approximates:
             return row
@@ -177,7 +177,7 @@ class Taking:
             return row
         return replace(row, plan=_cut(replace(row.plan, parts=()), row.begin, len(row.ids) - 1))
 
-    def _common_prefix(self, rows: Sequence[Row]) -> int | None:
+    def _common_prefix(self, rows: Sequence[PromptRow]) -> int | None:
         """How many slots of all rows are reused, if nothing behind them is (or could be); None if there is more to do."""
         ends = []
         for row in rows:
@@ -191,10 +191,10 @@ class Taking:
             return None
         return min(ends) if min(ends) > self.cache.seen else 0
 
-    def _prompt_plan(self, rows: Sequence[Row], total: int) -> PromptPlan:
+    def _prompt_plan(self, rows: Sequence[PromptRow], total: int) -> PromptPlan:
         return PromptPlan(tuple(PlannedRow(row.padding, self._stored(row), row.to_run()) for row in rows), total)
 
-    def _stored(self, row: Row) -> tuple[Loaded, ...]:
+    def _stored(self, row: PromptRow) -> tuple[Loaded, ...]:
         loaded = []
         for part in row.plan.parts:
             for piece in part.pieces:
@@ -203,7 +203,7 @@ class Taking:
                 loaded.append(Loaded(piece.start, piece.stop, piece.offset, piece.position, piece.record.stored, tensors, part.depth))
         return tuple(loaded)
 
-    def _note(self, rows: Sequence[Row], stages: Stages | None) -> None:
+    def _note(self, rows: Sequence[PromptRow], stages: Stages | None) -> None:
         """Counts what happened, for the report and for the store."""
         costs = Costs.of(self.cache.model)
         layers = len(self.cache.layers)
@@ -232,5 +232,5 @@ def _cut(plan: Plan, stop: int, end: int) -> Plan:
         pieces = tuple(piece._replace(stop=min(piece.stop, stop)) for piece in part.pieces if piece.start < stop)
         parts.append(replace(part, stop=min(part.stop, stop), pieces=pieces))
     if stop < end:
-        parts.append(Part(stop, end, "computed"))
+        parts.append(PlannedSpan(stop, end, "computed"))
     return replace(plan, parts=tuple(parts))

@@ -19,9 +19,9 @@ from hf_kvcaches.subspace.following import Follower, Track
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import Grouping, Ranks, of_heads
 from hf_kvcaches.subspace.measuring import LayerMeter
-from hf_kvcaches.subspace.numbering import Arrival, Span, latest, resized
+from hf_kvcaches.subspace.numbering import Arrival, SlotSpan, latest, resized
 from hf_kvcaches.subspace.projections import packed, unpacked
-from hf_kvcaches.subspace.store import SIDES, Settings
+from hf_kvcaches.subspace.store import SIDES, StoreSettings
 from hf_kvcaches.subspace.warming import Begun, SharedBudget, Warm, measured, unmeasured
 
 NEEDS_QUERIES = (
@@ -46,7 +46,7 @@ class AdaptiveLayer(SubspaceLayer):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: StoreSettings,
         adaptive: AdaptiveSubspace,
         geometry: RotaryGeometry | None,
         passes: Passes[Pass],
@@ -96,7 +96,7 @@ class AdaptiveLayer(SubspaceLayer):
     def decoders(self, group: int) -> list[torch.Tensor]:
         return [getattr(self, f"{side}_bank_{group}") for side in SIDES]
 
-    def bases_of(self, group: int, tiles: Span) -> list[torch.Tensor | None]:
+    def bases_of(self, group: int, tiles: SlotSpan) -> list[torch.Tensor | None]:
         return [
             None if bank.shape[2] == 1 else tiles.take(getattr(self, f"{side}_basis_{group}"))[..., 0]
             for side, bank in zip(SIDES, self.decoders(group), strict=True)
@@ -157,11 +157,11 @@ class AdaptiveLayer(SubspaceLayer):
         for each in begun:
             self._start(each.rows, (each.warm[0].to(device), each.warm[1].to(device)), rows)
         none = self.recent_keys[:, :, :0], self.recent_values[:, :, :0]
-        numbers = Span(lengths, lengths, device)
+        numbers = SlotSpan(lengths, lengths, device)
         self._follow(tuple(0 if row in begin else length for row, length in enumerate(lengths)), *none, numbers)
         self._shrink(numbers)
 
-    def _follow(self, before: tuple[int, ...], keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+    def _follow(self, before: tuple[int, ...], keys: torch.Tensor, values: torch.Tensor, numbers: SlotSpan) -> None:
         """Makes the coefficients of what is no longer exact, and lets the bases follow.
 
         Args:
@@ -174,11 +174,11 @@ class AdaptiveLayer(SubspaceLayer):
                 alike.setdefault(span, []).append(row)
         if self.waiting or not alike:
             return
-        coefficients = Span(tuple(map(self.count, before)), tuple(map(self.count, numbers.stops)), numbers.device)
+        coefficients = SlotSpan(tuple(map(self.count, before)), tuple(map(self.count, numbers.stops)), numbers.device)
         # From the last tile that is not yet whole, to the newest token.
         firsts = [0 if start < ready else self.count(start) // TILE * TILE for start in before]
         froms = [stop if stop < ready else sinks + first for first, (_, stop) in zip(firsts, spans, strict=True)]
-        own = self.states(keys, values, numbers, Span(tuple(froms), numbers.stops, numbers.device))
+        own = self.states(keys, values, numbers, SlotSpan(tuple(froms), numbers.stops, numbers.device))
         for group, heads in enumerate(self.grouping.heads):
             for side, states in zip(SIDES, own, strict=True):
                 self._advance(side, group, of_heads(states, heads), alike, coefficients)
@@ -187,14 +187,16 @@ class AdaptiveLayer(SubspaceLayer):
         """Whether a tile of new tokens or one of coefficients is whole with so many tokens."""
         return (tokens - self.settings.sinks) % TILE == 0 or self.count(tokens) % TILE == 0
 
-    def _only_encode(self, keys: torch.Tensor, values: torch.Tensor, coefficients: Span) -> None:
+    def _only_encode(self, keys: torch.Tensor, values: torch.Tensor, coefficients: SlotSpan) -> None:
         for group, heads in enumerate(self.grouping.heads):
             for side, states in (("key", keys), ("value", values)):
                 own = of_heads(states, heads)
                 encode = getattr(self, f"{side}_encode_{group}")
                 self.write(f"{side}_{{}}_{group}", torch.matmul(own.to(encode.dtype), encode.mT).to(self.dtype), coefficients)
 
-    def _advance(self, side: str, group: int, states: torch.Tensor, alike: dict[tuple[int, int], list[int]], coefficients: Span) -> None:
+    def _advance(
+        self, side: str, group: int, states: torch.Tensor, alike: dict[tuple[int, int], list[int]], coefficients: SlotSpan
+    ) -> None:
         """Lets a group of heads follow its new tokens.
 
         Args:
@@ -218,7 +220,7 @@ class AdaptiveLayer(SubspaceLayer):
             for place, row in enumerate(rows):
                 tiles[row], first_tiles[row] = bases[place], 0 if first_time else begin // TILE + 1
         lengths = [tiles[row].shape[1] if row in tiles else 0 for row in range(len(states))]
-        span = Span(tuple(first_tiles), tuple(f + n for f, n in zip(first_tiles, lengths, strict=True)), states.device)
+        span = SlotSpan(tuple(first_tiles), tuple(f + n for f, n in zip(first_tiles, lengths, strict=True)), states.device)
         if span.longest:
             name = f"{side}_basis_{group}"
             new = torch.zeros(*states.shape[:2], span.longest, 1, dtype=torch.int16, device=states.device)
@@ -271,17 +273,19 @@ class AdaptiveLayer(SubspaceLayer):
         if min(numbers.starts) >= ready:
             return
         starts = tuple(min(each, ready) for each in numbers.starts)
-        span = Span(starts, tuple(min(each, ready) for each in numbers.stops), numbers.device)
+        span = SlotSpan(starts, tuple(min(each, ready) for each in numbers.stops), numbers.device)
         if span.longest:
             self.warm_queries = span.put(self.warm_queries, arrival.real(query)[:, :, : span.longest].detach())
 
-    def _warm_up(self, rows: list[int], keys: torch.Tensor, values: torch.Tensor, numbers: Span, call: Call | None) -> tuple[Warm, Warm]:
+    def _warm_up(
+        self, rows: list[int], keys: torch.Tensor, values: torch.Tensor, numbers: SlotSpan, call: Call | None
+    ) -> tuple[Warm, Warm]:
         """What rows begin with, now that there is enough of them.
 
         Args:
             call: What the model said; None where only keys and values are taken over.
         """
-        span = Span((0,) * len(keys), tuple(self.ready if row in rows else 0 for row in range(len(keys))), numbers.device)
+        span = SlotSpan((0,) * len(keys), tuple(self.ready if row in rows else 0 for row in range(len(keys))), numbers.device)
         keys, values = (latest(*each, numbers, span)[rows].detach() for each in ((self.recent_keys, keys), (self.recent_values, values)))
         steps = torch.arange(self.ready, device=keys.device)
         places = steps[None] if self.places is None else self.places[rows, : self.ready, 0]
@@ -325,11 +329,11 @@ class AdaptiveLayer(SubspaceLayer):
         groups = range(len(self.grouping.heads))
         return ["warm_queries", *(f"{side}_{field}_{group}" for group in groups for side in SIDES for field in (*Track._fields, "basis"))]
 
-    def _store_recent(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+    def _store_recent(self, keys: torch.Tensor, values: torch.Tensor, numbers: SlotSpan) -> None:
         super()._store_recent(keys, values, numbers)
         self._shrink(numbers)
 
-    def _shrink(self, numbers: Span) -> None:
+    def _shrink(self, numbers: SlotSpan) -> None:
         slots = self.slots(numbers.stops)
         if not self.open and self.window > slots and self.recent_keys is not None and self.recent_values is not None:
             self.recent_keys, self.recent_values = (resized(each, numbers.last, slots) for each in (self.recent_keys, self.recent_values))

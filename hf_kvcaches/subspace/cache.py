@@ -20,7 +20,7 @@ from hf_kvcaches.subspace.diagnostics import SubspaceDiagnostics, measure
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import LayerSource
 from hf_kvcaches.subspace.static import StaticLayer
-from hf_kvcaches.subspace.store import Settings
+from hf_kvcaches.subspace.store import StoreSettings
 from hf_kvcaches.subspace.warming import SharedBudget
 
 
@@ -88,7 +88,7 @@ class SubspaceCache(AnsweringCache):
             instead = "Use AdaptiveSubspace with rank= and metric='plain', or EquipCache."
             require_all_heads(model, "SubspaceCache with these settings", instead)
         self.bases, self.adaptive = bases, adaptive
-        self._settings = Settings(sinks, recent, coefficients, bases_dtype, backend, bool(shadow))
+        self._settings = StoreSettings(sinks, recent, coefficients, bases_dtype, backend, bool(shadow))
         self._budget: SharedBudget | None = None
         super().__init__(model, offloading=offloading)
         if bases is not None:

@@ -21,7 +21,7 @@ from hf_kvcaches.subspace.bounds import (
 )
 from hf_kvcaches.subspace.following import Follower, Track, reading
 from hf_kvcaches.subspace.layer import SubspaceLayer
-from hf_kvcaches.subspace.numbering import Span
+from hf_kvcaches.subspace.numbering import SlotSpan
 from hf_kvcaches.subspace.sketch import FrequentDirections
 from hf_kvcaches.subspace.static import StaticLayer
 from hf_kvcaches.subspace.store import SIDES
@@ -228,7 +228,7 @@ def _from_shadow(layer: SubspaceLayer, sketched: dict[str, torch.Tensor]) -> Lay
     assert layer.shadow_values is not None
     rows, sinks, exact = layer.rows, layer.settings.sinks, (layer.shadow_keys, layer.shadow_values)
     lengths = layer.lengths(layer.seen, rows)
-    held = Span((0,) * rows, tuple(map(layer.count, lengths)), layer.device)
+    held = SlotSpan((0,) * rows, tuple(map(layer.count, lengths)), layer.device)
     pieces = layer.all_pieces(held)
     read = layer.decoded(pieces, *exact, torch.float64)
     places = [piece.places for piece in pieces[0]]

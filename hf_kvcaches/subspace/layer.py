@@ -16,8 +16,8 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import coefficients as kernels
 from hf_kvcaches.subspace.maps import of_heads
-from hf_kvcaches.subspace.numbering import Span, turning
-from hf_kvcaches.subspace.store import Piece, Settings, SubspaceStore
+from hf_kvcaches.subspace.numbering import SlotSpan, turning
+from hf_kvcaches.subspace.store import CoefficientSpan, StoreSettings, SubspaceStore
 
 
 class Held(NamedTuple):
@@ -34,7 +34,7 @@ class Held(NamedTuple):
     recent: torch.Tensor | None
     numbers: torch.Tensor
     exact: torch.Tensor | None
-    coefficients: Span
+    coefficients: SlotSpan
 
 
 class Seen(NamedTuple):
@@ -56,7 +56,7 @@ class SubspaceLayer(SubspaceStore):
     cache_name = "SubspaceCache"
 
     def __init__(
-        self, settings: Settings, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig, groups: int
+        self, settings: StoreSettings, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig, groups: int
     ) -> None:
         super().__init__(settings, geometry, groups)
         self.passes, self.config = passes, config
@@ -124,7 +124,7 @@ class SubspaceLayer(SubspaceStore):
         return output
 
     def _attend_middle(
-        self, query: torch.Tensor, call: Call, pieces: list[list[Piece]], seen: torch.Tensor | None
+        self, query: torch.Tensor, call: Call, pieces: list[list[CoefficientSpan]], seen: torch.Tensor | None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Attention of one query a row over coefficients: parts to be merged, each of all heads."""
         if not pieces[0]:
@@ -168,7 +168,7 @@ class SubspaceLayer(SubspaceStore):
             output, mass = output.index_select(2, index), mass.index_select(1, index)
         return output, mass
 
-    def _rotation(self, piece: Piece) -> kernels.Rotation | None:
+    def _rotation(self, piece: CoefficientSpan) -> kernels.KeyRotation | None:
         geometry = self.geometry
         if geometry is None:
             return None
@@ -177,7 +177,7 @@ class SubspaceLayer(SubspaceStore):
             start = piece.places.starts[0] + self.settings.sinks
         else:
             positions = self.places_of(piece.places.moved(self.settings.sinks))
-        return kernels.Rotation(geometry.inv_freq, geometry.layout, positions, start, geometry.attention_scaling)
+        return kernels.KeyRotation(geometry.inv_freq, geometry.layout, positions, start, geometry.attention_scaling)
 
     def _held(self, running: Pass, lengths: tuple[int, ...]) -> Held:
         """What a row of so many tokens has."""
@@ -187,8 +187,8 @@ class SubspaceLayer(SubspaceStore):
 
     def _find_held(self, lengths: tuple[int, ...]) -> Held:
         window, device = self.window, self.device
-        rows = Span((0,) * len(lengths), lengths, device)
-        coefficients = Span(rows.starts, tuple(map(self.count, lengths)), device)
+        rows = SlotSpan((0,) * len(lengths), lengths, device)
+        coefficients = SlotSpan(rows.starts, tuple(map(self.count, lengths)), device)
         sinks = min(self.settings.sinks, max(lengths))
         first = torch.arange(sinks, device=device)
         if rows.same:
@@ -214,7 +214,7 @@ class SubspaceLayer(SubspaceStore):
             found.append(torch.cat(parts, 2) if len(parts) > 1 else parts[0] if parts else new[:, :, :0])
         return found[0], found[1]
 
-    def _seen(self, call: Call, running: Pass, held: Held, pieces: list[Piece]) -> Seen:
+    def _seen(self, call: Call, running: Pass, held: Held, pieces: list[CoefficientSpan]) -> Seen:
         """What each new query may see: what its row has, and a mask of the model's own allows."""
         places = [piece.places for piece in pieces]
         middle = None
@@ -273,7 +273,7 @@ class SubspaceLayer(SubspaceStore):
         return output
 
     def decoded(
-        self, pieces: list[list[Piece]], keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None = None
+        self, pieces: list[list[CoefficientSpan]], keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of all tokens with coefficients, as far as these tell, (batch, kv_heads, tokens, head_dim).
 

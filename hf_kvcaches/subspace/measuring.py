@@ -75,7 +75,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, eq=False)
-class Tokens:
+class MeasuredTokens:
     """Sampled tokens of one block, as attention saw them.
 
     Args:
@@ -90,9 +90,9 @@ class Tokens:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def to(self, device: torch.device | str) -> Tokens:
+    def to(self, device: torch.device | str) -> MeasuredTokens:
         """The same on another device."""
-        return Tokens(*(each.to(device) for each in (self.positions, self.queries, self.keys, self.values)))
+        return MeasuredTokens(*(each.to(device) for each in (self.positions, self.queries, self.keys, self.values)))
 
 
 class LayerMeter:
@@ -106,7 +106,7 @@ class LayerMeter:
         self.geometry, self.watch, self.block = geometry, watch, block
         self.sizes: Sizes | None = None
         self.attention: AttentionMeter | None = None
-        self.sample: dict[int, Tokens] = {}
+        self.sample: dict[int, MeasuredTokens] = {}
 
     def open(self, sizes: Sizes, device: torch.device | str, output: torch.Tensor | None = None) -> None:
         """Makes the sums."""
@@ -145,7 +145,7 @@ class LayerMeter:
         self.values.add(values * weights.sqrt().unsqueeze(-1))
         for pick in picks:
             at = pick.positions.to(keys.device)
-            self.sample[pick.block] = Tokens(at, *(each[pick.row, :, at].clone() for each in (query, keys, values)))
+            self.sample[pick.block] = MeasuredTokens(at, *(each[pick.row, :, at].clone() for each in (query, keys, values)))
 
     def pull_keys(self, keys: torch.Tensor, gradients: torch.Tensor) -> None:
         """Counts in what the loss asks of keys.

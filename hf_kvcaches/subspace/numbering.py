@@ -21,7 +21,7 @@ RESERVE = 32
 
 
 @dataclass(frozen=True)
-class Span:
+class SlotSpan:
     """Neighbouring places, for each row its own."""
 
     starts: tuple[int, ...]
@@ -29,7 +29,7 @@ class Span:
     device: torch.device
 
     @classmethod
-    def of(cls, starts: Sequence[int], stops: Sequence[int], device: torch.device) -> Span:
+    def of(cls, starts: Sequence[int], stops: Sequence[int], device: torch.device) -> SlotSpan:
         """A span of at least nothing in each row.
 
         Args:
@@ -77,28 +77,28 @@ class Span:
         """The one after the last, (batch, 1)."""
         return torch.tensor(self.stops, device=self.device)[:, None]
 
-    def moved(self, places: int) -> Span:
+    def moved(self, places: int) -> SlotSpan:
         """As many places, further on."""
-        return Span(tuple(each + places for each in self.starts), tuple(each + places for each in self.stops), self.device)
+        return SlotSpan(tuple(each + places for each in self.starts), tuple(each + places for each in self.stops), self.device)
 
-    def times(self, width: int) -> Span:
+    def times(self, width: int) -> SlotSpan:
         """The places of what consists of so many of them."""
-        return Span(tuple(each * width for each in self.starts), tuple(each * width for each in self.stops), self.device)
+        return SlotSpan(tuple(each * width for each in self.starts), tuple(each * width for each in self.stops), self.device)
 
-    def evened(self) -> Span:
+    def evened(self) -> SlotSpan:
         """With as many places for each row as for the longest."""
         longest = self.longest
-        return Span(self.starts, tuple(start + longest for start in self.starts), self.device)
+        return SlotSpan(self.starts, tuple(start + longest for start in self.starts), self.device)
 
     @cached_property
-    def tiles(self) -> Span:
+    def tiles(self) -> SlotSpan:
         """The whole tiles, counted in tiles."""
-        return Span(tuple(each // TILE for each in self.starts), tuple(each // TILE for each in self.stops), self.device)
+        return SlotSpan(tuple(each // TILE for each in self.starts), tuple(each // TILE for each in self.stops), self.device)
 
     @cached_property
-    def loose(self) -> Span:
+    def loose(self) -> SlotSpan:
         """What comes behind the whole tiles."""
-        return Span(tuple(each // TILE * TILE for each in self.stops), self.stops, self.device)
+        return SlotSpan(tuple(each // TILE * TILE for each in self.stops), self.stops, self.device)
 
     def take(self, source: torch.Tensor, first: Sequence[int] | int = 0) -> torch.Tensor:
         """These places of a tensor, (batch, heads, longest, d). What a shorter row gets besides is any of its tokens.
@@ -157,7 +157,7 @@ class Span:
         return torch.where(written, gathered(new, behind.clamp(min=0)), ring)
 
 
-def latest(ring: torch.Tensor | None, new: torch.Tensor, numbers: Span, wanted: Span) -> torch.Tensor:
+def latest(ring: torch.Tensor | None, new: torch.Tensor, numbers: SlotSpan, wanted: SlotSpan) -> torch.Tensor:
     """Places that are new or still in a ring, (batch, heads, longest, d).
 
     Args:
@@ -244,11 +244,11 @@ class Arrival:
 
     def __init__(self, before: Sequence[int], valid: torch.Tensor | None, tokens: int, device: torch.device) -> None:
         came = [tokens] * len(before) if valid is None else valid.sum(1).tolist()
-        self.numbers = Span(tuple(before), tuple(b + c for b, c in zip(before, came, strict=True)), device)
+        self.numbers = SlotSpan(tuple(before), tuple(b + c for b, c in zip(before, came, strict=True)), device)
         self.order: torch.Tensor | None = None
         if valid is not None and min(came) < tokens:
             self.order = (~valid).to(torch.uint8).argsort(dim=1, stable=True)[:, : self.numbers.longest]
-        self._spans: dict[str, Span] = {}
+        self._spans: dict[str, SlotSpan] = {}
 
     def real(self, new: torch.Tensor) -> torch.Tensor:
         """The real ones of the new columns, in order: (batch, heads, longest, d).
@@ -258,7 +258,7 @@ class Arrival:
         """
         return new if self.order is None else gathered(new, self.order)
 
-    def span(self, name: str, count: Callable[[int], int]) -> Span:
+    def span(self, name: str, count: Callable[[int], int]) -> SlotSpan:
         """What is added to something of which a row with n real tokens has `count(n)`.
 
         Args:
@@ -266,5 +266,5 @@ class Arrival:
         """
         if name not in self._spans:
             numbers = self.numbers
-            self._spans[name] = Span.of(list(map(count, numbers.starts)), list(map(count, numbers.stops)), numbers.device)
+            self._spans[name] = SlotSpan.of(list(map(count, numbers.starts)), list(map(count, numbers.stops)), numbers.device)
         return self._spans[name]

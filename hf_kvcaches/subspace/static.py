@@ -10,8 +10,8 @@ from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.subspace.layer import SubspaceLayer
 from hf_kvcaches.subspace.maps import Grouping, LayerMaps, LayerSource, of_heads
-from hf_kvcaches.subspace.numbering import Arrival, Span
-from hf_kvcaches.subspace.store import SIDES, Settings
+from hf_kvcaches.subspace.numbering import Arrival, SlotSpan
+from hf_kvcaches.subspace.store import SIDES, StoreSettings
 
 # From how many coefficients of a row at a time on it is measured what they lose: steps are not to be slower for it.
 MEASURED = 16
@@ -28,12 +28,12 @@ class StaticLayer(SubspaceLayer):
     """
 
     def __init__(
-        self, settings: Settings, source: LayerSource, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig
+        self, settings: StoreSettings, source: LayerSource, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig
     ) -> None:
         super().__init__(settings, geometry, passes, config, source.groups)
         self.source = source
 
-    def declare(self, settings: Settings, groups: int, *more: str) -> None:
+    def declare(self, settings: StoreSettings, groups: int, *more: str) -> None:
         super().declare(settings, groups, *more, *(f"{side}_loss_{group}" for group in range(groups) for side in SIDES))
 
     @property
@@ -49,7 +49,7 @@ class StaticLayer(SubspaceLayer):
         maps = self.maps.groups[group]
         return [maps.key_decode, maps.value_decode]
 
-    def bases_of(self, group: int, tiles: Span) -> list[torch.Tensor | None]:
+    def bases_of(self, group: int, tiles: SlotSpan) -> list[torch.Tensor | None]:
         return [None, None]
 
     def encode(self, query: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor, call: Call | None, arrival: Arrival) -> None:
@@ -80,7 +80,7 @@ class StaticLayer(SubspaceLayer):
 
 
 @torch.no_grad()
-def with_losses(held: torch.Tensor | None, rows: torch.Tensor, found: torch.Tensor, decode: torch.Tensor, span: Span) -> torch.Tensor:
+def with_losses(held: torch.Tensor | None, rows: torch.Tensor, found: torch.Tensor, decode: torch.Tensor, span: SlotSpan) -> torch.Tensor:
     """What was lost so far, and with more tokens: (batch, heads, 4), as in `StaticLayer`.
 
     Args:

@@ -19,7 +19,7 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.coefficients import TILE, Coefficients, quantize_tiles
 from hf_kvcaches.subspace.maps import Grouping
-from hf_kvcaches.subspace.numbering import Arrival, Span, gathered, latest, resized
+from hf_kvcaches.subspace.numbering import Arrival, SlotSpan, gathered, latest, resized
 from hf_kvcaches.subspace.shadow import SHADOW, SHADOW_COUNTERS, ShadowedLayer
 
 SIDES = ("key", "value")
@@ -27,7 +27,7 @@ _PRECISIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Settings:
+class StoreSettings:
     """What the user asked for.
 
     Args:
@@ -45,7 +45,7 @@ class Settings:
     shadow: bool = False
 
 
-class Piece(NamedTuple):
+class CoefficientSpan(NamedTuple):
     """Neighbouring tokens of a group of heads, for the kernels.
 
     Args:
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
         key_basis_of: Which of several bases each tile of keys is in, (batch, heads, tiles), or None where there is one.
     """
 
-    places: Span
+    places: SlotSpan
     keys: Coefficients
     values: Coefficients
     key_basis_of: torch.Tensor | None = None
@@ -84,7 +84,7 @@ class SubspaceStore(ShadowedLayer):
     real: torch.Tensor | None = None
     places: torch.Tensor | None = None
 
-    def __init__(self, settings: Settings, geometry: RotaryGeometry | None, groups: int) -> None:
+    def __init__(self, settings: StoreSettings, geometry: RotaryGeometry | None, groups: int) -> None:
         self.declare(settings, groups)
         if settings.shadow:
             self.counters = (*self.counters, *SHADOW_COUNTERS)  # type: ignore[misc]
@@ -93,7 +93,7 @@ class SubspaceStore(ShadowedLayer):
         self.recording = False
         self.open = 0
 
-    def declare(self, settings: Settings, groups: int, *more: str) -> None:
+    def declare(self, settings: StoreSettings, groups: int, *more: str) -> None:
         """Names the tensors that there may be."""
         kinds = ("coefficients", "loose", "scales") if settings.coefficients == "int8" else ("coefficients",)
         own = (*(f"{side}_{kind}_{index}" for index in range(groups) for kind in kinds for side in SIDES), *more)
@@ -112,7 +112,7 @@ class SubspaceStore(ShadowedLayer):
         """What reads the coefficients of a group of heads: of keys, and of values; as `Coefficients.decode`."""
 
     @abstractmethod
-    def bases_of(self, group: int, tiles: Span) -> list[torch.Tensor | None]:
+    def bases_of(self, group: int, tiles: SlotSpan) -> list[torch.Tensor | None]:
         """In which of several bases tiles are, of keys and of values; None where there is one."""
 
     @abstractmethod
@@ -185,7 +185,7 @@ class SubspaceStore(ShadowedLayer):
             if self.real is None:
                 self.real = torch.ones(rows, self.seen, 1, dtype=torch.bool, device=keys.device)
             new = torch.ones(rows, tokens, dtype=torch.bool, device=keys.device) if valid is None else valid
-            columns = Span((self.seen,) * rows, (self.seen + tokens,) * rows, keys.device)
+            columns = SlotSpan((self.seen,) * rows, (self.seen + tokens,) * rows, keys.device)
             self.real = columns.put(self.real[:, None], new[:, None, :, None])[:, 0]
         if arrival.numbers.longest:
             places = running.shared(("places", self.seen), lambda: _places(running, arrival))
@@ -197,7 +197,7 @@ class SubspaceStore(ShadowedLayer):
             self._store(query, keys, values, call, arrival, final)
         self.seen += tokens
 
-    def _note_places(self, numbers: Span, places: torch.Tensor | None) -> None:
+    def _note_places(self, numbers: SlotSpan, places: torch.Tensor | None) -> None:
         if self.places is None:
             most = max(numbers.starts)
             self.places = torch.arange(most, dtype=torch.int32, device=numbers.device)[:, None].repeat(len(numbers.starts), 1, 1)
@@ -215,20 +215,20 @@ class SubspaceStore(ShadowedLayer):
         self._store_sinks(keys, values, numbers)
         self._store_recent(keys, values, numbers)
 
-    def states(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span, wanted: Span) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, keys: torch.Tensor, values: torch.Tensor, numbers: SlotSpan, wanted: SlotSpan) -> tuple[torch.Tensor, torch.Tensor]:
         """Exact keys and values of tokens, which are new or among the recent ones; the keys before rotation if bases are for these."""
         keys, values = latest(self.recent_keys, keys, numbers, wanted), latest(self.recent_values, values, numbers, wanted)
         if self.geometry is None:
             return keys, values
         return self.geometry.unrotate(keys if keys.dtype == torch.float64 else keys.float(), self.places_of(wanted)), values
 
-    def places_of(self, wanted: Span) -> torch.Tensor:
+    def places_of(self, wanted: SlotSpan) -> torch.Tensor:
         """The model's positions of tokens, (batch or 1, longest)."""
         if self.places is not None:
             return wanted.take(self.places[:, None])[:, 0, :, 0]
         return wanted.index[:1] if wanted.same else wanted.index
 
-    def write(self, name: str, found: torch.Tensor, span: Span) -> None:
+    def write(self, name: str, found: torch.Tensor, span: SlotSpan) -> None:
         """Puts coefficients behind those of a group of heads.
 
         Args:
@@ -240,7 +240,7 @@ class SubspaceStore(ShadowedLayer):
             return
         loose_name, scales_name = name.format("loose"), name.format("scales")
         loose = self._loose_ring(getattr(self, loose_name), found, span)
-        tiles = Span.of([start // TILE for start in span.starts], [stop // TILE for stop in span.stops], found.device).evened()
+        tiles = SlotSpan.of([start // TILE for start in span.starts], [stop // TILE for stop in span.stops], found.device).evened()
         if tiles.longest:
             # What a row with fewer tiles gets besides will be overwritten, and only must be numbers.
             data, scale = quantize_tiles(latest(loose, found, span, tiles.times(TILE)))
@@ -248,14 +248,14 @@ class SubspaceStore(ShadowedLayer):
             setattr(self, scales_name, tiles.put(getattr(self, scales_name), scale[..., None]))
         setattr(self, loose_name, span.put_turning(loose, found))
 
-    def _loose_ring(self, held: torch.Tensor | None, found: torch.Tensor, span: Span) -> torch.Tensor:
+    def _loose_ring(self, held: torch.Tensor | None, found: torch.Tensor, span: SlotSpan) -> torch.Tensor:
         """Room for what is not yet a tile, also after as many have been taken back as may be."""
         slots = -(-(TILE + self.open) // TILE) * TILE
         if held is None:
             return found.new_zeros(*found.shape[:2], slots, found.shape[3])
         return held if held.shape[2] >= slots else resized(held, span.first, slots)
 
-    def all_pieces(self, held: Span) -> list[list[Piece]]:
+    def all_pieces(self, held: SlotSpan) -> list[list[CoefficientSpan]]:
         """The coefficients of each group of heads, as they are kept.
 
         Args:
@@ -263,14 +263,14 @@ class SubspaceStore(ShadowedLayer):
         """
         return [self._pieces(group, held) for group in range(len(self.grouping.heads))] if held.longest else [[]]
 
-    def _pieces(self, group: int, held: Span) -> list[Piece]:
+    def _pieces(self, group: int, held: SlotSpan) -> list[CoefficientSpan]:
         def own(kind: str) -> list[torch.Tensor]:
             return [getattr(self, f"{side}_{kind}_{group}") for side in SIDES]
 
-        def piece(places: Span, data: list[torch.Tensor], scales: list[Any]) -> Piece:
+        def piece(places: SlotSpan, data: list[torch.Tensor], scales: list[Any]) -> CoefficientSpan:
             keys, values = (Coefficients(*each) for each in zip(data, self.decoders(group), scales, strict=True))
-            tiles = Span(tuple(s // TILE for s in places.starts), tuple(-(-s // TILE) for s in places.stops), places.device)
-            return Piece(places, keys, values, *self.bases_of(group, tiles))
+            tiles = SlotSpan(tuple(s // TILE for s in places.starts), tuple(-(-s // TILE) for s in places.stops), places.device)
+            return CoefficientSpan(places, keys, values, *self.bases_of(group, tiles))
 
         if self.settings.coefficients != "int8":
             return [piece(held, [held.take(each) for each in own("coefficients")], [None, None])]
@@ -283,7 +283,7 @@ class SubspaceStore(ShadowedLayer):
             found.append(piece(held.loose, [held.loose.take_turning(each) for each in own("loose")], [None, None]))
         return found
 
-    def _store_sinks(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+    def _store_sinks(self, keys: torch.Tensor, values: torch.Tensor, numbers: SlotSpan) -> None:
         sinks = self.settings.sinks
         if min(numbers.starts) >= sinks:
             return
@@ -294,13 +294,13 @@ class SubspaceStore(ShadowedLayer):
             held = new.new_zeros(*new.shape[:2], sinks, new.shape[3]) if held is None else held
             setattr(self, name, torch.where(came, gathered(new, behind.clamp(0, new.shape[2] - 1)), held))
 
-    def _store_recent(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+    def _store_recent(self, keys: torch.Tensor, values: torch.Tensor, numbers: SlotSpan) -> None:
         if self.recent_keys is None or self.recent_values is None:
             return
         self.recent_keys = numbers.put_turning(self.recent_keys, keys)
         self.recent_values = numbers.put_turning(self.recent_values, values)
 
-    def _make_room(self, keys: torch.Tensor, values: torch.Tensor, numbers: Span) -> None:
+    def _make_room(self, keys: torch.Tensor, values: torch.Tensor, numbers: SlotSpan) -> None:
         """Sees to it that there are slots for all tokens that are to be exact."""
         # Whole tiles of those that may be taken back, so that not every token moves all.
         slots = self.slots(numbers.stops) + -(-self.open // TILE) * TILE

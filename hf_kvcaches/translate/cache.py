@@ -22,7 +22,7 @@ from hf_kvcaches.translate.arriving import ArrivingCodes
 from hf_kvcaches.translate.codes import Part, SemanticCodes
 from hf_kvcaches.translate.filling import Filling, on_device, place
 from hf_kvcaches.translate.maps import LayerDecoder
-from hf_kvcaches.translate.states import Tokens
+from hf_kvcaches.translate.states import PromptTokens
 from hf_kvcaches.translate.translator import CacheTranslator
 
 # What is made of a translator for a device, for all caches. Not in the translator, which is saved and copied.
@@ -131,7 +131,7 @@ class TranslatedCache(SourceCache):
             raise UnsupportedError("prefill: with decode_with, the pass that answers the prompt hands it over. Use generate.")
         if self.codes is None or self.seen:
             raise UnsupportedError("prefill: the cache has tokens already, or no codes. reset() it, or make one with codes.")
-        tokens = Tokens.of(input_ids, attention_mask)
+        tokens = PromptTokens.of(input_ids, attention_mask)
         try:
             self.filling = True
             with torch.no_grad():
@@ -164,7 +164,7 @@ class TranslatedCache(SourceCache):
     def take_prefill(self, call: PrefillCall) -> int:
         if self.codes is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return 0  # where codes are left out, `update` says so
-        tokens = Tokens.of(call.input_ids, call.attention_mask)
+        tokens = PromptTokens.of(call.input_ids, call.attention_mask)
         self._require_positions(tokens, call.position_ids)
         return self._take(tokens, call.most)
 
@@ -172,7 +172,7 @@ class TranslatedCache(SourceCache):
         # What came so far is of no use, and half a prompt must not be taken for one.
         self.reset()
 
-    def _require_positions(self, tokens: Tokens, position_ids: torch.Tensor | None) -> None:
+    def _require_positions(self, tokens: PromptTokens, position_ids: torch.Tensor | None) -> None:
         """Refuses a prompt whose tokens the model numbers otherwise than those that were coded."""
         slots = torch.arange(tokens.ids.shape[1], device=tokens.ids.device)
         given = slots if position_ids is None else position_ids.to(slots.device)
@@ -183,7 +183,7 @@ class TranslatedCache(SourceCache):
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does, here and with the tokens that follow."
             )
 
-    def _take(self, tokens: Tokens, most: int) -> int:
+    def _take(self, tokens: PromptTokens, most: int) -> int:
         """Fills the cache with a prompt as far as it was coded."""
         assert self.codes is not None
         assert self.translator is not None
@@ -200,7 +200,7 @@ class TranslatedCache(SourceCache):
             return 0
         self.identity_of_pass(tokens.ids.shape[1])
         self.translator.check_consumer(self.model, self.confirmed_identity())
-        filled = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
+        filled = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
         Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
         self._translated = sum(slots - pad for pad in places.padding)
         self._token_numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())

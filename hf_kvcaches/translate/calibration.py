@@ -28,7 +28,7 @@ from hf_kvcaches.translate.metric import QueryMoments, attention_metric, blend, 
 from hf_kvcaches.translate.moments import BlockMoments
 from hf_kvcaches.translate.routing import Route
 from hf_kvcaches.translate.solving import Solver
-from hf_kvcaches.translate.states import ReadingCache, State, Tokens, is_of_tokens_alone, read_states, require_plain_layers
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache, State, is_of_tokens_alone, read_states, require_plain_layers
 from hf_kvcaches.translate.translator import Method, Metric, TranslatorSettings
 
 _BITS = {"int4": 4, "int8": 8, "float16": 16, "float32": 32}
@@ -216,7 +216,7 @@ class Pair:
         found: list[dict[int, State]] = []
         for model, extra in ((self.producer, ()), (self.consumer, (lowest,))):
             states: dict[int, State] = {}
-            tokens = Tokens.of(ids).to(compat.input_device(model))
+            tokens = PromptTokens.of(ids).to(compat.input_device(model))
             asked = queries if model is self.consumer and extra else None
             read_states(model, tokens, states.__setitem__, hidden=(*hidden, *extra), queries=asked)
             found.append(states)
@@ -364,7 +364,7 @@ def add_gradients(model: PreTrainedModel, sums: Sums, ids: torch.Tensor, seed: i
     """
     cache = ReadingCache(model)
     cache.leaves = []
-    tokens = Tokens.of(ids).to(compat.input_device(model))
+    tokens = PromptTokens.of(ids).to(compat.input_device(model))
     sums.add_gradients(loss_gradients(model, tokens.ids, cache.leaves, cache, seed), tokens.positions)
 
 

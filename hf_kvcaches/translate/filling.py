@@ -15,11 +15,11 @@ from hf_kvcaches.core.layer_pass import StoppingPass
 from hf_kvcaches.core.partial import PassEnded, with_layers
 from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.core.quantize import Quantized
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, write_states
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild, write_states
 from hf_kvcaches.translate.codes import Part
 from hf_kvcaches.translate.head import CodesHead
 from hf_kvcaches.translate.maps import LayerDecoder
-from hf_kvcaches.translate.states import Tokens, feed_attention, with_told_attention
+from hf_kvcaches.translate.states import PromptTokens, feed_attention, with_told_attention
 
 if TYPE_CHECKING:
     from hf_kvcaches.translate.cache import TranslatedCache
@@ -41,7 +41,7 @@ class Places(NamedTuple):
     padding: tuple[int, ...]
 
 
-def place(head: CodesHead, tokens: Tokens) -> tuple[Places, int] | None:
+def place(head: CodesHead, tokens: PromptTokens) -> tuple[Places, int] | None:
     """Finds each row of a batch among those that were coded, and how many slots can be filled; None where a row is not among them."""
     padding = (~tokens.real).sum(-1).tolist()
     found: list[tuple[int, int]] = []
@@ -70,7 +70,7 @@ class Filling:
         tokens: The prompts' tokens that are to be in the cache.
     """
 
-    def __init__(self, cache: TranslatedCache, tokens: Tokens, places: Places) -> None:
+    def __init__(self, cache: TranslatedCache, tokens: PromptTokens, places: Places) -> None:
         assert cache.translator is not None
         self.cache, self.tokens, self.places = cache, tokens, places
         self.model, self.translator = cache.model, cache.translator
@@ -119,7 +119,7 @@ class Filling:
         layer = self.cache.layers[0]
 
         distinct, self.rows = self._wanted(self.tokens.ids).unique(return_inverse=True)
-        self.side = self._run_lowest(Tokens.alone(distinct))[0]
+        self.side = self._run_lowest(PromptTokens.alone(distinct))[0]
         keys, values = (part[0, :, : len(distinct)].clone() for part in (layer.key_buffer, layer.value_buffer))
         batch = len(self.tokens.ids)
         self._open(layer, self.decoder[0], *(part.expand(batch, -1, -1, -1) for part in (keys, values)))
@@ -131,7 +131,7 @@ class Filling:
         write_states(keys, values, self.rows.to(keys.device), layer.key_buffer, layer.value_buffer, self._spans(), **turning)
         self._copy_rows(layer)
 
-    def _run_lowest(self, tokens: Tokens) -> torch.Tensor:
+    def _run_lowest(self, tokens: PromptTokens) -> torch.Tensor:
         """Runs the layers that the consumer has for itself, up to the next one's keys and values; what its attention is given."""
         lowest = self.translator.settings.recompute_layers
 
@@ -176,9 +176,9 @@ class Filling:
             )
         self._copy_rows(layer)
 
-    def _spans(self) -> list[Span]:
+    def _spans(self) -> list[RowSpan]:
         """Where the wanted tokens go."""
-        return [Span(row, self.places.padding[row], self.tokens.ids.shape[1] - self.places.padding[row]) for row in self.places.rows]
+        return [RowSpan(row, self.places.padding[row], self.tokens.ids.shape[1] - self.places.padding[row]) for row in self.places.rows]
 
     def _copy_rows(self, layer: Any) -> None:
         """Gives a layer the rows that are the same as others."""

@@ -21,7 +21,7 @@ _KEYS, _VALUES, _PAIR, _HIDDEN, _ALL = "k", "v", "kv", "h", "all"
 
 
 @dataclass(frozen=True, eq=False)
-class Encoder:
+class PartEncoder:
     """The producer's side of one part of the codes.
 
     Args:
@@ -107,7 +107,7 @@ class LayerDecoder:
         return out
 
 
-def to_tensors(encoders: Sequence[Encoder], decoders: Sequence[LayerDecoder]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def to_tensors(encoders: Sequence[PartEncoder], decoders: Sequence[LayerDecoder]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Maps as tensors by name, and the rest as JSON values."""
     tensors: dict[str, torch.Tensor] = {}
     for number, encoder in enumerate(encoders):
@@ -130,14 +130,14 @@ class Maps:
         encoders: In the order in which their parts are sent.
     """
 
-    def __init__(self, encoders: Sequence[Encoder], decoders: Sequence[LayerDecoder]) -> None:
+    def __init__(self, encoders: Sequence[PartEncoder], decoders: Sequence[LayerDecoder]) -> None:
         self.encoders, self.decoders = tuple(encoders), tuple(decoders)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], rest: Mapping[str, Any]) -> Self:
         """The inverse of `to_tensors`."""
         encoders = [
-            Encoder(part, kind, tuple(layers), {name: tensors[f"encoders.{number}.{name}"] for name in names})
+            PartEncoder(part, kind, tuple(layers), {name: tensors[f"encoders.{number}.{name}"] for name in names})
             for number, (part, kind, layers, names) in enumerate(rest["encoders"])
         ]
         decoders = []

@@ -21,12 +21,12 @@ from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.aligners import MLPAligner, fit_ridge, train_aligner
 from hf_kvcaches.translate.calibration import Clock, Pair, Wanted
 from hf_kvcaches.translate.codes import Part, pack
-from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
+from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.moments import BlockMoments
 from hf_kvcaches.translate.reuse import reduced_rank
 from hf_kvcaches.translate.routing import Route, select
 from hf_kvcaches.translate.solving import Solver, part_name
-from hf_kvcaches.translate.states import ReadingCache, Tokens, state_of_input
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache, state_of_input
 
 # Of a text kept apart, so much is asked for behind the rest: a quarter, and no more than so many tokens.
 _ASKED = 32
@@ -90,7 +90,7 @@ class Trial:
         for decoder in maps.decoders:
             given = decoder.apply(self.known, codes.get(decoder.part))
             if decoder.kind == "patch":
-                state = state_of_input(self.pair.consumer, decoder.layer, given, Tokens.of(self.begun).to(given.device))
+                state = state_of_input(self.pair.consumer, decoder.layer, given, PromptTokens.of(self.begun).to(given.device))
                 found[decoder.layer] = state.keys, state.values
             else:
                 width = self.consumer[decoder.layer].keys.shape[1]
@@ -169,7 +169,7 @@ def _named(layers: Any, sent: Sequence[int]) -> list[int]:
     return sorted(set(layers))
 
 
-def _with(maps: Maps, made: Mapping[int, tuple[Encoder | None, LayerDecoder]], layers: Sequence[int]) -> Maps:
+def _with(maps: Maps, made: Mapping[int, tuple[PartEncoder | None, LayerDecoder]], layers: Sequence[int]) -> Maps:
     """Maps in which some layers are patched."""
     own = {part_name(layer): made[layer][0] for layer in layers}
     encoders = [own.get(encoder.part) or encoder for encoder in maps.encoders]
@@ -178,7 +178,7 @@ def _with(maps: Maps, made: Mapping[int, tuple[Encoder | None, LayerDecoder]], l
 
 def _fit_patches(
     pair: Pair, solver: Solver, layers: Sequence[int], wanted: Wanted, kept: Sequence[torch.Tensor], progress: bool
-) -> dict[int, tuple[Encoder | None, LayerDecoder]]:
+) -> dict[int, tuple[PartEncoder | None, LayerDecoder]]:
     """Maps of the patched layers, from one more pass over the texts."""
     moments: dict[int, BlockMoments] = {}
     rows: dict[int, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {layer: [] for layer in layers}
@@ -206,7 +206,7 @@ def _fit_patches(
 
 def _fit_patch(
     layer: int, moments: BlockMoments, solver: Solver, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-) -> tuple[Encoder | None, LayerDecoder]:
+) -> tuple[PartEncoder | None, LayerDecoder]:
     # What errors of the input cost: those of the keys and values that follow from it.
     mean = moments.of("one", "consumer")
     spread, with_pair = (moments.of("consumer", name) - mean.T @ moments.of("one", name) for name in ("consumer", "pair"))
@@ -218,7 +218,7 @@ def _fit_patch(
     fit = reduced_rank(moments, metric, ridge, ("one",) if wanted.method == "paper" else ("one", "side"))
     # As many codes as the layer has without a patch; where nothing is sent, none.
     rank = min(solver.ranks.get(layer, 0), fit.encode.shape[1])
-    encoder = Encoder(part_name(layer), "patch", (layer,), {"h": fit.encoder(rank)}) if rank else None
+    encoder = PartEncoder(part_name(layer), "patch", (layer,), {"h": fit.encoder(rank)}) if rank else None
     part, weights = part_name(layer) if rank else None, fit.decoder(rank)
     if wanted.aligner == "ridge":
         return encoder, LayerDecoder(layer, part, "patch", weights)
@@ -226,7 +226,11 @@ def _fit_patch(
 
 
 def _trained(
-    layer: int, encoder: Encoder | None, weights: Decoder, wanted: Wanted, rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    layer: int,
+    encoder: PartEncoder | None,
+    weights: Decoder,
+    wanted: Wanted,
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> MLPAligner:
     """An aligner that starts from the linear map."""
     batches = []

@@ -9,7 +9,7 @@ import torch
 from hf_kvcaches.core.allocation import allocate
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate.maps import Encoder, LayerDecoder, Maps
+from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.reuse import ReducedRank, joint_svd, reduced_rank
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Solver:
         encoders, decoders = [], []
         for layer, fit in fits.items():
             rank = self.ranks[layer]
-            encoders.append(Encoder(part_name(layer), "reuse", (layer,), {"kv": fit.encoder(rank)}))
+            encoders.append(PartEncoder(part_name(layer), "reuse", (layer,), {"kv": fit.encoder(rank)}))
             decoders.append(LayerDecoder(layer, part_name(layer), "reuse", fit.decoder(rank)))
         return Maps(encoders, decoders)
 
@@ -78,7 +78,7 @@ class Solver:
         rank = self.wanted.directions(len(spread))
         part = "all" if rank else None
         decoders = [LayerDecoder(layer, part, "cross_layer", fit.decoder(rank, own)) for layer, own in places.items()]
-        return Maps([Encoder("all", "cross_layer", sent, {"all": fit.encoder(rank)})] if rank else (), decoders)
+        return Maps([PartEncoder("all", "cross_layer", sent, {"all": fit.encoder(rank)})] if rank else (), decoders)
 
     def _paper(self) -> Maps:
         encoders, decoders = [], []
@@ -97,7 +97,7 @@ class Solver:
             moments = self.sums.moments[layer]
             ridge = self.wanted.ridge_for(moments)
             keys, values = (joint_svd(moments, own, rank, ridge, heads) for own, rank in zip(columns, ranks, strict=True))
-            encoders.append(Encoder(part_name(layer), "reuse", (layer,), {"k": keys.encode, "v": values.encode}))
+            encoders.append(PartEncoder(part_name(layer), "reuse", (layer,), {"k": keys.encode, "v": values.encode}))
             weights = Decoder(codes=torch.block_diag(keys.decode, values.decode))
             decoders.append(LayerDecoder(layer, part_name(layer), "reuse", weights))
             self.ranks[layer] = sum(ranks)

@@ -45,7 +45,7 @@ class State(NamedTuple):
         return torch.cat([self.keys, self.values], dim=1)
 
 
-class Tokens(NamedTuple):
+class PromptTokens(NamedTuple):
     """Prompts, as a model is fed with them.
 
     Args:
@@ -61,7 +61,7 @@ class Tokens(NamedTuple):
     positions: torch.Tensor
 
     @classmethod
-    def of(cls, input_ids: Any, attention_mask: Any = None) -> Tokens:
+    def of(cls, input_ids: Any, attention_mask: Any = None) -> PromptTokens:
         """Checked: padding may stand on the left alone.
 
         Args:
@@ -86,7 +86,7 @@ class Tokens(NamedTuple):
         return cls(ids.long(), real.long(), real, (real.cumsum(-1) - 1).clamp_min(0))
 
     @classmethod
-    def alone(cls, ids: torch.Tensor) -> Tokens:
+    def alone(cls, ids: torch.Tensor) -> PromptTokens:
         """Tokens of which none is to know of another, each at position 0: there keys don't turn, so nothing is rounded.
 
         Args:
@@ -95,10 +95,10 @@ class Tokens(NamedTuple):
         batch = ids[None]
         return cls(batch, None, torch.ones_like(batch, dtype=torch.bool), torch.zeros_like(batch))
 
-    def to(self, device: torch.device) -> Tokens:
+    def to(self, device: torch.device) -> PromptTokens:
         """On another device."""
         ids, mask, real, positions = self
-        return Tokens(ids.to(device), None if mask is None else mask.to(device), real.to(device), positions.to(device))
+        return PromptTokens(ids.to(device), None if mask is None else mask.to(device), real.to(device), positions.to(device))
 
     def rows(self) -> list[torch.Tensor]:
         """The real ids of each row, on the CPU."""
@@ -189,7 +189,7 @@ class _QueryView(LayerView):
 @torch.no_grad()
 def read_states(
     model: PreTrainedModel,
-    tokens: Tokens,
+    tokens: PromptTokens,
     on_state: Callable[[int, State], None],
     *,
     hidden: Sequence[int] = (),
@@ -226,7 +226,7 @@ def is_of_tokens_alone(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     """
     found: list[State] = []
     distinct, rows = ids.unique(return_inverse=True)
-    for tokens in (Tokens.of(ids), Tokens.alone(distinct)):
+    for tokens in (PromptTokens.of(ids), PromptTokens.alone(distinct)):
         read_states(model, tokens, lambda index, state: found.append(state), hidden=(0,), upto=0)
     for whole, alone in zip(found[0][:3], found[1][:3], strict=True):
         assert isinstance(whole, torch.Tensor)
@@ -237,12 +237,12 @@ def is_of_tokens_alone(model: PreTrainedModel, ids: torch.Tensor) -> bool:
     return True
 
 
-def run_base(model: PreTrainedModel, cache: KVCache, tokens: Tokens) -> None:
+def run_base(model: PreTrainedModel, cache: KVCache, tokens: PromptTokens) -> None:
     """A pass without the model's head."""
     run_span(model, cache, tokens.ids, tokens.positions, tokens.mask)
 
 
-def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: Tokens) -> State:
+def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: PromptTokens) -> State:
     """A layer's state of the real tokens. Keys lose their rotation; learned positions stay in them.
 
     Args:
@@ -254,7 +254,7 @@ def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.T
     return State(flat_keys, flat_values, None, keys.shape[1])
 
 
-def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: Tokens, cache: Cache) -> None:
+def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: PromptTokens, cache: Cache) -> None:
     """Gives a layer's attention another input than the model's own, up to its keys and values.
 
     Args:
@@ -280,7 +280,7 @@ def with_told_attention(layer: nn.Module, on_call: Callable[..., Any]) -> nn.Mod
 
 
 @torch.no_grad()
-def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: Tokens) -> State:
+def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: PromptTokens) -> State:
     """The keys and values that a layer makes of an input.
 
     Args:

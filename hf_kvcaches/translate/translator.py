@@ -25,7 +25,7 @@ from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
 from hf_kvcaches.translate.head import CodesHead, PartHead, Row, check_dtype
 from hf_kvcaches.translate.maps import Maps, to_tensors
 from hf_kvcaches.translate.routing import Route
-from hf_kvcaches.translate.states import State, Tokens, read_states
+from hf_kvcaches.translate.states import PromptTokens, State, read_states
 
 Method = Literal["joint", "cross_layer", "paper"]
 Metric = Literal["loss", "attention", "plain"]
@@ -309,7 +309,7 @@ class _Encoding:
     def __init__(self, translator: CacheTranslator, producer: Any, input_ids: Any, attention_mask: Any) -> None:
         self.translator, self.model = translator, translator.check_producer(producer)
         try:
-            tokens = Tokens.of(input_ids, attention_mask)
+            tokens = PromptTokens.of(input_ids, attention_mask)
         except KVCacheError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
@@ -320,7 +320,7 @@ class _Encoding:
             raise ConfigError.of(
                 "input_ids", "at least two tokens a row", tuple(tokens.ids.shape), "The consumer runs the last one itself."
             )
-        self.tokens = Tokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]).to(compat.input_device(self.model))
+        self.tokens = PromptTokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]).to(compat.input_device(self.model))
         own = translator.settings
         self.head = CodesHead(
             translator=translator.digest,

@@ -50,7 +50,7 @@ _SURE = 3
 _PAIRS = 2500
 
 
-class Span(NamedTuple):
+class ChangedSpan(NamedTuple):
     """One place where two texts differ: the words on either side."""
 
     before: tuple[str, ...]
@@ -61,7 +61,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Changes:
+class TextChanges:
     """What differs between two texts.
 
     Args:
@@ -70,7 +70,7 @@ class Changes:
         content: The words in them that carry content, of both sides.
     """
 
-    spans: tuple[Span, ...] = ()
+    spans: tuple[ChangedSpan, ...] = ()
     risks: tuple[tuple[Risk, str], ...] = ()
     content: tuple[str, ...] = ()
 
@@ -151,7 +151,7 @@ class WarmStartGate(Artifact):
         similarity: float | None = None,
         lengths: tuple[int, int] | None = None,
         reusable: float | None = None,
-        changes: Changes | None = None,
+        changes: TextChanges | None = None,
     ) -> Verdict:
         """The verdict of the first check that refuses, cheap ones first.
 
@@ -181,7 +181,7 @@ class WarmStartGate(Artifact):
         return Verdict(True, "", "Nothing speaks against it.")
 
 
-def changes(source: str, target: str, *, stop: bool = False) -> Changes:
+def changes(source: str, target: str, *, stop: bool = False) -> TextChanges:
     """What differs between two texts, word by word.
 
     Args:
@@ -189,26 +189,26 @@ def changes(source: str, target: str, *, stop: bool = False) -> Changes:
             where the question is.
     """
     if source == target:
-        return Changes()
+        return TextChanges()
     risks: dict[Risk, str] = {}
     middle = _middle(source, target)
     for risk, before, after in _listed(source, target, middle):
         if before != after:
             risks.setdefault(risk, _first_difference(before, after))
             if stop:
-                return Changes((), tuple(risks.items()))
+                return TextChanges((), tuple(risks.items()))
     spans = []
     content: list[str] = []
     gaps = _gaps(source, target, middle)
     for a, b in (place for gap in (reversed(gaps) if stop else gaps) for place in _refined(*gap)):
-        span = Span(tuple(m.group() for m in a), tuple(m.group() for m in b))
+        span = ChangedSpan(tuple(m.group() for m in a), tuple(m.group() for m in b))
         spans.append(span)
         for risk in _risks(span, a, b):
             risks.setdefault(risk, str(span))
             if stop:
-                return Changes(tuple(spans), tuple(risks.items()), tuple(content))
+                return TextChanges(tuple(spans), tuple(risks.items()), tuple(content))
         content += content_words(span.before) + content_words(span.after)
-    return Changes(tuple(spans), tuple(risks.items()), tuple(content))
+    return TextChanges(tuple(spans), tuple(risks.items()), tuple(content))
 
 
 def content_words(words: Iterable[str]) -> list[str]:
@@ -324,7 +324,7 @@ def _starts_sentence(match: re.Match[str]) -> bool:
     return at == 0 or text[at - 1] in ".!?:\n\r\u2026\u3002"
 
 
-def _risks(span: Span, a: Words, b: Words) -> Iterator[Risk]:
+def _risks(span: ChangedSpan, a: Words, b: Words) -> Iterator[Risk]:
     """The kinds of risk in one place."""
     before, after = ({word.lower().replace("\u2019", "'") for word in side} for side in span)
     for word in before | after:

@@ -25,7 +25,7 @@ from hf_kvcaches import (
     TranslatedCache,
     WarmStartLibrary,
 )
-from hf_kvcaches.core.checksum import Sketch
+from hf_kvcaches.core.checksum import TensorSketch
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch
 from hf_kvcaches.warmstart.adapters import Adapters
@@ -181,12 +181,12 @@ def test_broken_sketches_are_an_artifact_error(value: object) -> None:
 def test_sketches_tell_casts_from_other_tensors(shape: tuple[int, ...], size: float) -> None:
     torch.manual_seed(0)
     value = torch.randn(shape) * size
-    sketches = [Sketch.of(value.to(dtype), "it") for dtype in TYPES]
+    sketches = [TensorSketch.of(value.to(dtype), "it") for dtype in TYPES]
     for sketch in sketches:
         assert [sketch.is_cast_of(other) for other in sketches] == [other is not sketch for other in sketches]
     if value.numel() > 1:
         for dtype in (torch.bfloat16, torch.float16):
-            assert not Sketch.of((value * 1.01).to(dtype), "it").is_cast_of(sketches[0])
+            assert not TensorSketch.of((value * 1.01).to(dtype), "it").is_cast_of(sketches[0])
 
 
 # Artifacts in use

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.kernels.coefficients import TILE, Coefficients, Rotation
+from hf_kvcaches.kernels.coefficients import TILE, Coefficients, KeyRotation
 from tests.kernels.cases import NAN, Draws
 
 TOLERANCE = {torch.float32: 3e-5, torch.float64: 1e-6, torch.bfloat16: 4e-2, torch.float16: 6e-3}
@@ -87,7 +87,7 @@ class Case(Draws):
         if turn:
             pairs = max(1, (self.dim - rest) // 2)
             frequencies = 1e4 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
-            rotation = Rotation(frequencies, turn, attention_scaling=1.3)  # type: ignore[arg-type]
+            rotation = KeyRotation(frequencies, turn, attention_scaling=1.3)  # type: ignore[arg-type]
             if where == "start":
                 rotation = rotation._replace(start=123)
             elif where == "padded":

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels import coefficients_triton
-from hf_kvcaches.kernels.coefficients import Coefficients, Options, Rotation, coefficient_attention
+from hf_kvcaches.kernels.coefficients import CoefficientOptions, Coefficients, KeyRotation, coefficient_attention
 from tests.kernels.cases import NAN
 from tests.kernels.coefficients_cases import Case, assert_same
 from tests.kernels.triton_process import moved
@@ -48,7 +48,9 @@ OPTIONS = {
 
 def attend(case: Case, options: dict[str, Any], **tuning: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The launcher itself, which takes the number of splits and the size of a block as well."""
-    output, lse = coefficients_triton.attend(*moved((case.query, case.keys, case.values)), 0.3, moved(Options(**options)), **tuning)
+    output, lse = coefficients_triton.attend(
+        *moved((case.query, case.keys, case.values)), 0.3, moved(CoefficientOptions(**options)), **tuning
+    )
     return output.cpu(), lse.cpu()
 
 
@@ -142,7 +144,7 @@ def test_angles_at_a_million_are_as_exact_as_at_zero(where: str) -> None:
     case.query, case.keys = decode.view(1, 16, 1, 32), Coefficients(torch.ones(1, 16, tokens, 1), decode)
     case.values = Coefficients(eye.expand(1, 16, tokens, tokens).contiguous(), eye.expand(16, tokens, tokens).contiguous())
     positions = torch.arange(first, first + tokens)
-    rotation = Rotation(frequencies, start=first) if where == "start" else Rotation(frequencies, positions=positions.unsqueeze(0))
+    rotation = KeyRotation(frequencies, start=first) if where == "start" else KeyRotation(frequencies, positions=positions.unsqueeze(0))
     output, lse = attend(case, {"rotation": rotation}, splits=2)
     scores = output[0, 0].double().log() + lse[0].unsqueeze(1)
     assert (scores - 0.3 * (positions.double() * frequencies.unsqueeze(1)).cos()).abs().max() < 1e-5

@@ -8,7 +8,7 @@ import torch
 
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild
 from tests.kernels.cases import NAN, Draws
 
 PLACES = ["one", "rows", "cut"]
@@ -82,15 +82,15 @@ class Case(Draws):
         if views:
             self.outs = [torch.cat([out, out], 3)[..., out.shape[3] :].transpose(1, 2) for out in self.outs]
 
-    def placed(self, places: str, tokens: int) -> tuple[list[Span], int, int]:
+    def placed(self, places: str, tokens: int) -> tuple[list[RowSpan], int, int]:
         """Spans, rows and slots."""
         first = int(torch.randint(0, 5, (), generator=self.generator))
         some = tokens // 3
         if places == "one":
-            return [Span(0, first, tokens)], 1, tokens + 5
+            return [RowSpan(0, first, tokens)], 1, tokens + 5
         if places == "rows":
-            return [Span(2, first, some), Span(1, 0, 0), Span(0, 1, tokens - some)], 3, tokens + 5
-        return [Span(1, first + tokens - some, some), Span(0, 3, 0), Span(1, first, tokens - some)], 2, tokens + 5
+            return [RowSpan(2, first, some), RowSpan(1, 0, 0), RowSpan(0, 1, tokens - some)], 3, tokens + 5
+        return [RowSpan(1, first + tokens - some, some), RowSpan(0, 3, 0), RowSpan(1, first, tokens - some)], 2, tokens + 5
 
     def within_larger_ones(self) -> None:
         """Puts the same numbers into parts of larger tensors of large ones."""
@@ -149,5 +149,5 @@ def largest_of_float16(device: str, backend: Any) -> list[list[float]]:
     decoder = Decoder(side=weights, bias=torch.tensor([0, 0, 0, float("inf"), 0, 0], device=device))
     outs = [torch.zeros(1, 1, 1, 3, dtype=torch.float16, device=device) for _ in "kv"]
     tables = {"cos": torch.ones(1, 1, device=device), "sin": torch.zeros(1, 1, device=device)}
-    rebuild(torch.ones(1, 1, device=device), None, decoder, *outs, [Span(0, 0, 1)], **tables, backend=backend)
+    rebuild(torch.ones(1, 1, device=device), None, decoder, *outs, [RowSpan(0, 0, 1)], **tables, backend=backend)
     return [out.flatten().tolist() for out in outs]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels import rebuild_triton
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild
 from tests.kernels.rebuild_cases import PLACES, Case, assert_written, largest_of_float16
 from tests.kernels.triton_process import DEVICE, moved
 
@@ -95,7 +95,7 @@ def test_numbers_beyond_float16_become_its_largest() -> None:
 
 def test_layers_of_a_prompt_share_where_their_tokens_go() -> None:
     rebuild_triton._slots_of.cache_clear()
-    spans, ones = [Span(0, 0, 2)], torch.ones(2, 1, device=DEVICE)
+    spans, ones = [RowSpan(0, 0, 2)], torch.ones(2, 1, device=DEVICE)
     for _ in range(3):
         outs = [torch.zeros(1, 1, 2, 1, device=DEVICE) for _ in "kv"]
         rebuild(None, Codes(ones), Decoder(codes=torch.ones(1, 2, device=DEVICE)), *outs, spans, backend="triton")

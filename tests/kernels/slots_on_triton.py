@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels import slots_triton
-from hf_kvcaches.kernels.slots import Options, paged_attention, slot_attention, write_pages, write_slots
+from hf_kvcaches.kernels.slots import SlotOptions, paged_attention, slot_attention, write_pages, write_slots
 from tests.kernels.cases import NAN
 from tests.kernels.slots_cases import Case, assert_same, write_arguments
 from tests.kernels.triton_process import moved
@@ -43,7 +43,7 @@ FEW = settings(max_examples=10, deadline=None, derandomize=True)
 
 def attend(query, keys, values, tables, slots, options, **tuning):
     """The launcher itself, which takes the number of splits and the size of a block as well."""
-    got = slots_triton.attend(*moved((query, keys, values, tables)), slots, 0.3, moved(Options(**options)), **tuning)
+    got = slots_triton.attend(*moved((query, keys, values, tables)), slots, 0.3, moved(SlotOptions(**options)), **tuning)
     return tuple(None if part is None else part.cpu() for part in got)
 
 

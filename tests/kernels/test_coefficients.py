@@ -15,7 +15,7 @@ from hf_kvcaches.kernels import coefficients_reference as reference
 from hf_kvcaches.kernels.coefficients import (
     TILE,
     Coefficients,
-    Rotation,
+    KeyRotation,
     coefficient_attention,
     exact_attention,
     merge_attention,
@@ -147,7 +147,9 @@ def test_angles_at_a_million_are_as_exact_as_at_zero(theta: float, where: str) -
     query = keys.decode.view(1, 64, 1, dim).clone()
     values = Coefficients(torch.eye(150).expand(1, 64, 150, 150).contiguous(), torch.eye(150).expand(64, 150, 150).contiguous())
     positions = torch.arange(first, first + 150)
-    rotation = Rotation(frequencies, start=first) if where == "start" else Rotation(frequencies, positions=positions.flip(0).unsqueeze(0))
+    rotation = (
+        KeyRotation(frequencies, start=first) if where == "start" else KeyRotation(frequencies, positions=positions.flip(0).unsqueeze(0))
+    )
     output, lse = coefficient_attention(query, keys, values, 1.0, rotation=rotation)
     scores = output[0, 0].double().log() + lse[0].unsqueeze(1)
     expected = (positions.double() * frequencies.unsqueeze(1)).cos()
@@ -340,7 +342,7 @@ def test_gradients_are_those_of_the_formula(where: str, bases: int) -> None:
 
 def test_tables_made_in_inference_mode_serve_training_later() -> None:
     case = Case(dim=20, tokens=20, poison=0.0)
-    rotation = Rotation(torch.tensor([0.77, 0.077, 0.0077], dtype=torch.float64), start=5)
+    rotation = KeyRotation(torch.tensor([0.77, 0.077, 0.0077], dtype=torch.float64), start=5)
     with torch.inference_mode():
         coefficient_attention(case.query, case.keys, case.values, 0.3, rotation=rotation)
     case.query.requires_grad_()
@@ -365,10 +367,10 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("value_basis_of", {"value_basis_of": torch.zeros(2, 2, 3, dtype=torch.int16)}),
     ("valid", {"valid": torch.ones(2, 2, 36, dtype=torch.bool)}),
     ("valid", {"valid": torch.ones(2, 2, 37)}),
-    ("rotation.inv_freq", {"rotation": Rotation(torch.ones(4))}),
-    ("rotation.inv_freq", {"rotation": Rotation(torch.ones(5, dtype=torch.float64))}),
-    ("rotation.layout", {"rotation": Rotation(torch.ones(4).double(), "whole")}),  # type: ignore[arg-type]
-    ("rotation.positions", {"rotation": Rotation(torch.ones(4).double(), positions=torch.zeros(2, 36, dtype=torch.int64))}),
+    ("rotation.inv_freq", {"rotation": KeyRotation(torch.ones(4))}),
+    ("rotation.inv_freq", {"rotation": KeyRotation(torch.ones(5, dtype=torch.float64))}),
+    ("rotation.layout", {"rotation": KeyRotation(torch.ones(4).double(), "whole")}),  # type: ignore[arg-type]
+    ("rotation.positions", {"rotation": KeyRotation(torch.ones(4).double(), positions=torch.zeros(2, 36, dtype=torch.int64))}),
     ("backend", {"backend": "cuda"}),
 ]
 

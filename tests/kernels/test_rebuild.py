@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import rebuild as kernels
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, Span, rebuild, write_states
+from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild, write_states
 from tests.kernels.rebuild_cases import PLACES, Case, assert_written, largest_of_float16
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -109,7 +109,7 @@ def test_half_precision_is_rounded_once() -> None:
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     decoder = Decoder(torch.full((1, 2), 2**-8, dtype=torch.bfloat16), torch.full((1, 2), 2**-8, dtype=torch.bfloat16), one[0].expand(2))
     outs = [torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16) for _ in "kv"]
-    rebuild(one, Codes(one), decoder, *outs, [Span(0, 0, 1)])
+    rebuild(one, Codes(one), decoder, *outs, [RowSpan(0, 0, 1)])
     assert [out.item() for out in outs] == [1 + 2**-7] * 2
 
 
@@ -180,15 +180,15 @@ def tables(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
         ({"value_out": torch.zeros(3, 2, 8, 10).mT}, "value_out"),
         ({"value_out": torch.zeros(3, 2, 10, 7)}, "decoder.side"),
         ({"value_out": torch.zeros(3, 2, 10, 8, device="meta")}, "value_out"),
-        ({"spans": [Span(0, 0, 4)]}, "side"),
-        ({"spans": [Span(3, 0, 5)]}, "spans"),
-        ({"spans": [Span(-1, 0, 5)]}, "spans"),
-        ({"spans": [Span(0, 6, 5)]}, "spans"),
-        ({"spans": [Span(0, -1, 5)]}, "spans"),
-        ({"spans": [Span(0, 3, -1), Span(1, 0, 6)]}, "spans"),
-        ({"spans": [Span(0, 0, 3), Span(1, 0, 1), Span(0, 2, 1)]}, "spans"),
+        ({"spans": [RowSpan(0, 0, 4)]}, "side"),
+        ({"spans": [RowSpan(3, 0, 5)]}, "spans"),
+        ({"spans": [RowSpan(-1, 0, 5)]}, "spans"),
+        ({"spans": [RowSpan(0, 6, 5)]}, "spans"),
+        ({"spans": [RowSpan(0, -1, 5)]}, "spans"),
+        ({"spans": [RowSpan(0, 3, -1), RowSpan(1, 0, 6)]}, "spans"),
+        ({"spans": [RowSpan(0, 0, 3), RowSpan(1, 0, 1), RowSpan(0, 2, 1)]}, "spans"),
         ({"spans": [(0, 0, 5)]}, "spans"),
-        ({"spans": [Span(0, 0, 5.0)]}, "spans"),
+        ({"spans": [RowSpan(0, 0, 5.0)]}, "spans"),
         ({"rows": torch.zeros(4, dtype=torch.int64)}, "rows"),
         ({"rows": torch.zeros(5)}, "rows"),
         ({"rows": torch.full((5,), 5)}, "rows"),

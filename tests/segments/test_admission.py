@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_suffix
-from hf_kvcaches.segments.admission import SHINGLE, SURROUNDINGS, Mode, Part, Plan, plan_row, settle, similarity
+from hf_kvcaches.segments.admission import SHINGLE, SURROUNDINGS, Mode, Plan, PlannedSpan, plan_row, settle, similarity
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.records import Chain
@@ -37,7 +37,7 @@ def join(*parts: Ids) -> Ids:
     return np.concatenate(parts)
 
 
-def elsewhere(policy: SegmentPolicy, mode: Mode, before: Ids = HERE, stood: Ids = THERE) -> Part:
+def elsewhere(policy: SegmentPolicy, mode: Mode, before: Ids = HERE, stood: Ids = THERE) -> PlannedSpan:
     """The last part of a prompt that ends in a text that stood behind another one."""
     return plan(join(before, TEXT), stored_behind(stood), policy, mode).parts[-1]
 

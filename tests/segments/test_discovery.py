@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.segments.discovery import Discovery, Span
+from hf_kvcaches.segments.discovery import Discovery, TextSpan
 from tests import testbed
 from tests.costs import seconds
 
@@ -92,7 +92,7 @@ def texts_of(discovery: Discovery, text: str, tokenizer: Any = None) -> list[tup
     return [(span.kind, "".join(pieces[span.start : span.stop])) for span in discovery.spans(ids)]
 
 
-def assert_partition(spans: list[Span], length: int) -> None:
+def assert_partition(spans: list[TextSpan], length: int) -> None:
     assert [span.start for span in spans] == [0, *(span.stop for span in spans)][: len(spans)]
     assert (spans[-1].stop if spans else 0) == length
     assert all(span.start < span.stop for span in spans)
@@ -191,11 +191,11 @@ def discovery_of(shortest: int, longest: int) -> Discovery:
 def test_a_block_is_cut_in_the_same_way_wherever_it_stands(chosen: list[str], longest: int) -> None:
     discovery = discovery_of(16, longest)
     row: list[int] = []
-    alone: list[Span] = []
+    alone: list[TextSpan] = []
     for text in chosen:
         ids = encoded(text)
         if text in LONG:
-            alone += [Span(span.start + len(row), span.stop + len(row), span.kind) for span in discovery.spans(ids)]
+            alone += [TextSpan(span.start + len(row), span.stop + len(row), span.kind) for span in discovery.spans(ids)]
         row += ids
     spans = discovery.spans(row)
     assert_partition(spans, len(row))
@@ -331,11 +331,11 @@ def test_separators_stay_with_what_follows_them_and_nothing_is_put_together_acro
 def test_without_a_tokenizer_there_are_windows_and_given_spans() -> None:
     spans = Discovery(longest=100, shortest=10).spans(list(range(350)), [(120, 125), (125, 340)])
     assert spans == [
-        Span(0, 100, "window"),
-        Span(100, 120, "window"),
-        Span(120, 125, "given"),
-        Span(125, 340, "given"),
-        Span(340, 350, "paragraph"),
+        TextSpan(0, 100, "window"),
+        TextSpan(100, 120, "window"),
+        TextSpan(120, 125, "given"),
+        TextSpan(125, 340, "given"),
+        TextSpan(340, 350, "paragraph"),
     ]
 
 

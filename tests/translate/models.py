@@ -11,7 +11,7 @@ from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qw
 
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import Part, pack
-from hf_kvcaches.translate.states import State, Tokens, read_states, require_plain_layers, state_of
+from hf_kvcaches.translate.states import PromptTokens, State, read_states, require_plain_layers, state_of
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
 
@@ -164,7 +164,7 @@ def fitted(producer: Any, consumer: Any, texts: list[list[int]] | None = None, *
 def rebuilt(translator: CacheTranslator, producer: Any, consumer: Any, prompt: Any) -> dict[int, tuple[Tensor, Tensor]]:
     """Keys (without rotation) and values of each layer that is sent, (tokens, width), by the maps alone and through the codes' types."""
     own = translator.settings
-    tokens, states = Tokens.of(prompt), {role: dict[int, State]() for role in ("producer", "consumer")}
+    tokens, states = PromptTokens.of(prompt), {role: dict[int, State]() for role in ("producer", "consumer")}
     read_states(producer, tokens, states["producer"].__setitem__, hidden=range(len(layers_of(producer))))
     read_states(consumer, tokens, states["consumer"].__setitem__, hidden=[own.recompute_layers])
     side = states["consumer"][own.recompute_layers].hidden
@@ -189,7 +189,7 @@ def filled(translator: CacheTranslator, producer: Any, consumer: Any, prompt: Te
     """The same of all tokens but the last, by the whole way: codes, and a cache that is filled from them."""
     cache = TranslatedCache(consumer, translator, translator.encode(producer, prompt))
     count = cache.prefill(prompt)
-    tokens, rotation = Tokens.of(prompt[:, :count]), require_plain_layers(consumer.config)
+    tokens, rotation = PromptTokens.of(prompt[:, :count]), require_plain_layers(consumer.config)
     pairs = {}
     for index, layer in enumerate(cache.layers):
         state = state_of(rotation, index, layer.keys, layer.values, tokens)

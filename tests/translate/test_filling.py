@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.filling import Filling, place
 from hf_kvcaches.translate.head import CodesHead, Row
-from hf_kvcaches.translate.states import Tokens
+from hf_kvcaches.translate.states import PromptTokens
 from tests import tiny
 from tests.translate.pairs import FAMILIES, HALF, changed, fit, fitted, models
 from tests.warmstart.warm import left_padded
@@ -22,8 +22,8 @@ def head_of(rows: list[list[int]]) -> CodesHead:
     return CodesHead("t", "p", "c", "joint", "float32", tuple(Row.of(row) for row in rows), ())
 
 
-def batch_of(texts: list[list[int]]) -> Tokens:
-    return Tokens.of(*left_padded(*(torch.tensor([text]) for text in texts)))
+def batch_of(texts: list[list[int]]) -> PromptTokens:
+    return PromptTokens.of(*left_padded(*(torch.tensor([text]) for text in texts)))
 
 
 def usable(coded: list[int], text: list[int]) -> int | None:
@@ -57,7 +57,7 @@ def test_each_slot_that_is_filled_gets_the_codes_of_its_own_token(coded: list[li
     if any(pad >= slots for pad in padding):
         return  # such a prompt is run
     filling = Filling.__new__(Filling)
-    filling.tokens, filling.places = Tokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]), places
+    filling.tokens, filling.places = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]), places
     index = filling._codes_of(head)
     ids = torch.tensor([token for row in coded for token in row])
     found = ids if index is None else ids[index]
@@ -74,13 +74,13 @@ def test_codes_in_their_own_order_are_used_as_they_came() -> None:
     placed = place(head, tokens)
     assert placed is not None
     filling = Filling.__new__(Filling)
-    filling.tokens, filling.places = Tokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]), placed[0]
+    filling.tokens, filling.places = PromptTokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]), placed[0]
     assert filling._codes_of(head) is None
 
 
 def test_rows_that_say_the_same_are_rebuilt_once() -> None:
     codes = fitted().encode(models()[0], tiny.ids(1, 20))
-    placed = place(codes.head, Tokens.of(tiny.ids(1, 20).repeat(4, 1)))
+    placed = place(codes.head, PromptTokens.of(tiny.ids(1, 20).repeat(4, 1)))
     assert placed is not None
     assert (placed[0].rows, placed[0].copies) == ((0,), {1: 0, 2: 0, 3: 0})
 

@@ -13,7 +13,7 @@ from hf_kvcaches.core.metric import Sizes
 from hf_kvcaches.core.moments import second_moment
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.translate.metric import QueryMoments, attention_metric, blend, gradient_rows, loss_gradients
-from hf_kvcaches.translate.states import ReadingCache, Tokens, read_states, require_plain_layers
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache, read_states, require_plain_layers
 from tests import tiny
 from tests.translate.models import MODELS, layers_of
 
@@ -112,7 +112,7 @@ def test_the_logit_moment_gives_the_square_of_a_models_own_logit(family):
             meters[0].add(query)
             logits.append((query @ keys.repeat_interleave(query.shape[1] // keys.shape[1], 1).mT * module.scaling)[0, :, 0, 0])
 
-    read_states(model, Tokens.of([[7]]), states.__setitem__, queries=look)
+    read_states(model, PromptTokens.of([[7]]), states.__setitem__, queries=look)
     content = states[layer].keys.double().unflatten(1, (states[layer].heads, -1))[0]
     moment = meters[0].logit_moment()
     for head, own in enumerate(moment):

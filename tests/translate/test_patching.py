@@ -12,7 +12,7 @@ from hf_kvcaches.translate import patching
 from hf_kvcaches.translate.aligners import MLPAligner
 from hf_kvcaches.translate.calibration import Pair, Wanted
 from hf_kvcaches.translate.patching import Trial
-from hf_kvcaches.translate.states import Tokens, read_states
+from hf_kvcaches.translate.states import PromptTokens, read_states
 from tests import tiny
 from tests.translate.models import MODELS, error, filled, fitted, layers_of, made_by, projected, rebuilt, texts_of, traces_of
 
@@ -33,7 +33,7 @@ def test_a_named_layer_makes_its_keys_and_values_with_the_consumers_own_projecti
     assert (decoder.layer, decoder.part, decoder.kind) == (2, "layer.2", "patch")
     assert list(translator.maps.encoders[1].weights) == ["h"]
     theirs, ours = {}, {}
-    tokens = Tokens.of(PROMPT[:, :-1])
+    tokens = PromptTokens.of(PROMPT[:, :-1])
     read_states(producer, tokens, theirs.__setitem__, hidden=[2])
     read_states(consumer, tokens, ours.__setitem__, hidden=[0])
     given = decoder.apply(ours[0].hidden, theirs[2].hidden @ translator.maps.encoders[1].weights["h"])
@@ -67,8 +67,8 @@ def test_the_codes_of_an_input_are_those_that_its_keys_and_values_need_most(monk
         errors = {"pair": 0.0, "input": 0.0}
         for text in texts:
             theirs, ours = {}, {}
-            read_states(producer, Tokens.of(text), theirs.__setitem__, hidden=[2])
-            read_states(consumer, Tokens.of(text), ours.__setitem__, hidden=[0, 2])
+            read_states(producer, PromptTokens.of(text), theirs.__setitem__, hidden=[2])
+            read_states(consumer, PromptTokens.of(text), ours.__setitem__, hidden=[0, 2])
             made = translator.maps.decoders[1].apply(ours[0].hidden, theirs[2].hidden @ translator.maps.encoders[1].weights["h"])
             pair = torch.cat(rebuilt(translator, producer, consumer, text)[2], dim=1)
             errors["pair"] += float((pair - ours[2].pair).square().sum())
@@ -90,7 +90,7 @@ def test_with_a_payload_of_0_a_named_layer_is_patched_from_what_the_consumer_kno
     assert translator.maps.encoders == ()
     assert [(each.part, each.kind) for each in translator.maps.decoders] == [(None, "reuse"), (None, "patch"), (None, "reuse")]
     known = {}
-    read_states(consumer, Tokens.of(PROMPT[:, :-1]), known.__setitem__, hidden=[0])
+    read_states(consumer, PromptTokens.of(PROMPT[:, :-1]), known.__setitem__, hidden=[0])
     with torch.no_grad():
         expected = projected(consumer, 2, translator.maps.decoders[1].apply(known[0].hidden, None)[None])
     keys, values = filled(translator, producer, consumer, PROMPT)[2]
@@ -134,8 +134,8 @@ def test_a_trained_aligner_is_at_least_as_near_as_the_line_it_starts_from(monkey
         total = 0.0
         for text in texts:
             theirs, ours = {}, {}
-            read_states(producer, Tokens.of(text), theirs.__setitem__, hidden=[2])
-            read_states(consumer, Tokens.of(text), ours.__setitem__, hidden=[0, 2])
+            read_states(producer, PromptTokens.of(text), theirs.__setitem__, hidden=[2])
+            read_states(consumer, PromptTokens.of(text), ours.__setitem__, hidden=[0, 2])
             with torch.no_grad():
                 made = decoder.apply(ours[0].hidden, theirs[2].hidden @ encoder.weights["h"])
             total += float((made - ours[2].hidden).square().sum())
@@ -200,7 +200,7 @@ def test_a_trial_translates_as_a_cache_is_filled(patched):
     producer, consumer = trial.pair.producer, trial.pair.consumer
     options = {"payload": 0.3, "dtype": "int4", "group": 16}
     translator = fitted(producer, consumer, patch_layers=patched, **options)
-    wanted = Wanted("joint", 0.3, "int4", 16, patched, 0, "attention", "joint", None, "ridge", None, None, 1e-4)
+    wanted = Wanted("joint", 0.3, "int4", 16, patched, 0, "attention", "joint", None, "ridge", None, 1e-4)
     with torch.no_grad():
         found = trial.translated(translator.maps, wanted)
     prompt = torch.cat([trial.begun, trial.asked[:1]])[None]

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_kvcaches.errors import KVCacheError, UnsupportedError
 from hf_kvcaches.translate.calibration import Pair, Sums, Wanted
 from hf_kvcaches.translate.solving import Solver, part_name
-from hf_kvcaches.translate.states import State, Tokens, read_states
+from hf_kvcaches.translate.states import PromptTokens, State, read_states
 from tests import tiny
 from tests.translate.models import MODELS, error, filled, fitted, made_by, rebuilt, texts_of, traces_of
 
@@ -61,7 +61,7 @@ def states_by_row(model, texts, hidden=()) -> list[dict[int, State]]:
     found = []
     for text in texts:
         states: dict[int, State] = {}
-        read_states(model, Tokens.of(text), states.__setitem__, hidden=hidden)
+        read_states(model, PromptTokens.of(text), states.__setitem__, hidden=hidden)
         found.append(states)
     return found
 
@@ -198,7 +198,7 @@ def test_where_the_consumer_runs_all_layers_nothing_is_solved():
 def test_metrics_of_all_layers_are_in_one_unit(metric):
     """What states cost by their spread is 1 in each layer, so that strengths of layers can be compared."""
     model, texts = MODELS["llama"](), texts_of(8)
-    wanted = Wanted("joint", 0.5, "int8", None, None, 0, metric, "joint", None, "ridge", None, None, 1e-4)
+    wanted = Wanted("joint", 0.5, "int8", None, None, 0, metric, "joint", None, "ridge", None, 1e-4)
     sums = Sums(Pair(model, model, None), wanted, (1, 2, 3))
     for text in texts:
         sums.add(*sums.pair.states(torch.tensor(text), 0, queries=sums.look))

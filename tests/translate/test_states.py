@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3NextConfig
 from hf_kvcaches import compat
 from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.translate.states import ReadingCache, Tokens, is_of_tokens_alone, read_states, run_base, state_of_input
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache, is_of_tokens_alone, read_states, run_base, state_of_input
 from tests import tiny
 from tests.translate.models import MODELS, layers_of, left_padded, made_by, projected, traces_of
 
@@ -19,7 +19,7 @@ FAMILIES = sorted(MODELS)
 LENGTHS = (9, 13, 4)
 
 
-def read(model, tokens: Tokens, **options):
+def read(model, tokens: PromptTokens, **options):
     found = []
     read_states(model, tokens, lambda index, state: found.append((index, state)), **options)
     return found
@@ -35,7 +35,7 @@ def test_states_of_a_padded_batch_are_what_projections_and_norms_gave_row_by_row
     model = MODELS[family]()
     ids, mask = left_padded(LENGTHS)
     expected = made_by(model, ids, mask)
-    states = read(model, Tokens.of(ids, mask), hidden=range(len(expected)))
+    states = read(model, PromptTokens.of(ids, mask), hidden=range(len(expected)))
     assert [index for index, _ in states] == list(range(len(expected)))
     for (_, state), made in zip(states, expected, strict=True):
         for name in ("keys", "values", "hidden"):
@@ -49,10 +49,10 @@ def test_states_of_a_padded_batch_are_what_projections_and_norms_gave_row_by_row
 def test_a_row_says_the_same_alone_and_in_a_padded_batch(family):
     model = MODELS[family]()
     ids, mask = left_padded(LENGTHS)
-    together = read(model, Tokens.of(ids, mask))
+    together = read(model, PromptTokens.of(ids, mask))
     start = 0
     for row, length in enumerate(LENGTHS):
-        for (_, alone), (_, batch) in zip(read(model, Tokens.of(ids[row, -length:])), together, strict=True):
+        for (_, alone), (_, batch) in zip(read(model, PromptTokens.of(ids[row, -length:])), together, strict=True):
             close(batch.pair[start : start + length], alone.pair)
         start += length
 
@@ -60,7 +60,7 @@ def test_a_row_says_the_same_alone_and_in_a_padded_batch(family):
 def test_a_model_in_bfloat16_is_read_in_bfloat16():
     model = MODELS["qwen3"]().bfloat16()
     ids, mask = left_padded(LENGTHS)
-    for (_, state), made in zip(read(model, Tokens.of(ids, mask)), made_by(model, ids, mask), strict=True):
+    for (_, state), made in zip(read(model, PromptTokens.of(ids, mask)), made_by(model, ids, mask), strict=True):
         assert state.keys.dtype == torch.bfloat16
         close(state.keys, made.keys[mask.bool()], torch.bfloat16)
         close(state.values, made.values[mask.bool()], torch.bfloat16)
@@ -85,7 +85,7 @@ def test_a_pass_ends_with_the_last_layer_that_is_wanted_before_its_attention(fam
     for index, layer in enumerate(layers_of(model)):
         layer.register_forward_pre_hook(lambda *_, index=index: entered.append(index))
         compat.attention_module(layer).register_forward_hook(lambda *_, index=index: attended.append(index))
-    states = read(model, Tokens.of(tiny.ids(2, 7)), upto=1, hidden=(0, 1, 2))
+    states = read(model, PromptTokens.of(tiny.ids(2, 7)), upto=1, hidden=(0, 1, 2))
     assert [index for index, _ in states] == entered == [0, 1]
     assert attended == [0]
     assert all(state.hidden is not None for _, state in states)
@@ -95,7 +95,7 @@ def test_a_pass_ends_with_the_last_layer_that_is_wanted_before_its_attention(fam
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_layer_makes_of_its_own_input_what_it_made_in_the_model(family, layer):
     model = MODELS[family]()
-    tokens = Tokens.of(tiny.ids(1, 11))
+    tokens = PromptTokens.of(tiny.ids(1, 11))
     own = read(model, tokens, hidden=[layer])[layer][1]
     before = traces_of(model)
     again = state_of_input(model, layer, own.hidden, tokens)
@@ -108,7 +108,7 @@ def test_a_layer_makes_of_its_own_input_what_it_made_in_the_model(family, layer)
 def test_a_layer_makes_of_any_input_what_its_own_projections_make(family):
     model = MODELS[family]()
     hidden = torch.randn(1, 11, model.config.hidden_size, generator=torch.Generator().manual_seed(3))
-    state = state_of_input(model, 1, hidden[0], Tokens.of(tiny.ids(1, 11)))
+    state = state_of_input(model, 1, hidden[0], PromptTokens.of(tiny.ids(1, 11)))
     with torch.no_grad():
         expected = projected(model, 1, hidden)
     close(state.keys, expected.keys[0])
@@ -132,7 +132,7 @@ def test_nothing_is_left_behind_on_a_model(fails, queries):
 
     options = {"queries": look} if queries else {}
     on_state = (lambda *_: None) if queries else look
-    tokens = Tokens.of(tiny.ids(1, 6))
+    tokens = PromptTokens.of(tiny.ids(1, 6))
     for upto in (None, 3):
         try:
             read_states(model, tokens, on_state, hidden=(0, 2), upto=upto, **options)
@@ -147,24 +147,24 @@ def test_a_layer_that_fails_on_another_input_leaves_nothing_behind():
     model = MODELS["llama"]()
     before = traces_of(model)
     with pytest.raises(RuntimeError):
-        state_of_input(model, 2, torch.zeros(6, 5), Tokens.of(tiny.ids(1, 6)))
+        state_of_input(model, 2, torch.zeros(6, 5), PromptTokens.of(tiny.ids(1, 6)))
     assert traces_of(model) == before
     # And the model runs as ever.
-    run_base(model, ReadingCache(model), Tokens.of(tiny.ids(1, 6)))
+    run_base(model, ReadingCache(model), PromptTokens.of(tiny.ids(1, 6)))
 
 
 def test_what_ends_a_pass_ends_no_pass_that_was_to_go_on():
     """An error of the caller's own is never taken for the end."""
     model = MODELS["llama"]()
     with pytest.raises(Broken):
-        read_states(model, Tokens.of(tiny.ids(1, 6)), lambda *_: (_ for _ in ()).throw(Broken), upto=3)
+        read_states(model, PromptTokens.of(tiny.ids(1, 6)), lambda *_: (_ for _ in ()).throw(Broken), upto=3)
     assert not issubclass(Broken, PassEnded)
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
 def test_tokens_keep_the_real_ids_and_count_positions_from_each_rows_first(lengths):
     ids, mask = left_padded(tuple(lengths))
-    tokens = Tokens.of(ids.tolist(), mask.tolist())
+    tokens = PromptTokens.of(ids.tolist(), mask.tolist())
     assert [row.tolist() for row in tokens.rows()] == [row[-length:].tolist() for row, length in zip(ids, lengths, strict=True)]
     for row, length in enumerate(lengths):
         assert tokens.positions[row, -length:].tolist() == list(range(length))
@@ -173,10 +173,10 @@ def test_tokens_keep_the_real_ids_and_count_positions_from_each_rows_first(lengt
 
 
 def test_one_prompt_may_come_without_its_batch():
-    tokens = Tokens.of([5, 6, 7], [0, 1, 1])
+    tokens = PromptTokens.of([5, 6, 7], [0, 1, 1])
     assert tokens.ids.tolist() == [[5, 6, 7]]
     assert tokens.positions.tolist() == [[0, 0, 1]]
-    assert Tokens.of(torch.tensor([5, 6], dtype=torch.int32)).ids.dtype == torch.long
+    assert PromptTokens.of(torch.tensor([5, 6], dtype=torch.int32)).ids.dtype == torch.long
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_one_prompt_may_come_without_its_batch():
 )
 def test_padding_on_the_right_holes_and_other_masks_are_refused(mask):
     with pytest.raises(ConfigError, match="attention_mask"):
-        Tokens.of([[5, 6, 7]], mask)
+        PromptTokens.of([[5, 6, 7]], mask)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_padding_on_the_right_holes_and_other_masks_are_refused(mask):
 )
 def test_what_is_no_batch_of_token_ids_is_refused(ids):
     with pytest.raises(ConfigError, match="input_ids"):
-        Tokens.of(ids)
+        PromptTokens.of(ids)
 
 
 def dynamic():
@@ -221,7 +221,7 @@ def linear():
 def test_models_without_keys_that_could_be_translated_are_refused(make):
     model = make()
     with pytest.raises(UnsupportedError, match=r"^model: "):
-        read(model, Tokens.of(tiny.ids(1, 5)))
+        read(model, PromptTokens.of(tiny.ids(1, 5)))
 
 
 # Layer 0
@@ -241,7 +241,7 @@ def test_a_layer_0_that_looks_at_what_stands_before_does_not_know_tokens_alone()
 
 
 def test_tokens_alone_are_a_row_of_them_each_at_position_0():
-    tokens = Tokens.alone(torch.tensor([3, 5, 7]))
+    tokens = PromptTokens.alone(torch.tensor([3, 5, 7]))
     assert tokens.ids.tolist() == [[3, 5, 7]]
     assert tokens.real.tolist() == [[True, True, True]]
     assert tokens.positions.tolist() == [[0, 0, 0]]

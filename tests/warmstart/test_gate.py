@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.gate import Changes, WarmStartGate, changes, content_words
+from hf_kvcaches.warmstart.gate import TextChanges, WarmStartGate, changes, content_words
 from tests import testbed
 from tests.testbed import pairs
 
@@ -174,7 +174,7 @@ def test_the_words_are_those_of_neither_list():
 
 @given(text=st.text(max_size=200))
 def test_identical_texts_never_differ(text):
-    assert changes(text, text) == Changes()
+    assert changes(text, text) == TextChanges()
 
 
 @given(a=st.text(max_size=60), b=st.text(max_size=60))
@@ -239,7 +239,7 @@ def test_checks_come_in_order_and_each_says_what_it_missed():
     assert verdict == (False, "numbers", "What differs touches numbers: '4' became '5'.")
     verdict = gate.decide(similarity=0.95, lengths=(110, 100), reusable=0.6, changes=changes("a tree", "a hill"))
     assert verdict == (False, "content", "Words of content differ: tree, hill.")
-    verdict = gate.decide(similarity=0.9, lengths=(200, 100), reusable=0.5, changes=Changes())
+    verdict = gate.decide(similarity=0.9, lengths=(200, 100), reusable=0.5, changes=TextChanges())
     assert verdict == (True, "", "Nothing speaks against it.")
     assert gate.decide().admitted
     assert WarmStartGate(lexical=False, content=None).decide(changes=changed).admitted
