@@ -128,36 +128,6 @@ def rebuild(
     return rebuild_triton.rebuild(side, codes, decoder, key_out, value_out, spans, tables, layout)
 
 
-@torch.no_grad()
-def write_states(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    rows: torch.Tensor,
-    key_out: torch.Tensor,
-    value_out: torch.Tensor,
-    spans: Sequence[RowSpan],
-    *,
-    cos: torch.Tensor | None = None,
-    sin: torch.Tensor | None = None,
-    layout: Layout = "half",
-) -> None:
-    """What `rebuild` does with the keys and values of each token once it has them. Nothing is checked.
-
-    Args:
-        keys: (kv_heads, distinct tokens, key_dim).
-        values: (kv_heads, distinct tokens, value_dim).
-        rows: Which of them each of the N tokens has, (N,), int64.
-        key_out: As for `rebuild`, and so are all others.
-    """
-    exact = torch.promote_types(key_out.dtype, torch.float32)
-    for here, row, slots in _pieces(spans, max(1, BLOCK // max(1, keys.shape[0] * keys.shape[2]))):
-        rotated = keys.index_select(1, rows[here]).to(exact)
-        if cos is not None and sin is not None:
-            rotate_(rotated, cos[here], sin[here], layout)
-        _write(rotated, key_out[row, :, slots])
-        value_out[row, :, slots] = values.index_select(1, rows[here])
-
-
 def _rebuild_torch(
     side: torch.Tensor | None,
     codes: Codes | None,

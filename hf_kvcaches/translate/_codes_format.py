@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from hf_kvcaches.stores.reading import DTYPES
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"HFKVCODE"
 # Codes that are sent as they are: the name of their type in a body.
 PLAIN = {"float32": "F32", "float16": "F16"}
@@ -42,7 +42,7 @@ START = struct.Struct("<8sII")
 PART = struct.Struct("<IQ16s")
 DIGEST = 16
 # Beyond these lies damage, or a trap: small values in JSON take many times their length, and long to read. Commas bound how many there are
-# before one is read. 40,000 rows fit, or 300 of 100,000 tokens, whose marks take half a byte a token.
+# before one is read. 60,000 rows fit.
 LONGEST_HEAD = 16 << 20
 MOST_COMMAS = 1 << 17
 

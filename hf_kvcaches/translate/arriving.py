@@ -98,7 +98,7 @@ class ArrivingCodes:
         if version > VERSION:
             raise ArtifactError(f"Semantic codes have format version {version}, this reads version {VERSION}. Upgrade hf-kvcaches.")
         if version < VERSION:
-            raise ArtifactError(f"Semantic codes have format version {version}, which there never was. {AGAIN}")
+            raise ArtifactError(f"Semantic codes have format version {version}, this reads version {VERSION}. Encode the prompt again.")
         if length > LONGEST_HEAD:
             raise ArtifactError(f"Semantic codes say that their head has {length} bytes, more than the {LONGEST_HEAD} allowed. {AGAIN}")
         rest = self._available(length + DIGEST)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,21 +11,15 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.report import CacheReport
-from hf_kvcaches.core.source import SourceCache
+from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
-from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.arriving import ArrivingCodes
 from hf_kvcaches.translate.codes import Part, SemanticCodes
-from hf_kvcaches.translate.filling import Filling, on_device, place
-from hf_kvcaches.translate.maps import LayerDecoder
+from hf_kvcaches.translate.filling import fill, match_rows
 from hf_kvcaches.translate.states import PromptTokens
 from hf_kvcaches.translate.translator import CacheTranslator
-
-# What is made of a translator for a device, for all caches. Not in the translator, which is saved and copied.
-_weights: weakref.WeakKeyDictionary[Any, dict[Any, Decoder]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class TranslatedReport(CacheReport):
     patched: tuple[int, ...] = ()
 
 
-class TranslatedCache(SourceCache):
+class TranslatedCache(SplicingCache):
     """Starts from what another model has read: codes of its keys and values become the consumer's own, and `generate` runs the last token.
 
     Paper: Semantic Cache Distillation: Efficient State Transfer via Reuse and Selective Patching (SCD).
@@ -61,86 +54,54 @@ class TranslatedCache(SourceCache):
     **Memory per token**: as `GrowingCache`. Codes are let go once they are used.
 
     The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the one that was coded. A
-    prompt that goes on behind the coded one is run from there; one that has too little of it is run by the model, with a warning. A pass
-    that codes can't serve (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings) is refused while the
-    cache is empty.
+    prompt that goes on behind the coded one is run from there. One that is shorter than the coded one is refused, and so is a pass that
+    codes can't serve while the cache is empty (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings).
 
     Args:
         consumer: The model that the translator was fitted for.
         translator: That made the codes.
         codes: In memory, or still arriving.
         decode_with: A new cache of the consumer that holds the tokens once the prompt is answered; None to keep them all here.
-        offloading: Keep all layers but the running one in CPU memory; needs CUDA, and a cache without codes.
     """
 
+    translator: CacheTranslator | None = None
+    codes: SemanticCodes | ArrivingCodes | None = None
+    # Tokens that were rebuilt, and how many numbers the keys and values of one are in all layers.
+    _translated = 0
+    _token_numbers = 0
+    # Whether the codes are of no use for the prompt that came.
+    _unserved = False
+
     def __init__(
-        self,
-        consumer: Any,
-        translator: CacheTranslator | None,
-        codes: SemanticCodes | ArrivingCodes | None,
-        *,
-        decode_with: KVCache | None = None,
-        offloading: bool = False,
+        self, consumer: Any, translator: CacheTranslator, codes: SemanticCodes | ArrivingCodes, *, decode_with: KVCache | None = None
     ) -> None:
-        if translator is not None:
-            hint = "Pass CacheTranslator.from_pretrained(...)."
-            require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
-        if codes is not None and not isinstance(codes, SemanticCodes | ArrivingCodes):
+        hint = "Pass CacheTranslator.from_pretrained(...)."
+        require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
+        if not isinstance(codes, SemanticCodes | ArrivingCodes):
             hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
             raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
-        if (translator is None) != (codes is None):
-            raise ConfigError("translator, codes: expected both, got one of them. Only the translator that made codes can read them.")
-        if offloading and codes is not None:
-            raise UnsupportedError("offloading: codes are written into all layers at once. Leave it out.")
-        if translator is not None and codes is not None:
-            translator.check_consumer(consumer)
-            translator.check_codes(codes.head)
+        translator.check_consumer(consumer)
+        translator.check_codes(codes.head)
         self.translator, self.codes = translator, codes
-        self._translated = 0
-        # How many numbers a token's keys and values are, in all layers.
-        self._token_numbers = 0
-        # Whether the codes are of no use for the prompt that came.
-        self._unserved = False
         # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.
         self._arrived: list[Part] = []
-        super().__init__(consumer, decode_with=decode_with, offloading=offloading)
-
-    def make_layer(self, layer_idx: int) -> GrowingLayer:
-        return GrowingLayer()
+        super().__init__(consumer, decode_with=decode_with)
 
     def settings(self) -> dict[str, Any]:
         return {"translated": self._translated}
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
-        cache = cls(model, None, None)
-        cache._translated = int(settings["translated"])
+        # Codes stay behind: what comes out of a file goes on with the tokens that it has.
+        cache = cls.__new__(cls)
+        SplicingCache.__init__(cache, model)
+        cache._arrived, cache._translated = [], int(settings["translated"])
         return cache
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
-        """Does by hand what `generate` does with a prompt: fills the cache with all tokens but the last, or as many as were coded.
-
-        Args:
-            input_ids: The whole prompt, (batch, tokens).
-            attention_mask: 1 where a token is real, or None.
-
-        Returns:
-            How many tokens the cache has now. Go on with the others, or with `generate(input_ids, ...)`.
-        """
-        if self.holder is not None:
-            raise UnsupportedError("prefill: with decode_with, the pass that answers the prompt hands it over. Use generate.")
         if self.codes is None or self.seen:
             raise UnsupportedError("prefill: the cache has tokens already, or no codes. reset() it, or make one with codes.")
-        tokens = PromptTokens.of(input_ids, attention_mask)
-        try:
-            self.filling = True
-            with torch.no_grad():
-                taken = self._take(tokens, tokens.ids.shape[1] - 1)
-            self.filling = False
-        except BaseException:
-            self.abandon_prefill(0)
-            raise
-        return taken
+        return super().prefill(input_ids, attention_mask)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if (
@@ -166,11 +127,28 @@ class TranslatedCache(SourceCache):
             return 0  # where codes are left out, `update` says so
         tokens = PromptTokens.of(call.input_ids, call.attention_mask)
         self._require_positions(tokens, call.position_ids)
-        return self._take(tokens, call.most)
-
-    def abandon_prefill(self, seen: int) -> None:
-        # What came so far is of no use, and half a prompt must not be taken for one.
-        self.reset()
+        assert self.translator is not None
+        prompt = match_rows(self.codes.head, tokens, call.most)
+        if prompt is None:
+            coded = ", ".join(str(row.tokens) for row in self.codes.head.rows)
+            lengths = ", ".join(str(len(ids)) for ids in tokens.rows())
+            raise ConfigError(
+                f"codes: they are of another prompt (rows of {coded} tokens) than the one that came (rows of {lengths}). Encode this "
+                "prompt, with the same tokens and chat template, or use another cache for it. A prompt is fed whole: not shorter than it "
+                "was coded, nor in chunks that are shorter."
+            )
+        if prompt.slots <= max(prompt.padding):
+            self._leave_to_model("a row of the prompt begins behind what all rows have of the codes")
+            return 0
+        self.identity_of_pass(tokens.ids.shape[1])
+        self.translator.check_consumer(self.model, self.confirmed_identity())
+        slots = prompt.slots
+        filled = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]).to(compat.input_device(self.model))
+        fill(self, self.codes.head, prompt, filled, self._parts())
+        self._translated = sum(slots - pad for pad in prompt.padding)
+        self._token_numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
+        self.take(slots)
+        return slots
 
     def _require_positions(self, tokens: PromptTokens, position_ids: torch.Tensor | None) -> None:
         """Refuses a prompt whose tokens the model numbers otherwise than those that were coded."""
@@ -182,29 +160,6 @@ class TranslatedCache(SourceCache):
                 "position_ids: codes are of tokens that are counted without padding, and the model would count otherwise. Pass "
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does, here and with the tokens that follow."
             )
-
-    def _take(self, tokens: PromptTokens, most: int) -> int:
-        """Fills the cache with a prompt as far as it was coded."""
-        assert self.codes is not None
-        assert self.translator is not None
-        placed = place(self.codes.head, tokens)
-        if placed is None:
-            coded = ", ".join(str(row.tokens) for row in self.codes.head.rows)
-            raise ConfigError(
-                f"codes: they are of another prompt (rows of {coded} tokens) than the one that came. Encode this prompt, with the same "
-                "tokens and chat template, or use another cache for it."
-            )
-        places, slots = placed[0], min(placed[1], most)
-        if slots <= max(places.padding):
-            self._leave_to_model("a row of the prompt begins behind what all rows have of the codes, or is a short piece of what was coded")
-            return 0
-        self.identity_of_pass(tokens.ids.shape[1])
-        self.translator.check_consumer(self.model, self.confirmed_identity())
-        filled = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots])
-        Filling(self, filled.to(compat.input_device(self.model)), places).fill(self.codes.head, self._parts())
-        self._translated = sum(slots - pad for pad in places.padding)
-        self._token_numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
-        return slots
 
     def _leave_to_model(self, why: str) -> None:
         warnings.warn(f"TranslatedCache: the model runs the prompt itself, because {why}.", RuntimeWarning, stacklevel=2)
@@ -223,18 +178,6 @@ class TranslatedCache(SourceCache):
                 self._arrived.append(part)
                 yield part
         self.codes, self._arrived = SemanticCodes(codes.head, self._arrived), []
-
-    def weights_of(self, decoder: LayerDecoder, device: torch.device) -> Decoder:
-        """A decoder's weights on a layer's device.
-
-        Args:
-            decoder: Of the translator.
-            device: Of the layer.
-        """
-        kept, key = _weights.setdefault(self.translator, {}), (decoder.layer, device, self.model.dtype)
-        if key not in kept:
-            kept[key] = on_device(decoder.weights, device, self.model.dtype)
-        return kept[key]
 
     def report(self) -> TranslatedReport:
         fields = self._report_fields()

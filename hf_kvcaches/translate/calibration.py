@@ -28,7 +28,7 @@ from hf_kvcaches.translate.metric import QueryMoments, attention_metric, blend, 
 from hf_kvcaches.translate.moments import BlockMoments
 from hf_kvcaches.translate.routing import Route
 from hf_kvcaches.translate.solving import Solver
-from hf_kvcaches.translate.states import PromptTokens, ReadingCache, State, is_of_tokens_alone, read_states, require_plain_layers
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache, State, read_states, require_plain_layers
 from hf_kvcaches.translate.translator import Method, Metric, TranslatorSettings
 
 _BITS = {"int4": 4, "int8": 8, "float16": 16, "float32": 32}
@@ -290,8 +290,6 @@ def fit(
         with clock.stage("fit"):
             solver = Solver(sums, wanted)
             maps = solver.solve()
-        first = kept[0].to(compat.input_device(pair.consumer))
-        of_tokens_alone = wanted.recompute_layers == 0 and is_of_tokens_alone(pair.consumer, first)
         route, measured = Route(()), dict[str, float]()
         if routed:
             from hf_kvcaches.translate.patching import patch
@@ -318,7 +316,6 @@ def fit(
         tokens=sum(map(len, prefixes)),
         seconds=clock.seconds,
         measured=measured,
-        of_tokens_alone=of_tokens_alone,
     )
     return maps, settings, route, fingerprints
 

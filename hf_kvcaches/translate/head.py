@@ -26,11 +26,8 @@ _LONGEST_TEXT = 1000
 _MOST_TOKENS, _MOST_RANK = 1 << 40, 1 << 31
 # Each code of a part has names and shapes to be worked out, however short the head is.
 _MOST_CODES = 8
-_DIGITS = set("0123456789abcdef")
 _CODE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _ROW_DIGEST = re.compile(r"[0-9a-f]{32}")
-# A mark, of 2 bytes, for so many tokens: enough of them tell whether a shorter text is the beginning of a row.
-_MARKED = 8
 
 
 @dataclass(frozen=True)
@@ -44,15 +41,11 @@ class Row:
 
     tokens: int
     digest: str
-    marks: str
 
     def __post_init__(self) -> None:
         _check_count("tokens", self.tokens, 0, _MOST_TOKENS)
         if not isinstance(self.digest, str) or not _ROW_DIGEST.fullmatch(self.digest):
             raise ConfigError.of("digest", "32 hexadecimal digits in small letters", self.digest, "Take Row.of(ids).")
-        digits = 4 * (self.tokens // _MARKED)
-        if not isinstance(self.marks, str) or len(self.marks) != digits or not set(self.marks) <= _DIGITS:
-            raise ConfigError.of("marks", f"{digits} hexadecimal digits in small letters", self.marks, "Take Row.of(ids).")
 
     @classmethod
     def of(cls, ids: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> Self:
@@ -67,32 +60,19 @@ class Row:
             raise ConfigError.of("ids", "a row of token ids", str(error)) from error
         if row.ndim != 1 or (row.size and (row.dtype.kind not in "iu" or row.min() < 0 or row.max() >= 1 << 32)):
             raise ConfigError.of("ids", "a row of token ids from 0 to 2**32 - 1", f"{row.dtype} {row.shape}", "Give one row, not a batch.")
-        return cls(len(row), *_digests(row.astype("<u4")))
+        return cls(len(row), _digest(row))
 
-    def begins(self, ids: np.ndarray[Any, Any]) -> int | None:
-        """How many of the first tokens are this row's; None where the text is another.
-
-        A text that is shorter than the row is known by its marks, up to the last of these.
+    def begins(self, ids: np.ndarray[Any, Any]) -> bool:
+        """Whether a text begins with this row.
 
         Args:
             ids: A row of token ids without padding.
         """
-        if len(ids) >= self.tokens:
-            same = hashlib.blake2b(ids[: self.tokens].astype("<u4").tobytes(), digest_size=DIGEST).hexdigest() == self.digest
-            return self.tokens if same else None
-        marks = _digests(ids.astype("<u4"))[1]
-        return len(marks) // 4 * _MARKED if self.marks.startswith(marks) else None
+        return len(ids) >= self.tokens and _digest(ids[: self.tokens]) == self.digest
 
 
-def _digests(ids: np.ndarray[Any, Any]) -> tuple[str, str]:
-    """Of all ids, and of beginnings of 8, 16, ... of them."""
-    state, marks, data = hashlib.blake2b(digest_size=DIGEST), [], memoryview(ids.tobytes())
-    step = _MARKED * 4
-    for start in range(0, len(data) - step + 1, step):
-        state.update(data[start : start + step])
-        marks.append(state.digest()[:2])
-    state.update(data[len(marks) * step :])
-    return state.hexdigest(), b"".join(marks).hex()
+def _digest(ids: np.ndarray[Any, Any]) -> str:
+    return hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=DIGEST).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -190,7 +170,7 @@ class CodesHead:
         """As it is sent: for each head there are exactly these bytes."""
         parts = [[part.name, part.kind, part.layers, part.ranks] for part in self.parts]
         content = {field.name: getattr(self, field.name) for field in fields(self)}
-        content |= {"rows": [[row.tokens, row.digest, row.marks] for row in self.rows], "parts": parts}
+        content |= {"rows": [[row.tokens, row.digest] for row in self.rows], "parts": parts}
         return json.dumps(content, separators=(",", ":")).encode()
 
     @classmethod

@@ -85,16 +85,6 @@ class PromptTokens(NamedTuple):
             return cls(ids.long(), None, real, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
         return cls(ids.long(), real.long(), real, (real.cumsum(-1) - 1).clamp_min(0))
 
-    @classmethod
-    def alone(cls, ids: torch.Tensor) -> PromptTokens:
-        """Tokens of which none is to know of another, each at position 0: there keys don't turn, so nothing is rounded.
-
-        Args:
-            ids: (tokens,).
-        """
-        batch = ids[None]
-        return cls(batch, None, torch.ones_like(batch, dtype=torch.bool), torch.zeros_like(batch))
-
     def to(self, device: torch.device) -> PromptTokens:
         """On another device."""
         ids, mask, real, positions = self
@@ -216,25 +206,6 @@ def read_states(
         cache = ReadingCache(model, queries)
         cache.on_layer = take
         run_base(model, cache, tokens)
-
-
-def is_of_tokens_alone(model: PreTrainedModel, ids: torch.Tensor) -> bool:
-    """Whether layer 0's state of a token is the same wherever it stands and whatever stands around it, as seen in a text.
-
-    Args:
-        ids: Of the text, (tokens,), on the model's device.
-    """
-    found: list[State] = []
-    distinct, rows = ids.unique(return_inverse=True)
-    for tokens in (PromptTokens.of(ids), PromptTokens.alone(distinct)):
-        read_states(model, tokens, lambda index, state: found.append(state), hidden=(0,), upto=0)
-    for whole, alone in zip(found[0][:3], found[1][:3], strict=True):
-        assert isinstance(whole, torch.Tensor)
-        assert isinstance(alone, torch.Tensor)
-        error = (whole.double() - alone[rows].double()).norm()
-        if not error <= max(4 * torch.finfo(whole.dtype).eps, 1e-4) * whole.double().norm():
-            return False
-    return True
 
 
 def run_base(model: PreTrainedModel, cache: KVCache, tokens: PromptTokens) -> None:

@@ -20,10 +20,11 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
+from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.stores.reading import checked_layers
 from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
 from hf_kvcaches.translate.head import CodesHead, PartHead, Row, check_dtype
-from hf_kvcaches.translate.maps import Maps, to_tensors
+from hf_kvcaches.translate.maps import LayerDecoder, Maps, to_tensors
 from hf_kvcaches.translate.routing import Route
 from hf_kvcaches.translate.states import PromptTokens, State, read_states
 
@@ -38,7 +39,6 @@ class TranslatorSettings:
     Args:
         metric: Likewise; what was used, also where another was asked for.
         measured: Divergences on prefixes that were kept apart, by what was tried.
-        of_tokens_alone: Whether what the consumer knows of a token for nothing is the same wherever it stands.
     """
 
     method: Method
@@ -53,7 +53,6 @@ class TranslatorSettings:
     tokens: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     measured: Mapping[str, float] = field(default_factory=dict)
-    of_tokens_alone: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,16 +68,20 @@ class CacheTranslator(Artifact):
     """
 
     artifact_type: ClassVar[str] = "cache-translator"
-    format_version: ClassVar[int] = 1
+    format_version: ClassVar[int] = 2
 
     maps: Maps
     settings: TranslatorSettings
     route: Route
     producer: ModelFingerprint
     consumer: ModelFingerprint
+    _on_devices: dict[Any, Decoder] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fingerprint", self.consumer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_on_devices": {}}
 
     @classmethod
     def fit(
@@ -230,6 +233,20 @@ class CacheTranslator(Artifact):
         models = (self.producer.digest, self.consumer.digest)
         if (head.producer, head.consumer) != models or head.parts != expected or head.dtype != self.settings.dtype:
             raise ArtifactError("codes: their head says otherwise than the translator that they name. Have them sent again.")
+
+    def weights_on(self, decoder: LayerDecoder, device: torch.device, dtype: torch.dtype) -> Decoder:
+        """A decoder's weights as a device multiplies with them, kept for the prompts to come.
+
+        Args:
+            decoder: Of this translator.
+            device: Of the layer.
+            dtype: Of the cache. A CPU multiplies in float32 anyway, and would convert at each call.
+        """
+        kind = torch.float32 if device.type == "cpu" else dtype
+        key = decoder.layer, device, kind
+        if key not in self._on_devices:
+            self._on_devices[key] = Decoder(*(None if part is None else part.to(device, kind) for part in decoder.weights))
+        return self._on_devices[key]
 
     def _layers_of(self, part: str) -> tuple[int, ...]:
         return tuple(decoder.layer for decoder in self.maps.decoders if decoder.part == part)

@@ -200,8 +200,9 @@ class ReadBefore(TranslatedCache):
 
 def translated(model: Any, decode_with: KVCache | None = None) -> ReadBefore:
     """A cache whose every prompt comes as codes that lose nothing."""
-    cache = ReadBefore(model, None, None, decode_with=decode_with)
-    cache.translator = calibrated(model, lossless)
+    translator = calibrated(model, lossless)
+    cache = ReadBefore(model, translator, translator.encode(model, [[3, 4, 5]]), decode_with=decode_with)
+    cache.codes = None
     return cache
 
 

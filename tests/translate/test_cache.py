@@ -13,10 +13,10 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.translate import filling
 from hf_kvcaches.translate.arriving import ArrivingCodes
-from hf_kvcaches.translate.cache import TranslatedCache, TranslatedReport
+from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
-from hf_kvcaches.translate.filling import Filling
 from tests import tiny
 from tests.translate.pairs import FAMILIES, fitted, last_layer, lossless, models, reference
 from tests.warmstart.warm import answer, forced, left_padded, logits_of
@@ -165,9 +165,8 @@ def test_several_questions_behind_one_document() -> None:
 
 
 def test_where_a_row_begins_behind_all_codes_the_model_runs_the_batch() -> None:
-    rows = [joined(PROMPT, OTHER, MORE), PROMPT[:, :30]]
-    ids, mask = left_padded(*rows)
-    cache = cache_of(PROMPT)
+    ids, mask = left_padded(joined(PROMPT, OTHER, MORE), OTHER)
+    cache = cache_of(PROMPT, OTHER)
     with pytest.warns(RuntimeWarning, match="runs the prompt itself"):
         got = logits_of(models()[1], ids, cache, 3, attention_mask=mask)
     close(got, logits_of(models()[1], ids, new=3, attention_mask=mask))
@@ -224,8 +223,8 @@ def test_a_prompt_that_goes_on_is_run_from_where_the_codes_end() -> None:
     close(got, expected_logits(ids, PROMPT, 3))
 
 
-@pytest.mark.parametrize(("length", "known"), [(44, 43), (40, 39), (21, 16), (9, 8), (8, 7), (5, 0), (1, 0)])
-def test_a_prompt_that_is_a_beginning_is_filled_up_to_the_last_mark(length: int, known: int) -> None:
+@pytest.mark.parametrize(("length", "known"), [(45, 44), (44, 43), (1, 0)])
+def test_the_last_token_is_always_run_and_a_prompt_of_one_is_left_to_the_model(length: int, known: int) -> None:
     consumer, cache, ids = models()[1], cache_of(PROMPT), PROMPT[:, :length]
     with nullcontext() if known else pytest.warns(RuntimeWarning, match="runs the prompt itself"):
         got = logits_of(consumer, ids, cache, 3)
@@ -233,13 +232,24 @@ def test_a_prompt_that_is_a_beginning_is_filled_up_to_the_last_mark(length: int,
     assert cache.report().translated == known
 
 
-@pytest.mark.parametrize(("size", "known"), [(20, 16), (44, 43), (64, 44)])
-def test_in_chunks_the_first_comes_of_codes_and_the_others_are_run(size: int, known: int) -> None:
+@pytest.mark.parametrize("length", [43, 9, 5])
+def test_a_prompt_that_is_shorter_than_the_coded_one_is_refused(length: int) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
-    got = answer(consumer, PROMPT, cache, 4, prefill_chunk_size=size)
-    expected = answer(consumer, PROMPT, beginning(known), 4)
+    with pytest.raises(ConfigError, match=f"of 44 tokens.*of {length}.*Encode this prompt"):
+        answer(consumer, PROMPT[:, :length], cache)
+    assert cache.seen == 0
+    close(logits_of(consumer, PROMPT, cache, 3), expected_logits(PROMPT, new=3))
+
+
+def test_in_chunks_the_first_comes_of_codes_and_the_others_are_run() -> None:
+    consumer, cache = models()[1], cache_of(PROMPT, MORE)
+    ids = torch.cat([PROMPT, MORE], 1)
+    got = answer(consumer, ids, cache, 4, prefill_chunk_size=50)
+    expected = answer(consumer, ids, beginning(44), 4)
     close(torch.stack(got.logits, 1), torch.stack(expected.logits, 1))
-    assert cache.report().translated == known
+    assert cache.report().translated == 44
+    with pytest.raises(ConfigError, match="in chunks"):
+        answer(consumer, PROMPT, cache_of(PROMPT), 4, prefill_chunk_size=20)
 
 
 def test_by_hand_it_is_filled_up_to_the_last_token() -> None:
@@ -249,8 +259,6 @@ def test_by_hand_it_is_filled_up_to_the_last_token() -> None:
     with pytest.raises(UnsupportedError, match="reset"):
         cache.prefill(PROMPT)
     assert cache.seen == 45
-    with pytest.raises(UnsupportedError, match="no codes"):
-        TranslatedCache(consumer, None, None).prefill(PROMPT)
 
 
 def test_filled_by_hand_generate_goes_on_with_the_same_prompt() -> None:
@@ -399,12 +407,6 @@ def test_a_padded_prompt_that_the_model_would_number_itself_is_refused() -> None
     assert cache.report().translated == 74
 
 
-def test_without_codes_it_is_a_cache_as_any() -> None:
-    consumer, cache = models()[1], TranslatedCache(models()[1], None, None)
-    close(logits_of(consumer, PROMPT, cache, 3), logits_of(consumer, PROMPT, new=3))
-    assert cache.report() == TranslatedReport(**{**cache._report_fields(), "translated": 0})
-
-
 # What is refused
 
 
@@ -468,15 +470,16 @@ def test_a_filling_that_was_broken_off_is_made_up_for_with_all_parts(monkeypatch
     consumer, codes = models()[1], cache_of(PROMPT).codes
     assert isinstance(codes, SemanticCodes)
     cache = TranslatedCache(consumer, fitted(), ArrivingCodes(codes.chunks()))
-    rebuild = Filling._rebuild
+    rebuild, calls = filling.rebuild, list[None]()
 
-    def once(self: Filling, decoder: Any, part: Any) -> None:
-        if decoder.layer == 2:
+    def failing(*args: Any, **kwargs: Any) -> None:
+        calls.append(None)
+        if len(calls) == 2:
             raise MemoryError
-        rebuild(self, decoder, part)
+        rebuild(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Filling, "_rebuild", once)
+        patched.setattr(filling, "rebuild", failing)
         with pytest.raises(MemoryError):
             answer(consumer, PROMPT, cache)
     assert cache.seen == 0
@@ -491,8 +494,8 @@ def test_what_is_no_translator_and_no_codes_is_refused_with_a_hint() -> None:
         (("pair", codes), r"translator: expected a CacheTranslator, got 'pair'.*from_pretrained"),
         ((translator, codes.to_bytes()), r"codes: expected SemanticCodes.*got 'bytes'.*from_bytes"),
         ((translator, PROMPT), r"codes: expected SemanticCodes.*got 'Tensor'.*encode"),
-        ((translator, None), "expected both"),
-        ((None, codes), "expected both"),
+        ((translator, None), r"codes: expected SemanticCodes.*got 'NoneType'.*encode"),
+        ((None, codes), r"translator: expected a CacheTranslator.*from_pretrained"),
     ):
         with pytest.raises(ConfigError, match=hint):
             TranslatedCache(consumer, *given)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError
@@ -26,8 +26,8 @@ def test_a_row_is_known_by_its_tokens_whatever_holds_them():
     ids = [5, 0, 4_000_000_000, 17]
     digest = hashlib.blake2b(struct.pack("<4I", *ids), digest_size=16).hexdigest()
     held = [ids, tuple(ids), np.array(ids), np.array(ids, np.uint32), torch.tensor(ids), np.array(ids, ">i8")]
-    assert {Row.of(row) for row in held} == {Row(4, digest, "")}
-    assert Row.of([]) == Row.of(torch.zeros(0, dtype=torch.int64)) == Row(0, hashlib.blake2b(digest_size=16).hexdigest(), "")
+    assert {Row.of(row) for row in held} == {Row(4, digest)}
+    assert Row.of([]) == Row.of(torch.zeros(0, dtype=torch.int64)) == Row(0, hashlib.blake2b(digest_size=16).hexdigest())
     assert Row.of(range(3)) != Row.of([0, 2, 1])
 
 
@@ -94,42 +94,22 @@ def test_a_part_that_makes_no_sense_can_not_be_announced(change):
         replace(TWO_CODES, **change)
 
 
-WRONG_MARKS = ["", "0" * 4, "0" * 7, "0" * 9, "0" * 12, "000g0000", "0000000A", "0000 000", "\u0660" * 8, None, 0, ["0"] * 8]
-
-
 @pytest.mark.parametrize(
-    ("tokens", "digest", "marks"),
-    [
-        *[(-1, "0" * 32, ""), (1.0, "0" * 32, ""), (1 << 50, "0" * 32, "")],
-        *[(1, "0" * 31, ""), (1, "F" * 32, ""), (1, None, ""), (7, "0" * 32, "0000"), (8, "0" * 32, "")],
-        *[(17, "0" * 32, marks) for marks in WRONG_MARKS],
-    ],
+    ("tokens", "digest"), [(-1, "0" * 32), (1.0, "0" * 32), (1 << 50, "0" * 32), (1, "0" * 31), (1, "F" * 32), (1, None)]
 )
-def test_a_row_that_makes_no_sense_can_not_be_made(tokens, digest, marks):
+def test_a_row_that_makes_no_sense_can_not_be_made(tokens, digest):
     with pytest.raises(ConfigError):
-        Row(tokens, digest, marks)
-
-
-@pytest.mark.parametrize("marks", WRONG_MARKS)
-def test_marks_of_a_wrong_length_or_kind_are_refused_in_a_head_whose_digest_is_right(marks):
-    head = head_of(lengths=(17,), parts=())
-    content = json.loads(json_of(head))
-    assert SemanticCodes.from_bytes(message(json_of(head), [])).head == head
-    content["rows"][0][2] = marks
-    assert len(refused(message(json.dumps(content, separators=(",", ":")).encode(), []))) < 1000
+        Row(tokens, digest)
 
 
 def test_a_head_longer_than_readers_take_is_not_sent():
-    long = Row(40_000_000, "0" * 32, "0" * 20_000_000)
-    for rows in ((Row.of([1]),) * 45_000, (long,)):
-        with pytest.raises(ConfigError, match="Encode fewer rows"):
-            CodesWriter(replace(head_of(parts=()), rows=rows)).begin()
+    with pytest.raises(ConfigError, match="Encode fewer rows"):
+        CodesWriter(replace(head_of(parts=()), rows=(Row.of([1]),) * 70_000)).begin()
 
 
-def test_a_batch_of_40_000_rows_or_of_300_long_ones_can_be_sent():
-    for rows in ((Row.of([1]),) * 40_000, (Row(100_000, "0" * 32, "0" * 50_000),) * 300):
-        head = replace(head_of(parts=()), rows=rows)
-        assert SemanticCodes.from_bytes(CodesWriter(head).begin()).head == head
+def test_a_batch_of_60_000_rows_can_be_sent():
+    head = replace(head_of(parts=()), rows=(Row.of([1]),) * 60_000)
+    assert SemanticCodes.from_bytes(CodesWriter(head).begin()).head == head
 
 
 def parts_of(names: int, codes: int = 1) -> list:
@@ -138,7 +118,7 @@ def parts_of(names: int, codes: int = 1) -> list:
 
 # The last two are as large as they may be, and only the bytes of the parts are missing.
 COSTLY = {
-    "rows": lambda: {"rows": [[1, "0" * 32, ""]] * 300_000},
+    "rows": lambda: {"rows": [[1, "0" * 32]] * 300_000},
     "empty rows": lambda: {"rows": [[]] * 4_000_000},
     "a group of lists": lambda: {"group": [[]] * 4_000_000},
     "parts": lambda: {"parts": parts_of(200_000)},
@@ -146,7 +126,7 @@ COSTLY = {
     "codes": lambda: {"parts": parts_of(1, 500_000)},
     "codes with few commas": lambda: {"parts": parts_of(1, 130_000)},
     "most parts": lambda: {"parts": parts_of(1024, 8)},
-    "most rows": lambda: {"rows": [[1, "0" * 32, ""]] * 43_000, "parts": parts_of(1)},
+    "most rows": lambda: {"rows": [[1, "0" * 32]] * 60_000, "parts": parts_of(1)},
 }
 
 
@@ -163,69 +143,22 @@ def test_a_head_made_to_cost_time_is_refused_within_a_second(name):
 # Beginnings
 
 
-def slow_marks(ids) -> str:
-    """From the description: the first two bytes of the digests of 8, 16, ... tokens."""
-    found = b""
-    for end in range(8, len(ids) + 1, 8):
-        found += hashlib.blake2b(struct.pack(f"<{end}I", *ids[:end]), digest_size=16).digest()[:2]
-    return found.hex()
-
-
-def slow_begins(row: list[int], text: list[int]) -> int | None:
-    """What `Row.begins` says, with all tokens of both at hand."""
-    if len(text) >= len(row):
-        return len(row) if text[: len(row)] == row else None
-    known = len(text) // 8 * 8
-    return known if text[:known] == row[:known] else None
-
-
-def begins(row: list[int], text: list[int]) -> int | None:
+def begins(row: list[int], text: list[int]) -> bool:
     return Row.of(row).begins(np.array(text, np.int64))
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 15, 16, 17, 900])
-def test_a_row_has_a_mark_for_each_8_tokens(length):
-    ids = [(7 * place + 4_000_000_000) % (1 << 32) for place in range(length)]
-    row = Row.of(ids)
-    assert row.marks == slow_marks(ids)
-    assert len(row.marks) == length // 8 * 4
-    assert row.digest == hashlib.blake2b(struct.pack(f"<{length}I", *ids), digest_size=16).hexdigest()
-
-
-@pytest.mark.parametrize("text_length", [0, 1, 7, 8, 9, 16, 17, 25])
-@pytest.mark.parametrize("row_length", [0, 1, 7, 8, 9, 16, 17, 25])
-def test_a_text_that_goes_on_begins_with_all_of_a_row_and_a_shorter_one_with_full_marks(row_length, text_length):
-    ids = list(range(100, 125))
-    expected = row_length if text_length >= row_length else text_length // 8 * 8
-    assert begins(ids[:row_length], ids[:text_length]) == expected
-
-
-@pytest.mark.parametrize("place", range(25))
-@pytest.mark.parametrize("text_length", [17, 24, 25, 26, 40])
-def test_one_other_token_makes_another_text_unless_it_is_behind_the_last_mark_or_the_row(text_length, place):
-    row = list(range(25))
-    text = list(range(text_length))
-    if place < text_length:
-        text[place] += 1000
-    known = 25 if text_length >= 25 else text_length // 8 * 8
-    assert begins(row, text) == (known if place >= known else None)
-
-
 @given(data=st.data())
-def test_the_tokens_of_a_row_that_a_text_begins_with_are_those_that_a_comparison_of_both_finds(data):
+def test_a_text_begins_with_a_row_where_a_comparison_of_both_says_so(data):
     token = st.integers(0, 2) | st.integers(0, (1 << 32) - 1)
     row = data.draw(st.lists(token, max_size=30))
     text = row[: data.draw(st.integers(0, 30))] + data.draw(st.lists(token, max_size=20))
     if text and data.draw(st.booleans()):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(token)
-    expected = slow_begins(row, text)
-    # One in 65,536 other beginnings of 8 tokens has the same mark.
-    assume(expected is not None or len(text) >= len(row) or not slow_marks(row).startswith(slow_marks(text)))
-    assert begins(row, text) == expected
-    assert Row.of(row).begins(np.array(text, np.uint32)) == expected
+    assert begins(row, text) == (text[: len(row)] == row)
+    assert Row.of(row).begins(np.array(text, np.uint32)) == begins(row, text)
 
 
-def test_a_row_that_was_sent_still_knows_its_beginnings():
+def test_a_row_that_was_sent_still_knows_its_text():
     head = SemanticCodes.from_bytes(codes_of(head_of(lengths=(20, 9))).to_bytes()).head
-    assert [row.begins(np.arange(16)) for row in head.rows] == [16, None]
-    assert [row.begins(np.arange(7, 30)) for row in head.rows] == [None, 9]
+    assert [row.begins(np.arange(20)) for row in head.rows] == [True, False]
+    assert [row.begins(np.arange(7, 30)) for row in head.rows] == [False, True]

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3NextConfig
 from hf_kvcaches import compat
 from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.translate.states import PromptTokens, ReadingCache, is_of_tokens_alone, read_states, run_base, state_of_input
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache, read_states, run_base, state_of_input
 from tests import tiny
 from tests.translate.models import MODELS, layers_of, left_padded, made_by, projected, traces_of
 
@@ -222,27 +222,3 @@ def test_models_without_keys_that_could_be_translated_are_refused(make):
     model = make()
     with pytest.raises(UnsupportedError, match=r"^model: "):
         read(model, PromptTokens.of(tiny.ids(1, 5)))
-
-
-# Layer 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_layer_0_knows_a_token_alone_unless_positions_are_learned(family, dtype):
-    model = MODELS[family]().to(dtype)
-    assert is_of_tokens_alone(model, tiny.ids(40, seed=3)) == (family != "gpt2")
-
-
-def test_a_layer_0_that_looks_at_what_stands_before_does_not_know_tokens_alone():
-    model = MODELS["llama"]()
-    model.model.embed_tokens.register_forward_hook(lambda module, args, made: made + 0.1 * made.roll(1, dims=1))
-    assert not is_of_tokens_alone(model, tiny.ids(40, seed=3))
-
-
-def test_tokens_alone_are_a_row_of_them_each_at_position_0():
-    tokens = PromptTokens.alone(torch.tensor([3, 5, 7]))
-    assert tokens.ids.tolist() == [[3, 5, 7]]
-    assert tokens.real.tolist() == [[True, True, True]]
-    assert tokens.positions.tolist() == [[0, 0, 0]]
-    assert tokens.mask is None
