@@ -31,7 +31,7 @@ from hf_kvcaches.kernels.rebuild_reference import rebuild as rebuild_reference
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
-from hf_kvcaches.translate.routing import Route
+from hf_kvcaches.translate.paper.routing import Route
 from hf_kvcaches.translate.translator import CacheTranslator, TranslatorSettings
 from hf_kvcaches.translate.transports import receive, send
 

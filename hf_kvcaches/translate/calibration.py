@@ -26,7 +26,7 @@ from hf_kvcaches.translate.head import CODE_DTYPES
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.metric import QueryMoments, attention_metric, blend, gradient_rows, loss_gradients
 from hf_kvcaches.translate.moments import BlockMoments
-from hf_kvcaches.translate.routing import Route
+from hf_kvcaches.translate.paper.routing import Route
 from hf_kvcaches.translate.solving import Solver
 from hf_kvcaches.translate.states import PromptTokens, ReadingCache, State, read_states, require_plain_layers
 from hf_kvcaches.translate.translator import Method, Metric, TranslatorSettings
@@ -292,7 +292,7 @@ def fit(
             maps = solver.solve()
         route, measured = Route(()), dict[str, float]()
         if routed:
-            from hf_kvcaches.translate.patching import patch
+            from hf_kvcaches.translate.paper.patching import patch
 
             trial = [prefixes[number] for number in apart]
             maps, route, measured = patch(pair, solver, maps, wanted, kept, trial, clock, progress)

@@ -25,7 +25,7 @@ from hf_kvcaches.stores.reading import checked_layers
 from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
 from hf_kvcaches.translate.head import CodesHead, PartHead, Row, check_dtype
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, to_tensors
-from hf_kvcaches.translate.routing import Route
+from hf_kvcaches.translate.paper.routing import Route
 from hf_kvcaches.translate.states import PromptTokens, State, read_states
 
 Method = Literal["joint", "cross_layer", "paper"]

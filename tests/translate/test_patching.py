@@ -8,10 +8,10 @@ from transformers import DynamicCache
 
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.translate import patching
-from hf_kvcaches.translate.aligners import MLPAligner
 from hf_kvcaches.translate.calibration import Pair, Wanted
-from hf_kvcaches.translate.patching import Trial
+from hf_kvcaches.translate.paper import patching
+from hf_kvcaches.translate.paper.aligner import MLPAligner
+from hf_kvcaches.translate.paper.patching import Trial
 from hf_kvcaches.translate.states import PromptTokens, read_states
 from tests import tiny
 from tests.translate.models import MODELS, error, filled, fitted, layers_of, made_by, projected, rebuilt, texts_of, traces_of

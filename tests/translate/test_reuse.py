@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_kvcaches.translate.moments import BlockMoments
-from hf_kvcaches.translate.reuse import ReducedRank, joint_svd, reduced_rank
+from hf_kvcaches.translate.paper.joint_svd import joint_svd
+from hf_kvcaches.translate.reuse import ReducedRank, reduced_rank
 
 TINY = 1e-9
 SEEDS = st.integers(0, 10**6)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.translate.routing import Route, Step, greedy, restore_one, select
+from hf_kvcaches.translate.paper.routing import Route, Step, select
 
 Table = dict[frozenset[int], float]
 
@@ -42,7 +42,7 @@ class Counting:
         return self.table(layers)
 
 
-def slow_greedy(table: Table, pool: list[int], most: int, least: int) -> list[int]:
+def slow_greedy(table: Table, pool: list[int], most: int) -> list[int]:
     """The order alone, looking at every candidate at every step."""
     order: list[int] = []
     while len(order) < most:
@@ -51,114 +51,69 @@ def slow_greedy(table: Table, pool: list[int], most: int, least: int) -> list[in
         for layer in sorted(pool):
             if layer not in order and table[frozenset([*order, layer])] > best_value:
                 best, best_value = layer, table[frozenset([*order, layer])]
-        if best is None or (best_value - now <= 0 and len(order) >= least):
+        if best is None or best_value - now <= 0:
             break
         order.append(best)
     return order
 
 
-@given(case=tables())
-def test_restore_one_is_each_layers_gain_alone_and_asks_for_every_set_once(case: tuple[int, Table]) -> None:
-    layers, table = case
-    score = Counting(table.__getitem__)
-    gains = restore_one(score, range(layers))
-    assert gains == {layer: table[frozenset({layer})] - table[frozenset()] for layer in range(layers)}
-    assert score.asked == Counter({frozenset(): 1} | {frozenset({layer}): 1 for layer in range(layers)})
-
-
 @given(case=tables(), data=st.data())
-def test_greedy_takes_what_a_plain_search_takes_and_scores_no_set_twice(case: tuple[int, Table], data: st.DataObject) -> None:
+def test_the_route_is_the_most_efficient_set_on_the_greedy_way(case: tuple[int, Table], data: st.DataObject) -> None:
     layers, table = case
-    most, least = data.draw(st.integers(0, layers + 1)), data.draw(st.integers(0, layers))
+    pool, most = data.draw(st.integers(1, layers)), data.draw(st.integers(0, layers))
     score = Counting(table.__getitem__)
-    steps = greedy(score, range(layers), most, least=least)
-    order = slow_greedy(table, list(range(layers)), most, least)
-    assert [step.layer for step in steps] == order
-    for k, step in enumerate(steps):
-        before, after = frozenset(order[:k]), frozenset(order[: k + 1])
-        assert step == Step(order[k], table[after] - table[before], table[after] - table[frozenset()])
-        assert step.gain > 0 or k < least
-    assert max(score.asked.values(), default=0) <= 1
-
-
-@given(case=tables(), data=st.data())
-def test_select_is_the_most_efficient_set_on_the_greedy_way(case: tuple[int, Table], data: st.DataObject) -> None:
-    layers, table = case
-    pool, most = data.draw(st.one_of(st.none(), st.integers(1, layers))), data.draw(st.one_of(st.none(), st.integers(0, layers)))
-    least = data.draw(st.integers(0, min(layers, pool or layers, layers if most is None else most)))
-    price = [data.draw(st.floats(0.1, 3)) for _ in range(layers)]
-    score = Counting(table.__getitem__)
-    route = select(score, range(layers), pool=pool, least=least, most=most, cost=lambda chosen: sum(price[i] for i in sorted(chosen)))
+    route = select(score, range(layers), pool=pool, most=most)
 
     alone = {layer: table[frozenset({layer})] - table[frozenset()] for layer in range(layers)}
-    ranked = sorted(range(layers), key=lambda layer: (-alone[layer], layer))[: pool or layers]
-    order = slow_greedy(table, ranked, layers if most is None else most, least)
+    order = slow_greedy(table, sorted(range(layers), key=lambda layer: (-alone[layer], layer))[:pool], most)
     best: tuple[float, list[int]] = (-math.inf, [])
-    for k in range(max(least, 1), len(order) + 1):
-        gain = table[frozenset(order[:k])] - table[frozenset()]
-        if gain > 0 and gain / sum(price[i] for i in sorted(order[:k])) > best[0]:
-            best = gain / sum(price[i] for i in sorted(order[:k])), order[:k]
+    for count in range(1, len(order) + 1):
+        gain = table[frozenset(order[:count])] - table[frozenset()]
+        before = table[frozenset(order[: count - 1])]
+        assert route.steps[count - 1] == Step(order[count - 1], table[frozenset(order[:count])] - before, gain)
+        if gain / count > best[0]:
+            best = gain / count, order[:count]
     assert route.patched == tuple(sorted(best[1]))
     assert route.sensitivity == alone
-    assert [step.layer for step in route.steps] == order
-    assert len(route.efficiencies) == len(order)
+    assert len(route.steps) == len(route.efficiencies) == len(order)
     assert max(score.asked.values()) == 1
     assert Route.from_json(json.loads(json.dumps(route.to_json()))) == route
 
 
-def test_where_layers_only_add_up_the_best_is_the_most_efficient_and_least_sets_how_many() -> None:
+def test_where_layers_only_add_up_the_best_alone_is_the_most_efficient() -> None:
     worth = [0.0, 5.0, -1.0, 3.0, 1.0]
-    route = select(lambda chosen: sum(worth[i] for i in chosen), range(5), pool=None, most=None)
+    route = select(lambda chosen: sum(worth[i] for i in chosen), range(5), pool=5, most=5)
     assert route.patched == (1,)
     assert [step.layer for step in route.steps] == [1, 3, 4]
     assert [step.total for step in route.steps] == [5.0, 8.0, 9.0]
     assert route.efficiencies == (5.0, 4.0, 3.0)
-    assert select(lambda chosen: sum(worth[i] for i in chosen), range(5), pool=None, most=None, least=2).patched == (1, 3)
-
-
-def test_a_fixed_part_of_the_cost_makes_more_layers_worth_it() -> None:
-    worth = [4.0, 3.0, 2.0, 0.1]
-    plain = select(lambda chosen: sum(worth[i] for i in chosen), range(4), pool=None, most=None, cost=2.0)
-    assert (plain.patched, plain.efficiencies[0]) == ((0,), 2.0)
-    fixed = select(lambda chosen: sum(worth[i] for i in chosen), range(4), pool=None, most=None, cost=lambda chosen: 10.0 + len(chosen))
-    assert fixed.patched == (0, 1, 2)
 
 
 def test_of_two_layers_that_replace_each_other_one_is_taken() -> None:
     def score(chosen: frozenset[int]) -> float:
         return 5.0 * bool(chosen & {1, 2}) + 1.0 * (3 in chosen)
 
-    route = select(score, range(4), pool=None, most=None)
+    route = select(score, range(4), pool=5, most=5)
     assert route.sensitivity == {0: 0.0, 1: 5.0, 2: 5.0, 3: 1.0}
     assert [step.layer for step in route.steps] == [1, 3]
-
-
-def test_a_pair_that_only_helps_together_is_found_where_least_asks_for_two() -> None:
-    def score(chosen: frozenset[int]) -> float:
-        return 6.0 * (chosen >= {0, 1}) - 0.1 * len(chosen)
-
-    assert select(score, range(3), pool=None, most=None).patched == ()
-    assert select(score, range(3), pool=None, most=None, least=2).patched == (0, 1)
 
 
 def test_partners_of_a_sensitive_layer_are_taken_with_it() -> None:
     def score(chosen: frozenset[int]) -> float:
         return 1.0 * (2 in chosen) + 4.0 * (chosen >= {0, 2})
 
-    route = select(score, range(3), pool=None, most=None)
+    route = select(score, range(3), pool=5, most=5)
     assert [step.layer for step in route.steps] == [2, 0]
     assert route.patched == (0, 2)
 
 
 @pytest.mark.parametrize("worth", [0.0, -1.0])
 def test_nothing_is_patched_where_nothing_helps(worth: float) -> None:
-    for least in (0, 2):
-        route = select(lambda chosen: worth * len(chosen), range(3), pool=None, most=3, least=least)
-        assert route.patched == ()
+    assert select(lambda chosen: worth * len(chosen), range(3), pool=3, most=3).patched == ()
 
 
 def test_ties_go_to_the_lower_layer_and_to_fewer_layers() -> None:
-    route = select(lambda chosen: float(len(chosen)), [3, 1, 2], pool=2, most=None)
+    route = select(lambda chosen: float(len(chosen)), [3, 1, 2], pool=2, most=5)
     assert [step.layer for step in route.steps] == [1, 2]
     assert route.efficiencies == (1.0, 1.0)
     assert route.patched == (1,)
@@ -167,33 +122,11 @@ def test_ties_go_to_the_lower_layer_and_to_fewer_layers() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, None, "much"])
 def test_a_score_that_is_no_number_is_refused_and_the_set_is_named(bad: object) -> None:
     with pytest.raises(ConfigError, match=r"score: .*\[0, 2\]"):
-        select(lambda chosen: bad if chosen == {0, 2} else float(len(chosen)), range(3), pool=None, most=None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "argument"),
-    [
-        ({"layers": [1, 1]}, "layers"),
-        ({"layers": [-1]}, "layers"),
-        ({"layers": [True]}, "layers"),
-        ({"pool": 0}, "pool"),
-        ({"most": -1}, "most"),
-        ({"most": 1.5}, "most"),
-        ({"least": -1}, "least"),
-        ({"least": 2, "most": 1}, "least"),
-        ({"least": 2, "pool": 1}, "least"),
-        ({"cost": 0.0}, "cost"),
-        ({"cost": lambda chosen: math.nan}, "cost"),
-    ],
-)
-def test_nonsense_is_refused_by_name(changes: dict[str, object], argument: str) -> None:
-    arguments = {"layers": range(3), "pool": None, "most": None} | changes
-    with pytest.raises(ConfigError, match=f"^{argument}: "):
-        select(lambda chosen: float(len(chosen)), **arguments)
+        select(lambda chosen: bad if chosen == {0, 2} else float(len(chosen)), range(3), pool=5, most=5)
 
 
 def stored() -> dict[str, object]:
-    return select(lambda chosen: float(len(chosen)), range(3), pool=None, most=None).to_json()
+    return select(lambda chosen: float(len(chosen)), range(3), pool=5, most=5).to_json()
 
 
 @pytest.mark.parametrize(

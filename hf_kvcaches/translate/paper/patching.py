@@ -18,13 +18,14 @@ from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate.aligners import MLPAligner, fit_ridge, train_aligner
 from hf_kvcaches.translate.calibration import Clock, Pair, Wanted
 from hf_kvcaches.translate.codes import Part, pack
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.moments import BlockMoments
+from hf_kvcaches.translate.paper.aligner import MLPAligner, train_aligner
+from hf_kvcaches.translate.paper.routing import Route, select
 from hf_kvcaches.translate.reuse import reduced_rank
-from hf_kvcaches.translate.routing import Route, select
+from hf_kvcaches.translate.ridge import fit_ridge
 from hf_kvcaches.translate.solving import Solver, part_name
 from hf_kvcaches.translate.states import PromptTokens, ReadingCache, state_of_input
 
@@ -233,15 +234,16 @@ def _trained(
     rows: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
 ) -> MLPAligner:
     """An aligner that starts from the linear map."""
-    batches = []
+    inputs, targets = [], []
     for known, given, target in rows:
-        inputs = [] if weights.side is None else [known.float()]
+        parts = [] if weights.side is None else [known.float()]
         if encoder is not None:
             coded = pack((given.float() @ encoder.weights["h"].to(given.device)).cpu(), wanted.code_dtype, wanted.group)
-            inputs.append(Part(encoder.part, {"h": coded}).decoded("h", torch.float32).to(known.device))
-        batches.append((torch.cat(inputs, dim=1), target.float()))
-    linear = torch.cat([part for part in weights[:2] if part is not None]).to(batches[0][0].device)
+            parts.append(Part(encoder.part, {"h": coded}).decoded("h", torch.float32).to(known.device))
+        inputs.append(torch.cat(parts, dim=1))
+        targets.append(target.float())
+    linear = torch.cat([part for part in weights[:2] if part is not None]).to(inputs[0].device)
     aligner = MLPAligner(linear, weights.bias, hidden=_HIDDEN_WIDTH * linear.shape[1])
-    with torch.inference_mode(False), torch.enable_grad():
-        train_aligner(aligner, batches, steps=_STEPS)
+    with torch.inference_mode(False):
+        train_aligner(aligner, torch.cat(inputs), torch.cat(targets), steps=_STEPS)
     return aligner.cpu().eval()

@@ -1,0 +1,136 @@
+"""The aligner of a patched layer as an MLP: from codes, and what the consumer knows, to its attention's normalised input."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
+
+# Share of the rows that are kept apart, and after how many steps they are looked at.
+_APART, _LOOK_AFTER = 0.1, 100
+
+
+class MLPAligner(nn.Module):
+    """A linear map and a hidden layer beside it: `x @ weight + bias + scale * outer(gelu(inner((x - centre) / spread)))`.
+
+    "Semantic Cache Distillation", equation 11. **Departs from the paper**, whose aligner is an MLP alone: the linear path is a ridge
+    solution that is already there, and `outer` starts at 0, so that an untrained aligner is exactly the ridge regression.
+
+    Args:
+        weight: (inputs, outputs), such as `fit_ridge` gives; stored in float32.
+        bias: (outputs,), or None for 0.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    centre: Tensor
+    spread: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, hidden: int, seed: int = 0) -> None:
+        super().__init__()
+        if weight.ndim != 2 or 0 in weight.shape:
+            raise ConfigError.of("weight", "a matrix (inputs, outputs)", tuple(weight.shape))
+        inputs, outputs = weight.shape
+        if bias is not None and tuple(bias.shape) != (outputs,):
+            raise ConfigError.of("bias", f"a vector of {outputs}, as weight has columns", tuple(bias.shape))
+        hidden = whole_number("hidden", hidden, 1)
+        linear = weight.detach().to(torch.float32, copy=True)
+        self.register_buffer("weight", linear)
+        self.register_buffer("bias", torch.zeros_like(linear[0]) if bias is None else bias.detach().to(linear, copy=True))
+        # What makes inputs and outputs of the hidden path about as large as 1; the training sets them.
+        self.register_buffer("centre", torch.zeros_like(linear[:, 0]))
+        self.register_buffer("spread", torch.ones_like(linear[:, 0]))
+        self.register_buffer("scale", torch.ones_like(linear[0, 0]))
+        generator = torch.Generator().manual_seed(seed)
+        self.inner = nn.Linear(inputs, hidden)
+        self.outer = nn.Linear(hidden, outputs, bias=False)
+        with torch.no_grad():
+            self.inner.weight.copy_(torch.randn(hidden, inputs, generator=generator) / inputs**0.5)
+            self.inner.bias.zero_()
+            self.outer.weight.zero_()
+        self.inner.to(linear.device)
+        self.outer.to(linear.device)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Tensor]) -> MLPAligner:
+        """An aligner as `state_dict` gave it."""
+        hidden, inputs = state["inner.weight"].shape
+        # Before room is made for both together.
+        if inputs != len(state["weight"]):
+            raise ArtifactError(f"An aligner is stored with {len(state['weight'])} inputs and hidden ones of {inputs}. Train it anew.")
+        made = cls(state["weight"], state["bias"], hidden=hidden)
+        made.load_state_dict(dict(state))
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        return x @ self.weight + self.bias + self.scale * self.outer(functional.gelu(self.inner(self.standard(x))))
+
+    def standard(self, x: Tensor) -> Tensor:
+        """The inputs as the hidden layer sees them."""
+        return (x - self.centre) / self.spread
+
+    def set_units(self, x: Tensor, y: Tensor) -> None:
+        """Makes inputs and outputs of the hidden layer about as large as 1.
+
+        Args:
+            x: (rows, inputs).
+            y: (rows, outputs).
+        """
+        spread, centre = torch.std_mean(x.double(), dim=0, correction=0)
+        # An input that hardly varies, such as a column of ones, would have a unit of rounding errors.
+        spread = torch.maximum(spread, 1e-3 * centre.abs())
+        self.centre.copy_(centre)
+        self.spread.copy_(torch.where(spread > 0, spread, torch.ones_like(spread)))
+        self.scale.fill_(float(y.double().square().mean().sqrt()) or 1.0)
+
+
+@torch.enable_grad()
+def train_aligner(aligner: MLPAligner, x: Tensor, y: Tensor, *, steps: int, lr: float = 1e-3, batch: int = 512, seed: int = 0) -> float:
+    """Trains the hidden layer in place to the least squared error, and keeps what was best on the last tenth of the rows.
+
+    AdamW with a cosine schedule. Neighbouring tokens resemble each other, so the rows kept apart are one stretch.
+
+    Args:
+        aligner: Untrained: the ridge regression, which the result is never worse than on the rows kept apart.
+        x: (rows, inputs).
+        y: (rows, outputs).
+        batch: Rows of one step.
+
+    Returns:
+        The squared error that is left of the ridge regression's on the rows kept apart, at most 1.
+    """
+    if x.shape != (len(y), len(aligner.weight)) or y.shape != (len(x), aligner.weight.shape[1]) or len(x) < 2:
+        expected = f"two rows or more of {len(aligner.weight)} inputs and of {aligner.weight.shape[1]} outputs"
+        raise ConfigError.of("x, y", expected, (tuple(x.shape), tuple(y.shape)))
+    if not (bool(x.isfinite().all()) and bool(y.isfinite().all())):
+        raise ConfigError.of("x, y", "finite values", "infinities or NaN")
+    split = min(len(x) - 1, round((1 - _APART) * len(x)))
+    aligner.set_units(x[:split], y[:split])
+    optimizer = torch.optim.AdamW(aligner.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator = torch.Generator().manual_seed(seed)
+
+    def error() -> float:
+        with torch.no_grad():
+            return float((aligner(x[split:]) - y[split:]).double().square().sum())
+
+    start = least = error()
+    best = copy.deepcopy(aligner.state_dict())
+    for step in range(1, steps + 1):
+        rows = torch.randint(split, (min(batch, split),), generator=generator).to(x.device)
+        loss = ((aligner(x[rows]) - y[rows]) / aligner.scale).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if (step % _LOOK_AFTER == 0 or step == steps) and (now := error()) < least:
+            least, best = now, copy.deepcopy(aligner.state_dict())
+    aligner.load_state_dict(best)
+    return least / start if start else 1.0

@@ -1,0 +1,135 @@
+"""Which layers are patched and which are reused, by what it does to a metric."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
+
+# The metric, greater is better, with exactly these layers patched and all others reused.
+Score = Callable[[frozenset[int]], float]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer more of the greedy search.
+
+    Args:
+        gain: What it added to the score of those before it.
+        total: What they all have over no patched layer at all.
+    """
+
+    layer: int
+    gain: float
+    total: float
+
+
+@dataclass(frozen=True)
+class Route:
+    """The patched layers, and the tables that they were chosen by. Tables are empty where the caller chose.
+
+    Args:
+        sensitivity: For each layer, what patching it alone gains.
+        steps: The greedy order, beyond the patched layers where more was tried.
+        efficiencies: For the first 1, 2, ... of the steps, what they gain together for each layer.
+    """
+
+    patched: tuple[int, ...]
+    sensitivity: Mapping[int, float] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
+    efficiencies: tuple[float, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict that JSON can hold."""
+        return {
+            "patched": list(self.patched),
+            "sensitivity": {str(layer): gain for layer, gain in self.sensitivity.items()},
+            "steps": [{"layer": step.layer, "gain": step.gain, "total": step.total} for step in self.steps],
+            "efficiencies": list(self.efficiencies),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Route:
+        """Reads what `to_json` made; damage is an `ArtifactError`."""
+        try:
+            route = cls(
+                patched=tuple(_index(layer) for layer in _listed(data["patched"])),
+                sensitivity={_index(int(layer)): _number(gain) for layer, gain in data["sensitivity"].items()},
+                steps=tuple(Step(_index(s["layer"]), _number(s["gain"]), _number(s["total"])) for s in _listed(data["steps"])),
+                efficiencies=tuple(_number(value) for value in _listed(data["efficiencies"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ArtifactError(f"A route over layers is stored incompletely or damaged: {error!r}. Store all of to_json().") from error
+        if list(route.patched) != sorted(set(route.patched)) or len(route.efficiencies) != len(route.steps):
+            raise ArtifactError(f"A route over layers doesn't fit together: {dict(data)!r}. Store what to_json() gave.")
+        return route
+
+
+def select(score: Score, layers: Sequence[int], *, pool: int, most: int) -> Route:
+    """Chooses the layers to patch, as the appendix A of "Semantic Cache Distillation".
+
+    The layers that gain most alone (equation 21) form a pool; from it a greedy search takes the layer that adds most to those before it
+    (equation 22), as long as one adds anything; and of the sets on its way the one that gains most for each layer is patched. Of equals,
+    the lowest layer and the smallest set. Where none gains, nothing is patched. Each set is scored once.
+
+    Args:
+        score: It should not be noisy: with a sampled metric the best of many candidates looks better than it is, so measure the choice
+            again on other prompts.
+        layers: Those that may be patched.
+        pool: How many enter the greedy search.
+        most: The largest number of patched layers.
+    """
+    known: dict[frozenset[int], float] = {}
+
+    def value(chosen: frozenset[int]) -> float:
+        if chosen not in known:
+            known[chosen] = _as_number(score(chosen), chosen)
+        return known[chosen]
+
+    nothing = value(frozenset())
+    sensitivity = {layer: value(frozenset({layer})) - nothing for layer in layers}
+    left = sorted(sorted(layers, key=lambda layer: (-sensitivity[layer], layer))[:pool])
+    taken: frozenset[int] = frozenset()
+    steps: list[Step] = []
+    while left and len(steps) < most:
+        best = max(left, key=lambda layer: value(taken | {layer}))  # The first of equals, and `left` is in order.
+        gain = value(taken | {best}) - value(taken)
+        if gain <= 0:
+            break
+        taken |= {best}
+        left.remove(best)
+        steps.append(Step(best, gain, value(taken) - nothing))
+    efficiencies = tuple(step.total / count for count, step in enumerate(steps, start=1))
+    patched = efficiencies.index(max(efficiencies)) + 1 if steps else 0
+    return Route(tuple(sorted(step.layer for step in steps[:patched])), sensitivity, tuple(steps), efficiencies)
+
+
+def _as_number(value: Any, layers: frozenset[int]) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError.of("score", f"a finite number for the patched layers {sorted(layers)}", value)
+    return number
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{value!r} is not a list")
+    return value
+
+
+def _index(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is not the index of a layer")
+    return value
+
+
+def _number(value: Any) -> float:
+    if not is_number(value) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a finite number")
+    return float(value)
