@@ -36,7 +36,7 @@ from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.errors import ConfigError
 
 FULL_CACHE = "full cache"
-POLICIES = ("streaming", "h2o", "tova", "snapkv", "lagkv", "knorm", "random")
+POLICIES = ("leverage", "compactor", "cur", "keydiff", "expected_attention", "streaming", "h2o", "tova", "snapkv", "lagkv", "knorm", "random")
 COLUMNS = "task policy positions budget from to tokens perplexity questions right share".split()
 
 

@@ -97,15 +97,15 @@ class EquipCache(AnsweringCache):
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
-        settings = EquipSettings(budget, sinks, recent, self.policy, self._options["backend"])
+        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
+        settings = EquipSettings(budget, sinks, recent, self.policy, geometry, self._options["backend"])
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is None:
-            return EquipLayer(settings, self._make_frames(layer_idx), self.passes, self.config)
-        return PagedEquipLayer(settings, self._make_frames(layer_idx), self.passes, self.config, self._book)
+            return EquipLayer(settings, self._make_frames(geometry), self.passes, self.config)
+        return PagedEquipLayer(settings, self._make_frames(geometry), self.passes, self.config, self._book)
 
-    def _make_frames(self, layer_idx: int) -> Frames:
-        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
+    def _make_frames(self, geometry: RotaryGeometry) -> Frames:
         if self._options["positions"] == "original" or geometry.kind in ("learned", "none"):
             return Frames("given")
         if geometry.kind != "rope" or geometry.refusal is not None:
@@ -131,16 +131,17 @@ class EquipCache(AnsweringCache):
 
     @property
     def adopt_window(self) -> int | None:
-        return self.policy.observes
+        observes = self.policy.observes
+        return None if observes is None else max(observes, self.policy.queries)
 
     def adopt_refused(self, window: int = 0) -> str:
-        observes, name = self.policy.observes, self.policy.name or type(self.policy).__name__
-        if observes is not None and observes <= window:
+        needed, name = self.adopt_window, self.policy.name or type(self.policy).__name__
+        if needed is not None and needed <= window:
             return ""
-        whose, others = ("all queries", "'snapkv', ") if observes is None else (f"a prompt's last {observes} queries", "")
+        whose, others = ("all queries", "'snapkv', ") if needed is None else (f"a prompt's last {needed} queries", "")
         return (
-            f"policy: {name!r} scores by the attention of {whose}, which stored keys and values don't have. "
-            f"Use {others}'knorm', 'lagkv' or 'streaming'."
+            f"policy: {name!r} scores by {whose}, which stored keys and values don't have. "
+            f"Use {others}'leverage', 'keydiff', 'lagkv' or 'streaming'."
         )
 
     @property

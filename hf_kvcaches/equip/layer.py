@@ -85,7 +85,7 @@ class EquipLayer(PlacedSlots):
         """
         observed = pruning.observed_by(self, queries, keys, running)
         self.resolve(running, running.tokens)
-        pruning.prune_block(self, keys, values, running, observed)
+        pruning.prune_block(self, keys, values, running, observed, queries)
         self.seen = running.tokens
         self.wind(False)
 
@@ -108,6 +108,7 @@ class EquipLayer(PlacedSlots):
             outputs.append(pruning.take_block(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, own))
         for index in range(block, tokens):
             own, span = running.part(index, index + 1), slice(index, index + 1)
+            self.note_queries(LastQueries(query[:, :, span], call.scaling), own.valid)
             slot = steps.insert(self, keys[:, :, span], values[:, :, span], own)
             output, weights = steps.attend(self, query[:, :, span], call, own)
             steps.observe(self, weights, slot, own)

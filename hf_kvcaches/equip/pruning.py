@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.frames import TurningPass
+from hf_kvcaches.equip.state import padding_first
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.adopting import LastQueries
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
 
@@ -29,6 +30,7 @@ class Candidates:
         stands: At which place a key stands that was rotated, likewise; None where keys have no rotation of ours.
         attention: (batch, kv_heads, tokens), float32, or None.
         scores: Likewise, NaN for new tokens; None where nothing was scored yet.
+        queries: Of the new tokens, (batch, heads, tokens, head_dim), or None where the policy is shown none.
     """
 
     keys: torch.Tensor
@@ -38,6 +40,7 @@ class Candidates:
     attention: torch.Tensor | None
     gathering: torch.Tensor | None
     scores: torch.Tensor | None
+    queries: torch.Tensor | None = None
 
     def pick(self, index: torch.Tensor) -> Candidates:
         """Some of the tokens.
@@ -65,6 +68,7 @@ class Candidates:
             flat(self.attention),
             flat(self.gathering),
             flat(self.scores),
+            self.queries,
         )
 
 
@@ -79,26 +83,46 @@ def take_block(
         call: What else the model said.
     """
     output, observed = _attend(layer, query, keys, values, call, running)
-    prune_block(layer, keys, values, running, observed)
+    prune_block(layer, keys, values, running, observed, LastQueries(query, call.scaling))
     return output
 
 
 def prune_block(
-    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, observed: torch.Tensor | None = None
+    layer: EquipLayer,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    running: TurningPass,
+    observed: torch.Tensor | None = None,
+    queries: LastQueries | None = None,
 ) -> None:
     """Takes a block of new tokens and keeps what the budget allows.
 
     Args:
         keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
+        queries: Of the new tokens, or the last of them.
     """
+    shown = _shown(layer, queries, running)
     if layer.replaces_in_place and running.valid is None:
         if layer.is_ring:
             layer.write_ring(*arrived(layer, keys, running)[:1], values)
         else:
-            replace_in_place(layer, candidates(layer, keys, values, running, observed, ordered=False), keys.shape[2])
+            replace_in_place(layer, candidates(layer, keys, values, running, observed, shown, ordered=False), keys.shape[2])
         return
-    lay_out(layer, candidates(layer, keys, values, running, observed))
+    lay_out(layer, candidates(layer, keys, values, running, observed, shown))
+
+
+def _shown(layer: EquipLayer, queries: LastQueries | None, running: TurningPass) -> torch.Tensor | None:
+    """The queries of new tokens that the policy is shown, padding first; remembered where it has to see some while decoding."""
+    if queries is None or not (layer.policy.sees_block or layer.policy.queries):
+        return None
+    states = queries.states
+    valid = None if running.valid is None else running.valid[:, -states.shape[2] :]
+    layer.scaling = queries.scaling
+    layer.note_queries(queries, valid)
+    if not layer.policy.sees_block:
+        return None
+    return states if valid is None else padding_first(states, valid)
 
 
 def lay_out(layer: EquipLayer, found: Candidates) -> None:
@@ -261,6 +285,7 @@ def candidates(
     values: torch.Tensor,
     running: TurningPass,
     observed: torch.Tensor | None = None,
+    queries: torch.Tensor | None = None,
     *,
     ordered: bool = True,
 ) -> Candidates:
@@ -275,7 +300,7 @@ def candidates(
     keys, stands = arrived(layer, keys, running)
     old = kept_candidates(layer) if layer.used else None
     places = layer.pass_over(running.valid, tokens).expand(batch, 1, tokens)
-    found = Candidates(keys, values, places.to(torch.int32), stands, None, None, None)
+    found = Candidates(keys, values, places.to(torch.int32), stands, None, None, None, queries)
     if old is not None:
         found = joined(layer, old, found)
     real = keys.new_full((batch, 1, 1), tokens, dtype=torch.long) if running.valid is None else running.valid.sum(-1)[:, None, None]
@@ -323,6 +348,7 @@ def joined(layer: EquipLayer, old: Candidates, new: Candidates) -> Candidates:
         padded(old.attention, 0.0),
         padded(old.gathering, 0.0),
         padded(old.scores, torch.nan),
+        new.queries,
     )
 
 
@@ -375,7 +401,19 @@ def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
     keys = found.keys
     if layer.frames.turns and layer.policy.directions:
         keys = layer.as_rotated(keys, found.positions, found.stands)
-    tokens = Tokens(keys, found.values, found.positions, found.attention, layer.fed, layer.settings.sinks, True, first, found.scores)
+    tokens = Tokens(
+        keys,
+        found.values,
+        found.positions,
+        found.attention,
+        layer.fed,
+        layer.settings.sinks,
+        first=first,
+        scores=found.scores,
+        queries=layer.queries if found.queries is None else found.queries,
+        scaling=layer.scaling,
+        geometry=layer.settings.geometry,
+    )
     return layer.policy.checked_score(tokens)
 
 

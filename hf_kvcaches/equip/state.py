@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedConfig
 
+from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip.budgets import check_budget, slots_for
 from hf_kvcaches.equip.compiled import ClockedStorage
@@ -31,6 +32,7 @@ class SlotState(ClockedStorage):
         cursor: The ring's oldest slot.
         oldest_recent: Where a policy scores and all slots are in use, the newest tokens mostly have a ring of their own behind all others:
             its oldest slot. -1 where they have none, `UNKNOWN` where nobody looked.
+        queries: The last ones, as many as the policy has to see, (batch, heads, queries, head_dim), the newest at the end.
         gathered: Queries in `gathering`, the attention of the observation window that is not yet complete, (batch, 1, 1).
     """
 
@@ -44,12 +46,13 @@ class SlotState(ClockedStorage):
         "attention",
         "gathering",
         "gathered",
+        "queries",
         "first",
         "kept_rows",
         "offset_rows",
         "padding",
     )
-    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "oldest_recent")
+    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "oldest_recent", "scaling")
     swapped: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
@@ -57,6 +60,7 @@ class SlotState(ClockedStorage):
     attention: torch.Tensor | None = None
     gathering: torch.Tensor | None = None
     gathered: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
     first: torch.Tensor | None = None
     padding: torch.Tensor | None = None
 
@@ -66,6 +70,7 @@ class SlotState(ClockedStorage):
         self.backend = settings.backend
         self.fed = self.slots = self.recent = self.filled = self.offset = self.cursor = 0
         self.oldest_recent = UNKNOWN
+        self.scaling = 1.0
 
     @property
     def policy(self) -> Policy:
@@ -312,6 +317,22 @@ class SlotState(ClockedStorage):
             if held is not None:
                 held.scatter_(2, to.expand(*held.shape[:2], 1), held[..., slot : slot + 1].clone())
 
+    def note_queries(self, queries: LastQueries, valid: torch.Tensor | None) -> None:
+        """Remembers the last queries, as many as the policy has to see.
+
+        Args:
+            valid: True where a new token is real, (batch, tokens), or None for all.
+        """
+        window, new = self.policy.queries, queries.states.detach()
+        if not window:
+            return
+        self.scaling = queries.scaling
+        before = new.new_zeros(*new.shape[:2], window, new.shape[3]) if self.queries is None else self.queries
+        joined = torch.cat([before, new], 2)
+        if valid is not None:
+            joined = padding_first(joined, torch.cat([valid.new_ones(valid.shape[0], window), valid], 1))
+        self.queries = joined[:, :, -window:]
+
     def add_to_sums(self, weights: torch.Tensor, slot: int) -> None:
         """`add_attention` for a policy that observes all queries.
 
@@ -351,6 +372,17 @@ class SlotState(ClockedStorage):
         self.gathering = torch.where(complete, 0.0, self.gathering)
         self.gathered = torch.where(complete, 0, self.gathered)
         return complete
+
+
+def padding_first(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    """States in order, but for those of padding, which come first.
+
+    Args:
+        states: (batch, heads, tokens, head_dim).
+        valid: True where a token is real, (batch, tokens).
+    """
+    order = valid.to(torch.int8).argsort(dim=1, stable=True)
+    return states.gather(2, order[:, None, :, None].expand_as(states))
 
 
 def place_ranks(positions: torch.Tensor) -> torch.Tensor:

@@ -332,6 +332,9 @@ def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.T
         layer.settings.sinks,
         complete if isinstance(complete, bool) else True,
         first,
+        queries=layer.queries,
+        scaling=layer.scaling,
+        geometry=layer.settings.geometry,
     )
     scores = layer.victim_scores()[..., :used]
     if isinstance(complete, bool) or bool(complete.all()):

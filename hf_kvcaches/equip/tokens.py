@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -25,6 +26,10 @@ class Tokens:
         first: The position of each row's first real token, (batch,), or one number for all rows.
         scores: (batch, 1 or kv_heads, slots), what the policy said before about tokens that were kept; NaN for new ones. None in the
             first block and after single steps.
+        queries: The last queries, (batch, heads, queries, head_dim), as the model rotated them, the newest at the end; None where the
+            policy is shown none.
+        scaling: What the model's attention multiplies scores with.
+        geometry: How the model rotates keys; None for a policy that is tried on tensors alone.
     """
 
     keys: torch.Tensor
@@ -36,6 +41,30 @@ class Tokens:
     complete: bool = True
     first: torch.Tensor | int = 0
     scores: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+    scaling: float = 1.0
+    geometry: RotaryGeometry | None = None
+
+    def unrotated_keys(self) -> torch.Tensor:
+        """`keys` as they were before their rotation."""
+        return self.keys if self.geometry is None else self.geometry.unrotate(self.keys, self.row_index().clamp(min=0))
+
+    def unrotated_queries(self) -> torch.Tensor:
+        """`queries` as they were before their rotation, or an error that says how to get them."""
+        if self.queries is None:
+            raise UnsupportedError("This policy scores by queries, and these tokens came without. Set `queries` and `sees_block`.")
+        return self.queries if self.geometry is None else self.geometry.unrotate(self.queries, self._query_index().clamp(min=0))
+
+    def queries_are_real(self) -> torch.Tensor:
+        """True for queries of real tokens, (batch, queries)."""
+        return self._query_index() >= 0
+
+    def _query_index(self) -> torch.Tensor:
+        """The queries' places in their rows, (batch, queries); below 0 where there is none."""
+        assert self.queries is not None
+        index = torch.arange(self.seen - self.queries.shape[2], self.seen, device=self.queries.device)[None]
+        first = self.first.to(index.device)[:, None] if isinstance(self.first, torch.Tensor) else self.first
+        return (index - first).expand(self.queries.shape[0], -1)
 
     @property
     def observed(self) -> torch.Tensor:

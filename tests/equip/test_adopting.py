@@ -18,7 +18,8 @@ from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.equip.budgets import pyramid_budgets
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import PagePool
-from hf_kvcaches.equip.policies import H2OPolicy, LagKVPolicy, Policy, SnapKVPolicy, Tokens
+from hf_kvcaches.equip.policies import H2OPolicy, LagKVPolicy, Policy, SnapKVPolicy
+from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, PoolExhausted, UnsupportedError
 from tests.conformance import models
 from tests.conformance.driving import TOLERANCES, feed, left_padded, tokens

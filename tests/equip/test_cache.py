@@ -15,7 +15,8 @@ from hf_kvcaches import enable
 from hf_kvcaches.core.attention import _attend
 from hf_kvcaches.equip.budgets import pyramid_budgets
 from hf_kvcaches.equip.cache import EquipCache
-from hf_kvcaches.equip.policies import LagKVPolicy, Policy, SnapKVPolicy, Tokens, policy_from_settings
+from hf_kvcaches.equip.policies import LagKVPolicy, Policy, SnapKVPolicy, policy_from_settings
+from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import testbed
 from tests.conformance import models

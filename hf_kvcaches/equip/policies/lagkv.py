@@ -1,9 +1,54 @@
-"""The arithmetic of two policies that is too long to stand among them."""
+"""LagKV: what stands out against the tokens that follow."""
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
 import torch
 from torch.nn import functional
+
+from hf_kvcaches.equip.policies.base import Policy, check_count, put_score
+from hf_kvcaches.equip.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class LagKVPolicy(Policy):
+    """Keeps the tokens whose keys and values stand out against those of the lag of tokens after theirs.
+
+    LagKV (Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704): tokens are cut into lags. Each
+    channel is scaled by its range in the following lag, and what spreads most over the channels is worth most. No attention is needed.
+
+    **Departs from the paper**: the budget is a number of tokens and not a share of each lag; scores are ranks within a lag, so that lags
+    can be compared, as in kvpress. A channel that is constant in the following lag says nothing. A lag is scored once, when the following
+    one is complete; until then its tokens stay, and the oldest goes if there is nothing else. Where a token of either lag is gone by then
+    (the budget is smaller than two lags, or padding lies within), the lag's tokens are never scored.
+
+    Args:
+        lag_size: Tokens in a lag.
+    """
+
+    name = "lagkv"
+    lag_size: int = 128
+
+    def __post_init__(self) -> None:
+        check_count(self, "lag_size", 2)
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return max(1, min(2 * self.lag_size, (budget - sinks) // 2))
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        ranks = lag_ranks(tokens.keys, tokens.values, tokens.row_index() - tokens.sinks, self.lag_size)
+        return ranks if tokens.scores is None else torch.where(tokens.scores.isfinite(), tokens.scores, ranks)
+
+    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
+        scores = put_score(scores, slots, torch.inf)
+        due = self.looks(tokens.seen, tokens.first, tokens.sinks)
+        return self.score(dataclasses.replace(tokens, scores=scores)) if due else scores
+
+    def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
+        over = (seen - first - sinks) % self.lag_size
+        return bool((over == 0).any()) if isinstance(over, torch.Tensor) else over == 0
 
 
 def lag_ranks(keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
@@ -64,20 +109,3 @@ def _information(states: torch.Tensor, source: torch.Tensor, size: int) -> torch
     low, high = following.amin(-2, keepdim=True), following.amax(-2, keepdim=True)
     # What is divided by infinity says nothing.
     return ((this - low) / torch.where(high > low, high - low, torch.inf)).std(-1).softmax(-1)
-
-
-def lots(positions: torch.Tensor, seed: int) -> torch.Tensor:
-    """Numbers in [0, 1) that look random and depend on seed, head and position only, (batch, kv_heads, slots).
-
-    Args:
-        positions: (batch, kv_heads, slots).
-    """
-    heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
-    mixed = torch.full_like(heads, seed % 2**31)
-    for part in (heads, positions.long()):
-        mixed = (mixed * 0x9E3779B1 + part) & 0xFFFFFFFF
-        # Multiplications wrap around at 64 bits, and the mask leaves what counts.
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
-        mixed = mixed ^ (mixed >> 16)
-    return (mixed >> 8).float() / 2**24

@@ -1,0 +1,228 @@
+"""The base of all policies.
+
+A policy scores tokens, and higher scores stay. The base class does the rest: it protects the sinks and the newest tokens, and chooses
+what stays after a block and what goes in a decoding step. A policy of your own is a subclass with one method:
+
+    class SmallValues(Policy):
+        def score(self, tokens):
+            return -tokens.values.float().norm(dim=-1)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, ClassVar
+
+import torch
+
+from hf_kvcaches.equip.tokens import Tokens, ages, newest_from
+from hf_kvcaches.errors import ConfigError, whole_number
+
+# The policies of this package by name.
+BUILT_IN: dict[str, type[Policy]] = {}
+_HIGHEST = torch.finfo(torch.float32).max
+
+
+class Policy(ABC):
+    """The base of all policies. A subclass writes `score`; a frozen dataclass for one with parameters makes it savable.
+
+    Attributes:
+        name: What `resolve_policy` and saved caches call it.
+        observes: Whose attention it scores by. 0: none; a number: the last so many queries; None: all queries.
+        queries: How many of the last queries themselves it has to see while decoding; 0: none.
+        sees_block: Whether it is shown the queries of a block, where there are any.
+        order_only: Whether the oldest token goes whatever it holds, so that no scores are needed.
+        always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
+        directions: Whether it reads more of the keys than their lengths, and wants them as the model rotated them.
+        scores_are_sums: Whether scores after a step are the attention received from all queries so far, as it is.
+        mixes_heads: Whether a head's scores depend on other heads, or on how many there are: refused under tensor parallelism.
+    """
+
+    name: ClassVar[str] = ""
+    observes: int | None = 0
+    queries: ClassVar[int] = 0
+    sees_block: ClassVar[bool] = False
+    order_only: ClassVar[bool] = False
+    always_recent: ClassVar[int] = 0
+    directions: ClassVar[bool] = True
+    scores_are_sums: bool = False
+    mixes_heads: ClassVar[bool] = False
+
+    def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
+        """Whether `rescore` reads keys after a step with so many tokens seen. Turning them back takes time that may be spared.
+
+        Args:
+            seen: Tokens fed in so far.
+            first: As in `Tokens`.
+            sinks: Protected first tokens.
+        """
+        return self.directions
+
+    def recent(self, budget: int, sinks: int) -> int:
+        """How many of the newest tokens are protected where the user doesn't say.
+
+        Args:
+            budget: Slots of the layer.
+            sinks: Protected first tokens.
+        """
+        return 1
+
+    @abstractmethod
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        """What each token is worth: (batch, 1 or kv_heads, slots), higher stays, infinite stays while anything finite can go.
+
+        With 1 in the place of the heads, all heads of a layer keep the same tokens. What it says of empty slots does not matter.
+
+        Args:
+            tokens: All slots after a block, before it is pruned.
+        """
+
+    def checked_score(self, tokens: Tokens) -> torch.Tensor:
+        """`score` as float32 without gradients, or an error that names a wrong shape.
+
+        Args:
+            tokens: As in `score`.
+        """
+        scores = self.score(tokens)
+        batch, heads, slots, _ = tokens.keys.shape
+        if tuple(scores.shape) not in ((batch, 1, slots), (batch, heads, slots)):
+            raise ConfigError.of(
+                f"{type(self).__name__}.score",
+                f"scores of the shape {(batch, heads, slots)}, or {(batch, 1, slots)} for all heads alike",
+                tuple(scores.shape),
+            )
+        return scores.detach().float()
+
+    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
+        """The scores after a decoding step.
+
+        Args:
+            scores: (batch, 1 or kv_heads, slots), float32, those before the step; may be changed in place.
+            tokens: With the new token and what its query attended to.
+            slots: (batch, 1 or kv_heads, 1), where the new token went.
+        """
+        return self.checked_score(tokens)
+
+    def protect(
+        self, scores: torch.Tensor, positions: torch.Tensor, *, sinks_end: torch.Tensor | int, recent_start: torch.Tensor | int
+    ) -> torch.Tensor:
+        """Scores with +inf for sinks and recent tokens, -inf for empty slots, and finite for all others.
+
+        Args:
+            scores: (batch, 1 or kv_heads, slots).
+            positions: (batch, 1 or kv_heads, slots).
+            sinks_end: Tokens at positions before it are sinks; broadcast to `positions`.
+            recent_start: Tokens from it on are recent; broadcast to `positions`.
+        """
+        worth = scores.float().nan_to_num(nan=-_HIGHEST, posinf=_HIGHEST, neginf=-_HIGHEST)
+        worth = torch.where((positions < sinks_end) | (positions >= recent_start), torch.inf, worth)
+        return torch.where(positions < 0, -torch.inf, worth)
+
+    def keep(
+        self, scores: torch.Tensor, positions: torch.Tensor, budget: int, *, sinks_end: torch.Tensor | int, recent: int
+    ) -> torch.Tensor:
+        """After a block: the slots to keep, ascending, (batch, 1 or kv_heads, min(budget, slots)).
+
+        Of equal scores those stay that `topk` takes from the row alone, as in kvpress. A row with fewer tokens keeps all, and some empty
+        slots.
+
+        Args:
+            scores: (batch, 1 or kv_heads, slots).
+            positions: (batch, 1 or kv_heads, slots).
+            budget: How many slots to keep.
+            sinks_end: As in `protect`.
+            recent: How many of the newest tokens are protected.
+        """
+        start = newest_from(positions, max(recent, self.always_recent))
+        worth = self.protect(scores, positions, sinks_end=sinks_end, recent_start=start)
+        # What the policy calls infinite ties with what is protected, unless there is too much of it: then the oldest go.
+        endless = worth >= _HIGHEST
+        crowded = endless.sum(-1, keepdim=True) > budget
+        by_age = torch.where(worth == torch.inf, torch.inf, torch.where(endless, positions.float(), -torch.inf))
+        worth = torch.where(crowded, by_age, torch.where(endless, torch.inf, worth))
+        return _best(worth, (positions >= 0).expand_as(worth), min(budget, worth.shape[-1]))
+
+    def victim(
+        self, scores: torch.Tensor, positions: torch.Tensor, *, sinks_end: torch.Tensor | int, recent_start: torch.Tensor | int
+    ) -> torch.Tensor:
+        """Before a decoding step: the slot to write the new token to, (batch, 1 or kv_heads, 1).
+
+        That is the first empty slot, or else the lowest score that is not protected; of equal ones the oldest goes.
+
+        Args:
+            scores: (batch, 1 or kv_heads, slots).
+            positions: (batch, 1 or kv_heads, slots).
+            sinks_end: As in `protect`.
+            recent_start: As in `protect`. The token to come is the newest one, so the newest `recent - 1` of these.
+        """
+        held = (positions < sinks_end) | (positions >= recent_start)
+        lowest = torch.where(held, torch.inf, scores).amin(-1, keepdim=True)
+        # Also right where all scores are infinite, and where one is NaN: then the oldest goes.
+        return ages(positions, held | (scores > lowest)).argmin(-1, keepdim=True)
+
+    def settings(self) -> dict[str, Any]:
+        """The policy as plain values for JSON; `policy_from_settings` builds it again."""
+        parameters: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        # A subclass of a built-in policy has its name, and is not it.
+        own = BUILT_IN.get(self.name) is not type(self)
+        return {"policy": f"{type(self).__module__}.{type(self).__qualname__}" if own else self.name, **parameters}
+
+
+@dataclass(frozen=True)
+class PeriodicPolicy(Policy):
+    """A policy that scores all tokens anew each time `interval` others have come; until then new ones stay.
+
+    Args:
+        interval: Tokens that come between two scorings.
+    """
+
+    interval: int = 64
+
+    def __post_init__(self) -> None:
+        check_count(self, "interval", 1)
+
+    def recent(self, budget: int, sinks: int) -> int:
+        # What is asked next is close to the last tokens; more of them would take the slots of facts.
+        return max(1, min(64, (budget - sinks) // 4))
+
+    def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
+        due = (seen - first) % self.interval == 0
+        return bool(due.any()) if isinstance(due, torch.Tensor) else due
+
+    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
+        scores = put_score(scores, slots, torch.inf)
+        if not self.looks(tokens.seen, tokens.first, tokens.sinks):
+            return scores
+        new = self.checked_score(replace(tokens, scores=scores))
+        if not isinstance(tokens.first, torch.Tensor):
+            return new
+        due = (tokens.seen - tokens.first) % self.interval == 0
+        return torch.where(due[:, None, None], new, scores)
+
+
+def put_score(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
+    """Writes a new token's score, a number or (batch, 1 or kv_heads, 1), to its slot, in place."""
+    slots = slots.expand(*scores.shape[:-1], 1)
+    if isinstance(value, torch.Tensor):
+        return scores.scatter_(-1, slots, value.to(scores.dtype).expand_as(slots))
+    return scores.scatter_(-1, slots, value)
+
+
+def check_count(policy: Policy, name: str, least: int) -> None:
+    object.__setattr__(policy, name, whole_number(name, getattr(policy, name), least))
+
+
+def _best(worth: torch.Tensor, real: torch.Tensor, count: int) -> torch.Tensor:
+    """The slots of the highest numbers, ascending; empty slots only where there are no others."""
+    if bool(real.all()):
+        return worth.topk(count, dim=-1).indices.sort(dim=-1).values
+    # Where `topk` stops among equals depends on the row's length: padding must not show.
+    best = torch.empty(*worth.shape[:2], count, dtype=torch.long, device=worth.device)
+    for row, head in product(*map(range, worth.shape[:2])):
+        held, empty = real[row, head].nonzero()[:, 0], (~real[row, head]).nonzero()[:, 0]
+        own = held[worth[row, head, held].topk(min(count, held.numel())).indices]
+        best[row, head] = torch.cat([own, empty[: count - own.numel()]]).sort().values
+    return best

@@ -1,0 +1,56 @@
+"""SnapKV: what the last queries attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from hf_kvcaches.equip.policies.base import Policy, check_count, put_score
+from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SnapKVPolicy(Policy):
+    """Keeps the tokens that the last `window` queries attend to, together with their neighbours.
+
+    SnapKV (LLM Knows What You are Looking for Before Generation, arXiv 2404.14469): the end of a prompt already shows which parts of it
+    the answer will need. Pooling over neighbours keeps passages whole.
+
+    **Departs from the paper**: pools by the mean, and averages heads that share keys, as kvpress does. The paper prunes prompts only;
+    here the observation is repeated while decoding, each time another `window` tokens have come.
+
+    Args:
+        window: How many queries observe; as many of the newest tokens always stay.
+        kernel_size: How many neighbours are pooled; odd.
+    """
+
+    name = "snapkv"
+    directions = False
+    window: int = 64
+    kernel_size: int = 5
+
+    def __post_init__(self) -> None:
+        check_count(self, "window", 1)
+        check_count(self, "kernel_size", 1)
+        if self.kernel_size % 2 == 0:
+            raise ConfigError.of("kernel_size", "an odd number, so that a token stands in the middle", self.kernel_size)
+        object.__setattr__(self, "observes", self.window)
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return self.window
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        order = tokens.positions.argsort(-1).expand_as(tokens.observed)
+        # Sorted, empty slots come first: with zeros they count as what lies before the text. Sums order tokens as means do.
+        received = torch.where(tokens.positions < 0, 0, tokens.observed).gather(-1, order)
+        earlier = received.shape[-1] - self.window
+        scores = torch.full_like(received, torch.inf)
+        if earlier > 0:
+            scores[..., :earlier] = functional.avg_pool1d(received[..., :earlier], self.kernel_size, 1, self.kernel_size // 2)
+        return torch.empty_like(scores).scatter_(-1, order, scores)
+
+    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
+        return self.score(tokens) if tokens.complete else put_score(scores, slots, torch.inf)
