@@ -33,10 +33,11 @@ from transformers import Cache, DynamicCache
 
 from hf_kvcaches import KVCacheError
 from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.policies import BUILT_IN
 from hf_kvcaches.errors import ConfigError
 
 FULL_CACHE = "full cache"
-POLICIES = ("leverage", "compactor", "cur", "keydiff", "expected_attention", "streaming", "h2o", "tova", "snapkv", "lagkv", "knorm", "random")
+POLICIES = tuple(BUILT_IN)
 COLUMNS = "task policy positions budget from to tokens perplexity questions right share".split()
 
 

@@ -55,9 +55,9 @@ class Tokens:
             raise UnsupportedError("This policy scores by queries, and these tokens came without. Set `queries` and `sees_block`.")
         return self.queries if self.geometry is None else self.geometry.unrotate(self.queries, self._query_index().clamp(min=0))
 
-    def queries_are_real(self) -> torch.Tensor:
-        """True for queries of real tokens, (batch, queries)."""
-        return self._query_index() >= 0
+    def counted_queries(self) -> torch.Tensor:
+        """True for queries of real tokens that are no sinks, (batch, queries)."""
+        return self._query_index() >= self.sinks
 
     def _query_index(self) -> torch.Tensor:
         """The queries' places in their rows, (batch, queries); below 0 where there is none."""

@@ -8,13 +8,16 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches.equip.cache import EquipCache
-from hf_kvcaches.equip.policies import LagKVPolicy, SnapKVPolicy
+from hf_kvcaches.equip.policies import CURPolicy, KeyDiffPolicy, LagKVPolicy, LeveragePolicy, SnapKVPolicy
 from tests.conformance import models
 from tests.reference.oracles import ReferenceCache
 from tests.reference.policies import (
+    CURReference,
     H2OReference,
+    KeyDiffReference,
     KeyNormReference,
     LagKVReference,
+    LeverageReference,
     SnapKVReference,
     StreamingReference,
     TOVAReference,
@@ -30,6 +33,9 @@ POLICIES: dict[str, tuple[Any, type[ReferenceCache], dict[str, Any]]] = {
     "snapkv": (SnapKVPolicy(window=6, kernel_size=3), SnapKVReference, {"window": 6, "kernel_size": 3}),
     "lagkv": (LagKVPolicy(lag_size=4), LagKVReference, {"lag_size": 4}),
     "knorm": ("knorm", KeyNormReference, {}),
+    "keydiff": (KeyDiffPolicy(interval=5), KeyDiffReference, {"interval": 5}),
+    "leverage": (LeveragePolicy(interval=5), LeverageReference, {"interval": 5}),
+    "cur": (CURPolicy(window=4, interval=5), CURReference, {"window": 4, "interval": 5}),
 }
 # Positions and the way they are kept.
 COMPACT = ("frames", "on_read", "rotated_keys")

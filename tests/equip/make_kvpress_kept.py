@@ -11,7 +11,18 @@ import json
 from pathlib import Path
 
 import torch
-from kvpress import KnormPress, LagKVPress, ObservedAttentionPress, RandomPress, SnapKVPress, StreamingLLMPress, TOVAPress
+from kvpress import (
+    CURPress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    LagKVPress,
+    ObservedAttentionPress,
+    RandomPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 HERE = Path(__file__).resolve().parent
@@ -100,6 +111,9 @@ def main() -> None:
         "lagkv": lambda ratio: LagKVPress(ratio, n_sink=SINKS, lag_size=LAG),
         "knorm": KnormPress,
         "random": lambda ratio: RandomPress(ratio, seed=SEED),
+        "keydiff": KeyDiffPress,
+        "cur": lambda ratio: CURPress(ratio, num_sinks=SINKS),
+        "expected_attention": lambda ratio: ExpectedAttentionPress(ratio, n_sink=SINKS, epsilon=0.02),
     }
     # Half a token more, because kvpress rounds down what its ratio leaves.
     kept = {
@@ -112,6 +126,8 @@ def main() -> None:
         "snapkv": {"window": WINDOW, "kernel_size": KERNEL},
         "lagkv": {"sinks": SINKS, "lag_size": LAG},
         "random": {"seed": SEED},
+        "cur": {"sinks": SINKS},
+        "expected_attention": {"sinks": SINKS, "epsilon": 0.02},
     }
     path = HERE / "kvpress_kept.json"
     path.write_text(json.dumps({"ids": ids[0].tolist(), "settings": settings, "kept": kept}, indent=0) + "\n")

@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies import (
+    CompactorPolicy,
+    CURPolicy,
+    ExpectedAttentionPolicy,
     H2OPolicy,
+    KeyDiffPolicy,
     KeyNormPolicy,
     LagKVPolicy,
+    LeveragePolicy,
+    PeriodicPolicy,
     Policy,
     RandomPolicy,
     SnapKVPolicy,
@@ -28,9 +35,11 @@ from hf_kvcaches.equip.policies import (
 )
 from hf_kvcaches.equip.tokens import Tokens, newest_from
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.translate.states import ReadingCache
 from tests.testbed import FOLDER
 
 NAMES = ("streaming", "h2o", "tova", "snapkv", "lagkv", "knorm", "random")
+PUBLISHED_NAMES = (*NAMES, "keydiff", "cur", "expected_attention")
 SMALL = (
     StreamingPolicy(),
     H2OPolicy(),
@@ -40,6 +49,11 @@ SMALL = (
     LagKVPolicy(lag_size=3),
     KeyNormPolicy(),
     RandomPolicy(seed=3),
+    KeyDiffPolicy(interval=3),
+    LeveragePolicy(interval=4),
+    CURPolicy(window=3, interval=3),
+    CompactorPolicy(chunk=4, interval=3),
+    ExpectedAttentionPolicy(interval=3),
 )
 each_policy = pytest.mark.parametrize("policy", SMALL, ids=repr)
 
@@ -59,6 +73,8 @@ def tokens_of(seed: int, slots: int, *, padding: tuple[int, ...] = (0, 0), heads
         seen=slots,
         sinks=sinks,
         first=first,
+        queries=draw(rows, 2 * heads, slots, 6),
+        scaling=0.5,
     )
     return replace(made, **changes)
 
@@ -200,7 +216,7 @@ def test_other_slots_do_not_change_what_a_token_is_worth(policy, seed, slots, da
 
 
 # RandomPolicy draws row by row over the whole block, padding and all, as its press does.
-@pytest.mark.parametrize("policy", SMALL[:-1], ids=repr)
+@pytest.mark.parametrize("policy", [p for p in SMALL if not isinstance(p, RandomPolicy)], ids=repr)
 @pytest.mark.parametrize("slots", [4, 11, 30])
 def test_padding_on_the_left_does_not_change_what_a_row_keeps(policy, slots):
     alone = tokens_of(5, slots, padding=(0,))
@@ -213,6 +229,8 @@ def test_padding_on_the_left_does_not_change_what_a_row_keeps(policy, slots):
         seen=slots + 7,
         sinks=2,
         first=torch.tensor([7]),
+        queries=pad(alone.queries, 9.0),
+        scaling=alone.scaling,
     )
     for budget in (4, 9, 40):
         expected = policy.keep(policy.score(alone), alone.positions, budget, sinks_end=2, recent=1)
@@ -267,6 +285,8 @@ def stepped(policy: Policy, tokens: Tokens, budget: int, steps: int, seed: int) 
         received = received.scatter(-1, wide, 0) + attention
         complete = not policy.observes or step % policy.observes == 0
         tokens = replace(tokens, keys=keys, values=values, positions=positions, attention=received, seen=tokens.seen + 1, complete=complete)
+        last = torch.cat([tokens.queries, draw(*tokens.queries.shape[:2], 1, 6)], 2)[:, :, -policy.queries :] if policy.queries else None
+        tokens = replace(tokens, queries=last)
         scores = policy.rescore(scores, tokens, slot)
         if complete and policy.observes is not None:
             received = torch.zeros_like(received)
@@ -276,10 +296,23 @@ def stepped(policy: Policy, tokens: Tokens, budget: int, steps: int, seed: int) 
 @pytest.mark.parametrize("policy", [p for p in SMALL if not isinstance(p, LagKVPolicy | RandomPolicy)], ids=repr)
 @pytest.mark.parametrize("steps", [3, 12])
 def test_after_a_step_scores_are_those_from_scratch(policy, steps):
+    if isinstance(policy, PeriodicPolicy):
+        policy = replace(policy, interval=1)
     scores, tokens = stepped(policy, tokens_of(2, 14, padding=(0, 9)), 8, steps, seed=7)
     assert tokens.complete
     real = (tokens.positions >= 0)[:, : scores.shape[1]]
     torch.testing.assert_close(scores[real], policy.score(tokens)[real])
+
+
+@pytest.mark.parametrize("policy", [p for p in SMALL if isinstance(p, PeriodicPolicy)], ids=repr)
+def test_between_two_scorings_a_periodic_policy_keeps_every_new_token(policy):
+    policy = replace(policy, interval=5)
+    at_five, _ = stepped(policy, tokens_of(2, 20), 14, 5, seed=7)
+    at_seven, tokens = stepped(policy, tokens_of(2, 20), 14, 7, seed=7)
+    new = tokens.positions >= 25
+    assert new.sum() == 2 * 4
+    assert at_seven[new].isposinf().all()
+    assert torch.equal(at_seven[~new], at_five[~new])
 
 
 def test_between_two_observations_snapkv_keeps_what_the_last_one_said_and_every_new_token():
@@ -410,7 +443,7 @@ def test_names_stand_for_policies_with_the_usual_parameters():
 
 
 def test_an_unknown_policy_is_refused_with_the_names_there_are():
-    with pytest.raises(ConfigError, match="'streaming', 'h2o', 'tova', 'snapkv', 'lagkv', 'knorm', 'random'"):
+    with pytest.raises(ConfigError, match=r"'streaming', 'leverage', .*'h2o', 'tova', 'snapkv', 'lagkv', 'knorm', 'random'"):
         resolve_policy("lru")
     with pytest.raises(ConfigError, match="not its class"):
         resolve_policy(H2OPolicy)
@@ -480,29 +513,35 @@ def listed(spans: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def prompt():
-    """Keys, values and attention probabilities of each layer for the published prompt."""
+    """Keys, values, attention probabilities and queries of each layer for the published prompt."""
     model = AutoModelForCausalLM.from_pretrained(FOLDER / "base", attn_implementation="eager").eval()
+    ids, queries = torch.tensor([PUBLISHED["ids"]]), []
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        output = model(torch.tensor([PUBLISHED["ids"]]), past_key_values=cache, output_attentions=True)
-    return [(layer.keys, layer.values, probabilities) for layer, probabilities in zip(cache.layers, output.attentions, strict=True)]
+        output = model(ids, past_key_values=cache, output_attentions=True)
+        model(ids, past_key_values=ReadingCache(model, lambda layer, module, query, *rest: queries.append(query)))
+    layers = zip(cache.layers, output.attentions, queries, strict=True)
+    return model.config, [(layer.keys, layer.values, probabilities, query) for layer, probabilities, query in layers]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PUBLISHED_NAMES)
 def test_a_prompt_is_pruned_to_the_same_tokens_as_by_the_press_of_that_name(prompt, name):
+    config, tensors = prompt
     parameters = dict(PUBLISHED["settings"].get(name, {}))
     sinks = parameters.pop("sinks", 0)
     policy = policy_from_settings({"policy": name, **parameters})
     assert len(PUBLISHED["kept"][name]) == 2
     for budget, layers in PUBLISHED["kept"][name].items():
         assert sum(heads is not None for heads in layers) >= 3
-        for (keys, values, probabilities), expected in zip(prompt, layers, strict=True):
+        for index, ((keys, values, probabilities, queries), expected) in enumerate(zip(tensors, layers, strict=True)):
             if expected is None:  # a choice between equals
                 continue
             count = keys.shape[2]
             watched = probabilities if policy.observes is None else probabilities[:, :, count - policy.observes :]
             attention = watched.sum(2).unflatten(1, (keys.shape[1], -1)).mean(2)
             positions = torch.arange(count, dtype=torch.int32)[None, None]
-            tokens = Tokens(keys, values, positions, attention, seen=count, sinks=sinks)
+            geometry = RotaryGeometry.from_config(config, layer_idx=index)
+            shown = {"queries": queries, "scaling": keys.shape[3] ** -0.5, "geometry": geometry}
+            tokens = Tokens(keys, values, positions, attention, seen=count, sinks=sinks, **shown)
             kept = policy.keep(policy.checked_score(tokens), positions, int(budget), sinks_end=sinks, recent=0)
             assert kept.expand(1, keys.shape[1], -1)[0].tolist() == [listed(head) for head in expected]

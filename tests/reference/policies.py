@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
 from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
 
@@ -170,6 +171,84 @@ class KeyNormReference(ReferenceCache):
     """Small keys stay."""
 
     layer_class = KeyNormLayer
+
+
+class PeriodicLayer(ReferenceLayer):
+    """Scores all tokens after a block, and each time so many real ones have come; new ones stay until then."""
+
+    first_score = torch.inf
+
+    def __init__(self, cache: PeriodicReference, *args: Any) -> None:
+        super().__init__(cache, *args)
+        self.cache = cache
+
+    def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
+        if block or row.real % self.cache.interval == 0:
+            for head in row.heads:
+                head.scores = self.cache.worth(head, self.geometry)
+
+
+class PeriodicReference(ReferenceCache):
+    """The base of what is scored by keys and values alone.
+
+    Args:
+        model: As in `ReferenceCache`.
+        interval: Tokens between two scorings.
+        **settings: As in `ReferenceCache`.
+    """
+
+    layer_class = PeriodicLayer
+
+    def __init__(self, model: Any, *, interval: int = 64, **settings: Any) -> None:
+        self.interval = interval
+        super().__init__(model, **settings)
+
+    def default_recent(self) -> int:
+        return max(1, min(64, (self.budget - self.sinks) // 4))
+
+    def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class KeyDiffReference(PeriodicReference):
+    """Keys that point elsewhere than the mean direction stay."""
+
+    def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
+        keys = functional.normalize(head.given.float(), dim=-1)
+        return -functional.cosine_similarity(keys, keys.mean(0), dim=-1)
+
+
+class LeverageReference(PeriodicReference):
+    """The diagonal of the hat matrix of centred keys without rotation, sinks left out, with a ridge of a hundredth of their mean square."""
+
+    def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
+        keys = geometry.unrotate(head.given[None, None], head.ranks)[0, 0].double()
+        counted = head.ranks >= self.sinks
+        keys = (keys - keys[counted].mean(0)) * counted[:, None]
+        moments = keys.T @ keys
+        ridge = 1e-2 * moments.diagonal().mean() * torch.eye(len(moments), dtype=torch.float64)
+        return (keys @ torch.linalg.inv(moments + ridge) @ keys.T).diagonal().float()
+
+
+class CURReference(PeriodicReference):
+    """The product of a key's and a value's share of the squared lengths of their window of kept neighbours.
+
+    Args:
+        model: As in `ReferenceCache`.
+        window: Neighbours.
+        **settings: As in `PeriodicReference`.
+    """
+
+    def __init__(self, model: Any, *, window: int = 16, **settings: Any) -> None:
+        self.window = window
+        super().__init__(model, **settings)
+
+    def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
+        parts = []
+        for states in (head.given, head.values):
+            squares = states.float().square().sum(-1)
+            parts.append(torch.cat([part / part.sum() for part in squares.split(self.window)]))
+        return parts[0] * parts[1]
 
 
 def _between(ranks: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.equip.policies.base import BUILT_IN, Policy
+from hf_kvcaches.equip.policies.base import BUILT_IN, PeriodicPolicy, Policy
 from hf_kvcaches.equip.policies.compactor import CompactorPolicy
 from hf_kvcaches.equip.policies.cur import CURPolicy
 from hf_kvcaches.equip.policies.expected_attention import ExpectedAttentionPolicy
@@ -19,9 +19,10 @@ from hf_kvcaches.equip.policies.random import RandomPolicy
 from hf_kvcaches.equip.policies.snapkv import SnapKVPolicy
 from hf_kvcaches.equip.policies.streaming import StreamingPolicy
 from hf_kvcaches.equip.policies.tova import TOVAPolicy
-from hf_kvcaches.errors import UnsupportedError, require_choice
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice
 
 __all__ = [
+    "BUILT_IN",
     "CURPolicy",
     "CompactorPolicy",
     "ExpectedAttentionPolicy",
@@ -30,6 +31,7 @@ __all__ = [
     "KeyNormPolicy",
     "LagKVPolicy",
     "LeveragePolicy",
+    "PeriodicPolicy",
     "Policy",
     "RandomPolicy",
     "SnapKVPolicy",
@@ -60,9 +62,11 @@ def resolve_policy(policy: str | Policy) -> Policy:
     """The policy of that name with its usual parameters, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
-    swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, torch.nn.Module) else ""
-    hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else swapped
-    require_choice("policy", policy, BUILT_IN, also=", or a Policy object", hint=hint)
+    if not isinstance(policy, str):
+        swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, torch.nn.Module) else ""
+        hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else swapped
+        raise ConfigError.of("policy", "the name of a policy, or a Policy object", policy, hint)
+    require_choice("policy", policy, BUILT_IN, also=", or a Policy object")
     return BUILT_IN[policy]()
 
 

@@ -63,10 +63,10 @@ class CompactorPolicy(PeriodicPolicy):
     def _received(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float, exists: torch.Tensor) -> torch.Tensor:
         """What each token got from all of its chunk, the mean over the heads of a group, (batch, kv_heads, tokens)."""
         heads = keys.shape[1]
-        grouped = queries.detach().unflatten(1, (heads, -1))
+        grouped, keys = queries.float().unflatten(1, (heads, -1)), keys.float()
         parts = []
         for query, key, real in zip(grouped.split(self.chunk, 3), keys.split(self.chunk, 2), exists.split(self.chunk, 2), strict=True):
-            logits = (query @ key[:, :, None].transpose(-1, -2)).float() * scaling
+            logits = query @ key[:, :, None].transpose(-1, -2) * scaling
             weights = logits.masked_fill(~real[:, :, None, None], torch.finfo(torch.float32).min).softmax(-1)
             parts.append((weights * real[:, :, None, :, None]).sum(3).mean(2))
         return torch.cat(parts, -1)

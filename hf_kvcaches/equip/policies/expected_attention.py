@@ -41,7 +41,7 @@ class ExpectedAttentionPolicy(PeriodicPolicy):
             raise ConfigError.of("epsilon", "a number of 0 or more", self.epsilon)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        queries, real = tokens.unrotated_queries().detach().float(), tokens.queries_are_real()
+        queries, real = tokens.unrotated_queries().detach().float(), tokens.counted_queries()
         count = real.sum(-1)[:, None, None].clamp(min=1)
         weights = real[:, None, :, None].float()
         mean = (queries * weights).sum(2) / count
