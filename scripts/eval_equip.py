@@ -6,6 +6,8 @@
 spans of the position in the text: up to half of the trained window, up to the whole, up to twice and so on. The full cache goes along
 for `--full` tokens: beyond the trained window it shows why pruning is wanted even where there is memory.
 
+**Prefix**: a prompt is read and pruned to a share of its tokens, and the loss is that of the tokens behind it.
+
 **Recall**: a generated document is read and pruned to a share of its tokens; then each of its questions is asked from there, and an
 answer counts if each of its tokens is the most likely one. With `--ask within` the question is part of what is read before pruning,
 but for its last token: what is pruned then may depend on what is asked.
@@ -38,7 +40,7 @@ from hf_kvcaches.errors import ConfigError
 
 FULL_CACHE = "full cache"
 POLICIES = tuple(BUILT_IN)
-COLUMNS = "task policy positions budget from to tokens perplexity questions right share".split()
+COLUMNS = "task policy positions budget from to tokens perplexity excess questions right share".split()
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,33 @@ def losses(model: Any, cache: Cache, ids: torch.Tensor, chunk: int) -> torch.Ten
     return torch.cat(parts, 1)
 
 
+def read_context(model: Any, cache: Cache, ids: torch.Tensor) -> None:
+    """Feeds a context that is pruned before anything else is known."""
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    if isinstance(cache, EquipCache) and cache.policy.deferred:
+        cache.compress(model, input_ids=ids)
+
+
+def prefixes(model: Any, ids: torch.Tensor, prefix: int, settings: Sequence[Setting]) -> Iterator[Row]:
+    """A row for each setting, the full cache first: the perplexity of what follows a pruned prefix."""
+    full = 0.0
+    for setting in settings:
+        total = 0.0
+        for row in ids.to(model.device).split(1):
+            cache = setting.make(model)
+            read_context(model, cache, row[:, :prefix])
+            logits = model(input_ids=row[:, prefix:-1], past_key_values=cache, use_cache=True).logits.float()
+            total += float(torch.nn.functional.cross_entropy(logits[0], row[0, prefix + 1 :])) / len(ids)
+        full = full or total
+        yield {
+            "task": "prefix",
+            **setting.columns,
+            "tokens": ids.shape[0] * (ids.shape[1] - prefix - 1),
+            "perplexity": round(math.exp(total), 4),
+            "excess": round(math.exp(total - full) - 1, 6),
+        }
+
+
 def perplexities(model: Any, ids: torch.Tensor, ends: Sequence[int], setting: Setting, chunk: int) -> Iterator[Row]:
     """A row for each span of the text."""
     # Whatever the chunks, the full cache gives the same; larger ones are faster.
@@ -117,7 +146,7 @@ def right_answers(model: Any, quiz: Quiz, setting: Setting, ask: str) -> int:
     read = lambda ids, cache: model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)  # noqa: E731
     document, right = setting.make(model), 0
     if ask == "after":
-        read(quiz.context, document)
+        read_context(model, document, quiz.context.to(model.device))
     for question, answer in quiz.questions:
         cache, fed = copy.deepcopy(document), question
         if ask == "within":

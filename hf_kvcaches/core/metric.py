@@ -43,9 +43,19 @@ class Sizes(NamedTuple):
 
 
 def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.Tensor | None:
-    """W'W of each query head's part of the output projection, (heads, e, e), or None where there is no such projection.
+    """W'W of each query head's part of the output projection, (heads, e, e), or None where there is no such projection."""
+    rows = output_rows(module, heads, values)
+    return None if rows is None else rows @ rows.mT
+
+
+def output_rows(module: nn.Module, heads: int, values: torch.Tensor) -> torch.Tensor | None:
+    """Each query head's part of the output projection, (heads, e, hidden), or None where there is no such projection.
 
     The projection is asked what it does to unit vectors, so that its layout, adapters and quantisation need not be known.
+
+    Args:
+        heads: Of the queries.
+        values: (batch, kv_heads, tokens, e).
     """
     size = values.shape[-1]
     for name in _PROJECTIONS:
@@ -58,8 +68,7 @@ def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.
         except (RuntimeError, TypeError, AttributeError):
             continue
         if rows.ndim == 2 and len(rows) == heads * size and bool(rows.isfinite().all()):
-            rows = rows.unflatten(0, (heads, size))
-            return rows @ rows.mT
+            return rows.unflatten(0, (heads, size))
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -11,18 +11,22 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip import editing
+from hf_kvcaches.equip import editing, pruning
 from hf_kvcaches.equip.budgets import check_budget, plain_budget, resolve_budgets
 from hf_kvcaches.equip.frames import Frames, Scheme, TurningPass
+from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
-from hf_kvcaches.equip.policies import Policy, policy_from_settings, resolve_policy
+from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings, resolve_policy
+from hf_kvcaches.equip.reconstruction import reconstruct
 from hf_kvcaches.equip.settings import EquipSettings
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
+from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS
 
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
+# Tokens of a context that are fed again at a time.
+_RECONSTRUCTED = 512
 
 
 class EquipCache(AnsweringCache):
@@ -50,6 +54,10 @@ class EquipCache(AnsweringCache):
             call brings: with `prefill_chunk_size` the first chunk, so give a number there.
         sinks: First tokens of each row that always stay.
         recent: Newest tokens that always stay; None for the policy's own number.
+        decode_budget: Tokens to keep while decoding, where these are more than `budget`: a number, or a fraction of the prompt. None: as
+            many as of the prompt.
+        question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What stands
+            before is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
         rope: How compact positions are kept: "frames", "on_read" (keys are rotated at each step), "rotated_keys" (the paper's), or "auto".
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
@@ -63,11 +71,13 @@ class EquipCache(AnsweringCache):
     def __init__(
         self,
         model: Any,
-        policy: str | Policy = "streaming",
+        policy: str | Policy = "compactor",
         budget: int | float | Sequence[int | float] = 512,
         *,
         sinks: int = 4,
         recent: int | None = None,
+        decode_budget: int | float | None = None,
+        question_start: int | None = None,
         positions: Literal["compact", "original"] = "compact",
         rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
@@ -76,18 +86,34 @@ class EquipCache(AnsweringCache):
         offloading: bool = False,
     ) -> None:
         self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
-        self._options: dict[str, Any] = {"sinks": sinks, "recent": recent, "positions": positions, "rope": rope, "backend": backend}
+        self._options: dict[str, Any] = {
+            "sinks": sinks,
+            "recent": recent,
+            "decode_budget": decode_budget,
+            "question_start": question_start,
+            "positions": positions,
+            "rope": rope,
+            "backend": backend,
+        }
         self._budget = plain_budget(budget)
         _check_options(self._options)
         if self.policy.mixes_heads:
             require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
         page_size = None if page_size is None else check_page_size(page_size)
+        one_budget = not self.policy.deferred and decode_budget is None and question_start is None
+        if not one_budget and (page_size is not None or pool is not None):
+            raise UnsupportedError(
+                "page_size, pool: pages are taken for one budget that holds from the prompt on. Leave them out, or decode_budget, "
+                "question_start and policies that wait for compress."
+            )
         if offloading and (page_size is not None or pool is not None):
             raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
         self._frames: list[Frames] = []
         super().__init__(model, offloading=offloading)
+        if self.policy.reads_inputs:
+            watch_inputs(self.model, self)
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
         self._masks_differ = self._model is not None and compat.makes_masks_ahead(self.model)
 
@@ -98,7 +124,8 @@ class EquipCache(AnsweringCache):
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
-        settings = EquipSettings(budget, sinks, recent, self.policy, geometry, self._options["backend"])
+        options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
+        settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is None:
@@ -129,6 +156,24 @@ class EquipCache(AnsweringCache):
         rope = schemes.pop() if schemes else self._options["rope"]
         return {**self._options, "rope": rope, "policy": self.policy.settings(), "budget": self._budget, **pages}
 
+    @classmethod
+    def from_press(cls, press: Any, model: Any, budget: int | float | Sequence[int | float] | None = None, **options: Any) -> Self:
+        """A cache that keeps what a press of kvpress would keep.
+
+        Args:
+            press: An object with `score(module, hidden_states, keys, values, attentions, kwargs)`; the package itself is not needed.
+            model: As for the constructor; not a config.
+            budget: As for the constructor; None for what the press's `compression_ratio` leaves.
+            **options: As for the constructor.
+        """
+        policy = PressPolicy(press)
+        if budget is None:
+            ratio: Any = getattr(press, "compression_ratio", None)
+            if not is_number(ratio) or not 0 <= ratio < 1:
+                raise ConfigError.of("budget", "a budget, where the press has no compression_ratio from 0 to 1", ratio)
+            budget = 1.0 - ratio
+        return cls(model, policy, budget, **options)
+
     @property
     def adopt_window(self) -> int | None:
         observes = self.policy.observes
@@ -156,6 +201,47 @@ class EquipCache(AnsweringCache):
             layer_idx: A layer with full attention.
         """
         return self._own(layer_idx).kept_positions()
+
+    def compress(self, model: Any = None, *, upto: int | None = None, input_ids: torch.Tensor | None = None) -> None:
+        """Prunes what is held to `budget` now; with "kvzip", which waits for it, after the model has read the context once more.
+
+        Args:
+            model: The model that filled the cache, or a wrapper of it; None for the one that the cache was made with.
+            upto: Where the context ends, among the tokens seen: what follows stays and is not looked at. A fraction is then of the context.
+                None: everything is context.
+            input_ids: The context, (rows, tokens), for "kvzip" where it was not `generate` that fed it.
+        """
+        seen = self.seen
+        end = seen if upto is None else whole_number("upto", upto, 1, f"a position from 1 to the {seen} tokens seen", most=max(1, seen))
+        if not seen:
+            raise ConfigError.of("compress", "a cache that holds a context", "an empty one", "Feed it the context first.")
+        if end < seen and self.policy.observes != 0:
+            raise UnsupportedError(
+                f"upto: {self.policy.name!r} scores by attention, and has seen that of the tokens behind upto. Make the cache with "
+                "question_start, feed the question after compress, or use 'compactor', 'leverage' or 'kvzip'."
+            )
+        layers, behind = self._own_layers, seen - end
+        limits = []
+        for layer in layers:
+            context = layer.fed - behind - (0 if layer.first is None else int(layer.first.min()))
+            limits.append((layer.limit_of(context, behind), context))
+        received: list[torch.Tensor | None] = [None] * len(layers)
+        if self.policy.deferred:
+            base = self.model if model is None else model
+            received = reconstruct(self, base, layers, self._context(input_ids, end).to(compat.base_model(base).device), _RECONSTRUCTED)
+        for layer, (limit, context), reconstruction in zip(layers, limits, received, strict=True):
+            layer.take_limits(limit, context)
+            pruning.compress(layer, limit, layer.fed - behind, reconstruction)
+            layer.make_final()
+
+    def _context(self, input_ids: torch.Tensor | None, tokens: int) -> torch.Tensor:
+        """The token ids of the context, (rows, tokens)."""
+        ids = self.fed.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
+        rows = max(layer.rows for layer in self._own_layers)
+        if ids.shape[0] != rows or ids.shape[1] < tokens:
+            what = f"the ids of the {tokens} tokens of the context in {rows} rows"
+            raise ConfigError.of("input_ids", what, tuple(ids.shape), "Pass compress(model, input_ids=...), padding included.")
+        return ids[:, :tokens]
 
     def evict(self, positions: Sequence[int] | torch.Tensor) -> None:
         """Forgets tokens in all layers, rows and heads that still have them; others keep their positions among the tokens seen.
@@ -190,6 +276,12 @@ class EquipCache(AnsweringCache):
         device = compat.base_model(model).device
         editing.edit(self, model, layers, start, stop, ids.reshape(1, -1).to(device) if ids.ndim == 1 else ids.to(device))
         self.fed.cut(start)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = super().__deepcopy__(memo)
+        if self.policy.reads_inputs and self._model is not None and (model := self._model()) is not None:
+            watch_inputs(model, copied)
+        return copied
 
     @property
     def is_compileable(self) -> bool:

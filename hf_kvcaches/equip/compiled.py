@@ -94,6 +94,8 @@ class ClockedStorage(SlotStorage):
             return False
         if self.recording is not None or self.gappy:
             return False
+        if self.settings.decode_budget is not None or self.settings.question_start is not None:
+            return False
         sinks, budget, recent = self.settings.sinks, self.settings.budget, self.settings.recent
         if self.slots:
             budget, recent = self.slots, self.recent

@@ -188,5 +188,5 @@ def insert_block(
     new = pruning.Candidates(stored, values, positions, None if stands is None else stands.expand(keys.shape[0], -1, -1), None, None, None)
     found = pruning.joined(layer, pruning.kept_candidates(layer), new)
     pruning.remember(layer, found, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
-    pruning.lay_out(layer, pruning.in_order(found))
+    pruning.lay_out(layer, pruning.in_order(found), layer.limit)
     return output

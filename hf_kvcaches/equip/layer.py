@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from hf_kvcaches.core.calls import Call, hand_out
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip import compiled, editing, pruning, steps
 from hf_kvcaches.equip.frames import Frames, TurningPass
+from hf_kvcaches.equip.inputs import part_of
 from hf_kvcaches.equip.placing import PlacedSlots
+from hf_kvcaches.equip.reconstruction import Reconstruction
 from hf_kvcaches.equip.rollback import Recording
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -29,6 +32,7 @@ class EquipLayer(PlacedSlots):
         super().__init__(settings, frames, passes, config)
         self.recording: Recording | None = None
         self.inserting: editing.Insertion | None = None
+        self.reconstruction: Reconstruction | None = None
         self.has_plain_ring = self.policy.order_only and self.has_buffer and not frames.unrotated
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -60,6 +64,13 @@ class EquipLayer(PlacedSlots):
             return compiled.attend(self, query, keys, values, call)
         tokens = keys.shape[-2]
         running = self.enter(call, tokens, keys.device)
+        if self.reconstruction is not None:
+            return self.reconstruction.attend(self, query, keys, values, call, running)
+        if self.deferring and tokens == 1 and self.fed:
+            raise UnsupportedError(
+                f"policy: {self.policy.name!r} prunes in cache.compress(model), which has to be called after the context and before the "
+                "first token that follows. A context may come in several calls of more than one token each."
+            )
         if self.inserting is not None:
             return editing.insert_block(self, query, keys, values, call, running)
         if tokens == 1 and self.has_plain_ring and self.recording is None and self.fed:
@@ -84,8 +95,8 @@ class EquipLayer(PlacedSlots):
             queries: The prompt's last ones, as many as the policy observes, or more.
         """
         observed = pruning.observed_by(self, queries, keys, running)
-        self.resolve(running, running.tokens)
-        pruning.prune_block(self, keys, values, running, observed, queries)
+        limit = self.resolve(running, running.tokens)
+        pruning.prune_block(self, keys, values, running, limit, observed, queries)
         self.seen = running.tokens
         self.wind(False)
 
@@ -102,16 +113,23 @@ class EquipLayer(PlacedSlots):
         tokens, outputs = keys.shape[-2], []
         self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
         if block:
+            parts, limit = [0, block], self.limit
             if not self.fed:
-                self.resolve(running, block)
-            own, span = running.part(0, block), slice(0, block)
-            outputs.append(pruning.take_block(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, own))
+                question = self.settings.question_in(block)
+                parts, limit = sorted({0, question, block}), self.resolve(running, question)
+            inputs = self.inputs
+            for start, stop in pairwise(parts):
+                self.inputs = part_of(inputs, start, stop)
+                own, span = running.part(start, stop), slice(start, stop)
+                outputs.append(pruning.take_block(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, own, limit))
+                limit = self.limit
+            self.inputs = None
         for index in range(block, tokens):
             own, span = running.part(index, index + 1), slice(index, index + 1)
             self.note_queries(LastQueries(query[:, :, span], call.scaling), own.valid)
             slot = steps.insert(self, keys[:, :, span], values[:, :, span], own)
             output, weights = steps.attend(self, query[:, :, span], call, own)
-            steps.observe(self, weights, slot, own)
+            steps.observe(self, weights, slot, own, call.module)
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
@@ -155,6 +173,7 @@ class EquipLayer(PlacedSlots):
 
     def reset(self) -> None:
         super().reset()
+        self.deferring = self.policy.deferred
         if self.recording is not None:
             self.recording.clear()
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.frames import TurningPass
-from hf_kvcaches.equip.state import padding_first
+from hf_kvcaches.equip.state import Limit, padding_first
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
@@ -73,9 +74,9 @@ class Candidates:
 
 
 def take_block(
-    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
+    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, limit: Limit
 ) -> torch.Tensor:
-    """Attends with a block of new tokens, then keeps what the budget allows: (batch, tokens, heads, head_dim).
+    """Attends with a block of new tokens, then prunes: (batch, tokens, heads, head_dim).
 
     Args:
         query: (batch, heads, tokens, head_dim), as the model rotated them.
@@ -83,7 +84,7 @@ def take_block(
         call: What else the model said.
     """
     output, observed = _attend(layer, query, keys, values, call, running)
-    prune_block(layer, keys, values, running, observed, LastQueries(query, call.scaling))
+    prune_block(layer, keys, values, running, limit, observed, LastQueries(query, call.scaling), call.module)
     return output
 
 
@@ -92,24 +93,30 @@ def prune_block(
     keys: torch.Tensor,
     values: torch.Tensor,
     running: TurningPass,
+    limit: Limit,
     observed: torch.Tensor | None = None,
     queries: LastQueries | None = None,
+    module: nn.Module | None = None,
 ) -> None:
-    """Takes a block of new tokens and keeps what the budget allows.
+    """Takes a block of new tokens and prunes.
 
     Args:
         keys: New ones, (batch, kv_heads, tokens, head_dim), as the model rotated them.
         observed: What slots and new tokens got from the observed queries, (batch, kv_heads, slots + tokens), or None.
         queries: Of the new tokens, or the last of them.
+        module: The model's attention, where it is asked.
     """
+    if layer.deferring:
+        layer.slots = layer.fed + running.tokens
+        limit = layer.limit
     shown = _shown(layer, queries, running)
     if layer.replaces_in_place and running.valid is None:
         if layer.is_ring:
             layer.write_ring(*arrived(layer, keys, running)[:1], values)
         else:
-            replace_in_place(layer, candidates(layer, keys, values, running, observed, shown, ordered=False), keys.shape[2])
+            replace_in_place(layer, candidates(layer, keys, values, running, observed, shown, ordered=False), keys.shape[2], module)
         return
-    lay_out(layer, candidates(layer, keys, values, running, observed, shown))
+    lay_out(layer, candidates(layer, keys, values, running, observed, shown), limit, module)
 
 
 def _shown(layer: EquipLayer, queries: LastQueries | None, running: TurningPass) -> torch.Tensor | None:
@@ -125,14 +132,14 @@ def _shown(layer: EquipLayer, queries: LastQueries | None, running: TurningPass)
     return states if valid is None else padding_first(states, valid)
 
 
-def lay_out(layer: EquipLayer, found: Candidates) -> None:
-    """Makes of the candidates what the budget allows the content of the slots.
+def lay_out(layer: EquipLayer, found: Candidates, limit: Limit, module: nn.Module | None = None) -> None:
+    """Makes of the candidates what stays the content of the slots.
 
     Args:
         layer: Told of the new tokens (`fed`, `first`), with its old slots.
     """
     before = (found.positions >= 0).sum(-1, keepdim=True)
-    layer.absorb(prune(layer, found), before)
+    layer.absorb(prune(layer, found, limit, module), before)
 
 
 def arrived(layer: EquipLayer, keys: torch.Tensor, running: TurningPass) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -153,13 +160,13 @@ def arrived(layer: EquipLayer, keys: torch.Tensor, running: TurningPass) -> tupl
     return keys, stands.expand(keys.shape[0], -1, tokens)
 
 
-def replace_in_place(layer: EquipLayer, found: Candidates, tokens: int) -> None:
+def replace_in_place(layer: EquipLayer, found: Candidates, tokens: int, module: nn.Module | None) -> None:
     """Writes the new tokens that stay over the kept ones that go, and touches no others.
 
     Args:
         layer: Full, the same in all rows, told of the new tokens.
     """
-    scores = score(layer, found)
+    scores = score(layer, found, layer.slots, module)
     positions = found.positions.expand(-1, scores.shape[1], -1) if scores.shape[1] > 1 else found.positions
     scores = scores.expand(-1, positions.shape[1], -1)
     order = positions.argsort(-1)  # equal scores fall as in order of position
@@ -378,25 +385,62 @@ def remember(layer: EquipLayer, found: Candidates, observed: torch.Tensor | None
     layer.gathered = torch.where(complete, 0, count)
 
 
-def prune(layer: EquipLayer, found: Candidates) -> Candidates:
+def prune(layer: EquipLayer, found: Candidates, limit: Limit, module: nn.Module | None = None) -> Candidates:
     """What stays of the candidates, in order of position, and the layer's scores of it.
 
     Args:
         layer: Told of the new tokens (`fed`, `first`), with its old slots.
     """
     count = int((found.positions >= 0).sum(-1).max())
-    scores = score(layer, found)
+    scores = score(layer, found, limit.slots, module)
     found.scores = None if layer.policy.order_only else scores
-    if count <= layer.slots:
+    return _best_of(layer, found, scores, limit, count)
+
+
+def _best_of(layer: EquipLayer, found: Candidates, scores: torch.Tensor, limit: Limit, count: int) -> Candidates:
+    """The candidates that stay.
+
+    Args:
+        count: How many tokens the longest row has.
+    """
+    if count <= limit.slots:
         return first_of(found, count) if count < found.positions.shape[-1] else found
-    keep = layer.policy.keep(scores, found.positions, layer.slots, sinks_end=layer.sinks_end, recent=layer.recent)
-    return found.pick(keep)
+    return found.pick(layer.policy.keep(scores, found.positions, limit.slots, sinks_end=layer.sinks_end, recent=limit.recent))
 
 
-def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
-    """What the policy says of the candidates, (batch, 1 or kv_heads, tokens)."""
+def compress(layer: EquipLayer, limit: Limit, upto: int, reconstruction: torch.Tensor | None) -> None:
+    """Prunes what the layer holds.
+
+    Args:
+        upto: The position from which on tokens stay, and are not shown to the policy.
+        reconstruction: What each slot got while the context was fed again, (batch, kv_heads, slots), or None.
+    """
+    found = kept_candidates(layer)
+    if reconstruction is not None:
+        found.attention = reconstruction
+    found = in_order(found)
+    after = found.positions >= upto
+    context = replace(found, positions=torch.where(after, -1, found.positions))
+    scores = score(layer, context, limit.slots - (layer.fed - upto), None, behind=layer.fed - upto)
+    scores = torch.where(after, torch.inf, scores)
+    held = (found.positions >= 0).sum(-1, keepdim=True)
+    found.scores = None if layer.policy.order_only else scores
+    found.attention = None if reconstruction is not None else found.attention
+    layer.absorb(_best_of(layer, found, scores, limit, int(held.max())), held)
+
+
+def score(layer: EquipLayer, found: Candidates, budget: int, module: nn.Module | None, behind: int = 0) -> torch.Tensor:
+    """What the policy says of the candidates, (batch, 1 or kv_heads, tokens).
+
+    Args:
+        budget: How many of them will stay.
+        module: The model's attention, where it is asked.
+        behind: How many tokens came after all candidates.
+    """
     if layer.policy.order_only:
         return (found.positions - layer.fed).float()
+    queries = layer.queries if found.queries is None else found.queries
+    queries = queries[:, :, : queries.shape[2] - behind] if queries is not None and behind else queries
     first = 0 if layer.first is None else layer.first
     keys = found.keys
     if layer.frames.turns and layer.policy.directions:
@@ -406,13 +450,16 @@ def score(layer: EquipLayer, found: Candidates) -> torch.Tensor:
         found.values,
         found.positions,
         found.attention,
-        layer.fed,
+        layer.fed - behind,
         layer.settings.sinks,
         first=first,
         scores=found.scores,
-        queries=layer.queries if found.queries is None else found.queries,
+        queries=queries,
         scaling=layer.scaling,
         geometry=layer.settings.geometry,
+        budget=budget,
+        module=module,
+        inputs=layer.inputs,
     )
     return layer.policy.checked_score(tokens)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies import Policy
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.launch import Backend
 
 
@@ -14,6 +15,7 @@ class EquipSettings:
     """What the user asked of one layer.
 
     Args:
+        budget: Tokens that the prompt is pruned to.
         sinks: First tokens of each row that always stay.
         recent: Newest tokens that always stay; None for the policy's own number.
         geometry: How the model rotates the layer's keys.
@@ -25,3 +27,17 @@ class EquipSettings:
     policy: Policy
     geometry: RotaryGeometry
     backend: Backend = "auto"
+    decode_budget: int | float | None = None
+    """Tokens kept while decoding; None for as many as of the prompt."""
+    question_start: int | None = None
+    """Where the first prompt's question begins: what stands before is pruned as if it had come alone."""
+
+    def question_in(self, tokens: int) -> int:
+        """How many of a first prompt's tokens stand before its question."""
+        if self.question_start is None:
+            return tokens
+        start = self.question_start + (tokens if self.question_start < 0 else 0)
+        if not 0 < start < tokens:
+            what = f"the index of one of the prompt's {tokens} tokens, and not of the first"
+            raise ConfigError.of("question_start", what, self.question_start)
+        return start

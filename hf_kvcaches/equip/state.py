@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,8 +16,17 @@ from hf_kvcaches.equip.compiled import ClockedStorage
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.settings import EquipSettings
+from hf_kvcaches.errors import ConfigError
 
 UNKNOWN = -2
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many tokens stay, and how many of the newest whatever they are worth."""
+
+    slots: int
+    recent: int
 
 
 class SlotState(ClockedStorage):
@@ -33,6 +44,7 @@ class SlotState(ClockedStorage):
         oldest_recent: Where a policy scores and all slots are in use, the newest tokens mostly have a ring of their own behind all others:
             its oldest slot. -1 where they have none, `UNKNOWN` where nobody looked.
         queries: The last ones, as many as the policy has to see, (batch, heads, queries, head_dim), the newest at the end.
+        deferring: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
         gathered: Queries in `gathering`, the attention of the observation window that is not yet complete, (batch, 1, 1).
     """
 
@@ -52,7 +64,18 @@ class SlotState(ClockedStorage):
         "offset_rows",
         "padding",
     )
-    counters: ClassVar[tuple[str, ...]] = ("seen", "fed", "slots", "recent", "filled", "offset", "cursor", "oldest_recent", "scaling")
+    counters: ClassVar[tuple[str, ...]] = (
+        "seen",
+        "fed",
+        "slots",
+        "recent",
+        "filled",
+        "offset",
+        "cursor",
+        "oldest_recent",
+        "scaling",
+        "deferring",
+    )
     swapped: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
@@ -63,6 +86,8 @@ class SlotState(ClockedStorage):
     queries: torch.Tensor | None = None
     first: torch.Tensor | None = None
     padding: torch.Tensor | None = None
+    inputs: Mapping[str, Any] | None = None
+    """What the model's attention is called with in the pass that goes on, for policies that read it."""
 
     def __init__(self, settings: EquipSettings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
         super().__init__()
@@ -71,6 +96,7 @@ class SlotState(ClockedStorage):
         self.fed = self.slots = self.recent = self.filled = self.offset = self.cursor = 0
         self.oldest_recent = UNKNOWN
         self.scaling = 1.0
+        self.deferring = self.policy.deferred
 
     @property
     def policy(self) -> Policy:
@@ -185,14 +211,48 @@ class SlotState(ClockedStorage):
         inside = torch.take_along_dim(places[:, None], real.clamp(0, width - 1), -1)
         return torch.where(held < 0, -1, torch.where(real < count, inside, width + real - count))
 
-    def resolve(self, running: TurningPass, tokens: int) -> None:
-        """Decides on the number of slots, when the first tokens are there."""
+    def resolve(self, running: TurningPass, tokens: int) -> Limit:
+        """Decides on the number of slots, when the first tokens are there; returns what these are pruned to."""
         valid = running.valid
         prompt = tokens if valid is None else int(valid[:, :tokens].sum(-1).max())
-        self.slots = slots_for(self.settings.budget, prompt)
-        wanted, sinks = self.settings.recent, self.settings.sinks
-        self.recent = self.policy.recent(self.slots, sinks) if wanted is None else wanted
-        check_budget(self.slots, sinks, self.recent)
+        if self.deferring:
+            self.recent = self.settings.recent or 1
+            return self.limit
+        limit = self.limit_of(prompt)
+        self.take_limits(limit, prompt)
+        return limit
+
+    def limit_of(self, prompt: int, beside: int = 0) -> Limit:
+        """What a prompt is pruned to.
+
+        Args:
+            prompt: Its tokens, in the longest row.
+            beside: Tokens that stay besides, on top of a fraction.
+        """
+        budget, wanted, sinks = self.settings.budget, self.settings.recent, self.settings.sinks
+        slots = slots_for(budget, prompt) + (beside if isinstance(budget, float) else 0)
+        recent = self.policy.recent(slots, sinks) if wanted is None else wanted
+        check_budget(slots, sinks, max(recent, beside))
+        return Limit(slots, recent)
+
+    def take_limits(self, limit: Limit, prompt: int) -> None:
+        """Sets how many slots there are from now on.
+
+        Args:
+            limit: What the prompt is pruned to.
+            prompt: Its tokens, in the longest row.
+        """
+        decode, wanted = self.settings.decode_budget, self.settings.recent
+        self.slots = limit.slots if decode is None else slots_for(decode, prompt)
+        if self.slots < limit.slots:
+            raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", self.slots)
+        self.recent = self.policy.recent(self.slots, self.settings.sinks) if wanted is None else wanted
+        self.deferring = False
+
+    @property
+    def limit(self) -> Limit:
+        """What is kept of all that came."""
+        return Limit(self.slots, self.recent)
 
     def window(self, tokens: int) -> int | None:
         """How many of a block's last queries the policy observes."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.frames import TurningPass
@@ -297,7 +298,7 @@ def _attend_with_bias(
     return output, None if weights is None else weights[..., :-1]
 
 
-def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.Tensor, running: TurningPass) -> None:
+def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.Tensor, running: TurningPass, module: nn.Module) -> None:
     """Remembers what a query gave to each slot, and scores the slots anew.
 
     Args:
@@ -335,6 +336,8 @@ def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.T
         queries=layer.queries,
         scaling=layer.scaling,
         geometry=layer.settings.geometry,
+        budget=layer.slots,
+        module=module,
     )
     scores = layer.victim_scores()[..., :used]
     if isinstance(complete, bool) or bool(complete.all()):

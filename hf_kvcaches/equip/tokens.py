@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
@@ -30,6 +33,9 @@ class Tokens:
             policy is shown none.
         scaling: What the model's attention multiplies scores with.
         geometry: How the model rotates keys; None for a policy that is tried on tensors alone.
+        budget: How many tokens will stay in each head, or None.
+        module: The model's attention while it is asked; None in decoding steps and for keys from another cache.
+        inputs: What that is called with for a block, `hidden_states` (batch, new tokens, hidden) among it; None without `reads_inputs`.
     """
 
     keys: torch.Tensor
@@ -44,6 +50,38 @@ class Tokens:
     queries: torch.Tensor | None = None
     scaling: float = 1.0
     geometry: RotaryGeometry | None = None
+    budget: int | None = None
+    module: nn.Module | None = None
+    inputs: Mapping[str, Any] | None = None
+
+    def pick(self, slots: torch.Tensor) -> Tokens:
+        """Some of the tokens.
+
+        Args:
+            slots: (batch, kv_heads, tokens to pick).
+        """
+
+        def states(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.gather(2, slots[..., None].expand(*slots.shape, tensor.shape[-1]))
+
+        def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.expand(*slots.shape[:2], -1).gather(2, slots)
+
+        positions = flat(self.positions)
+        assert positions is not None
+        return replace(
+            self,
+            keys=states(self.keys),
+            values=states(self.values),
+            positions=positions,
+            attention=flat(self.attention),
+            scores=flat(self.scores),
+        )
+
+    def in_order(self) -> torch.Tensor:
+        """The slots of each head in order of position, empty ones last, (batch, kv_heads, slots)."""
+        positions = self.positions.expand(self.keys.shape[:3])
+        return torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(stable=True, dim=-1)
 
     def unrotated_keys(self) -> torch.Tensor:
         """`keys` as they were before their rotation."""

@@ -16,12 +16,16 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.policies import (
+    BlockPolicy,
+    ChunkPolicy,
     CompactorPolicy,
+    CriticalPolicy,
     CURPolicy,
     ExpectedAttentionPolicy,
     H2OPolicy,
     KeyDiffPolicy,
     KeyNormPolicy,
+    KVZipPolicy,
     LagKVPolicy,
     LeveragePolicy,
     PeriodicPolicy,
@@ -54,6 +58,10 @@ SMALL = (
     CURPolicy(window=3, interval=3),
     CompactorPolicy(chunk=4, interval=3),
     ExpectedAttentionPolicy(interval=3),
+    KVZipPolicy(),
+    ChunkPolicy(KeyDiffPolicy(interval=3), size=4, interval=3),
+    BlockPolicy(CURPolicy(window=3, interval=3), size=4, interval=3),
+    CriticalPolicy(H2OPolicy(), interval=3),
 )
 each_policy = pytest.mark.parametrize("policy", SMALL, ids=repr)
 
@@ -293,7 +301,7 @@ def stepped(policy: Policy, tokens: Tokens, budget: int, steps: int, seed: int) 
     return scores, tokens
 
 
-@pytest.mark.parametrize("policy", [p for p in SMALL if not isinstance(p, LagKVPolicy | RandomPolicy)], ids=repr)
+@pytest.mark.parametrize("policy", [p for p in SMALL if not isinstance(p, LagKVPolicy | RandomPolicy | KVZipPolicy)], ids=repr)
 @pytest.mark.parametrize("steps", [3, 12])
 def test_after_a_step_scores_are_those_from_scratch(policy, steps):
     if isinstance(policy, PeriodicPolicy):

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from hf_kvcaches.equip.tokens import Tokens, ages, newest_from
-from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
 
 # The policies of this package by name.
 BUILT_IN: dict[str, type[Policy]] = {}
@@ -35,6 +36,8 @@ class Policy(ABC):
         queries: How many of the last queries themselves it has to see while decoding; 0: none.
         sees_block: Whether it is shown the queries of a block, where there are any.
         order_only: Whether the oldest token goes whatever it holds, so that no scores are needed.
+        reads_inputs: Whether it is shown what the model's attention is called with in a block.
+        deferred: Whether a context is kept whole until `EquipCache.compress`, which feeds it once more.
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
         directions: Whether it reads more of the keys than their lengths, and wants them as the model rotated them.
         scores_are_sums: Whether scores after a step are the attention received from all queries so far, as it is.
@@ -46,6 +49,8 @@ class Policy(ABC):
     queries: ClassVar[int] = 0
     sees_block: ClassVar[bool] = False
     order_only: ClassVar[bool] = False
+    reads_inputs: ClassVar[bool] = False
+    deferred: ClassVar[bool] = False
     always_recent: ClassVar[int] = 0
     directions: ClassVar[bool] = True
     scores_are_sums: bool = False
@@ -165,7 +170,9 @@ class Policy(ABC):
 
     def settings(self) -> dict[str, Any]:
         """The policy as plain values for JSON; `policy_from_settings` builds it again."""
-        parameters: dict[str, Any] = dataclasses.asdict(self) if dataclasses.is_dataclass(self) else {}
+        names: list[str] = [parameter.name for parameter in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else []
+        values = {name: getattr(self, name) for name in names}
+        parameters = {name: value.settings() if isinstance(value, Policy) else value for name, value in values.items()}
         # A subclass of a built-in policy has its name, and is not it.
         own = BUILT_IN.get(self.name) is not type(self)
         return {"policy": f"{type(self).__module__}.{type(self).__qualname__}" if own else self.name, **parameters}
@@ -179,7 +186,7 @@ class PeriodicPolicy(Policy):
         interval: Tokens that come between two scorings.
     """
 
-    interval: int = 64
+    interval: int = field(default=64, kw_only=True)
 
     def __post_init__(self) -> None:
         check_count(self, "interval", 1)
@@ -201,6 +208,29 @@ class PeriodicPolicy(Policy):
             return new
         due = (tokens.seen - tokens.first) % self.interval == 0
         return torch.where(due[:, None, None], new, scores)
+
+
+def resolve_policy(policy: str | Policy) -> Policy:
+    """The policy of that name with its usual parameters, or the policy itself."""
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, nn.Module) else ""
+        hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else swapped
+        raise ConfigError.of("policy", "the name of a policy, or a Policy object", policy, hint)
+    require_choice("policy", policy, BUILT_IN, also=", or a Policy object")
+    return BUILT_IN[policy]()
+
+
+def policy_from_settings(settings: dict[str, Any]) -> Policy:
+    """The policy that `Policy.settings` described."""
+    parameters = dict(settings)
+    name = parameters.pop("policy", None)
+    if name not in BUILT_IN:
+        known = ", ".join(BUILT_IN)
+        why = f"policy: {name!r} is none of this package's ({known}), and a file does not bring the code of another."
+        raise UnsupportedError(f"{why} Keep such a cache in memory.")
+    return BUILT_IN[name](**parameters)
 
 
 def put_score(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:

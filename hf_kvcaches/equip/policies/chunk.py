@@ -1,0 +1,41 @@
+"""Chunks: as many tokens of each part of the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_kvcaches.equip.policies.base import check_count
+from hf_kvcaches.equip.policies.wrapping import WrappingPolicy
+from hf_kvcaches.equip.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class ChunkPolicy(WrappingPolicy):
+    """Keeps the same share of each chunk of the text, chosen by another policy that sees the chunk alone.
+
+    As kvpress's `ChunkPress`. A text with one part that stands out keeps something of the others.
+
+    Args:
+        size: Tokens of a chunk.
+    """
+
+    name = "chunk"
+    size: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self, "size", 1)
+
+    def score(self, tokens: Tokens) -> torch.Tensor:
+        order = tokens.in_order()
+        scores = torch.zeros(order.shape, device=order.device)
+        for slots in order.split(self.size, -1):
+            chunk = tokens.pick(slots)
+            real = chunk.positions >= 0
+            ranks = torch.where(real, self.inner_score(chunk), -torch.inf).argsort(-1).argsort(-1) + 1.0
+            # From the best, which has 1, down to almost 0: the same shares of all chunks are above any number.
+            shares = 1 - (real.shape[-1] - ranks) / real.sum(-1, keepdim=True).clamp(min=1)
+            scores.scatter_(-1, slots, shares)
+        return scores

@@ -1,0 +1,341 @@
+"""Pruning before the question is known: where a prompt's question begins, a budget for decoding, and `compress`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_kvcaches import EquipCache
+from hf_kvcaches.equip.pages import PagePool
+from hf_kvcaches.equip.policies import SnapKVPolicy
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from tests import tiny
+
+CONTEXT, QUESTION = 40, 7
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterable[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny.llama()
+
+
+def padded(rows: int, tokens: int, *padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids with padding at the start of rows, and the mask."""
+    ids, mask = tiny.ids(rows, tokens, seed=3), torch.ones(rows, tokens, dtype=torch.long)
+    for row, count in enumerate(padding):
+        ids[row, :count], mask[row, :count] = 0, 0
+    return ids, mask
+
+
+def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of new tokens."""
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    return model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True).logits
+
+
+def positions_of(cache: EquipCache, layer: int = 0, row: int = 0, head: int = 0) -> list[int]:
+    """Of the tokens that one head of a row keeps."""
+    return sorted(position for position in cache.kept_positions(layer)[row, head].tolist() if position >= 0)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "compactor", "keydiff", "expected_attention", "h2o", "tova"])
+@pytest.mark.parametrize("budget", [0.5, 30])
+@pytest.mark.parametrize("padding", [(), (5, 0)], ids=["whole", "padded"])
+def test_a_question_is_read_behind_a_context_that_was_pruned_without_it(model, policy, budget, padding):
+    ids, mask = padded(2, CONTEXT + QUESTION, *padding)
+    one = EquipCache(model, policy, budget, question_start=-QUESTION)
+    two = EquipCache(model, policy, budget)
+    together = feed(model, one, ids, mask)
+    context = feed(model, two, ids[:, :CONTEXT], mask[:, :CONTEXT])
+    question = feed(model, two, ids[:, CONTEXT:], mask)
+    real = mask.bool()
+    torch.testing.assert_close(together[real], torch.cat([context, question], 1)[real], atol=2e-4, rtol=1e-4)
+    for layer in range(4):
+        assert torch.equal(one.kept_positions(layer), two.kept_positions(layer))
+
+
+def test_generate_with_a_question_goes_on_as_after_two_calls(model):
+    ids = tiny.ids(1, CONTEXT + QUESTION, seed=4)
+    two = EquipCache(model, "leverage", 0.5)
+    feed(model, two, ids[:, :CONTEXT])
+    expected = model.generate(ids, past_key_values=two, max_new_tokens=6, do_sample=False)
+    cache = EquipCache(model, "leverage", 0.5, question_start=CONTEXT)
+    assert torch.equal(model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("start", [0, CONTEXT + 1, -CONTEXT - 1])
+def test_a_question_that_begins_outside_of_the_prompt_is_refused(model, start):
+    cache = EquipCache(model, "streaming", 20, question_start=start)
+    with pytest.raises(ConfigError, match="question_start"):
+        feed(model, cache, tiny.ids(1, CONTEXT))
+
+
+@pytest.mark.parametrize("policy", ["streaming", "leverage", "h2o"])
+@pytest.mark.parametrize("decode_budget", [24, 0.6])
+def test_decoding_fills_up_to_its_own_budget(model, policy, decode_budget):
+    cache = EquipCache(model, policy, 12, decode_budget=decode_budget)
+    ids = tiny.ids(1, CONTEXT + 20, seed=5)
+    feed(model, cache, ids[:, :CONTEXT])
+    assert len(positions_of(cache)) == 12
+    before = positions_of(cache)
+    for step in range(20):
+        feed(model, cache, ids[:, CONTEXT + step : CONTEXT + step + 1])
+        assert len(positions_of(cache)) == min(24, 13 + step)
+        if step < 12:
+            assert positions_of(cache) == [*before, *range(CONTEXT, CONTEXT + step + 1)]
+
+
+def test_what_is_decoded_sees_the_pruned_prompt_and_all_that_came_since(model):
+    cache, past = EquipCache(model, "streaming", 12, decode_budget=40, positions="original"), DynamicCache(config=model.config)
+    ids = tiny.ids(2, CONTEXT + 10, seed=6)
+    feed(model, cache, ids[:, :CONTEXT])
+    feed(model, past, ids[:, :CONTEXT])
+    kept = positions_of(cache)
+    for layer in past.layers:
+        layer.keys, layer.values = layer.keys[:, :, kept], layer.values[:, :, kept]
+    for step in range(CONTEXT, CONTEXT + 10):
+        place = torch.full((2, 1), step)
+        expected = model(input_ids=ids[:, step : step + 1], position_ids=place, past_key_values=past).logits
+        torch.testing.assert_close(feed(model, cache, ids[:, step : step + 1]), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_a_decode_budget_below_the_budget_is_refused(model):
+    cache = EquipCache(model, "streaming", 20, decode_budget=10)
+    with pytest.raises(ConfigError, match="decode_budget"):
+        feed(model, cache, tiny.ids(1, CONTEXT))
+
+
+# compress
+
+
+@pytest.mark.parametrize("policy", ["streaming", "compactor", "cur", "keydiff", "h2o", "snapkv"])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_compress_prunes_to_the_budget_again(model, policy, positions):
+    chosen = SnapKVPolicy(window=4, kernel_size=3) if policy == "snapkv" else policy
+    cache = EquipCache(model, chosen, 16, decode_budget=60, positions=positions)
+    ids, mask = padded(2, CONTEXT + 30, 6, 0)
+    feed(model, cache, ids[:, :CONTEXT], mask[:, :CONTEXT])
+    for step in range(CONTEXT, CONTEXT + 20):
+        feed(model, cache, ids[:, step : step + 1], mask[:, : step + 1])
+    before = [set(positions_of(cache, row=row)) for row in range(2)]
+    cache.compress(model)
+    for row in range(2):
+        kept = positions_of(cache, row=row)
+        assert len(kept) == 16
+        assert set(kept) <= before[row]
+        assert set(kept) >= {6 * (row == 0), CONTEXT + 19}
+    # and goes on
+    logits = feed(model, cache, ids[:, CONTEXT + 20 :], mask)
+    assert bool(logits.isfinite().all())
+
+
+def test_compress_without_a_question_is_what_a_prefill_keeps(model):
+    ids = tiny.ids(1, CONTEXT, seed=8)
+    whole = EquipCache(model, "keydiff", 16, decode_budget=200)
+    feed(model, whole, ids[:, :8])  # shorter than the budget: everything stays
+    for part in ids[:, 8:].split(1, 1):
+        feed(model, whole, part)
+    assert len(positions_of(whole)) == CONTEXT
+    whole.compress()
+    past = DynamicCache(config=model.config)
+    feed(model, past, ids)
+    pruned = EquipCache.from_cache(past, model, "keydiff", 16)
+    for layer in range(4):
+        for head in range(2):
+            assert positions_of(whole, layer, 0, head) == positions_of(pruned, layer, 0, head)
+
+
+@pytest.mark.parametrize("policy", ["leverage", "cur", "expected_attention"])
+def test_what_stands_behind_the_context_stays_and_changes_nothing(model, policy):
+    ids, other = tiny.ids(1, CONTEXT + QUESTION, seed=9), tiny.ids(1, CONTEXT + QUESTION, seed=10)
+    other[:, :CONTEXT] = ids[:, :CONTEXT]
+    kept = []
+    for text in (ids, other):
+        cache = EquipCache(model, policy, 0.5, decode_budget=200)
+        feed(model, cache, text[:, :CONTEXT])
+        feed(model, cache, text[:, CONTEXT:])
+        cache.compress(model, upto=CONTEXT)
+        kept.append(positions_of(cache, 2, 0, 1))
+        assert kept[-1][-QUESTION:] == list(range(CONTEXT, CONTEXT + QUESTION))
+        assert len(kept[-1]) == CONTEXT // 2 + QUESTION
+    assert kept[0] == kept[1]
+
+
+def test_a_policy_that_has_seen_the_attention_of_the_question_cannot_forget_it(model):
+    cache = EquipCache(model, "h2o", 16, decode_budget=60)
+    feed(model, cache, tiny.ids(1, CONTEXT))
+    with pytest.raises(UnsupportedError, match="question_start"):
+        cache.compress(model, upto=30)
+
+
+def test_compress_refuses_an_empty_cache_and_positions_that_are_not_there(model):
+    cache = EquipCache(model, "leverage", 16)
+    with pytest.raises(ConfigError, match="context"):
+        cache.compress(model)
+    feed(model, cache, tiny.ids(1, CONTEXT))
+    before = positions_of(cache)
+    for upto in (0, CONTEXT + 1, 2.5):
+        with pytest.raises(ConfigError, match="upto"):
+            cache.compress(model, upto=upto)
+    with pytest.raises(ConfigError, match="budget"):
+        cache.compress(model, upto=2)  # 38 tokens behind, in a budget of 16
+    assert positions_of(cache) == before
+
+
+# kvzip
+
+
+def reconstruction(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """What each token of a context gets while it is read again, by the model's own attention: (kv_heads, tokens) of each layer."""
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    groups = model.config.num_attention_heads // model.config.num_key_value_heads
+    weights = eager(input_ids=torch.cat([ids, ids], 1), output_attentions=True).attentions
+    tokens = ids.shape[1]
+    return [layer[0, :, tokens:, :tokens].amax(1).unflatten(0, (-1, groups)).amax(1) for layer in weights]
+
+
+def kept_by(scores: torch.Tensor, budget: int, sinks: int, recent: int) -> list[int]:
+    scores = scores.clone()
+    scores[:sinks] = scores[scores.shape[0] - recent :] = torch.inf
+    return sorted(scores.topk(budget).indices.tolist())
+
+
+@pytest.mark.parametrize("parts", [(CONTEXT,), (16, 16, 8)], ids=["at once", "in parts"])
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_kvzip_keeps_what_the_model_looks_at_when_it_reads_the_context_again(model, parts, positions):
+    ids = tiny.ids(1, CONTEXT, seed=11)
+    cache = EquipCache(model, "kvzip", 16, recent=3, positions=positions)
+    for part in ids.split(parts, 1):
+        feed(model, cache, part)
+    assert len(positions_of(cache)) == CONTEXT
+    cache.compress(model, input_ids=ids)
+    assert cache.seen == CONTEXT
+    for layer, scores in enumerate(reconstruction(model, ids)):
+        for head in range(2):
+            assert positions_of(cache, layer, 0, head) == kept_by(scores[head], 16, 4, 3)
+
+
+def test_kvzip_knows_a_context_that_generate_fed(model):
+    ids = tiny.ids(1, CONTEXT, seed=20)
+    fed, given = EquipCache(model, "kvzip", 16), EquipCache(model, "kvzip", 16)
+    model.generate(ids, past_key_values=fed, max_new_tokens=1)
+    fed.compress()
+    feed(model, given, ids)
+    given.compress(model, input_ids=ids)
+    assert torch.equal(fed.kept_positions(3), given.kept_positions(3))
+
+
+def test_what_kvzip_keeps_of_a_row_does_not_depend_on_padding(model):
+    ids, mask = padded(2, CONTEXT, 9, 0)
+    both = EquipCache(model, "kvzip", 12)
+    feed(model, both, ids, mask)
+    both.compress(model, input_ids=ids)
+    for row, padding in enumerate((9, 0)):
+        alone = EquipCache(model, "kvzip", 12)
+        feed(model, alone, ids[row : row + 1, padding:])
+        alone.compress(input_ids=ids[row : row + 1, padding:])
+        assert [position - padding for position in positions_of(both, 1, row, 1)] == positions_of(alone, 1, 0, 1)
+
+
+def test_kvzip_answers_many_questions_from_one_context(model):
+    ids = tiny.ids(1, CONTEXT, seed=12)
+    cache = EquipCache(model, "kvzip", 0.5)
+    feed(model, cache, ids)
+    cache.compress(model, input_ids=ids)
+    assert len(positions_of(cache)) == CONTEXT // 2
+    for seed in (13, 14):
+        question = tiny.ids(1, QUESTION, seed=seed)
+        answering = copy.deepcopy(cache)
+        output = model.generate(torch.cat([ids, question], 1), past_key_values=answering, max_new_tokens=5)
+        assert output.shape[1] == CONTEXT + QUESTION + 5
+        assert set(positions_of(answering)) >= set(range(CONTEXT + 1, CONTEXT + QUESTION + 4))
+    assert cache.seen == CONTEXT
+
+
+def test_kvzip_refuses_to_decode_before_it_has_compressed(model):
+    ids = tiny.ids(1, CONTEXT)
+    cache = EquipCache(model, "kvzip", 16)
+    with pytest.raises(UnsupportedError, match="compress"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=3)
+    assert len(positions_of(cache)) == CONTEXT
+
+
+def test_kvzip_says_which_ids_it_needs(model):
+    cache = EquipCache(model, "kvzip", 16)
+    feed(model, cache, tiny.ids(1, CONTEXT))
+    for wrong in (None, tiny.ids(1, CONTEXT - 1), tiny.ids(2, CONTEXT)):
+        with pytest.raises(ConfigError, match="input_ids"):
+            cache.compress(model, input_ids=wrong)
+    assert cache.seen == CONTEXT
+
+
+def test_kvzip_leaves_sliding_layers_as_they_were():
+    model = tiny.gemma2()
+    ids, more = tiny.ids(1, CONTEXT, seed=15), tiny.ids(1, 5, seed=16)
+    cache = EquipCache(model, "kvzip", CONTEXT)  # nothing goes
+    feed(model, cache, ids)
+    cache.compress(model, input_ids=ids)
+    past = DynamicCache(config=model.config)
+    feed(model, past, ids)
+    torch.testing.assert_close(feed(model, cache, more), feed(model, past, more), atol=2e-4, rtol=1e-4)
+
+
+def test_a_failure_while_the_context_is_read_again_leaves_everything_as_it_was(model):
+    ids = tiny.ids(1, CONTEXT, seed=17)
+    cache = EquipCache(model, "kvzip", 16)
+    feed(model, cache, ids)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cache.compress(model, input_ids=ids)
+    finally:
+        handle.remove()
+    assert len(positions_of(cache)) == CONTEXT
+    cache.compress(model, input_ids=ids)
+    assert positions_of(cache, 3) == kept_by(reconstruction(model, ids)[3][0], 16, 4, cache.policy.recent(16, 4))
+
+
+def test_a_context_that_waits_can_be_saved_and_compressed_after_loading(model, tmp_path: Path):
+    ids = tiny.ids(1, CONTEXT, seed=18)
+    cache = EquipCache(model, "kvzip", 16)
+    feed(model, cache, ids)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = EquipCache.load(tmp_path / "cache.safetensors", model)
+    for one in (cache, loaded):
+        one.compress(model, input_ids=ids)
+    assert torch.equal(loaded.kept_positions(2), cache.kept_positions(2))
+
+
+def test_reset_waits_for_another_context(model):
+    ids = tiny.ids(1, CONTEXT, seed=19)
+    cache = EquipCache(model, "kvzip", 16)
+    for _ in range(2):
+        feed(model, cache, ids)
+        assert len(positions_of(cache)) == CONTEXT
+        cache.compress(model, input_ids=ids)
+        assert len(positions_of(cache)) == 16
+        cache.reset()
+
+
+@pytest.mark.parametrize("options", [{"policy": "kvzip"}, {"decode_budget": 64}, {"question_start": -3}], ids=str)
+def test_pages_are_refused_with_more_than_one_budget(model, options):
+    for pages in ({"page_size": 16}, {"pool": PagePool(model, pages=8, page_size=16)}):
+        with pytest.raises(UnsupportedError, match="pages"):
+            EquipCache(model, **{"policy": "streaming", "budget": 32, **options, **pages})
