@@ -35,8 +35,8 @@ class PressPolicy(Policy):
     def score(self, tokens: Tokens) -> torch.Tensor:
         if tokens.module is None or tokens.inputs is None:
             raise UnsupportedError(
-                "policy: a press is shown what the model's attention reads, and no pass reads it now. Prune a prompt that the model runs, or "
-                "use a policy of this package."
+                "policy: a press is shown what the model's attention reads, and no pass reads it now. Prune a prompt that the model "
+                "runs, or use a policy of this package."
             )
         inputs = dict(tokens.inputs)
         scores = self.press.score(tokens.module, inputs.pop("hidden_states"), tokens.keys, tokens.values, None, inputs)
