@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -10,6 +11,14 @@ from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, whole_number
 
 _EXPECTED = "an integer of at least 1 (tokens), or a float above 0 and up to 1 (share of the prompt)"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many tokens stay, and how many of the newest whatever they are worth."""
+
+    slots: int
+    recent: int
 
 
 def plain_budget(budget: Any) -> int | float | list[int | float]:

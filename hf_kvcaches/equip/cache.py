@@ -224,7 +224,7 @@ class EquipCache(AnsweringCache):
         limits = []
         for layer in layers:
             context = layer.fed - behind - (0 if layer.first is None else int(layer.first.min()))
-            limits.append((layer.limit_of(context, behind), context))
+            limits.append((layer.settings.limit_of(context, behind), context))
         received: list[torch.Tensor | None] = [None] * len(layers)
         if self.policy.deferred:
             base = self.model if model is None else model

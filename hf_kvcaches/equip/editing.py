@@ -14,6 +14,7 @@ import torch
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import pruning
+from hf_kvcaches.equip.candidates import Candidates, first_of, in_order, joined, kept_candidates, remember
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -36,15 +37,15 @@ def drop(layer: EquipLayer, gone: torch.Tensor, moved: int = 0, start: int = 0) 
     Args:
         gone: True for slots to empty, (batch or 1, 1 or kv_heads, slots in use).
     """
-    found = pruning.kept_candidates(layer)
+    found = kept_candidates(layer)
     heads = max(gone.shape[1], found.positions.shape[1])
     positions = found.positions.to(torch.int32).expand(-1, heads, -1)
     before = (positions >= 0).sum(-1, keepdim=True)
     positions = torch.where(positions >= start, positions + moved, positions)
     positions = torch.where(gone.expand_as(positions), -1, positions)
     layer.fed += moved
-    found = pruning.in_order(replace(found, positions=positions))
-    layer.absorb(pruning.first_of(found, int((positions >= 0).sum(-1).max())), before)
+    found = in_order(replace(found, positions=positions))
+    layer.absorb(first_of(found, int((positions >= 0).sum(-1).max())), before)
 
 
 def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) -> None:
@@ -185,8 +186,8 @@ def insert_block(
         assert back is not None
         stored = back(keys)
     positions = torch.arange(start, start + tokens, device=keys.device, dtype=torch.int32).expand(keys.shape[0], 1, -1)
-    new = pruning.Candidates(stored, values, positions, None if stands is None else stands.expand(keys.shape[0], -1, -1), None, None, None)
-    found = pruning.joined(layer, pruning.kept_candidates(layer), new)
-    pruning.remember(layer, found, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
-    pruning.lay_out(layer, pruning.in_order(found), layer.limit)
+    new = Candidates(stored, values, positions, None if stands is None else stands.expand(keys.shape[0], -1, -1), None, None, None)
+    found = joined(layer, kept_candidates(layer), new)
+    remember(layer, found, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
+    pruning.lay_out(layer, in_order(found), layer.limit)
     return output

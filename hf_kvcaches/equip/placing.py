@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.calls import Call
-from hf_kvcaches.equip import pruning
+from hf_kvcaches.equip.candidates import Candidates
 from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.equip.state import UNKNOWN, SlotState, place_ranks
 
@@ -107,7 +107,7 @@ class PlacedSlots(SlotState):
         live = live[..., None]
         return torch.where(live, keys, self.keys_at(index)), torch.where(live, values, self.values_at(index))
 
-    def absorb(self, found: pruning.Candidates, before: torch.Tensor) -> None:
+    def absorb(self, found: Candidates, before: torch.Tensor) -> None:
         """Makes what was kept of a block the content of the slots.
 
         Args:
@@ -159,7 +159,7 @@ class PlacedSlots(SlotState):
             self.cursor = sinks + (self.cursor - sinks + part) % ring
             done += part
 
-    def overwrite(self, found: pruning.Candidates, left: torch.Tensor, came: torch.Tensor, heads: int) -> None:
+    def overwrite(self, found: Candidates, left: torch.Tensor, came: torch.Tensor, heads: int) -> None:
         """Puts candidates into slots that are left, and all keys where they stand now.
 
         Args:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
+from hf_kvcaches.equip.candidates import block_places
 from hf_kvcaches.equip.frames import TurningPass
-from hf_kvcaches.equip.pruning import block_places
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call

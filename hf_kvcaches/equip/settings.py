@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.equip.budgets import Limit, check_budget, slots_for
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.launch import Backend
@@ -41,3 +42,16 @@ class EquipSettings:
             what = f"the index of one of the prompt's {tokens} tokens, and not of the first"
             raise ConfigError.of("question_start", what, self.question_start)
         return start
+
+    def limit_of(self, prompt: int, beside: int = 0) -> Limit:
+        """What a prompt is pruned to.
+
+        Args:
+            prompt: Its tokens, in the longest row.
+            beside: Tokens that stay besides, on top of a fraction.
+        """
+        budget, wanted, sinks = self.budget, self.recent, self.sinks
+        slots = slots_for(budget, prompt) + (beside if isinstance(budget, float) else 0)
+        recent = self.policy.recent(slots, sinks) if wanted is None else wanted
+        check_budget(slots, sinks, max(recent, beside))
+        return Limit(slots, recent)

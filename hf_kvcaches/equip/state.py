@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.passes import Passes
-from hf_kvcaches.equip.budgets import check_budget, slots_for
+from hf_kvcaches.equip.budgets import Limit, slots_for
 from hf_kvcaches.equip.compiled import ClockedStorage
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.policies import Policy
@@ -19,14 +18,6 @@ from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.errors import ConfigError
 
 UNKNOWN = -2
-
-
-@dataclass(frozen=True)
-class Limit:
-    """How many tokens stay, and how many of the newest whatever they are worth."""
-
-    slots: int
-    recent: int
 
 
 class SlotState(ClockedStorage):
@@ -218,22 +209,9 @@ class SlotState(ClockedStorage):
         if self.deferring:
             self.recent = self.settings.recent or 1
             return self.limit
-        limit = self.limit_of(prompt)
+        limit = self.settings.limit_of(prompt)
         self.take_limits(limit, prompt)
         return limit
-
-    def limit_of(self, prompt: int, beside: int = 0) -> Limit:
-        """What a prompt is pruned to.
-
-        Args:
-            prompt: Its tokens, in the longest row.
-            beside: Tokens that stay besides, on top of a fraction.
-        """
-        budget, wanted, sinks = self.settings.budget, self.settings.recent, self.settings.sinks
-        slots = slots_for(budget, prompt) + (beside if isinstance(budget, float) else 0)
-        recent = self.policy.recent(slots, sinks) if wanted is None else wanted
-        check_budget(slots, sinks, max(recent, beside))
-        return Limit(slots, recent)
 
     def take_limits(self, limit: Limit, prompt: int) -> None:
         """Sets how many slots there are from now on.

@@ -24,7 +24,8 @@ def evaluate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory):
     folder = tmp_path_factory.mktemp("eval") / "new"
-    done = evaluate("--csv", folder / "equip.csv", "--plot", folder / "equip.png")
+    tasks = ("--tasks", "perplexity", "prefix", "recall", "--positions", "compact", "original")
+    done = evaluate(*tasks, "--csv", folder / "equip.csv", "--plot", folder / "equip.png")
     assert done.returncode == 0, done.stderr
     return folder, done, rows_of(folder / "equip.csv")
 
@@ -33,10 +34,11 @@ def test_every_setting_has_a_row_in_both_tables_and_in_the_file(quick):
     _, done, rows = quick
     names = ["full cache", *(f"{policy} {positions}" for policy in ("streaming", "h2o") for positions in ("compact", "original"))]
     for name in names:
-        assert sum(line.startswith(name) for line in done.stdout.splitlines()) == 2
-    for task in ("perplexity", "recall, asked after"):
+        assert sum(line.startswith(name) for line in done.stdout.splitlines()) == 3
+    waiting = {f"kvzip {positions}" for positions in ("compact", "original")}
+    for task, others in (("perplexity", set()), ("prefix", waiting), ("recall, asked after", waiting)):
         found = {f"{row['policy']} {row['positions']}".strip() for row in rows if row["task"] == task}
-        assert found == set(names)
+        assert found == {*names, *others}
     assert all(row["torch"] and row["model"] == "base" for row in rows)
 
 
@@ -52,8 +54,12 @@ def test_the_full_caches_perplexity_is_that_of_one_forward_pass(quick):
 
 
 def test_the_full_cache_recalls_what_it_read(quick):
-    row = next(row for row in quick[2] if row["policy"] == "full cache" and row["task"] != "perplexity")
+    row = next(row for row in quick[2] if row["policy"] == "full cache" and row["task"].startswith("recall"))
     assert (row["questions"], row["right"]) == ("2", "2")
+
+
+def test_it_prints_the_bars(quick):
+    assert "compactor recalls 99.0% at 0.5" in quick[1].stdout
 
 
 def test_it_draws_a_picture(quick):
@@ -64,6 +70,17 @@ def test_it_draws_a_picture(quick):
 def script(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     return importlib.import_module("eval_equip")
+
+
+def test_what_follows_a_whole_prefix_is_as_likely_as_with_the_full_cache(script):
+    model, ids = tiny.llama(), tiny.ids(2, 40)
+    with torch.no_grad():
+        settings = (script.Setting(script.FULL_CACHE), *(script.Setting(policy, "compact", 1.0) for policy in ("compactor", "kvzip")))
+        rows = list(script.prefixes(model, ids, 30, settings))
+        logits = model(ids).logits[:, 30:-1]
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 31:].flatten())
+    assert rows[0]["perplexity"] == pytest.approx(math.exp(float(expected)), rel=1e-3)
+    assert all(abs(row["excess"]) < 1e-3 for row in rows)
 
 
 @pytest.mark.parametrize("ask", ["after", "within"])
