@@ -42,7 +42,15 @@ class CompactorPolicy(PeriodicPolicy):
         queries = tokens.queries
         if queries is None or queries.shape[2] < 2:
             return scores
+        attention, came = self._attention(tokens, queries, real)
+        return scores + torch.where(came, _standard(attention, came), 0.0)
+
+    def _attention(self, tokens: Tokens, queries: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the slots of a block's tokens got of its queries, and which slots these are, (batch, kv_heads, slots) each."""
         count, slots = queries.shape[2], real.shape[2]
+        keys, values = tokens.keys.detach(), tokens.values.detach()
+        if slots == tokens.seen == count and bool((tokens.positions == torch.arange(slots, device=real.device)).all()):
+            return self._worth(queries.detach(), keys, values, None, tokens.scaling), real
         first = torch.as_tensor(tokens.first, device=real.device).view(-1, 1, 1)
         # Places in the row's part of the block: padding, which comes first among the queries, is not counted.
         pads = (first - (tokens.seen - count)).clamp(min=0)
@@ -52,28 +60,35 @@ class CompactorPolicy(PeriodicPolicy):
         source = torch.full((*real.shape[:2], count + 1), slots, device=real.device, dtype=torch.long)
         source.scatter_(2, torch.where(came, place, count).long(), torch.arange(slots, device=real.device).expand(real.shape))
         source = source[..., :count]
-        exists = source < slots
-        keys, values = (_picked(states, source.clamp(max=slots - 1)) for states in (tokens.keys, tokens.values))
-        queries = _picked(queries, (torch.arange(count, device=real.device) + pads).clamp(max=count - 1).expand(*queries.shape[:2], -1))
-        received = self._received(queries, keys, tokens.scaling, exists) * values.float().norm(dim=-1)
-        received = functional.avg_pool1d(received.masked_fill(~exists, 0.0), 3, 1, 1)
-        attention = received.gather(2, place.clamp(0, count - 1).long())
-        return scores + torch.where(came, _standard(attention, came), 0.0)
+        keys, values = (_picked(states, source.clamp(max=slots - 1)) for states in (keys, values))
+        turn = (torch.arange(count, device=real.device) + pads).clamp(max=count - 1).expand(*queries.shape[:2], -1)
+        worth = self._worth(_picked(queries.detach(), turn), keys, values, source < slots, tokens.scaling)
+        return worth.gather(2, place.clamp(0, count - 1).long()), came
 
-    def _received(self, queries: torch.Tensor, keys: torch.Tensor, scaling: float, exists: torch.Tensor) -> torch.Tensor:
-        """What each token got from all of its chunk, the mean over the heads of a group, (batch, kv_heads, tokens)."""
-        heads = keys.shape[1]
-        grouped, keys = queries.float().unflatten(1, (heads, -1)), keys.float()
-        parts = []
-        for query, key, real in zip(grouped.split(self.chunk, 3), keys.split(self.chunk, 2), exists.split(self.chunk, 2), strict=True):
-            logits = query @ key[:, :, None].transpose(-1, -2) * scaling
-            weights = logits.masked_fill(~real[:, :, None, None], torch.finfo(torch.float32).min).softmax(-1)
-            parts.append((weights * real[:, :, None, :, None]).sum(3).mean(2))
-        return torch.cat(parts, -1)
+    def _worth(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, exists: torch.Tensor | None, scaling: float
+    ) -> torch.Tensor:
+        """What each token got from all of its chunk, the mean over a group, times the length of its value, (batch, kv_heads, tokens).
+
+        Args:
+            exists: True for tokens that are there, or None for all.
+        """
+        grouped, parts = (queries.float() * scaling).unflatten(1, (keys.shape[1], -1)), []
+        for start in range(0, keys.shape[2], self.chunk):
+            span = slice(start, start + self.chunk)
+            logits = grouped[:, :, :, span] @ keys[:, :, None, span].float().mT
+            if exists is None:
+                parts.append(logits.softmax(-1).sum(3).mean(2))
+                continue
+            real = exists[:, :, None, None, span]
+            weights = logits.masked_fill(~real, torch.finfo(torch.float32).min).softmax(-1)
+            parts.append((weights * real.mT).sum(3).mean(2))
+        received = torch.cat(parts, -1) * values.float().norm(dim=-1)
+        return functional.avg_pool1d(received if exists is None else received.masked_fill(~exists, 0.0), 3, 1, 1)
 
 
 def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    return states.detach().gather(2, slots[..., None].expand(-1, -1, -1, states.shape[-1]))
+    return states.gather(2, slots[..., None].expand(-1, -1, -1, states.shape[-1]))
 
 
 def _standard(scores: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

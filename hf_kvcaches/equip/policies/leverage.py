@@ -39,5 +39,7 @@ def leverage(tokens: Tokens) -> torch.Tensor:
     moments = (keys.transpose(2, 3) @ keys).double()
     ridge = _RIDGE * moments.diagonal(dim1=2, dim2=3).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
     moments.diagonal(dim1=2, dim2=3).add_(ridge[..., None])
-    factor = torch.linalg.cholesky(moments).float()
-    return torch.linalg.solve_triangular(factor, keys.transpose(2, 3), upper=False).square().sum(2)
+    factor = torch.linalg.cholesky(moments)
+    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    # Solving for each key takes ten times longer than this product.
+    return (keys @ torch.linalg.solve_triangular(factor, identity.expand_as(factor), upper=False).mT.float()).square().sum(-1)
