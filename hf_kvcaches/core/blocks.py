@@ -47,7 +47,6 @@ def block_attention(
     softcap: float | None = None,
     bias: torch.Tensor | None = None,
     observers: torch.Tensor | None = None,
-    most: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Attention of new tokens over slots and themselves, and the sum of what each key got from some of them.
 
@@ -59,7 +58,6 @@ def block_attention(
         softcap: Bound of the scores, or None.
         bias: Added to the scores, (batch or 1, heads or 1, tokens, kept + tokens), or None.
         observers: 1 for queries that are observed, (batch or 1, tokens), or None for none.
-        most: Whether to return the most that a key got from one of them, and over the heads of a group, in the place of sum and mean.
 
     Returns:
         (batch, tokens, heads, head_dim) or None, and (batch, kv_heads, kept + tokens), float32, a mean over the heads of a group, or None.
@@ -87,10 +85,7 @@ def block_attention(
             outputs.append(torch.matmul(weights.to(values.dtype), values[:, :, None, :reach]))
         if observed is not None and observers is not None:
             counted = weights.detach() * observers[:, None, None, start:stop, None]
-            if most:
-                observed[:, :, :reach] = torch.maximum(observed[:, :, :reach], counted.amax((2, 3)))
-            else:
-                observed[:, :, :reach] += counted.sum(3).mean(2)
+            observed[:, :, :reach] += counted.sum(3).mean(2)
     if values is None:
         return None, observed
     return torch.cat(outputs, 3).flatten(1, 2).transpose(1, 2), observed

@@ -25,8 +25,6 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require
 from hf_kvcaches.kernels.launch import BACKENDS
 
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
-# Tokens of a context that are fed again at a time.
-_RECONSTRUCTED = 512
 
 
 class EquipCache(AnsweringCache):
@@ -225,10 +223,11 @@ class EquipCache(AnsweringCache):
         for layer in layers:
             context = layer.fed - behind - (0 if layer.first is None else int(layer.first.min()))
             limits.append((layer.settings.limit_of(context, behind), context))
-        received: list[torch.Tensor | None] = [None] * len(layers)
+        received: Sequence[torch.Tensor | None] = [None] * len(layers)
         if self.policy.deferred:
             base = self.model if model is None else model
-            received = reconstruct(self, base, layers, self._context(input_ids, end).to(compat.base_model(base).device), _RECONSTRUCTED)
+            ids = self._context(input_ids, end).to(compat.base_model(base).device)
+            received = reconstruct(self, base, layers, ids, self.policy.deferred)
         for layer, (limit, context), reconstruction in zip(layers, limits, received, strict=True):
             layer.take_limits(limit, context)
             pruning.compress(layer, limit, layer.fed - behind, reconstruction)

@@ -173,7 +173,7 @@ class EquipLayer(PlacedSlots):
 
     def reset(self) -> None:
         super().reset()
-        self.deferring = self.policy.deferred
+        self.deferring = self.policy.deferred > 0
         if self.recording is not None:
             self.recording.clear()
 

@@ -6,8 +6,9 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
-from hf_kvcaches.core.blocks import Visibility, block_attention, observers
+from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.candidates import block_places
 from hf_kvcaches.equip.frames import TurningPass
 
@@ -20,39 +21,64 @@ if TYPE_CHECKING:
 class Reconstruction:
     """The most that any query of the repeated context gave to each slot of one layer; the layer takes none of these tokens.
 
+    Weights are shared among a repeated chunk and the chunk itself, as in the paper: no table of all tokens by all tokens is made.
+
     Attributes:
-        received: (batch, kv_heads, slots), float32, the largest over the heads of a group; None before the first chunk.
+        span: The positions of the chunk that is repeated, from the first one up to the one behind the last.
+        received: (batch, kv_heads, slots), float32, the largest over the heads of a group.
     """
 
-    def __init__(self) -> None:
-        self.received: torch.Tensor | None = None
+    def __init__(self, layer: EquipLayer) -> None:
+        self.span = (0, 0)
+        self.received = torch.zeros(layer.rows, layer.kv_heads, layer.used, device=layer.held_on)
 
     def attend(
         self, layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
     ) -> torch.Tensor:
         """Attention of repeated tokens over the context and each other, (batch, tokens, heads, head_dim)."""
-        geometry, kept, tokens = layer.frames.geometry, layer.used, keys.shape[2]
+        geometry = layer.frames.geometry
         turn = None if geometry is None else running.turn(geometry, block_places(layer, running))
         if turn is not None:
             query, keys = turn(query), turn(keys)
-        output, received = block_attention(
-            query,
-            torch.cat([layer.near_keys(running), keys], 2),
-            torch.cat([layer.held_now()[1], values], 2),
-            call.scaling,
-            Visibility(layer.holding(), kept, running.valid),
-            softcap=call.softcap,
-            observers=observers(None, running.valid, tokens, keys.device),
-            most=True,
-        )
-        assert output is not None
-        assert received is not None
-        received = received[..., :kept]
-        self.received = received if self.received is None else torch.maximum(self.received, received)
-        return output
+        held = layer.near_keys(running)
+        positions = layer.slot_positions()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
+        inside = (positions >= self.span[0]) & (positions < self.span[1])
+        columns = inside.any(0).any(0).nonzero()[:, 0]
+        self._observe(inside, columns, query, torch.cat([held[:, :, columns], keys], 2), call, running)
+        kept = int(columns[-1]) + 1 if columns.numel() else 0
+        visible = Visibility((positions[..., :kept] >= 0) & (positions[..., :kept] < self.span[1]), kept, running.valid)
+        keys, values = (torch.cat([past[:, :, :kept], new], 2) for past, new in ((held, keys), (layer.held_now()[1], values)))
+        if call.softcap is None and call.bias is None:
+            mask, group = visible.rows(0, query.shape[2], keys.device), query.shape[1] // keys.shape[1]
+            keys, values = (states.repeat_interleave(group, 1) for states in (keys, values))
+            output = functional.scaled_dot_product_attention(query, keys, values, mask, scale=call.scaling)
+            return output.transpose(1, 2).nan_to_num(0.0)
+        result, _ = block_attention(query, keys, values, call.scaling, visible, softcap=call.softcap, bias=call.bias)
+        assert result is not None
+        return result
+
+    def _observe(
+        self, inside: torch.Tensor, columns: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, call: Call, running: TurningPass
+    ) -> None:
+        """Notes what the chunk's slots get of its repetition.
+
+        Args:
+            inside: True for slots of the chunk, (batch, 1, slots).
+            columns: Where these are in any row.
+            keys: In these slots, and the new ones, (batch, kv_heads, slots + tokens, head_dim), in one frame with the queries.
+        """
+        grouped = (query * call.scaling).unflatten(1, (keys.shape[1], -1))
+        scores = (grouped @ keys[:, :, None].mT).float()
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        visible = Visibility(inside[..., columns], len(columns), running.valid).rows(0, query.shape[2], keys.device)[:, :, None]
+        weights = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min).softmax(-1)[..., : len(columns)]
+        if running.valid is not None:
+            weights = weights * running.valid[:, None, None, :, None]
+        self.received[..., columns] = torch.maximum(self.received[..., columns], weights.amax((2, 3)))
 
 
-def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: torch.Tensor, chunk: int) -> list[torch.Tensor | None]:
+def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: torch.Tensor, chunk: int) -> list[torch.Tensor]:
     """Feeds a context again, and returns what the slots of each layer got of it.
 
     Args:
@@ -64,10 +90,13 @@ def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: to
     others = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if layer not in layers}
     real = real_tokens(layers[0], ids)
     seen = torch.nn.functional.pad(real, (0, cache.seen - real.shape[1]), value=True)
-    for layer in layers:
-        layer.reconstruction = Reconstruction()
+    passes = [Reconstruction(layer) for layer in layers]
     try:
-        for part, new in zip(ids.split(chunk, 1), real.split(chunk, 1), strict=True):
+        for layer, reconstruction in zip(layers, passes, strict=True):
+            layer.reconstruction = reconstruction
+        for start, part, new in zip(range(0, ids.shape[1], chunk), ids.split(chunk, 1), real.split(chunk, 1), strict=True):
+            for reconstruction in passes:
+                reconstruction.span = (start, start + part.shape[1])
             mask = torch.cat([seen, new], 1).long()
             with torch.no_grad():
                 model(
@@ -80,7 +109,7 @@ def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: to
                 )
             for index, layer in others.items():
                 cache.layers[index] = copy.deepcopy(layer)
-        return [None if layer.reconstruction is None else layer.reconstruction.received for layer in layers]
+        return [reconstruction.received for reconstruction in passes]
     finally:
         for layer in layers:
             layer.reconstruction = None

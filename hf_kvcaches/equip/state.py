@@ -87,7 +87,7 @@ class SlotState(ClockedStorage):
         self.fed = self.slots = self.recent = self.filled = self.offset = self.cursor = 0
         self.oldest_recent = UNKNOWN
         self.scaling = 1.0
-        self.deferring = self.policy.deferred
+        self.deferring = self.policy.deferred > 0
 
     @property
     def policy(self) -> Policy:

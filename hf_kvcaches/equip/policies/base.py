@@ -37,7 +37,7 @@ class Policy(ABC):
         sees_block: Whether it is shown the queries of a block, where there are any.
         order_only: Whether the oldest token goes whatever it holds, so that no scores are needed.
         reads_inputs: Whether it is shown what the model's attention is called with in a block.
-        deferred: Whether a context is kept whole until `EquipCache.compress`, which feeds it once more.
+        deferred: Tokens that `EquipCache.compress`, up to which a context is kept whole, feeds again at a time; 0 where nothing waits.
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
         directions: Whether it reads more of the keys than their lengths, and wants them as the model rotated them.
         scores_are_sums: Whether scores after a step are the attention received from all queries so far, as it is.
@@ -50,7 +50,7 @@ class Policy(ABC):
     sees_block: ClassVar[bool] = False
     order_only: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = False
-    deferred: ClassVar[bool] = False
+    deferred: int = 0
     always_recent: ClassVar[int] = 0
     directions: ClassVar[bool] = True
     scores_are_sums: bool = False

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, put_score
+from hf_kvcaches.equip.policies.base import Policy, check_count, put_score
 from hf_kvcaches.equip.tokens import Tokens
 
 
@@ -20,11 +20,17 @@ class KVZipPolicy(Policy):
 
     **Departs from the paper**: the context is fed again as it is, without an instruction to repeat it. Each head keeps as many tokens as
     the others; the paper shares one budget among all heads of all layers. Tokens that come after are kept before anything of the context.
+
+    Args:
+        deferred: Tokens that are fed again at a time, and share one softmax with their repetition.
     """
 
     name = "kvzip"
-    deferred = True
     directions = False
+    deferred: int = 256
+
+    def __post_init__(self) -> None:
+        check_count(self, "deferred", 1)
 
     def recent(self, budget: int, sinks: int) -> int:
         return max(1, min(64, (budget - sinks) // 4))
