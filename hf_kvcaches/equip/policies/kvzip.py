@@ -27,7 +27,7 @@ class KVZipPolicy(Policy):
 
     name = "kvzip"
     directions = False
-    deferred: int = 256
+    deferred: int = 384
 
     def __post_init__(self) -> None:
         check_count(self, "deferred", 1)
