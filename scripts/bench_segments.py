@@ -4,15 +4,13 @@
 
 Before anything is timed, the logits of prefix caching are compared with those of no reuse. Then every prompt is asked on all sides in
 turns, in one process, and a ratio is taken within a prompt: the time without reuse (DynamicCache) by that of the side. The making of the
-cache is in the time; storing is not where only the first token is asked for, because that is done while an answer is generated: it has
-rows of its own, and goes on during the requests for 32 tokens more. Each side has its own store in memory, empty at first; all prompts
-count, the first too.
+cache is in the time; storing, which is done while an answer is generated, has rows of its own. Each side has its own store in memory,
+empty at first; all prompts count, the first too.
 
-`no repeats` are prompts without anything to reuse: what looking in vain costs. `phases` counts the time to the first token by file of the
-package. `larger` is a Llama with random weights, for which four fifths of a prompt have been seen in another order: random weights say
-nothing about whether reuse is harmless, so all probes of "auto" pass, but in rows of their own most fail, as the policy has it. `look-up`
-is among random segments without tensors, `splice` the writing of keys and values alone, `sharing` the share of tokens that are reused
-where another process has stored them, in a folder, and in the Redis that `--redis` names.
+`no repeats` are prompts without anything to reuse. `phases` counts the time to the first token by file of the package. `larger` is a Llama
+with random weights, for which four fifths of a prompt have been seen in another order: all probes of "auto" pass, but in rows of their own
+most fail, as the policy has it. `look-up` is among random segments without tensors, `sharing` the share of tokens that are reused where
+another process has stored them, in a folder, and in the Redis that `--redis` names.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from _segments_parts import agents, load_policy, lookups, sharing, splices
+from _segments_parts import agents, load_policy, lookups, sharing
 from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, moved, passes, phases, prove, rows_of
 from shared.bars import Bar, verdicts
 from shared.cli import run_script
@@ -30,12 +28,9 @@ from shared.models import LARGER, Pair, Shape
 from shared.plot import Panel, draw, title_of
 from shared.results import Results, Row, rows_where
 from shared.sections import begin_sections, run_sections, section_arguments
-from shared.timing import Clock
 
-SECTIONS = ("requests", "no repeats", "phases", "larger", "splice", "look-up", "sharing")
-COLUMNS = (
-    "section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit floor_share"
-).split()
+SECTIONS = ("requests", "no repeats", "phases", "larger", "look-up", "sharing")
+COLUMNS = ("section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit").split()
 SHOWN = {
     "": "{measure}, {side}, {tokens} tokens",
     "workload": "{workload}",
@@ -46,7 +41,6 @@ SHOWN = {
     "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
     "reused": "{reused:.1%}",
     "rate": "{value:g} {unit}",
-    "of the bandwidth": "{floor_share:.0%}",
 }
 ALL_SIDES = (NONE, PREFIX, AUTO, APPROXIMATE)
 HIT_RATE = 0.005  # by how much hit rates may differ: which of two segments that are equally like a third is found first is left to chance
@@ -63,15 +57,13 @@ class Size:
     shape: Shape = LARGER  # of the larger model
     tokens: tuple[int, ...] = (1024, 2048, 4096)  # of its prompts
     rounds: int = 5  # how many prompts of each length
-    splice: tuple[int, int, int, int] = (32, 8, 512, 128)  # layers, heads, tokens, dimensions
-    splices: int = 9  # how often
     segments: int = 100_000  # in the index
     calls: int = 200  # look-ups
     shared: int = 60  # requests for two processes
     quick: bool = False
 
 
-QUICK = Size(3, 2, 3, (2, 1), Shape(64, 4, 4, 96, 128), (300,), 2, (2, 2, 48, 16), 2, 200, 20, 4, quick=True)
+QUICK = Size(3, 2, 3, (2, 1), Shape(64, 4, 4, 96, 128), (300,), 2, 200, 20, 4, quick=True)
 
 
 class Run:
@@ -124,9 +116,6 @@ class Run:
                 later = {name: own[1:] for name, own in answers.items()}
                 yield from rows_of(later, "first token", workload=workload, tokens=tokens)
 
-    def splice(self) -> Iterator[Row]:
-        yield from splices(self.size.splice, self.size.splices, Clock(self.device, small=self.size.quick))
-
     def look_up(self) -> Iterator[Row]:
         yield from lookups(self.size.segments, self.size.calls)
 
@@ -178,7 +167,7 @@ def main() -> None:
     results = Results(args.csv, COLUMNS, device)
     run = Run(size, device, args.policy, args.redis)
     print(prove(run.pair, run.prompts[:3], "the model of this repository"))
-    works = (run.requests, run.no_repeats, run.phases, run.larger, run.splice, run.look_up, run.sharing)
+    works = (run.requests, run.no_repeats, run.phases, run.larger, run.look_up, run.sharing)
     run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
     rows = results.rows
     print(verdicts(bars(), [*rows, *hit_rates_lost(rows)]))
@@ -192,8 +181,7 @@ def main() -> None:
             Panel(
                 "time to the first token", rows_where(rows, section="phases"), "{measure}", "{workload}\n{side}", "time_ms", stacked=True
             ),
-            Panel("look-up", rows_where(rows, section="look-up"), "{measure}", "{side}", "time_ms", log="y"),
-            Panel("splice, GB/s", rows_where(rows, section="splice"), "{measure}", "{side}", "value"),
+            Panel("look-up", rows_where(rows, section="look-up"), "{measure}", "{measure}\n{side}", "time_ms", log="y"),
         ]
         draw(args.plot, title_of(device, "SegmentReuseCache"), panels)
 

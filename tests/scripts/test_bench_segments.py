@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from hf_kvcaches.errors import ConfigError
 from tests.scripts.running import ROOT, quick_bench, rows_of
 
 SIDES = {"no reuse", "prefix caching", "auto", "approximate"}
-PARTS = ("requests", "no repeats", "phases", "larger", "splice", "look-up")
+PARTS = ("requests", "no repeats", "phases", "larger", "look-up")
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +91,6 @@ def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
     stored = {row["side"] for row in rows if row["measure"] == "storing after whole request" and row["section"] == "requests"}
     assert stored == SIDES - {"no reuse"}
     assert {row["side"] for row in rows if row["section"] == "no repeats"} == {"no reuse", "auto"}
-    assert {row["side"] for row in rows if row["section"] == "splice"} == {
-        f"{kind}, {pieces}" for kind in ("int8", "int4", "plain") for pieces in ("1 piece", "8 pieces")
-    }
 
 
 @pytest.mark.full
@@ -190,37 +186,12 @@ def test_wrong_logits_are_not_timed(sides, small):
 
 
 def test_look_ups_find_what_is_stored_and_a_wrong_index_is_not_timed(parts, monkeypatch):
-    rows = list(parts.lookups(100, 5))
-    assert {row["measure"] for row in rows} == {"add", "prefix", "runs", "near"}
-    assert all(row["value"] >= 100 and row["tokens"] == (100 if row["measure"] == "add" else 800) for row in rows)
+    rows = list(parts.lookups(160, 16))
+    assert [row["measure"] for row in rows] == ["prefix", "prefix", "runs", "runs", "near", "near"]
+    assert all(row["value"] == 160 and row["tokens"] == 800 for row in rows)
     monkeypatch.setattr(parts.SegmentIndex, "runs", lambda *args: [])
     with pytest.raises(SystemExit, match="runs, all moved: found 0 where there are 800"):
-        list(parts.lookups(100, 2))
-
-
-def test_many_segments_are_as_many_as_asked_for_and_popular_ones(parts):
-    many = parts.ManySegments(400)
-    assert len(many.index.records) == 400 + parts.SEGMENTS * parts.POPULAR * 2
-    assert len(many.similar) == 400
-    assert len({record.start for record in many.index.records.values()}) > 200, "they begin anywhere"
-    stored = {tuple(ids[start:stop]) for ids, cuts in zip(many.prompts, many.cuts, strict=True) for start, stop in pairwise(cuts)}
-    moved = many.moved()
-    assert any(tuple(moved[:stop]) in stored for stop in range(len(moved)))
-    assert len(moved) == 800
-
-
-@pytest.mark.parametrize(("kind", "width"), [("int8", 16 + 8), ("int4", 8 + 8), (None, 64)])
-def test_bytes_of_a_splice_are_those_stored_and_those_written(parts, kind, width):
-    work = parts.Splicing(kind, (2, 3, 5, 16), 2, torch.device("cpu"))
-    assert work.bytes == 2 * (2 * 3 * 5) * (width + 16 * 4), "keys and values: levels with a scale and a zero each, and float32"
-
-
-def test_a_wrong_splice_is_not_timed(parts, monkeypatch):
-    clock = parts.Clock(torch.device("cpu"), small=True)
-    right = parts.splice
-    monkeypatch.setattr(parts, "splice", lambda packed, outs, slots, **kwargs: right(packed, outs, slots.flip(0), **kwargs))
-    with pytest.raises(SystemExit, match="splice int8, 1 piece: differs from the reference"):
-        list(parts.splices((2, 2, 24, 16), 2, clock))
+        list(parts.lookups(160, 16))
 
 
 def asked_row(**columns: object) -> dict[str, object]:
