@@ -48,10 +48,6 @@ class Answer:
     bytes: int  # as they are sent
     plain: int  # bytes of the consumer's keys and values of these tokens in bfloat16
     kls: tuple[float, ...]  # in nats, at each place
-    variations: tuple[float, ...]  # total variation at each place
-    agreed: int  # places with the same likeliest token as behind its own prefill
-    losses: tuple[float, ...]  # of the true next tokens
-    losses_alone: tuple[float, ...]
     right: int  # answers that are right
     right_alone: int
     asked: int
@@ -124,19 +120,12 @@ def next_tokens(model: Any, text: Text, cache: GrowingCache | None = None) -> to
 def judged(text: Text, alone: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
     """What the logits say, as fields of `Answer`."""
     asked = min(ASKED, len(text.continuation))
-    true = torch.tensor(text.continuation[:asked])
-    p, q = alone[:asked], found[:asked]
-    loss = lambda logits: tuple(torch.nn.functional.cross_entropy(logits, true, reduction="none").tolist())  # noqa: E731
     guesses = {"right": found.argmax(-1).tolist(), "right_alone": alone.argmax(-1).tolist()}
     hits = {
         name: sum(guess[start:stop] == text.continuation[start:stop] for start, stop in text.answers) for name, guess in guesses.items()
     }
     return {
-        "kls": tuple(divergence(p, q).tolist()),
-        "variations": tuple(((p.softmax(-1) - q.softmax(-1)).abs().sum(-1) / 2).tolist()),
-        "agreed": int((p.argmax(-1) == q.argmax(-1)).sum()),
-        "losses": loss(q),
-        "losses_alone": loss(p),
+        "kls": tuple(divergence(alone[:asked], found[:asked]).tolist()),
         **hits,
         "asked": len(text.answers),
     }
@@ -147,42 +136,36 @@ States = Sequence[tuple[torch.Tensor, torch.Tensor]]  # rotated keys and values 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to fill the consumer's cache.
+    """One way to fill the consumer's cache, by its name in tables.
 
-    Args:
-        name: In tables.
-        kind: `oracle`: its own prefill. `raw`, `int4`: the producer's keys and values. `selective`: the same, but half of the layers are
-            the consumer's. `fitted`: a translator from `CacheTranslator.fit`.
-        family: In pictures and files.
-        options: Of `CacheTranslator.fit`.
+    `oracle` is its own prefill. `raw` and `int4` are the producer's keys and values, and `selective` has half of the consumer's layers
+    among them. `fitted` is a translator from `CacheTranslator.fit` with these options.
     """
 
     name: str
     kind: Literal["oracle", "raw", "int4", "selective", "fitted"]
-    family: Literal["baseline", "paper", "ours", "variant", "explanation"]
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-def _ours(name: str, family: Any = "ours", **options: Any) -> Side:
-    return Side(name, "fitted", family, {"patch_layers": None, **options})
+def _fitted(name: str, **options: Any) -> Side:
+    return Side(name, "fitted", {"patch_layers": None, **options})
 
 
-ORACLE, RAW = Side("own prefill", "oracle", "baseline"), Side("raw K/V", "raw", "baseline")
-INT4, SELECTIVE = Side("int4 K/V", "int4", "baseline"), Side("selective recompute", "selective", "baseline")
+ORACLE, RAW = Side("own prefill", "oracle"), Side("raw K/V", "raw")
+INT4, SELECTIVE = Side("int4 K/V", "int4"), Side("selective recompute", "selective")
 # Metrics play no part in the paper's method; a plain one saves the gradients.
-REUSE = _ours("paper's Reuse 0.25x", "paper", method="paper", payload=0.25, metric="plain")
-REUSE_PATCH = _ours(
-    "paper's Reuse + Patch 0.25x", "paper", method="paper", payload=0.25, metric="plain", aligner="mlp", patch_layers="auto"
-)
-DEFAULT = Side("joint 1/8 int4 (default)", "fitted", "ours")
-ZERO, FULL_RANK = _ours("zero bytes", payload=0.0), _ours("full rank, float32", "explanation", payload=1.0, dtype="float32")
+PAPER: dict[str, Any] = {"method": "paper", "payload": 0.25, "metric": "plain"}
+REUSE = _fitted("paper's Reuse 0.25x", **PAPER)
+REUSE_PATCH = _fitted("paper's Reuse + Patch 0.25x", **PAPER, aligner="mlp", patch_layers="auto")
+DEFAULT = Side("joint 1/8 int4 (default)", "fitted")
+ZERO, FULL_RANK = _fitted("zero bytes", payload=0.0), _fitted("full rank, float32", payload=1.0, dtype="float32")
 # With the default and the zero bytes, by bytes.
-SWEEP = tuple(_ours(f"joint 1/{parts} int4", payload=1 / parts) for parts in (32, 16, 4, 2))
+SWEEP = tuple(_fitted(f"joint 1/{parts} int4", payload=1 / parts) for parts in (32, 16, 4, 2))
 VARIANTS = (
-    _ours("joint 1/8 int8", "variant", dtype="int8"),
-    _ours("joint 1/8 int4, plain metric", "variant", metric="plain"),
-    _ours("cross_layer 1/8 int4", "variant", method="cross_layer"),
-    _ours("joint 1/8 int4, 1 layer run", "variant", recompute_layers=1),
+    _fitted("joint 1/8 int8", dtype="int8"),
+    _fitted("joint 1/8 int4, plain metric", metric="plain"),
+    _fitted("cross_layer 1/8 int4", method="cross_layer"),
+    _fitted("joint 1/8 int4, 1 layer run", recompute_layers=1),
 )
 SIDES = (ORACLE, RAW, INT4, SELECTIVE, REUSE, REUSE_PATCH, ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:], *VARIANTS, FULL_RANK)
 GROUP = 64  # of the int4 baseline, along tokens

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from shared.models import Pair
 from shared.results import Row
-from shared.timing import in_turns, phase_rows, profiled, ratios, spread, synchronize
+from shared.timing import in_turns, ratios, spread, synchronize
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
@@ -136,16 +136,6 @@ def prove(sides: Sequence[Side], prompts: Sequence[Asked], what: str, *, trained
 def counted(served: Mapping[str, int]) -> str:
     """How often each way served, in words."""
     return ", ".join(f"{how} {count}" for how, count in sorted(served.items()) if how)
-
-
-def phases(sides: Sequence[Side], prompts: Sequence[Asked], **labels: Any) -> Iterator[Row]:
-    """What the time to the first token goes to, on hits: a row for each side and file of the package."""
-    for side in sides:
-        results = [profiled(lambda asked=asked, side=side: side.ask(asked.ids), side.pair.device) for asked in prompts]
-        profiles = [seconds for answer, seconds in results if side.name == COLD or answer.served in HITS]
-        if len(profiles) > 1:
-            tokens = round(statistics.mean(asked.ids.shape[1] for asked in prompts))
-            yield from phase_rows(profiles, side=side.name, asked=len(prompts), tokens=tokens, **labels)
 
 
 _LENGTH, _ALIKE = 300, 50  # tokens of a made-up prompt, and how many prompts have a topic in common

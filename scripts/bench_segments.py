@@ -7,10 +7,10 @@ turns, in one process, and a ratio is taken within a prompt: the time without re
 cache is in the time; storing, which is done while an answer is generated, has rows of its own. Each side has its own store in memory,
 empty at first; all prompts count, the first too.
 
-`no repeats` are prompts without anything to reuse. `phases` counts the time to the first token by file of the package. `larger` is a Llama
-with random weights, for which four fifths of a prompt have been seen in another order: all probes of "auto" pass, but in rows of their own
-most fail, as the policy has it. `look-up` is among random segments without tensors, `sharing` the share of tokens that are reused where
-another process has stored them, in a folder, and in the Redis that `--redis` names.
+`no repeats` are prompts without anything to reuse. `larger` is a Llama with random weights, for which four fifths of a prompt have been
+seen in another order: all probes of "auto" pass, but in rows of their own most fail, as the policy has it. `look-up` is among random
+segments without tensors, `sharing` the share of tokens that are reused where another process has stored them, in a folder, and in the Redis
+that `--redis` names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from _segments_parts import agents, load_policy, lookups, sharing
-from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, moved, passes, phases, prove, rows_of
+from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, moved, passes, prove, rows_of
 from shared.bars import Bar, verdicts
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape
@@ -29,7 +29,7 @@ from shared.plot import Panel, draw, title_of
 from shared.results import Results, Row, rows_where
 from shared.sections import begin_sections, run_sections, section_arguments
 
-SECTIONS = ("requests", "no repeats", "phases", "larger", "look-up", "sharing")
+SECTIONS = ("requests", "no repeats", "larger", "look-up", "sharing")
 COLUMNS = ("section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit").split()
 SHOWN = {
     "": "{measure}, {side}, {tokens} tokens",
@@ -97,10 +97,6 @@ class Run:
         count, times = self.size.repeats
         yield from self._asked("no repeats", (NONE, AUTO), self.fresh(count), count, times)
 
-    def phases(self) -> Iterator[Row]:
-        for workload, prompts in (("agents", self.prompts), ("no repeats", self.fresh(self.size.repeats[0]))):
-            yield from phases((NONE, AUTO), self.pair, self.policy, prompts, workload)
-
     def larger(self) -> Iterator[Row]:
         size, vocabulary = self.size, self.size.shape.vocabulary
         pair = Pair.random(size.shape, "gqa", self.device)
@@ -167,7 +163,7 @@ def main() -> None:
     results = Results(args.csv, COLUMNS, device)
     run = Run(size, device, args.policy, args.redis)
     print(prove(run.pair, run.prompts[:3], "the model of this repository"))
-    works = (run.requests, run.no_repeats, run.phases, run.larger, run.look_up, run.sharing)
+    works = (run.requests, run.no_repeats, run.larger, run.look_up, run.sharing)
     run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
     rows = results.rows
     print(verdicts(bars(), [*rows, *hit_rates_lost(rows)]))
@@ -177,9 +173,6 @@ def main() -> None:
             Panel("times as fast as no reuse", rows_where(timed, section="requests"), "{side}", place, "ratio", levels=(1.0,)),
             Panel(
                 "larger: times as fast as no reuse", rows_where(timed, section="larger"), "{side}, {workload}", "tokens", "ratio", log="x"
-            ),
-            Panel(
-                "time to the first token", rows_where(rows, section="phases"), "{measure}", "{workload}\n{side}", "time_ms", stacked=True
             ),
             Panel("look-up", rows_where(rows, section="look-up"), "{measure}", "{measure}\n{side}", "time_ms", log="y"),
         ]

@@ -8,9 +8,9 @@ the cache and the look-up are in the time. A library holds all prompts that the 
 half as many that nothing resembles.
 
 `hits` are those prompts that a similar one answers: by its keys and values ("exact" for the same prompt, "align" for what both share) or by
-its summary ("slots"). In `misses`, `unrelated` prompts begin as stored ones do, and `other text` has nothing in common with any. `phases`
-counts the time by file of the package. `larger` is a Llama with random weights and prompts of which one word in 128 is another; its gate
-lets all of them in. `look-up` is among made-up prompts without keys and values.
+its summary ("slots"). In `misses`, `unrelated` prompts begin as stored ones do, and `other text` has nothing in common with any. `larger`
+is a Llama with random weights and prompts of which one word in 128 is another; its gate lets all of them in. `look-up` is among made-up
+prompts without keys and values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, SLOTS, Asked, Side, ask_in_turns, lookups, phases, prove, rows_of
+from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, SLOTS, Asked, Side, ask_in_turns, lookups, prove, rows_of
 from shared.bars import Bar, verdicts
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids
@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_kvcaches import WarmStartGate, WarmStartLibrary
 
-SECTIONS = ("hits", "misses", "phases", "larger", "look-up")
+SECTIONS = ("hits", "misses", "larger", "look-up")
 FIRST_SIDES = (COLD, PREFIX, ALIGN, AUTO, SLOTS)
 HIT_KINDS = tuple("identical no_content few_words reworded reordered_notes reordered_tools changed_fact changed_digit negated".split())
 COLUMNS = (
@@ -68,7 +68,6 @@ class Size:
     kinds: tuple[str, ...] = HIT_KINDS  # of pairs
     lengths: tuple[int, ...] = (128, 300, 600, 800)  # of prompts, in tokens
     pairs: int = 20  # of each kind and length
-    profiled: int = 8  # as many of them are profiled
     misses: tuple[int, int] = (40, 3)  # prompts of each length that nothing resembles, and how many passes over them
     proven: int = 5  # pairs of each kind whose answers are compared first
     shape: Shape = LARGER  # of the larger model
@@ -79,7 +78,7 @@ class Size:
 
 
 QUICK = Size(
-    ("identical", "no_content", "changed_fact"), (128, 800), 2, 2, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20
+    ("identical", "no_content", "changed_fact"), (128, 800), 2, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20
 )  # fmt: skip
 
 
@@ -164,14 +163,6 @@ class Run:
             for prompts in (self.shelf(length).unrelated, self.shelf(length).other):
                 yield from self._asked((COLD, AUTO), length, prompts * passes)
 
-    def phases(self) -> Iterator[Row]:
-        for length in self.size.lengths:
-            shelf = self.shelf(length)
-            prompts = [asked for asked in self._some(shelf, self.size.profiled) if asked.kind != "identical"]
-            sides = self._sides((COLD, ALIGN, SLOTS), shelf.library)
-            ask_in_turns(sides, prompts[:1])
-            yield from phases(sides, prompts, workload=ALL_BUT_IDENTICAL, length=length)
-
     def larger(self) -> Iterator[Row]:
         size, vocabulary = self.size, self.size.shape.vocabulary
         pair = Pair.random(size.shape, "gqa", self.device)
@@ -237,23 +228,22 @@ def main() -> None:
     device = begin_sections(args, "pairs")
     size = QUICK if args.quick else Size()
     if args.pairs is not None:
-        size = replace(size, pairs=args.pairs, profiled=min(size.profiled, args.pairs))
+        size = replace(size, pairs=args.pairs)
     results, run = Results(args.csv, COLUMNS, device), Run(size, device)
-    if {"hits", "misses", "phases"} & set(args.sections):
+    if {"hits", "misses"} & set(args.sections):
         run.prove()
-    works = (run.hits, run.misses, run.phases, run.larger, run.look_up)
+    works = (run.hits, run.misses, run.larger, run.look_up)
     run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
     rows = results.rows
     print(verdicts(bars(), rows))
     if args.plot:
         hits = [row for row in rows_where(rows, section="hits", group="hits") if row["side"] != COLD]
         longest = [row for row in hits if row["length"] == max(row["length"] for row in hits)]
-        levels, stacked = {"levels": (1.0,)}, {"stacked": True}
+        levels = {"levels": (1.0,)}
         panels = [
             Panel("first token, hits", rows_where(hits, workload=ALL_BUT_IDENTICAL), "{side}", "length", "ratio", **levels),
             Panel("first token, longest hits, by kind", longest, "{side}", "{workload}", "ratio", **levels),
             Panel("larger model", rows_where(rows, section="larger"), "{side}", "length", "ratio", log="xy", **levels),
-            Panel("phases", rows_where(rows, section="phases"), "{measure}", "{length}\n{side}", "time_ms", **stacked),
             Panel(
                 "look-up", rows_where(rows, section="look-up", measure="all"), "{side}", "length", "time_ms", log="xy", levels=(LOOK_UP_MS,)
             ),

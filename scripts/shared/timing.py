@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -16,7 +16,7 @@ import torch
 
 T = TypeVar("T")
 MIB = 2**20
-REST, OTHERS = "generate, the rest", "others"
+REST = "the rest"  # what is in no file of the package
 
 
 def synchronize(device: torch.device) -> None:
@@ -159,16 +159,3 @@ def profiled(work: Callable[[], T], device: torch.device) -> tuple[T, Counter[st
     del stack[1:]
     charge()
     return result, seconds
-
-
-def phase_rows(profiles: Sequence[Mapping[str, float]], least: float = 0.01, **labels: Any) -> Iterable[dict[str, Any]]:
-    """A row for each file of the package with its share of the time; what has less than `least` of it is summed up as `OTHERS`."""
-    whole = sum(sum(seconds.values()) for seconds in profiles)
-    totals = Counter[str]()
-    for seconds in profiles:
-        totals.update(seconds)
-    large = [name for name, total in totals.most_common() if total >= least * whole]
-    for name in (*large, OTHERS):
-        times = [seconds.get(name, 0.0) if name != OTHERS else sum(t for n, t in seconds.items() if n not in large) for seconds in profiles]
-        row = {"section": "phases", "measure": name, **labels, "count": len(times), **spread("time", times, 1e3)}
-        yield {**row, "value": round(sum(times) / whole, 4), "unit": "of the time"}

@@ -66,9 +66,6 @@ def test_time_counts_for_the_file_that_it_is_spent_in_and_together_it_is_all_of_
     assert seconds[timing.REST] > 0.02
     assert {"model", "core/growing"} <= set(seconds)
     assert 0.8 * whole < sum(seconds.values()) <= whole
-    rows = list(timing.phase_rows([seconds, seconds], side="ours"))
-    assert sum(row["value"] for row in rows) == pytest.approx(1, abs=0.01)
-    assert {row["section"] for row in rows} == {"phases"}
 
 
 def test_a_table_has_a_column_for_each_heading_that_some_row_fills(shared):
