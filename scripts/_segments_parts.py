@@ -95,11 +95,14 @@ def sharing(backend: str, location: str, pair: Pair, requests: int, policy: str 
     side = Side(AUTO, pair, load_policy(policy), location)
     alone = [side.ask(ids) for ids in prompts][half:]
     side.close()
+    shares: list[float] = []
     for name, answers in (("one process", alone), ("the second of two processes", second)):
         tokens = sum(answer.tokens for answer in answers)
         row = {"workload": backend, "side": name, "measure": "hit rate", "count": len(answers), "tokens": round(tokens / len(answers))}
         row |= spread("time", [answer.seconds for answer in answers], 1e3)
-        yield {**row, "reused": round(sum(answer.reused for answer in answers) / tokens, 4)}
+        shares.append(round(sum(answer.reused for answer in answers) / tokens, 4))
+        yield {**row, "reused": shares[-1]}
+    yield {"workload": backend, "side": "", "measure": "hit rate lost", "value": round(max(shares) - min(shares), 4)}
 
 
 def load_policy(folder: str | None) -> SegmentPolicy:

@@ -224,7 +224,7 @@ def write_files(folder: Path, rows: Sequence[Row], answers: Answers, fixed: dict
     write_csv(folder / "warmstart-pairs.csv", lines)
 
 
-def write_plot(folder: Path, rows: Sequence[Row], answers: Answers) -> None:
+def write_plot(folder: Path, rows: Sequence[Row]) -> None:
     """`warmstart-quality.png`: divergence by kind, and tokens run by kind."""
     forwarded = [row for row in rows if row["side"] in (AUTO.name, ALIGN.name, GATED.name)]
     panels = [

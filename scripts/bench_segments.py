@@ -22,23 +22,19 @@ from dataclasses import dataclass, replace
 import torch
 from _segments_parts import agents, load_policy, lookups, sharing
 from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, moved, passes, prove, rows_of
-from shared.bars import Bar, verdicts
+from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape
-from shared.plot import Panel, draw, title_of
-from shared.results import Results, Row, rows_where
-from shared.sections import begin_sections, run_sections, section_arguments
+from shared.plot import Panel
+from shared.results import Row, rows_where
+from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 
 SECTIONS = ("requests", "no repeats", "larger", "look-up", "sharing")
-COLUMNS = ("section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit").split()
+COLUMNS = "section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit".split()
 SHOWN = {
     "": "{measure}, {side}, {tokens} tokens",
     "workload": "{workload}",
-    "n": "{count}",
-    "ms": "{time_ms:.3f}",
-    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
-    "ratio": "{ratio:.3f}x",
-    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    **TIMES,
     "reused": "{reused:.1%}",
     "rate": "{value:g} {unit}",
 }
@@ -141,13 +137,15 @@ def bars() -> list[Bar]:
     return promised
 
 
-def hit_rates_lost(rows: Sequence[Row]) -> list[Row]:
-    """By how much the hit rates of one process and of the second of two differ, for each store."""
-    stores: dict[str, list[float]] = {}
-    for row in rows_where(rows, section="sharing", measure="hit rate"):
-        stores.setdefault(row["workload"], []).append(row["reused"])
-    labels = {"section": "sharing", "measure": "hit rate lost", "side": ""}
-    return [{**labels, "workload": name, "value": max(shares) - min(shares)} for name, shares in stores.items() if len(shares) > 1]
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    timed = [row for row in rows if "ratio" in row and row["side"] != NONE]
+    requests, larger = (rows_where(timed, section=section) for section in ("requests", "larger"))
+    look_up = rows_where(rows, section="look-up")
+    return [
+        Panel("times as fast as no reuse", requests, "{side}", "{workload}\n{measure}", "ratio", levels=(1.0,)),
+        Panel("larger: times as fast as no reuse", larger, "{side}, {workload}", "tokens", "ratio", log="x"),
+        Panel("look-up", look_up, "{measure}", "{measure}\n{side}", "time_ms", log="y"),
+    ]
 
 
 def main() -> None:
@@ -160,23 +158,11 @@ def main() -> None:
     size = QUICK if args.quick else Size()
     if args.requests is not None:
         size = replace(size, requests=args.requests, long_requests=min(size.long_requests, args.requests))
-    results = Results(args.csv, COLUMNS, device)
     run = Run(size, device, args.policy, args.redis)
     print(prove(run.pair, run.prompts[:3], "the model of this repository"))
     works = (run.requests, run.no_repeats, run.larger, run.look_up, run.sharing)
-    run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
-    rows = results.rows
-    print(verdicts(bars(), [*rows, *hit_rates_lost(rows)]))
-    if args.plot:
-        timed, place = [row for row in rows if "ratio" in row and row["side"] != NONE], "{workload}\n{measure}"
-        panels = [
-            Panel("times as fast as no reuse", rows_where(timed, section="requests"), "{side}", place, "ratio", levels=(1.0,)),
-            Panel(
-                "larger: times as fast as no reuse", rows_where(timed, section="larger"), "{side}, {workload}", "tokens", "ratio", log="x"
-            ),
-            Panel("look-up", rows_where(rows, section="look-up"), "{measure}", "{measure}\n{side}", "time_ms", log="y"),
-        ]
-        draw(args.plot, title_of(device, "SegmentReuseCache"), panels)
+    output = Output("SegmentReuseCache", COLUMNS, SHOWN, bars(), panels)
+    run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -40,12 +40,12 @@ from _subspace_sides import (
     step_makers,
     that_fits,
 )  # fmt: skip
-from shared.bars import Bar, verdicts
+from shared.bars import Bar
 from shared.cli import check_counts, run_script
 from shared.models import Pair, Shape, bytes_free
-from shared.plot import Panel, draw, title_of
-from shared.results import Results, Row, rows_where
-from shared.sections import begin_sections, run_sections, section_arguments
+from shared.plot import Panel
+from shared.results import Row, rows_where
+from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 from shared.timing import Clock
 from tqdm import tqdm
 
@@ -59,10 +59,7 @@ CELL = "{dtype} {kv} {head_dim} {batch} x {tokens}"
 SHOWN = {
     "": "{measure} " + CELL,
     "side": "{side}",
-    "ms": "{time_ms:.3f}",
-    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
-    "ratio": "{ratio:.2f}x",
-    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    **TIMES,
     "in all": "{total_ratio:.2f}x",
     "floor": "{floor_share:.0%}",
     "ratio to": "{baseline}",
@@ -188,6 +185,13 @@ def size_of(args: argparse.Namespace, device: torch.device) -> Size:
     return replace(size, most=min(size.most, 0.7 * bytes_free(device)))
 
 
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    timed = [row for row in rows if row["side"] in (*VARIANTS, GROWING) and row["section"] != "adaptive"]
+    keys = dict.fromkeys((row["section"], row["dtype"], row["kv"], row["head_dim"]) for row in timed)
+    groups = [(key, rows_where(timed, section=key[0], dtype=key[1], kv=key[2], head_dim=key[3])) for key in keys]
+    return [Panel(" ".join(map(str, key)), group, "{side}, batch {batch}", "tokens", "ratio", "x", levels=(1.0,)) for key, group in groups]
+
+
 @torch.no_grad()
 def main() -> None:
     parser = section_arguments(__doc__, SECTIONS)
@@ -199,21 +203,12 @@ def main() -> None:
     device = begin_sections(args)
     size, clock = size_of(args, device), Clock(device, small=args.quick)
     print(f"reads {clock.bandwidth / 1e9:.1f} GB/s")
-    results, run = Results(args.csv, COLUMNS, device), Run(size, clock)
+    run = Run(size, clock)
     if {"step", "adaptive"} & set(args.sections):
         print("\n".join(prove_caches(size.shape, size.kv, size.dtypes, device)))
-    run_sections(results, {"decode": run.decode, "step": run.step, "adaptive": run.adaptive}, args.sections, SHOWN)
-    rows = results.rows
-    print(verdicts(bars(device, size.dtypes), rows))
-    if args.plot:
-        timed = [row for row in rows if row["side"] in (*VARIANTS, GROWING)]
-        keys = dict.fromkeys((row["section"], row["dtype"], row["kv"], row["head_dim"]) for row in timed if row["section"] != "adaptive")
-        panels = [
-            Panel(" ".join(map(str, key)), group, "{side}, batch {batch}", "tokens", "ratio", log="x", levels=(1.0,))
-            for key in keys
-            for group in [rows_where(timed, section=key[0], dtype=key[1], kv=key[2], head_dim=key[3])]
-        ]
-        draw(args.plot, title_of(device, "attention over SDPA, steps over DynamicCache, times as fast"), panels)
+    title = "attention over SDPA, steps over DynamicCache, times as fast"
+    output = Output(title, COLUMNS, SHOWN, bars(device, size.dtypes), panels)
+    run_sections(args, device, {"decode": run.decode, "step": run.step, "adaptive": run.adaptive}, output)
 
 
 if __name__ == "__main__":

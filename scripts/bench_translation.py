@@ -23,29 +23,23 @@ from typing import Any
 import _translation_timing as timing
 import torch
 from _translation_timing import BYTES, CODES, ONE, OWN, PAPER, PATCH, RAW, Answers, Kernel, Side
-from shared.bars import Bar, verdicts
+from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids
-from shared.plot import Panel, draw, title_of
-from shared.results import Results, Row, rows_where
-from shared.sections import begin_sections, run_sections, section_arguments
+from shared.plot import Panel
+from shared.results import Row, rows_where
+from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 
 from hf_kvcaches.translate.translator import CacheTranslator
 
 SECTIONS = ("first token", "larger", "kernel")
 SIDES = (OWN, CODES, BYTES, ONE, PAPER, PATCH, RAW)
-COLUMNS = (
-    "section measure workload group side length tokens count asked time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 value unit"
-).split()
+COLUMNS = "section measure workload side length tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 value unit".split()
 SHOWN = {
     "": "{side}, {measure}",
     "of": "{workload}",
     "tokens": "{length}",
-    "n": "{count}",
-    "ms": "{time_ms:.3f}",
-    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
-    "ratio": "{ratio:.2f}x",
-    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    **TIMES,
     "value": "{value:g} {unit}",
 }
 # What is promised, and at how many tokens.
@@ -178,6 +172,14 @@ def bars() -> list[Bar]:
     return [Bar(f"codes in hand at least {FASTER:g}x as fast as the consumer's prefill, {TOKENS} tokens", where, least=FASTER)]
 
 
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    return [
+        Panel(f"{section}, times as fast as the consumer's prefill", timed, "{side}", "length", "ratio", log="xy", levels=(1.0,))
+        for section in ("first token", "larger")
+        for timed in [rows_where(rows, section=section, measure="first token")]
+    ]
+
+
 def main() -> None:
     parser = section_arguments(__doc__, SECTIONS)
     parser.add_argument("--rounds", type=int, help="prompts of each length; default: 20, and 7 for the larger model")
@@ -186,18 +188,10 @@ def main() -> None:
     size = QUICK if args.quick else Size()
     if args.rounds is not None:
         size = replace(size, rounds=args.rounds, larger_rounds=args.rounds, proven=min(size.proven, args.rounds))
-    results, run = Results(args.csv, COLUMNS, device), Run(size, device)
+    run = Run(size, device)
     works = (run.first_token, run.larger, run.kernel)
-    run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
-    rows = results.rows
-    print(verdicts(bars(), rows))
-    if args.plot:
-        panels = [
-            Panel(f"{section}, times as fast as the consumer's prefill", timed, "{side}", "length", "ratio", log="xy", levels=(1.0,))
-            for section in ("first token", "larger")
-            for timed in [rows_where(rows, section=section, measure="first token")]
-        ]
-        draw(args.plot, title_of(device, "TranslatedCache"), panels)
+    output = Output("TranslatedCache", COLUMNS, SHOWN, bars(), panels)
+    run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 
 
 if __name__ == "__main__":

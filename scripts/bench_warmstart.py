@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, SLOTS, Asked, Side, ask_in_turns, lookups, prove, rows_of
-from shared.bars import Bar, verdicts
+from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids
-from shared.plot import Panel, draw, title_of
-from shared.results import Results, Row, rows_where
-from shared.sections import begin_sections, run_sections, section_arguments
+from shared.plot import Panel
+from shared.results import Row, rows_where
+from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 from transformers import PreTrainedTokenizerFast
 
 from hf_kvcaches import WarmStartGate, WarmStartLibrary
@@ -42,11 +42,7 @@ SHOWN = {
     "": "{side}, {measure}",
     "prompts": "{workload}",
     "tokens": "{length}",
-    "n": "{count}",
-    "ms": "{time_ms:.3f}",
-    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
-    "ratio": "{ratio:.2f}x",
-    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    **TIMES,
     "extra ms": "{extra_ms:+.2f}",
     "reused": "{reused:.1%}",
     "same": "{same:.1%}",
@@ -221,6 +217,18 @@ def bars() -> list[Bar]:
     return [*promised, Bar(text, where, "time_ms", most=LOOK_UP_MS, unit=" ms")]
 
 
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    hits = [row for row in rows_where(rows, section="hits", group="hits") if row["side"] != COLD]
+    longest = [row for row in hits if row["length"] == max(row["length"] for row in hits)]
+    larger, look_up = rows_where(rows, section="larger"), rows_where(rows, section="look-up")
+    return [
+        Panel("first token, hits", rows_where(hits, workload=ALL_BUT_IDENTICAL), "{side}", "length", "ratio", levels=(1.0,)),
+        Panel("first token, longest hits, by kind", longest, "{side}", "{workload}", "ratio", levels=(1.0,)),
+        Panel("larger model", larger, "{side}", "length", "ratio", log="xy", levels=(1.0,)),
+        Panel("look-up", look_up, "{side}", "length", "time_ms", log="xy", levels=(LOOK_UP_MS,)),
+    ]
+
+
 def main() -> None:
     parser = section_arguments(__doc__, SECTIONS)
     parser.add_argument("--pairs", type=int, help="of each kind and length; default: 20")
@@ -229,26 +237,12 @@ def main() -> None:
     size = QUICK if args.quick else Size()
     if args.pairs is not None:
         size = replace(size, pairs=args.pairs)
-    results, run = Results(args.csv, COLUMNS, device), Run(size, device)
+    run = Run(size, device)
     if {"hits", "misses"} & set(args.sections):
         run.prove()
     works = (run.hits, run.misses, run.larger, run.look_up)
-    run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
-    rows = results.rows
-    print(verdicts(bars(), rows))
-    if args.plot:
-        hits = [row for row in rows_where(rows, section="hits", group="hits") if row["side"] != COLD]
-        longest = [row for row in hits if row["length"] == max(row["length"] for row in hits)]
-        levels = {"levels": (1.0,)}
-        panels = [
-            Panel("first token, hits", rows_where(hits, workload=ALL_BUT_IDENTICAL), "{side}", "length", "ratio", **levels),
-            Panel("first token, longest hits, by kind", longest, "{side}", "{workload}", "ratio", **levels),
-            Panel("larger model", rows_where(rows, section="larger"), "{side}", "length", "ratio", log="xy", **levels),
-            Panel(
-                "look-up", rows_where(rows, section="look-up", measure="all"), "{side}", "length", "time_ms", log="xy", levels=(LOOK_UP_MS,)
-            ),
-        ]
-        draw(args.plot, title_of(device, "WarmStartCache"), panels)
+    output = Output("WarmStartCache", COLUMNS, SHOWN, bars(), panels)
+    run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def main() -> None:
         settings = {"model": Path(args.model).name, "seed": args.seed, "encoder": bench.library.encoder.name}
         quality.write_files(args.csv, rows, answers, {**environment(device), **settings})
     if args.plot:
-        quality.write_plot(args.plot, rows, answers)
+        quality.write_plot(args.plot, rows)
 
 
 if __name__ == "__main__":
