@@ -39,7 +39,7 @@ COLUMNS = {
     "perplexity": [*NAMES, "from", "to", "tokens", "perplexity", "change_percent"],
     "recall": [*NAMES, "questions", "right", "share"],
     "spectra": ["layer", "what", "rank", "energy"],
-    "bounds": "layer rank over what bound points spearman error share_of_bound above_bound".split(),
+    "bounds": "layer what points spearman error share_of_bound above_bound".split(),
 }
 TASKS = tuple(COLUMNS)
 COUNTS = "rows tokens calibrate documents questions length bytes_tokens".split()
@@ -150,8 +150,8 @@ def _spectra(rows: Sequence[Row]) -> str:
 
 
 def _bounds(rows: Sequence[Row]) -> str:
-    columns = {"bounds": "layer {layer}, {what}, {bound}", "rank": "{rank}", "over": "{over}", "rank correlation": "{spearman:.2f}"}
-    return show(rows, columns | {"error / bound": "{share_of_bound:.3f}", "above": "{above_bound}"})
+    columns = {"bounds": "layer {layer}, {what}", "rank correlation": "{spearman:.2f}", "error / bound": "{share_of_bound:.3f}"}
+    return show(rows, columns | {"above": "{above_bound}"})
 
 
 TABLES = {"perplexity": _texts, "recall": _answers, "spectra": _spectra, "bounds": _bounds}
@@ -170,7 +170,7 @@ def write_plots(folder: Path, found: dict[str, list[Row]]) -> None:
         ],
         "recall": [Panel("facts recalled by the share of bytes", found.get("recall", []), kind, "bytes_ratio", "share")],
         "spectra": [Panel("share of the energy kept", found.get("spectra", []), "{what}, layer {layer}", "rank", "energy")],
-        "bounds": [Panel("rank correlation with errors", found.get("bounds", []), "{what}, {bound}, {over}, {rank}", "layer", "spearman")],
+        "bounds": [Panel("rank correlation with errors", found.get("bounds", []), "{what}", "layer", "spearman")],
     }
     for task, rows in found.items():
         if rows:
