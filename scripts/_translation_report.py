@@ -26,7 +26,7 @@ class Details:
     """What is known of a side but for its answers."""
 
     run_layers: int = 0  # that the consumer runs on the prefix
-    chosen: tuple[int, ...] = ()  # layers: the patched ones, or those that are recomputed
+    chosen: tuple[int, ...] = ()  # patched layers
     seconds: Mapping[str, float] | None = None  # of each stage of the calibration
 
 

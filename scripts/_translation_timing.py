@@ -1,11 +1,10 @@
-"""Prompts answered by a consumer itself, from codes, and from raw keys and values: how long each takes; and how fast a layer is rebuilt."""
+"""Prompts answered by a consumer itself, from codes, and from raw keys and values: how long each takes."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,7 @@ from shared.timing import in_turns, ratios, seconds_of, spread, synchronize
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild
-from hf_kvcaches.kernels.rebuild_reference import rebuild as rebuild_reference
+from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
@@ -166,54 +163,3 @@ def prove(sides: Sequence[Side], prompts: Sequence[torch.Tensor], what: str, *, 
     listed = ", ".join(f"{name} {kl:.2g} ({same[name]}/{len(prompts)})" for name, kl in means.items())
     text = f"{what}: a model's own keys and values as codes change nothing, to {worst:.1e}"
     return f"{text}; mean KL of the first token in nats (same token): {listed}", rows
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A layer to rebuild."""
-
-    side: int  # width of what is known of a token beside its code
-    rank: int  # of the code
-    width: int  # of keys and values together
-    tokens: int = 900
-    head_dim: int = 64
-
-    def __str__(self) -> str:
-        return f"d {self.side}, rank {self.rank}, C {self.width}"
-
-
-def kernel_rows(kernel: Kernel, rounds: int, device: torch.device) -> Iterator[Row]:
-    """`rebuild` against the two matrix products alone, which decode nothing, rotate nothing and write no cache."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(0)
-    heads, half, tokens = kernel.width // (2 * kernel.head_dim), kernel.head_dim // 2, kernel.tokens
-    make = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
-    side = make(tokens, kernel.side).to(dtype)
-    packed = quantize(make(tokens, kernel.rank).half().cpu(), bits=4, group=256, axis=0).to(device)
-    weights = [make(rows, kernel.width).div(rows**0.5).to(dtype) for rows in (kernel.side, kernel.rank)]
-    decoder, angles = Decoder(*weights, None), make(tokens, half)
-    tables = {"cos": angles.cos(), "sin": angles.sin()}
-
-    def run(work: Callable[..., Any], codes: Codes, count: int, **options: Any) -> torch.Tensor:
-        out = [torch.zeros(1, heads, count + 64, kernel.head_dim, dtype=dtype, device=device) for _ in range(2)]
-        parts = {name: part[:count] for name, part in tables.items()}
-        work(side[:count], codes, decoder, *out, [RowSpan(0, 0, count)], **parts, **options)
-        return torch.cat(out).float()
-
-    some = Codes(packed.dequantize(dtype)[:16])
-    apart = float((run(rebuild, some, 16) - run(rebuild_reference, some, 16)).abs().max())
-    if not apart <= (1e-4 if dtype == torch.float32 else 0.1):
-        raise SystemExit(f"{kernel}: rebuilt keys and values differ from the reference by {apart:.2g}: nothing timed")
-    out = [torch.zeros(1, heads, tokens + 64, kernel.head_dim, dtype=dtype, device=device) for _ in range(2)]
-    codes, plain = Codes(packed.data, packed.scale, packed.zero, packed.group), packed.dequantize(dtype)
-    product = torch.empty(tokens, kernel.width, dtype=dtype, device=device)
-    works = {
-        "bare products": lambda: torch.mm(side, weights[0], out=product).addmm_(plain, weights[1]),
-        "rebuild": lambda: rebuild(side, codes, decoder, *out, [RowSpan(0, 0, tokens)], **tables, check=False),
-    }
-    times = in_turns({name: lambda _, work=work: seconds_of(work, device) for name, work in works.items()}, rounds, warm_up=3)
-    operations = 2 * tokens * (kernel.side + kernel.rank) * kernel.width
-    for name, seconds in times.items():
-        row = {"workload": str(kernel), "side": name, "measure": "layer", "length": kernel.side, "count": rounds, "tokens": tokens}
-        row |= spread("time", seconds, 1e3) | ratios(times["bare products"], seconds)
-        yield {**row, "value": round(operations / statistics.median(seconds) / 1e9, 2), "unit": "Gflop/s"}

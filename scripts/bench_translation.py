@@ -1,4 +1,4 @@
-"""Times TranslatedCache: until the first token, and the rebuilding of a layer.
+"""Times TranslatedCache: until the first token.
 
     python scripts/bench_translation.py [--device auto] [--csv docs/benchmarks/translation-speed.csv] [--plot FILE.png]
 
@@ -8,8 +8,7 @@ sides in turns, in one process, and a ratio is taken within a prompt: the time o
 the cache, with all checks of models and prompt, is in the time; what a producer needs stands beside it. Printed is also at which bandwidth
 codes break even.
 
-`larger` is a Llama with random weights, and a consumer that differs by a little noise. `kernel` compares the rebuilding of a layer with its
-two matrix products alone.
+`larger` is a Llama with random weights, and a consumer that differs by a little noise.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 import _translation_timing as timing
 import torch
-from _translation_timing import BYTES, CODES, ONE, OWN, PAPER, PATCH, RAW, Answers, Kernel, Side
+from _translation_timing import BYTES, CODES, ONE, OWN, PAPER, PATCH, RAW, Answers, Side
 from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids
@@ -32,7 +31,7 @@ from shared.sections import TIMES, Output, begin_sections, run_sections, section
 
 from hf_kvcaches.translate.translator import CacheTranslator
 
-SECTIONS = ("first token", "larger", "kernel")
+SECTIONS = ("first token", "larger")
 SIDES = (OWN, CODES, BYTES, ONE, PAPER, PATCH, RAW)
 COLUMNS = "section measure workload side length tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 value unit".split()
 SHOWN = {
@@ -66,12 +65,10 @@ class Size:
     shape: Shape = LARGER  # of the larger model
     larger: tuple[int, ...] = (1024, 2048, 4096)  # lengths of its prompts
     larger_rounds: int = 7
-    kernels: tuple[Kernel, ...] = (Kernel(256, 64, 256), Kernel(4096, 256, 2048))
-    kernel_rounds: int = 30
     quick: bool = False
 
 
-QUICK = Size((40, 60), 2, 2, (8, 64), Shape(64, 3, 4, 96, 128), (80,), 2, (Kernel(32, 8, 64, tokens=50, head_dim=16),), 3, quick=True)
+QUICK = Size((40, 60), 2, 2, (8, 64), Shape(64, 3, 4, 96, 128), (80,), 2, quick=True)
 
 
 class Run:
@@ -148,23 +145,13 @@ class Run:
                 print(timing.prove(sides, prompts[:2], "larger", trained=False)[0], flush=True)
             yield from self._all("larger", sides, prompts)
 
-    def kernel(self) -> Iterator[Row]:
-        for kernel in self.size.kernels:
-            yield from timing.kernel_rows(kernel, self.size.kernel_rounds, self.device)
-
 
 def break_even(answers: Answers) -> str:
-    """At which bandwidths codes begin to pay, by the medians of `OWN`, `BYTES` and `RAW`, in words."""
-    middle = lambda name, part: statistics.median(getattr(answer, part) for answer in answers[name])  # noqa: E731
-    own, after = middle(OWN, "seconds"), middle(BYTES, "seconds")
-    ahead, bits = middle(BYTES, "producing"), 8e-9 * middle(BYTES, "nbytes")
-    parts = []
-    for what, gap in (("the whole chain", own - ahead - after), ("with codes at the producer", own - after)):
-        beats = f"from {bits / gap:.3g} Gb/s on" if gap > 0 else f"never, as it takes {1e3 * (own - gap):.1f} ms without the transfer"
-        parts.append(f"{what} beats the consumer's prefill ({1e3 * own:.1f} ms) {beats}")
-    raw_bits, slower = 8e-9 * middle(RAW, "nbytes"), ahead + after - middle(RAW, "producing") - middle(RAW, "seconds")
-    beats = f"below {(raw_bits - bits) / slower:.3g} Gb/s" if slower > 0 else "at any bandwidth"
-    return "; ".join([*parts, f"the whole chain beats that of raw keys and values {beats}"])
+    """The bandwidth from which on codes that the producer has pay, by the medians of `OWN` and `BYTES`, in words."""
+    own, after = (statistics.median(answer.seconds for answer in answers[name]) for name in (OWN, BYTES))
+    bits = 8e-9 * statistics.median(answer.nbytes for answer in answers[BYTES])
+    beats = f"from {bits / (own - after):.3g} Gb/s on" if own > after else f"never, as they take {1e3 * after:.1f} ms without the transfer"
+    return f"codes beat the consumer's prefill ({1e3 * own:.1f} ms) {beats}"
 
 
 def bars() -> list[Bar]:
@@ -189,7 +176,7 @@ def main() -> None:
     if args.rounds is not None:
         size = replace(size, rounds=args.rounds, larger_rounds=args.rounds, proven=min(size.proven, args.rounds))
     run = Run(size, device)
-    works = (run.first_token, run.larger, run.kernel)
+    works = (run.first_token, run.larger)
     output = Output("TranslatedCache", COLUMNS, SHOWN, bars(), panels)
     run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 
