@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
 import torch
 from _segments_sides import AUTO, Answer, Side
-from shared.cli import pick_device, run_script
 from shared.models import Pair
 from shared.numbers import mean
 from shared.results import Row
@@ -24,6 +21,7 @@ from hf_kvcaches.segments.index import NEAR, SegmentIndex
 from hf_kvcaches.segments.records import Chain, Record
 from hf_kvcaches.stores.signatures import SignatureIndex
 
+POLICY = SegmentPolicy(check_layer=2, probe=0.995, similarity=0.5)  # suits the model of this repository
 SEGMENTS, LENGTH, VOCABULARY, PERMUTATIONS = 8, 100, 32_000, 64  # segments of a prompt, tokens of a segment
 
 
@@ -77,24 +75,15 @@ def stored(prompts: Any, signatures: Any) -> tuple[SegmentIndex, SignatureIndex[
     return index, similar
 
 
-def sharing(backend: str, location: str, pair: Pair, requests: int, policy: str | None, prompts: Sequence[torch.Tensor]) -> Iterator[Row]:
+def sharing(backend: str, location: str, pair: Pair, prompts: Sequence[torch.Tensor]) -> Iterator[Row]:
     """How much of the second half of the prompts is reused by the process that had the first half too, and by another one."""
     half = len(prompts) // 2
-    side = Side(AUTO, pair, load_policy(policy), location)
-    for ids in prompts[:half]:
-        side.ask(ids)
-    side.close()
-    command = [sys.executable, __file__, location, "--requests", str(requests), "--first", str(half), "--device", str(pair.device)]
-    command += ["--threads", str(torch.get_num_threads()), *(["--policy", policy] if policy else [])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{backend}: the second process failed: {done.stderr.strip()[-2000:]}")
-    second = [Answer(*answer) for answer in json.loads(done.stdout.splitlines()[-1])]
+    ask_all(location, pair, prompts[:half])
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        second = pool.submit(ask_second_half, location, len(prompts), pair.device, torch.get_num_threads()).result()
     with SegmentStore(location) as store:
         store.clear()
-    side = Side(AUTO, pair, load_policy(policy), location)
-    alone = [side.ask(ids) for ids in prompts][half:]
-    side.close()
+    alone = ask_all(location, pair, prompts)[half:]
     shares: list[float] = []
     for name, answers in (("one process", alone), ("the second of two processes", second)):
         tokens = sum(answer.tokens for answer in answers)
@@ -105,11 +94,18 @@ def sharing(backend: str, location: str, pair: Pair, requests: int, policy: str 
     yield {"workload": backend, "side": "", "measure": "hit rate lost", "value": round(max(shares) - min(shares), 4)}
 
 
-def load_policy(folder: str | None) -> SegmentPolicy:
-    """The policy in a folder, or one that suits the model of this repository."""
-    if folder is not None:
-        return SegmentPolicy.from_pretrained(folder, local_files_only=True)
-    return SegmentPolicy(check_layer=2, probe=0.995, similarity=0.5)
+def ask_all(location: str, pair: Pair, prompts: Sequence[torch.Tensor]) -> list[Answer]:
+    side = Side(AUTO, pair, POLICY, location)
+    answers = [side.ask(ids) for ids in prompts]
+    side.close()
+    return answers
+
+
+def ask_second_half(location: str, requests: int, device: torch.device, threads: int) -> list[Answer]:
+    """The work of the second process."""
+    torch.set_num_threads(threads)
+    pair, prompts = agents(requests, device)
+    return ask_all(location, pair, prompts[requests // 2 :])
 
 
 def agents(requests: int, device: torch.device) -> tuple[Pair, list[torch.Tensor]]:
@@ -120,24 +116,3 @@ def agents(requests: int, device: torch.device) -> tuple[Pair, list[torch.Tensor
     model, tokenizer = testbed.load()
     prompts = [torch.tensor([request.prompt], device=device) for request in agent_workload(tokenizer, requests=requests)]
     return Pair.of(model, device, tokenizer), prompts
-
-
-def main() -> None:
-    """The second process of `sharing`: answers the last prompts, and prints what came of it."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("location")
-    for name in ("requests", "first", "threads"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--policy")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    pair, prompts = agents(args.requests, pick_device(args.device))
-    side = Side(AUTO, pair, load_policy(args.policy), args.location)
-    answers = [side.ask(ids) for ids in prompts[args.first :]]
-    side.close()
-    print(json.dumps(answers))
-
-
-if __name__ == "__main__":
-    run_script(main)

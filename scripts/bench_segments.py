@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from _segments_parts import agents, load_policy, lookups, sharing
+from _segments_parts import POLICY, agents, lookups, sharing
 from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, moved, passes, prove, rows_of
 from shared.bars import Bar
 from shared.cli import run_script
@@ -65,9 +65,8 @@ QUICK = Size(3, 2, 3, (2, 1), Shape(64, 4, 4, 96, 128), (300,), 2, 200, 20, 4, q
 class Run:
     """One run: what is measured where."""
 
-    def __init__(self, size: Size, device: torch.device, policy: str | None = None, redis: str | None = None) -> None:
-        self.size, self.device, self.policy_folder, self.redis = size, device, policy, redis
-        self.policy = load_policy(policy)
+    def __init__(self, size: Size, device: torch.device, redis: str | None = None) -> None:
+        self.size, self.device, self.redis = size, device, redis
         self.pair, self.prompts = agents(size.requests, device)
         # Of another seed, so that nothing of what is measured is stored before.
         self.first = self.fresh(1 if size.quick else 2, seed=1)
@@ -81,9 +80,9 @@ class Run:
 
     def _asked(self, workload: str, names: Sequence[str], prompts: Sequence[torch.Tensor], long: int, count: int = 1) -> Iterator[Row]:
         """Rows for the first token of all prompts, and for long answers to the first `long` of them, which are asked once."""
-        answers = passes(names, self.pair, self.policy, prompts, count=count, first=self.first)
+        answers = passes(names, self.pair, POLICY, prompts, count=count, first=self.first)
         yield from rows_of(answers, "first token", workload=workload)
-        answers = passes(names, self.pair, self.policy, prompts[:long], self.size.new_tokens, first=self.first)
+        answers = passes(names, self.pair, POLICY, prompts[:long], self.size.new_tokens, first=self.first)
         yield from rows_of(answers, "whole request", workload=workload)
 
     def requests(self) -> Iterator[Row]:
@@ -98,10 +97,10 @@ class Run:
         pair = Pair.random(size.shape, "gqa", self.device)
         print(prove(pair, moved(size.tokens[0], 1, vocabulary, self.device), "the larger model"))
         # What reuse gains is measured with probes that pass, and what it costs where they fail, with the policy as it is.
-        passing = replace(self.policy, probe=-1.0)
+        passing = replace(POLICY, probe=-1.0)
         for tokens in size.tokens:
             prompts = moved(tokens, size.rounds + 1, vocabulary, self.device)
-            for names, policy in ((ALL_SIDES, passing), ((NONE, AUTO), self.policy)):
+            for names, policy in ((ALL_SIDES, passing), ((NONE, AUTO), POLICY)):
                 answers = passes(names, pair, policy, prompts, first=prompts[:1])
                 workload = "moved" if policy is passing else "moved, gates as they are"
                 # The first prompt brings the segments in.
@@ -112,12 +111,11 @@ class Run:
         yield from lookups(self.size.segments, self.size.calls)
 
     def sharing(self) -> Iterator[Row]:
-        shared = self.size.shared
-        _, prompts = agents(shared, self.device)
+        _, prompts = agents(self.size.shared, self.device)
         with tempfile.TemporaryDirectory() as folder:
-            yield from sharing("disk", f"disk:{folder}/store", self.pair, shared, self.policy_folder, prompts)
+            yield from sharing("disk", f"disk:{folder}/store", self.pair, prompts)
         if self.redis is not None:
-            yield from sharing("Redis", self.redis, self.pair, shared, self.policy_folder, prompts)
+            yield from sharing("Redis", self.redis, self.pair, prompts)
 
 
 def bars() -> list[Bar]:
@@ -151,14 +149,13 @@ def panels(rows: Sequence[Row]) -> list[Panel]:
 def main() -> None:
     parser = section_arguments(__doc__, SECTIONS)
     parser.add_argument("--requests", type=int, help="of agents; default: 200")
-    parser.add_argument("--policy", help='a folder with the SegmentPolicy of "auto"; default: one that suits the model of this repository')
     parser.add_argument("--redis", metavar="URL", help="an empty database, to measure sharing through it; it is cleared")
     args = parser.parse_args()
     device = begin_sections(args, "requests")
     size = QUICK if args.quick else Size()
     if args.requests is not None:
         size = replace(size, requests=args.requests, long_requests=min(size.long_requests, args.requests))
-    run = Run(size, device, args.policy, args.redis)
+    run = Run(size, device, args.redis)
     print(prove(run.pair, run.prompts[:3], "the model of this repository"))
     works = (run.requests, run.no_repeats, run.larger, run.look_up, run.sharing)
     output = Output("SegmentReuseCache", COLUMNS, SHOWN, bars(), panels)

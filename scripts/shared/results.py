@@ -67,6 +67,14 @@ def show(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
     return table(list(columns), [[filled(template, row) for template in columns.values()] for row in rows])
 
 
+def show_measured(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table of the settings that a calibration measured, the chosen ones marked."""
+    as_text = lambda value: "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
+    texts = [{name: as_text(value) for name, value in row.items()} | {"chosen": "*" if row["chosen"] else ""} for row in rows]
+    names = [name for row in texts[:1] for name in row if name != "chosen"]
+    return show(texts, {"": "{chosen}", **{name: f"{{{name}}}" for name in names}})
+
+
 def show_sections(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     """A table for each section, which is the heading of the first column."""
     parts = []

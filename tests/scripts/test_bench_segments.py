@@ -51,7 +51,7 @@ def small(script):
 
 @pytest.fixture
 def policy(parts):
-    return parts.load_policy(None)
+    return parts.POLICY
 
 
 @pytest.mark.full
@@ -100,7 +100,7 @@ def test_it_draws_a_picture(quick):
 @pytest.mark.full
 def test_a_second_process_finds_what_the_first_one_stored(script, parts, tmp_path):
     pair, prompts = parts.agents(4, torch.device("cpu"))
-    rows = [{"section": "sharing", **row} for row in parts.sharing("disk", f"disk:{tmp_path}/store", pair, 4, None, prompts)]
+    rows = [{"section": "sharing", **row} for row in parts.sharing("disk", f"disk:{tmp_path}/store", pair, prompts)]
     assert [row["side"] for row in rows] == ["one process", "the second of two processes", ""]
     assert rows[1]["reused"] > 0.2, "of the second half, by a process that had not seen the first"
     (line,) = (bar.verdict(rows) for bar in script.bars() if bar.claim.endswith("disk"))
