@@ -3,10 +3,8 @@
     python scripts/calibrate_segments.py --out FOLDER [--model FOLDER_OR_HUB_ID] [--prompts FILE.jsonl] [--bound 0.05]
 
 A line of the file is one prompt: a string, a list of token ids, or an object with one of these under "prompt"; in the order in which
-they came, since later ones reuse what earlier ones stored. Without a file, generated requests of agents are taken, which were made for the
-tokenizer of this repository's small model.
-
-Printed are all settings that were measured, and how often a segment must come again on this computer for storing it to pay.
+they came, since later ones reuse what earlier ones stored. Without a file, generated requests of agents are taken. Printed are all settings
+that were measured, and how often a segment must come again on this computer for storing it to pay.
 """
 
 from __future__ import annotations

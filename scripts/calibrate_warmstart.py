@@ -3,9 +3,7 @@
     python scripts/calibrate_warmstart.py --out FOLDER [--model FOLDER_OR_HUB_ID] [--pairs FILE.jsonl] [--budget 0.01]
 
 A line of the file is one pair: an object with an earlier prompt under "source" and a new one under "target", each a string or a list of
-token ids. Give pairs as your prompts come, those included that must not be taken for each other. Without a file, generated ones are taken,
-which were made for the tokenizer of this repository's small model.
-
+token ids. Give pairs as your prompts come, those included that must not be taken for each other. Without a file, generated ones are taken.
 Printed are the limits that were tried, with how many pairs each lets through and how many of these are false hits: their next token's
 distribution differs by more than 0.05 nats from that of the model alone.
 """

