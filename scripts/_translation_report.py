@@ -25,7 +25,6 @@ PAYLOADS = (ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:])
 class Details:
     """What is known of a side but for its answers."""
 
-    run_layers: int = 0  # that the consumer runs on the prefix
     chosen: tuple[int, ...] = ()  # patched layers
     seconds: Mapping[str, float] | None = None  # of each stage of the calibration
 
@@ -86,18 +85,17 @@ def summary(found: Found, pair: str, side: Side, workload: str) -> Row:
         "recall": "" if math.isnan(right) else round(right, 2),
         "recall_alone": "" if math.isnan(alone) else round(alone, 2),
         "questions": total("asked"),
-        "run_layers": details.run_layers,
         "chosen_layers": " ".join(map(str, details.chosen)),
         "fit_seconds": "" if details.seconds is None else round(sum(details.seconds.values()), 2),
     }
 
 
 SHOWN = {"bytes": "{bytes:,}", "share": "{share:.4f}", "KL": "{kl:.4f}", **{name: f"{{{name}:.4f}}" for name in WORKLOADS}}
-SHOWN |= {"recall": "{recall:.1f}%", "run": "{run_layers}", "layers": "{chosen_layers}"}
+SHOWN |= {"recall": "{recall:.1f}%", "layers": "{chosen_layers}"}
 
 
 def report(found: Found) -> str:
-    """A table for each pair, over all workloads where none is named; run: layers that the consumer runs on the prefix."""
+    """A table for each pair, over all workloads where none is named."""
     tables = []
     for pair in found.pairs:
         rows = [

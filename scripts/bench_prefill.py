@@ -19,7 +19,7 @@ from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.models import Pair, Shape, random_ids
 from shared.results import Row, environment, print_environment, show, write_csv
-from shared.timing import in_turns, profiled, ratios, seconds_of, spread
+from shared.timing import in_turns, own_share, ratios, seconds_of, spread
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartLibrary
@@ -85,17 +85,13 @@ def measure(pair: Pair, prompts: Prompts, rounds: int) -> list[Row]:
             cache.store.flush()
         return seconds
 
-    def own_share(name: str) -> float:
-        _, seconds = profiled(lambda: first_token(name), pair.device)
-        return sum(time for file, time in seconds.items() if file != "model") / sum(seconds.values())
-
     seconds = in_turns({name: lambda _, name=name: timed(name) for name in makes}, rounds, warm_up=2)
     return [
         {
             "side": name,
             **spread("time", times, 1e3),
             **ratios(times, seconds["dynamic"]),
-            "own": statistics.median(own_share(name) for _ in range(3)),
+            "own": statistics.median(own_share(lambda name=name: first_token(name)) for _ in range(3)),
         }
         for name, times in seconds.items()
     ]

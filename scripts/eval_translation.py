@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from _translation_quality import ORACLE, SIDES, TOKENS, WORKLOADS, Bench, Side, calibration_texts, evaluation_texts
+from _translation_quality import SIDES, TOKENS, WORKLOADS, Bench, Side, calibration_texts, evaluation_texts
 from _translation_report import Details, Found, bars, report, write_file, write_plot
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import environment
@@ -27,12 +27,10 @@ PAIRS = ("base:tuned", "tuned:base", "base:lora")
 
 def details_of(side: Side, bench: Bench) -> Details:
     """What is known of a side but for its answers."""
-    if side == ORACLE:
-        return Details(run_layers=bench.consumer.config.num_hidden_layers)
     if side.kind != "fitted":
         return Details()
     translator = bench.fit(side)
-    return Details(translator.settings.recompute_layers, translator.patched_layers, translator.settings.seconds)
+    return Details(translator.patched_layers, translator.settings.seconds)
 
 
 def measure(args: argparse.Namespace, pair: str, found: Found, device: torch.device) -> None:
