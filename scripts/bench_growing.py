@@ -109,11 +109,8 @@ def measure(cell: dict[str, object], pair: Pair, size: Size) -> Row:
 @torch.no_grad()
 def run(size: Size, device: torch.device) -> list[Row]:
     most = MOST_ON_CPU if device.type == "cpu" else float("inf")
-    points = [
-        (batch, tokens)
-        for batch, tokens in itertools.product(size.batches, size.tokens)
-        if (tokens <= LONGEST_BATCHED or batch == 1) and batch * tokens <= most
-    ]
+    fits = lambda batch, tokens: (tokens <= LONGEST_BATCHED or batch == 1) and batch * tokens <= most  # noqa: E731
+    points = [point for point in itertools.product(size.batches, size.tokens) if fits(*point)]
     rows = []
     for dtype, kv in itertools.product(size.dtypes, size.kv):
         pair = Pair.random(size.shape, kv, device, dtype)

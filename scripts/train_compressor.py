@@ -44,20 +44,15 @@ def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
     from tests import testbed
     from tests.testbed.documents import Filler, fit_document
 
-    rng = random.Random(0)
-    texts: list[list[int]] = []
+    rng, texts = random.Random(0), []
     words = (testbed.held_out("prose") + "\n" + testbed.held_out("verse")).split()
-    share = len(words) // count
     for number in range(count):
-        own = words[number * share : (number + 1) * share]
-        size = rng.randint(length // 2, length)
+        own = words[number * (len(words) // count) :][: len(words) // count]
+        size, text = rng.randint(length // 2, length), " ".join(own)
         if number % 2:
-            counted = lambda text: len(encode(tokenizer, text))  # noqa: E731
-            document = fit_document(rng, Filler(" ".join(own)), counted, size, facts=4)
+            document = fit_document(rng, Filler(text), lambda text: len(encode(tokenizer, text)), size, facts=4)
             # What comes next is the answer to the last question.
             text = document.text().removesuffix(f"{document.facts[document.asked[-1]].answer}.\n")
-        else:
-            text = " ".join(own[:size])
         texts.append(tokenizer(text, verbose=False)["input_ids"][:size])
     return texts
 
