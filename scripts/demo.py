@@ -63,11 +63,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One cache on the prompts. `report` is None for the full cache itself."""
+    """One cache on the prompts. `report` is None for the full cache itself, which is the first."""
 
     name: str
     texts: list[str]
-    same: bool
     report: VerifyReport | None
 
 
@@ -136,14 +135,13 @@ class Writer:
 
 def run(writer: Writer, inputs: BatchEncoding) -> tuple[list[Outcome], list[str]]:
     """The full cache and all others, and the reasons of those that refuse this model."""
-    full = writer.write(inputs, writer.full_cache())
-    outcomes, refused = [Outcome(FULL_CACHE, full, True, None)], []
+    outcomes, refused = [Outcome(FULL_CACHE, writer.write(inputs, writer.full_cache()), None)], []
     for name, factory in (progress := tqdm(CACHES.items(), unit="cache")):
         progress.set_description(name)
         make = lambda factory=factory: factory(writer.model, writer.tokenizer)  # noqa: E731
         try:
             texts = writer.write(inputs, make())
-            outcomes.append(Outcome(name, texts, texts == full, kv.verify(writer.model, make, inputs, max_new_tokens=writer.new_tokens)))
+            outcomes.append(Outcome(name, texts, kv.verify(writer.model, make, inputs, max_new_tokens=writer.new_tokens)))
         except UnsupportedError as error:
             refused.append(f"{name} refuses this model: {error}")
     return outcomes, refused
@@ -156,7 +154,7 @@ def show_outcomes(outcomes: list[Outcome]) -> str:
     for outcome in outcomes if reports else []:
         report = outcome.report
         size, seconds = (report.bytes, report.seconds) if report else (reports[0].reference_bytes, reports[0].reference_seconds)
-        row = {"name": outcome.name, "same": yes(outcome.same), "kl": f"{report.mean_kl:.2e}" if report else "-"}
+        row = {"name": outcome.name, "same": yes(outcome.texts == outcomes[0].texts), "kl": f"{report.mean_kl:.2e}" if report else "-"}
         rows.append(row | {"bytes": size, "prefill": seconds.prefill, "decode": seconds.decode})
     columns = {"cache": "{name}", "same text": "{same}", "mean KL to full": "{kl}", "KV bytes": "{bytes:,}"}
     return show(rows, columns | {"prefill s": "{prefill:.3f}", "decode s": "{decode:.3f}"})
