@@ -81,4 +81,5 @@ def _panel(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
     axis.set(title=panel.title, xlabel="" if places else panel.x, ylabel=panel.y)
     for side in panel.log:
         getattr(axis, f"set_{side}scale")("symlog" if side == "y" and min(float(row[panel.y]) for row in rows) <= 0 else "log")
-    axis.legend(fontsize=6)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "ncols": 1 + len(names) // 25} if len(names) > 12 else {}
+    axis.legend(fontsize=5 if beside else 6, **beside)
