@@ -63,11 +63,9 @@ class Answer:
     reused: int  # tokens of the prompt that were not run
     saved: float  # share of operations
     tiers: dict[str, int]  # tokens by tier
-    refused: int  # tokens that a probe refused
     page: float | None  # of the page that comes in each prompt of the adversarial workload: the share that was not computed; None elsewhere
     score: float | None  # of the probe that looked at that page, or None
     kls: tuple[float, ...]  # at each place of the continuation, in nats
-    agreed: float  # share of places with the same likeliest token as without reuse
     difference: float  # the largest of logits
     right: int  # answers that are right
     right_alone: int  # those that are without reuse
@@ -154,21 +152,19 @@ class Bench:
         right_alone = sum(request.right(alone.argmax(-1).tolist()))
         fields: Row = {**known, "drift": request.drift, "tokens": len(request.prompt), "right_alone": right_alone}
         if side.mode is None:
-            nothing: Row = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "refused": 0, "bytes": 0}
+            nothing: Row = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "bytes": 0}
             page = {"page": None, "score": None}
             return Answer(**fields, **nothing, **page, **_compared(request, alone, alone))
         cache = SegmentReuseCache(self.model, store, self.tokenizer, side.mode, self.policy)
         found = next_tokens(self.model, request.prompt, request.continuation, cache).cpu()
         report = cache.report()
         page, score = _page(cache, request)
-        refused = sum(probe.stop - probe.start for probe in cache.probes if probe.score < self.policy.probe)
         return Answer(
             **fields,
             **_compared(request, alone, found),
             reused=report.reused_tokens,
             saved=cache.report().flops_saved,
             tiers=report.tiers or {},
-            refused=refused,
             page=page,
             score=score,
             bytes=store.report().bytes,
@@ -179,7 +175,6 @@ def _compared(request: Request, alone: torch.Tensor, found: torch.Tensor) -> Row
     right = request.right(found.argmax(-1).tolist())
     return {
         "kls": tuple(divergence(alone, found).tolist()),
-        "agreed": float((alone.argmax(-1) == found.argmax(-1)).float().mean()),
         "difference": float((alone - found).abs().max()),
         "right": sum(right),
         "asked": len(right),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from shared.models import Pair, random_ids
 from shared.results import Row
-from shared.timing import in_turns, phase_rows, profiled, ratios, spread, synchronize
+from shared.timing import in_turns, ratios, spread, synchronize
 from transformers import DynamicCache
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
@@ -96,16 +96,6 @@ def rows_of(answers: Answers, measure: str, **labels: Any) -> Iterator[Row]:
         yield row | {"measure": measure, **spread("time", seconds, 1e3), **ratios([base.seconds for base in answers[NONE]], seconds)}
         if name != NONE:
             yield row | {"measure": f"storing after {measure}", **spread("time", [answer.storing for answer in own], 1e3)}
-
-
-def phases(names: Sequence[str], pair: Pair, policy: SegmentPolicy, prompts: Sequence[torch.Tensor], workload: str) -> Iterator[Row]:
-    """What the time to the first token, and storing behind it, goes to: a row for each side and file of the package."""
-    tokens = round(sum(ids.shape[1] for ids in prompts) / len(prompts))
-    for name in names:
-        side = Side(name, pair, policy)
-        profiles = [profiled(lambda ids=ids, side=side: side.ask(ids), pair.device)[1] for ids in prompts]
-        side.close()
-        yield from phase_rows(profiles, side=name, workload=workload, tokens=tokens)
 
 
 @torch.no_grad()

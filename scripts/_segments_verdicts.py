@@ -26,12 +26,6 @@ SAME_LOGITS, SAVED, KL, RECALL = 1e-4, 0.6, 0.05, 0.02
 DRIFT = ("series", "number", "drift", "page", "score", "right", "right_alone", "asked", "kl")
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least that share of all does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
 def touched_kl(answers: Sequence[Answer]) -> float:
     """The mean divergence over those requests in which something stood behind another text."""
     kls = [fmean(answer.kls) for answer in answers if answer.approximate]
@@ -56,7 +50,6 @@ def summary(workload: str, side: Side, answers: Sequence[Answer]) -> Row:
     for answer in answers:
         tiers.update(answer.tiers)
     first, second = hit_rates(answers)
-    offered = total("approximate") + total("refused")
     return {
         "workload": workload,
         "side": side.name,
@@ -70,25 +63,21 @@ def summary(workload: str, side: Side, answers: Sequence[Answer]) -> Row:
         "reused_first_half": first,
         "reused_second_half": second,
         "kl_mean": fmean(kls),
-        "kl_p99": quantile(kls, 0.99),
         "kl_max": max(kls),
-        "kl_where_approximate": touched_kl(answers),
-        "top1": sum(answer.agreed * len(answer.kls) for answer in answers) / len(kls),
         "logits_max": max(answer.difference for answer in answers),
         "recall": total("right") / asked,
         "recall_alone": total("right_alone") / asked,
         **{f"share_{tier}": tiers[tier] / tokens for tier in TIERS},
-        "accepted": total("approximate") / offered if offered else "",
         "mib": sum(series[-1].bytes for series in by_series(answers)) / 2**20,
     }
 
 
 def report(rows: Sequence[Row]) -> str:
     """A table for each workload; halves: tokens not run in the first and the second half of the requests; tiers: shares of tokens."""
-    percents = {"FLOPs saved": "saved", "1st half": "reused_first_half", "2nd half": "reused_second_half", "top-1": "top1"}
+    percents = {"FLOPs saved": "saved", "1st half": "reused_first_half", "2nd half": "reused_second_half"}
     percents |= {"recall": "recall", **{tier: f"share_{tier}" for tier in TIERS}}
     columns = {"quantized": "{quantization}", "of the bytes": "{cap:g}", **{name: f"{{{column}:.1%}}" for name, column in percents.items()}}
-    columns |= {"KL mean": "{kl_mean:.2g}", "p99": "{kl_p99:.2g}", "max": "{kl_max:.2g}", "MiB": "{mib:.1f}"}
+    columns |= {"KL mean": "{kl_mean:.2g}", "max": "{kl_max:.2g}", "MiB": "{mib:.1f}"}
     tables = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
         group = rows_where(rows, workload=workload)

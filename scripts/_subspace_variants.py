@@ -83,7 +83,6 @@ VARIANTS = (
     _adaptive("adaptive 0.34 decay 0.5", bytes_ratio=0.34, decay=0.5),
     _adaptive("adaptive 0.34 plain metric", bytes_ratio=0.34, metric="plain"),
     _adaptive("adaptive post 0.34", bytes_ratio=0.34, rotation="post"),
-    _adaptive("adaptive post 0.34 no decay", bytes_ratio=0.34, rotation="post", decay=1.0),
 )
 MODES = ("static", "adaptive")  # what there are bars for
 

@@ -103,12 +103,11 @@ def _growth(texts: Rows, tokens: int) -> str:
 
 def _prediction(bounds: Rows) -> str:
     claim = f"operator-norm residuals predict errors (median rank correlation of at least {PREDICTS} over heads and ranks)"
-    own = [row for row in bounds if row["rank"] == "all" and row["bound"] == "operator norm"]
-    if not own:
+    if not bounds:
         return _line(4, claim, NOT_MEASURED + "bounds", "")
     parts, held = [], True
     for what in ("logits", "output"):
-        numbers = [row["spearman"] for row in own if row["what"] == what]
+        numbers = [row["spearman"] for row in bounds if row["what"] == what]
         held &= median(numbers) >= PREDICTS
         parts.append(f"{what} {median(numbers):.2f}, by layer {min(numbers):.2f} to {max(numbers):.2f}")
     above = sum(row["above_bound"] for row in bounds)

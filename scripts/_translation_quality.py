@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any, Literal
 
 import torch
@@ -48,10 +47,6 @@ class Answer:
     bytes: int  # as they are sent
     plain: int  # bytes of the consumer's keys and values of these tokens in bfloat16
     kls: tuple[float, ...]  # in nats, at each place
-    variations: tuple[float, ...]  # total variation at each place
-    agreed: int  # places with the same likeliest token as behind its own prefill
-    losses: tuple[float, ...]  # of the true next tokens
-    losses_alone: tuple[float, ...]
     right: int  # answers that are right
     right_alone: int
     asked: int
@@ -124,19 +119,12 @@ def next_tokens(model: Any, text: Text, cache: GrowingCache | None = None) -> to
 def judged(text: Text, alone: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
     """What the logits say, as fields of `Answer`."""
     asked = min(ASKED, len(text.continuation))
-    true = torch.tensor(text.continuation[:asked])
-    p, q = alone[:asked], found[:asked]
-    loss = lambda logits: tuple(torch.nn.functional.cross_entropy(logits, true, reduction="none").tolist())  # noqa: E731
     guesses = {"right": found.argmax(-1).tolist(), "right_alone": alone.argmax(-1).tolist()}
     hits = {
         name: sum(guess[start:stop] == text.continuation[start:stop] for start, stop in text.answers) for name, guess in guesses.items()
     }
     return {
-        "kls": tuple(divergence(p, q).tolist()),
-        "variations": tuple(((p.softmax(-1) - q.softmax(-1)).abs().sum(-1) / 2).tolist()),
-        "agreed": int((p.argmax(-1) == q.argmax(-1)).sum()),
-        "losses": loss(q),
-        "losses_alone": loss(p),
+        "kls": tuple(divergence(alone[:asked], found[:asked]).tolist()),
         **hits,
         "asked": len(text.answers),
     }
@@ -147,46 +135,38 @@ States = Sequence[tuple[torch.Tensor, torch.Tensor]]  # rotated keys and values 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to fill the consumer's cache.
+    """One way to fill the consumer's cache, by its name in tables.
 
-    Args:
-        name: In tables.
-        kind: `oracle`: its own prefill. `raw`, `int4`: the producer's keys and values. `selective`: the same, but half of the layers are
-            the consumer's. `fitted`: a translator from `CacheTranslator.fit`.
-        family: In pictures and files.
-        options: Of `CacheTranslator.fit`.
+    `oracle` is its own prefill. `raw` and `int4` are the producer's keys and values. `fitted` is a translator from `CacheTranslator.fit`.
     """
 
     name: str
-    kind: Literal["oracle", "raw", "int4", "selective", "fitted"]
-    family: Literal["baseline", "paper", "ours", "variant", "explanation"]
+    kind: Literal["oracle", "raw", "int4", "fitted"]
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-def _ours(name: str, family: Any = "ours", **options: Any) -> Side:
-    return Side(name, "fitted", family, {"patch_layers": None, **options})
+def _fitted(name: str, **options: Any) -> Side:
+    return Side(name, "fitted", {"patch_layers": None, **options})
 
 
-ORACLE, RAW = Side("own prefill", "oracle", "baseline"), Side("raw K/V", "raw", "baseline")
-INT4, SELECTIVE = Side("int4 K/V", "int4", "baseline"), Side("selective recompute", "selective", "baseline")
+ORACLE, RAW = Side("own prefill", "oracle"), Side("raw K/V", "raw")
+INT4 = Side("int4 K/V", "int4")
 # Metrics play no part in the paper's method; a plain one saves the gradients.
-REUSE = _ours("paper's Reuse 0.25x", "paper", method="paper", payload=0.25, metric="plain")
-REUSE_PATCH = _ours(
-    "paper's Reuse + Patch 0.25x", "paper", method="paper", payload=0.25, metric="plain", aligner="mlp", patch_layers="auto"
-)
-DEFAULT = Side("joint 1/8 int4 (default)", "fitted", "ours")
-ZERO, FULL_RANK = _ours("zero bytes", payload=0.0), _ours("full rank, float32", "explanation", payload=1.0, dtype="float32")
+PAPER: dict[str, Any] = {"method": "paper", "payload": 0.25, "metric": "plain"}
+REUSE = _fitted("paper's Reuse 0.25x", **PAPER)
+REUSE_PATCH = _fitted("paper's Reuse + Patch 0.25x", **PAPER, aligner="mlp", patch_layers="auto")
+DEFAULT = Side("joint 1/8 int4 (default)", "fitted")
+ZERO, FULL_RANK = _fitted("zero bytes", payload=0.0), _fitted("full rank, float32", payload=1.0, dtype="float32")
 # With the default and the zero bytes, by bytes.
-SWEEP = tuple(_ours(f"joint 1/{parts} int4", payload=1 / parts) for parts in (32, 16, 4, 2))
+SWEEP = tuple(_fitted(f"joint 1/{parts} int4", payload=1 / parts) for parts in (32, 16, 4, 2))
 VARIANTS = (
-    _ours("joint 1/8 int8", "variant", dtype="int8"),
-    _ours("joint 1/8 int4, plain metric", "variant", metric="plain"),
-    _ours("cross_layer 1/8 int4", "variant", method="cross_layer"),
-    _ours("joint 1/8 int4, 1 layer run", "variant", recompute_layers=1),
+    _fitted("joint 1/8 int8", dtype="int8"),
+    _fitted("joint 1/8 int4, plain metric", metric="plain"),
+    _fitted("cross_layer 1/8 int4", method="cross_layer"),
+    _fitted("joint 1/8 int4, 1 layer run", recompute_layers=1),
 )
-SIDES = (ORACLE, RAW, INT4, SELECTIVE, REUSE, REUSE_PATCH, ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:], *VARIANTS, FULL_RANK)
+SIDES = (ORACLE, RAW, INT4, REUSE, REUSE_PATCH, ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:], *VARIANTS, FULL_RANK)
 GROUP = 64  # of the int4 baseline, along tokens
-TRIALS = 8  # texts that the layers of selective recompute are chosen on
 
 
 def read(model: Any, ids: torch.Tensor) -> States:
@@ -204,15 +184,15 @@ def filled(model: Any, states: States) -> GrowingCache:
     return cache
 
 
-def as_sent(states: States, *, int4: bool) -> tuple[States, list[int]]:
-    """Keys and values as they arrive, and each layer's bytes: quantized in groups of 64 tokens of a channel, else in bfloat16."""
-    arrived, sizes = [], []
+def as_sent(states: States, *, int4: bool) -> tuple[States, int]:
+    """Keys and values as they arrive, and their bytes: quantized in groups of 64 tokens of a channel, else in bfloat16."""
+    arrived, size = [], 0
     for layer in states:
         dtype = layer[0].dtype
         packed = [quantize(part.bfloat16(), 4, GROUP, axis=-2) if int4 else part.bfloat16() for part in layer]
         arrived.append(tuple(part.dequantize(dtype) if int4 else part.to(dtype) for part in packed))
-        sizes.append(sum(part.nbytes for part in packed))
-    return arrived, sizes
+        size += sum(part.nbytes for part in packed)
+    return arrived, size
 
 
 class Bench:
@@ -222,43 +202,22 @@ class Bench:
         self.models, self.tokenizer, self.texts = (producer, consumer), tokenizer, texts
         self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
         self.translators: dict[str, CacheTranslator] = {}
-        self.selected = self._selected()
 
     def fit(self, side: Side) -> CacheTranslator:
         """The translator of a side, from all texts."""
         self.translators[side.name] = CacheTranslator.fit(*self.models, self.tokenizer, self.texts, progress=False, **side.options)
         return self.translators[side.name]
 
-    @torch.no_grad()
-    def _selected(self) -> tuple[int, ...]:
-        """Half of the layers, side by side, which help most where they are the consumer's and the others the producer's."""
-        layers = self.consumer.config.num_hidden_layers
-        halves = [tuple(range(start, start + layers // 2)) for start in range(layers - layers // 2 + 1)]
-        kls: dict[tuple[int, ...], list[float]] = {half: [] for half in halves}
-        for ids in self.texts[:: max(1, len(self.texts) // TRIALS)][:TRIALS]:
-            asked = max(2, min(ASKED, len(ids) // 4))
-            text = Text("", list(ids[: 1 - asked]), list(ids[1 - asked :]))
-            theirs, own = self._states(text)
-            alone = next_tokens(self.consumer, text)
-            for half in halves:
-                states = [own[layer] if layer in half else theirs[layer] for layer in range(layers)]
-                kls[half].append(float(divergence(alone, next_tokens(self.consumer, text, filled(self.consumer, states))).mean()))
-        return min(halves, key=lambda half: fmean(kls[half]))
-
-    def _states(self, text: Text) -> tuple[States, States]:
-        """Of the prompt but its last token: the producer's, and the consumer's."""
-        ids = torch.tensor([text.prompt[:-1]], device=compat.input_device(self.consumer))
-        return read(self.producer, ids), read(self.consumer, ids)
-
     def ask(self, text: Text, sides: Sequence[Side]) -> Iterator[tuple[Side, Answer]]:
         """Answers of each side; those with translators are fitted before."""
-        theirs, own = self._states(text)
+        ids = torch.tensor([text.prompt[:-1]], device=compat.input_device(self.consumer))
+        theirs, own = read(self.producer, ids), read(self.consumer, ids)
         alone = next_tokens(self.consumer, text)
         sizes = {"tokens": len(text.prompt) - 1, "plain": sum(2 * part.numel() for layer in own for part in layer)}
         for side in sides:
             logits, size = alone, 0
             if side.kind != "oracle":
-                cache, size = self._translated(side, text) if side.kind == "fitted" else self._sent(side, theirs, own)
+                cache, size = self._translated(side, text) if side.kind == "fitted" else self._sent(side, theirs)
                 logits = next_tokens(self.consumer, text, cache)
             yield side, Answer(**sizes, bytes=size, **judged(text, alone, logits))
 
@@ -270,8 +229,6 @@ class Bench:
         # Without codes nothing has to be sent: the consumer has the prompt anyway.
         return cache, codes.nbytes if translator.maps.encoders else 0
 
-    def _sent(self, side: Side, theirs: States, own: States) -> tuple[GrowingCache, int]:
-        arrived, sizes = as_sent(theirs, int4=side.kind == "int4")
-        exact = self.selected if side.kind == "selective" else ()
-        states = [own[layer] if layer in exact else arrived[layer] for layer in range(len(own))]
-        return filled(self.consumer, states), sum(size for layer, size in enumerate(sizes) if layer not in exact)
+    def _sent(self, side: Side, theirs: States) -> tuple[GrowingCache, int]:
+        arrived, size = as_sent(theirs, int4=side.kind == "int4")
+        return filled(self.consumer, arrived), size

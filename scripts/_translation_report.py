@@ -25,8 +25,7 @@ PAYLOADS = (ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:])
 class Details:
     """What is known of a side but for its answers."""
 
-    run_layers: int = 0  # that the consumer runs on the prefix
-    chosen: tuple[int, ...] = ()  # layers: the patched ones, or those that are recomputed
+    chosen: tuple[int, ...] = ()  # patched layers
     seconds: Mapping[str, float] | None = None  # of each stage of the calibration
 
 
@@ -73,38 +72,30 @@ def summary(found: Found, pair: str, side: Side, workload: str) -> Row:
     """One row of the file, or over all workloads one of the table."""
     answers, details = found.of(pair, side, workload), found.details.get((pair, side), Details())
     total = lambda name: sum(getattr(answer, name) for answer in answers)  # noqa: E731
-    mean = lambda name: fmean(value for answer in answers for value in getattr(answer, name))  # noqa: E731
     right, alone = recall(answers)
     return {
         "pair": pair,
         "side": side.name,
-        "family": side.family,
         "workload": workload,
         "texts": len(answers),
         "tokens": total("tokens"),
         "bytes": total("bytes"),
         "share": round(total("bytes") / total("plain"), 5),
-        "kl": round(mean("kls"), 6),
-        "tv": round(mean("variations"), 6),
-        "top1": round(total("agreed") / sum(len(answer.kls) for answer in answers), 4),
-        "perplexity": round(math.exp(mean("losses")), 4),
-        "perplexity_alone": round(math.exp(mean("losses_alone")), 4),
+        "kl": round(fmean(kl for answer in answers for kl in answer.kls), 6),
         "recall": "" if math.isnan(right) else round(right, 2),
         "recall_alone": "" if math.isnan(alone) else round(alone, 2),
         "questions": total("asked"),
-        "run_layers": details.run_layers,
         "chosen_layers": " ".join(map(str, details.chosen)),
         "fit_seconds": "" if details.seconds is None else round(sum(details.seconds.values()), 2),
     }
 
 
 SHOWN = {"bytes": "{bytes:,}", "share": "{share:.4f}", "KL": "{kl:.4f}", **{name: f"{{{name}:.4f}}" for name in WORKLOADS}}
-SHOWN |= {"TV": "{tv:.4f}", "top-1": "{top1:.3f}", "ppl": "{perplexity:.2f}", "recall": "{recall:.1f}%", "run": "{run_layers}"}
-SHOWN |= {"layers": "{chosen_layers}"}
+SHOWN |= {"recall": "{recall:.1f}%", "layers": "{chosen_layers}"}
 
 
 def report(found: Found) -> str:
-    """A table for each pair, over all workloads where none is named; run: layers that the consumer runs on the prefix."""
+    """A table for each pair, over all workloads where none is named."""
     tables = []
     for pair in found.pairs:
         rows = [

@@ -1,46 +1,30 @@
-"""Prompts answered by a consumer itself, from codes, and from raw keys and values: how long each takes; and how fast a layer is rebuilt.
-
-Run as a program, it is the other process of `Remote`: a producer that is asked for prompts over a socket.
-"""
+"""Prompts answered by a consumer itself, from codes, and from raw keys and values: how long each takes."""
 
 from __future__ import annotations
 
-import argparse
-import socket
 import statistics
-import struct
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from shared.models import Pair
 from shared.results import Row
-from shared.timing import in_turns, phase_rows, profiled, ratios, seconds_of, spread, synchronize
+from shared.timing import in_turns, ratios, seconds_of, spread, synchronize
 from transformers import DynamicCache, PreTrainedModel
-from transformers.utils import logging
 
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild
-from hf_kvcaches.kernels.rebuild_reference import rebuild as rebuild_reference
+from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.paper.routing import Route
 from hf_kvcaches.translate.translator import CacheTranslator, TranslatorSettings
-from hf_kvcaches.translate.transports import receive, send
 
 OWN, CODES, BYTES, ONE = "consumer's prefill", "codes in hand", "codes as bytes", "codes, first layer run"
 PAPER, PATCH, RAW = "paper's Reuse", "paper's Reuse and Patch", "raw keys and values"
-STREAM, WHOLE = "socket, streamed", "socket, all at once"
 # Of logits: how far codes that are the keys and values themselves may change them, and the way through bytes.
 LOSSLESS, EQUAL = 1e-4, 1e-5
-_REQUEST = struct.Struct("<?Q")  # whether to stream, and how many tokens follow
 
 
 class Answer(NamedTuple):
@@ -50,7 +34,6 @@ class Answer(NamedTuple):
     producing: float  # seconds of the producer, until it had what is sent
     nbytes: int  # of what is sent
     tokens: int  # of the prompt
-    new: int  # the first token
 
 
 class Side:
@@ -79,13 +62,10 @@ class Side:
             cache.update(*(part.to(self.pair.device, self.model.dtype) for part in states), layer)
         return cache
 
-    def answer(self, ids: torch.Tensor, payload: Any) -> tuple[float, int]:
-        """Seconds until the first token, and that token."""
-        synchronize(ids.device)
-        begin = time.perf_counter()
-        out = self.model.generate(ids, past_key_values=self.cache(payload), max_new_tokens=1, do_sample=False)
-        synchronize(ids.device)
-        return time.perf_counter() - begin, int(out[0, -1])
+    def answer(self, ids: torch.Tensor, payload: Any) -> float:
+        """Seconds until the first token."""
+        generate = lambda: self.model.generate(ids, past_key_values=self.cache(payload), max_new_tokens=1, do_sample=False)  # noqa: E731
+        return seconds_of(generate, ids.device)
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor, payload: Any) -> torch.Tensor:
@@ -125,8 +105,8 @@ def ask_in_turns(sides: Sequence[Side], prompts: Sequence[torch.Tensor]) -> Answ
 
     def answer(side: Side, number: int) -> Answer:
         payload, producing = sent[side.name][number]
-        seconds, new = side.answer(prompts[number], payload)
-        return Answer(seconds, producing, bytes_of(payload), prompts[number].shape[1], new)
+        seconds = side.answer(prompts[number], payload)
+        return Answer(seconds, producing, bytes_of(payload), prompts[number].shape[1])
 
     sent = in_turns({side.name: lambda number, side=side: produce(side, prompts[number]) for side in sides}, len(prompts))
     return in_turns({side.name: lambda number, side=side: answer(side, number) for side in sides}, len(prompts))
@@ -141,7 +121,7 @@ def rows_of(answers: Answers, **labels: Any) -> Iterator[Row]:
         row |= {"value": sent, "unit": "bytes"} if sent else {}
         seconds = [answer.seconds for answer in own]
         yield {**row, "measure": "first token", **spread("time", seconds, 1e3), **ratios(base, seconds)}
-        if sent and any(answer.producing for answer in own):
+        if sent:
             yield {**row, "measure": "producer", **spread("time", [answer.producing for answer in own], 1e3)}
 
 
@@ -160,11 +140,7 @@ def unchanged(pair: Pair) -> Side:
 def prove(sides: Sequence[Side], prompts: Sequence[torch.Tensor], what: str, *, trained: bool) -> tuple[str, list[Row]]:
     """Compare the first token's distribution with that of the consumer's prefill; return a sentence, and rows with the divergences.
 
-    Args:
-        sides: `OWN`, `CODES`, `BYTES` and `RAW` among them, `OWN` first.
-        prompts: Each (1, tokens).
-        what: A name for all this.
-        trained: Whether the models are: only then codes must be better than raw keys and values.
+    Only codes between `trained` models must be better than raw keys and values.
     """
     lossless, worst = unchanged(sides[0].pair), 0.0
     kls, same = {side.name: list[float]() for side in sides}, {side.name: 0 for side in sides}
@@ -187,134 +163,3 @@ def prove(sides: Sequence[Side], prompts: Sequence[torch.Tensor], what: str, *, 
     listed = ", ".join(f"{name} {kl:.2g} ({same[name]}/{len(prompts)})" for name, kl in means.items())
     text = f"{what}: a model's own keys and values as codes change nothing, to {worst:.1e}"
     return f"{text}; mean KL of the first token in nats (same token): {listed}", rows
-
-
-def phases(sides: Sequence[Side], prompts: Sequence[torch.Tensor], **labels: Any) -> Iterator[Row]:
-    """What producing and answering take: a row for each side and file of the package."""
-    for side in sides:
-        profiles: dict[str, list[Any]] = {"producer": [], "first token": []}
-        for ids in prompts:
-            payload, seconds = profiled(lambda ids=ids, side=side: side.produce(ids), side.pair.device)
-            profiles["producer"] += [] if payload is None else [seconds]
-            work = lambda ids=ids, side=side, payload=payload: side.answer(ids, payload)  # noqa: E731
-            profiles["first token"].append(profiled(work, side.pair.device)[1])
-        for workload, counts in profiles.items():
-            if counts:
-                yield from phase_rows(counts, side=side.name, workload=workload, **labels)
-
-
-class Remote:
-    """A producer in a process of its own, asked over TCP on this computer.
-
-    Args:
-        pair: The consumer.
-        codec: The translator.
-        folder: Where the translator is, for the other process.
-        load: What the other process loads as its producer: a name of the testbed.
-    """
-
-    def __init__(self, pair: Pair, codec: CacheTranslator, folder: Path, load: str) -> None:
-        self.pair, self.codec = pair, codec
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            command = [sys.executable, __file__, "--port", str(server.getsockname()[1]), "--translator", str(folder), "--model", load]
-            command += ["--device", str(pair.device), "--threads", str(torch.get_num_threads())]
-            self.process = subprocess.Popen(command)
-            server.settimeout(180)
-            self.sock = server.accept()[0]
-        self.sock.settimeout(180)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.sock.close()
-        self.process.wait(timeout=60)
-
-    def ask(self, name: str, ids: torch.Tensor) -> Answer:
-        """Have a prompt read by the other process, `STREAM` or `WHOLE`, and answer it here; the time is that of all."""
-        synchronize(ids.device)
-        begin = time.perf_counter()
-        self.sock.sendall(_REQUEST.pack(name == STREAM, ids.shape[1]) + ids[0].cpu().numpy().astype("<i8").tobytes())
-        codes = receive(self.sock)
-        cache, model = TranslatedCache(self.pair.switched, self.codec, codes), self.pair.switched
-        out: Any = model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)  # type: ignore[operator]
-        synchronize(ids.device)
-        return Answer(time.perf_counter() - begin, 0.0, codes.nbytes, ids.shape[1], int(out[0, -1]))
-
-
-def serve() -> None:
-    """The other process of `Remote`."""
-    from tests import testbed
-
-    parser = argparse.ArgumentParser()
-    for name in ("--port", "--threads"):
-        parser.add_argument(name, type=int)
-    for name in ("--translator", "--model", "--device"):
-        parser.add_argument(name)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    logging.disable_progress_bar()
-    producer = testbed.load(args.model)[0].to(args.device)
-    codec = CacheTranslator.from_pretrained(args.translator, producer=producer)
-    with socket.create_connection(("127.0.0.1", args.port)) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while start := sock.recv(_REQUEST.size, socket.MSG_WAITALL):
-            streamed, count = _REQUEST.unpack(start)
-            content = bytearray(sock.recv(8 * count, socket.MSG_WAITALL))
-            ids = torch.frombuffer(content, dtype=torch.int64)[None].to(args.device)
-            send(sock, codec.stream(producer, ids) if streamed else codec.encode(producer, ids))
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A layer to rebuild."""
-
-    side: int  # width of what is known of a token beside its code
-    rank: int  # of the code
-    width: int  # of keys and values together
-    tokens: int = 900
-    head_dim: int = 64
-
-    def __str__(self) -> str:
-        return f"d {self.side}, rank {self.rank}, C {self.width}"
-
-
-def kernel_rows(kernel: Kernel, rounds: int, device: torch.device) -> Iterator[Row]:
-    """`rebuild` against the two matrix products alone, which decode nothing, rotate nothing and write no cache."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    torch.manual_seed(0)
-    heads, half, tokens = kernel.width // (2 * kernel.head_dim), kernel.head_dim // 2, kernel.tokens
-    make = lambda *shape: torch.randn(*shape, device=device)  # noqa: E731
-    side = make(tokens, kernel.side).to(dtype)
-    packed = quantize(make(tokens, kernel.rank).half().cpu(), bits=4, group=256, axis=0).to(device)
-    weights = [make(rows, kernel.width).div(rows**0.5).to(dtype) for rows in (kernel.side, kernel.rank)]
-    decoder, angles = Decoder(*weights, None), make(tokens, half)
-    tables = {"cos": angles.cos(), "sin": angles.sin()}
-
-    def run(work: Callable[..., Any], codes: Codes, count: int, **options: Any) -> torch.Tensor:
-        out = [torch.zeros(1, heads, count + 64, kernel.head_dim, dtype=dtype, device=device) for _ in range(2)]
-        parts = {name: part[:count] for name, part in tables.items()}
-        work(side[:count], codes, decoder, *out, [RowSpan(0, 0, count)], **parts, **options)
-        return torch.cat(out).float()
-
-    some = Codes(packed.dequantize(dtype)[:16])
-    apart = float((run(rebuild, some, 16) - run(rebuild_reference, some, 16)).abs().max())
-    if not apart <= (1e-4 if dtype == torch.float32 else 0.1):
-        raise SystemExit(f"{kernel}: rebuilt keys and values differ from the reference by {apart:.2g}: nothing timed")
-    out = [torch.zeros(1, heads, tokens + 64, kernel.head_dim, dtype=dtype, device=device) for _ in range(2)]
-    codes, plain = Codes(packed.data, packed.scale, packed.zero, packed.group), packed.dequantize(dtype)
-    product = torch.empty(tokens, kernel.width, dtype=dtype, device=device)
-    works = {
-        "bare products": lambda: torch.mm(side, weights[0], out=product).addmm_(plain, weights[1]),
-        "rebuild": lambda: rebuild(side, codes, decoder, *out, [RowSpan(0, 0, tokens)], **tables, check=False),
-    }
-    times = in_turns({name: lambda _, work=work: seconds_of(work, device) for name, work in works.items()}, rounds, warm_up=3)
-    operations = 2 * tokens * (kernel.side + kernel.rank) * kernel.width
-    for name, seconds in times.items():
-        row = {"workload": str(kernel), "side": name, "measure": "layer", "length": kernel.side, "count": rounds, "tokens": tokens}
-        row |= spread("time", seconds, 1e3) | ratios(times["bare products"], seconds)
-        yield {**row, "value": round(operations / statistics.median(seconds) / 1e9, 2), "unit": "Gflop/s"}
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,4 +1,4 @@
-"""What `eval_warmstart.py` compares, and what it finds out: answers, tables, files, pictures and bars."""
+"""What `eval_warmstart.py` compares, and its tables, files, pictures and bars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from shared.bars import bar
 from shared.numbers import mean
 from shared.plot import Panel, draw
-from shared.results import Row, rows_where, show, table, write_csv
+from shared.results import Row, rows_where, show, write_csv
 from transformers import PreTrainedModel
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
@@ -30,10 +30,8 @@ HITS = ("exact", "align", "slots")
 APPROXIMATE = ("align", "slots")
 # Bars.
 CONTROL, KL, WITHIN, FORWARDED, SUMMARY_KL, SAME_LOGITS = 0.5, 0.01, 0.95, 0.35, 0.05, 1e-3
-PAPER_COSINE, PAPER_LOSS = 0.9, 0.01
 SLIGHT = ("identical", "no_content")
-SIZES = (8, 16, 32, 64)
-MOST = SIZES[-1]
+SUMMARY_SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Side:
     name: str  # as in tables
     strategy: Literal["auto", "slots", "align", "exact"] | None = None  # of a `WarmStartCache` with the library
     layout: Literal["salient", "paper"] | None = None  # of slots of the pair's source, whatever a gate would say
-    slots: int = MOST
     control: Literal["tail", "mismatch"] | None = None  # the last tokens of the target alone, or behind another pair's source
 
     def __str__(self) -> str:
@@ -53,8 +50,8 @@ class Side:
 COLD = Side("cold")
 EXACT, AUTO, ALIGN, GATED = Side("exact prefix", "exact"), Side("auto", "auto"), Side("align", "align"), Side("slots, gated", "slots")
 TAIL_ONLY, MISMATCH = Side("tail only", control="tail"), Side("mismatched source", control="mismatch")
-SLOTS = {(layout, m): Side(f"slots {layout}, m={m}", layout=layout, slots=m) for layout in ("salient", "paper") for m in SIZES}
-SIDES = (COLD, EXACT, AUTO, ALIGN, GATED, *SLOTS.values(), TAIL_ONLY, MISMATCH)
+SALIENT, PAPER = (Side(f"slots {layout}, m={SUMMARY_SLOTS}", layout=layout) for layout in ("salient", "paper"))
+SIDES = (COLD, EXACT, AUTO, ALIGN, GATED, SALIENT, PAPER, TAIL_ONLY, MISMATCH)
 
 
 class SummaryCache(WarmStartCache):
@@ -72,7 +69,7 @@ class SummaryCache(WarmStartCache):
         return length - 1
 
 
-def summarise(states: PromptStates, length: int, layout: Any, slots: int) -> Slots:
+def summarise(states: PromptStates, length: int, layout: Any, slots: int = SUMMARY_SLOTS) -> Slots:
     """Slots of all tokens of a prompt but the last, which is run again."""
     keys, values = zip(*((keys[:, :-1], values[:, :-1]) for keys, values in states.layers), strict=True)
     return SlotCompressor(slots, layout).compress(keys, values, states.queries, length, states.scaling)
@@ -204,51 +201,13 @@ def bars(answers: Answers, extra: Extra) -> Iterator[str]:
     worst = max(extra.swapped, default=float("nan"))
     numbers = f"{worst:.2g} in {len(extra.swapped)} prompts"
     yield bar(f"after the swap: logits within {SAME_LOGITS:g} of cold ones", worst <= SAME_LOGITS, numbers)
-    kl = mean([answer.kls[0] for answer in _slight(answers[SLOTS["salient", MOST]])])
-    yield bar(f"slots salient, m={MOST}, same tail, no content changed: mean KL of at most {SUMMARY_KL}", kl <= SUMMARY_KL, f"{kl:.2g}")
+    kl = mean([answer.kls[0] for answer in _slight(answers[SALIENT])])
+    yield bar(f"{SALIENT}, same tail, no content changed: mean KL of at most {SUMMARY_KL}", kl <= SUMMARY_KL, f"{kl:.2g}")
 
 
 def _slight(answers: Sequence[Answer]) -> list[Answer]:
     """Of pairs that end alike and differ in no word of content."""
     return [answer for answer in answers if answer.kind in SLIGHT and answer.asks == "same"]
-
-
-def slots_rows(answers: Answers) -> list[Row]:
-    """Divergence of the first token by layout and number of slots, of pairs without changed content and of all."""
-    return [
-        {"slots": m, "layout": layout, "pairs": name, "kl": mean([answer.kls[0] for answer in group])}
-        for (layout, m), side in SLOTS.items()
-        for name, group in (("slight changes", _slight(answers[side])), ("all", answers[side]))
-    ]
-
-
-def slots_table(answers: Answers) -> str:
-    cells = {(row["slots"], f"{row['layout']}, {row['pairs']}"): f"{row['kl']:.2g}" for row in slots_rows(answers)}
-    names = list(dict.fromkeys(name for _, name in cells))
-    return table(["KL of the first token, m", *names], [[str(m), *(cells[m, name] for name in names)] for m in SIZES])
-
-
-def paper_criteria(answers: Answers) -> str:
-    """The paper's pre-registered criteria, for each kind and way to ask."""
-    sides = [AUTO, ALIGN, GATED, SLOTS["salient", MOST], SLOTS["paper", MOST]]
-    lines = []
-    for kind, asks in dict.fromkeys((answer.kind, answer.asks) for answer in answers[COLD]):
-        cells = []
-        for side in sides:
-            group = [
-                answer
-                for answer in answers[side]
-                if (answer.kind, answer.asks) == (kind, asks) and answer.cosine > PAPER_COSINE and answer.hit
-            ]
-            kl, lost = mean([answer.kls[0] for answer in group]), mean([answer.right_cold[0] - answer.right[0] for answer in group])
-            verdict = "met" if kl <= FALSE and lost <= PAPER_LOSS else "failed"
-            cells.append(f"{kl:.2g}, {100 * lost:+.0f}%: {verdict}" if group else "no pairs")
-        lines.append([f"{kind}, {asks} question", *cells])
-    head = (
-        f"The paper's criteria, of admitted pairs with a cosine above {PAPER_COSINE}: KL of at most {FALSE}, and right answers lost to the "
-        f"question that was asked of at most {PAPER_LOSS:.0%}"
-    )
-    return f"{head}\n{table(['', *map(str, sides)], lines)}"
 
 
 def write_files(folder: Path, rows: Sequence[Row], answers: Answers, fixed: dict[str, Any]) -> None:
@@ -265,13 +224,11 @@ def write_files(folder: Path, rows: Sequence[Row], answers: Answers, fixed: dict
     write_csv(folder / "warmstart-pairs.csv", lines)
 
 
-def write_plot(folder: Path, rows: Sequence[Row], answers: Answers) -> None:
-    """`warmstart-quality.png`: divergence by kind, tokens run by kind, and divergence by the number of slots."""
-    names = [COLD.name, *(side.name for (_, m), side in SLOTS.items() if m != MOST)]
+def write_plot(folder: Path, rows: Sequence[Row]) -> None:
+    """`warmstart-quality.png`: divergence by kind, and tokens run by kind."""
     forwarded = [row for row in rows if row["side"] in (AUTO.name, ALIGN.name, GATED.name)]
     panels = [
-        Panel("KL, all pairs", [row for row in rows if row["side"] not in names], "{side}", "{kind}", "kl_first_all", log="y"),
+        Panel("KL, all pairs", [row for row in rows if row["side"] != COLD.name], "{side}", "{kind}", "kl_first_all", log="y"),
         Panel("share of the tokens that are run", forwarded, "{side}", "{kind}", "forwarded"),
-        Panel("KL by the number of slots", slots_rows(answers), "{layout}, {pairs}", "slots", "kl", log="xy", levels=(SUMMARY_KL,)),
     ]
     draw(folder / "warmstart-quality.png", "the first token of warm starts", panels)

@@ -9,6 +9,7 @@ files, its own cost included: where the clock differs from run to run by more th
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +20,7 @@ from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.models import Pair, Shape, random_ids
 from shared.results import Row, environment, print_environment, show, write_csv
-from shared.timing import in_turns, profiled, ratios, seconds_of, spread
+from shared.timing import in_turns, own_share, ratios, seconds_of, spread
 from transformers import Cache, DynamicCache
 
 from hf_kvcaches import GrowingCache, SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartLibrary
@@ -32,20 +33,10 @@ COLUMNS = {
     "quartiles": "{ratio_q1:.3f}-{ratio_q3:.3f}",
     "own": "{own:.3%}",
 }
-BARS = [
-    Bar("at most 1% of the time over DynamicCache", {}, "ratio", most=1.01, also=lambda row: row["side"] != "dynamic"),
-]
+BARS = [Bar("at most 1% of the time over DynamicCache", {}, "ratio", most=1.01, also=lambda row: row["side"] != "dynamic")]
 
 
-class Prompts:
-    """Prompts that differ from their first token on."""
-
-    def __init__(self, shape: Shape, tokens: int) -> None:
-        self.shape, self.tokens, self.number = shape, tokens, 0
-
-    def next(self) -> torch.Tensor:
-        self.number += 1
-        return random_ids(self.shape.vocabulary, 1, self.tokens, seed=self.number)
+Prompts = Callable[[], torch.Tensor]  # makes prompts that differ from their first token on
 
 
 def embed(texts: list[str]) -> torch.Tensor:
@@ -59,7 +50,7 @@ def makers(pair: Pair, prompts: Prompts) -> dict[str, Callable[[], Cache]]:
     model, store = pair.switched, SegmentStore("memory")
     library = WarmStartLibrary(model, pair.tokenizer, encoder=embed, slots=0)
     for _ in range(2):
-        library.add([prompts.next()[0].tolist()])
+        library.add([prompts()[0].tolist()])
     return {
         "dynamic": lambda: DynamicCache(config=pair.plain.config),
         "growing": lambda: GrowingCache(model),
@@ -74,7 +65,7 @@ def measure(pair: Pair, prompts: Prompts, rounds: int) -> list[Row]:
     makes = makers(pair, prompts)
 
     def first_token(name: str) -> tuple[float, Any]:
-        cache, ids = makes[name](), prompts.next().to(pair.device)
+        cache, ids = makes[name](), prompts().to(pair.device)
         model = pair.plain if name == "dynamic" else pair.switched
         call = lambda: model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)  # noqa: E731
         return seconds_of(call, pair.device), cache
@@ -85,17 +76,13 @@ def measure(pair: Pair, prompts: Prompts, rounds: int) -> list[Row]:
             cache.store.flush()
         return seconds
 
-    def own_share(name: str) -> float:
-        _, seconds = profiled(lambda: first_token(name), pair.device)
-        return sum(time for file, time in seconds.items() if file != "model") / sum(seconds.values())
-
     seconds = in_turns({name: lambda _, name=name: timed(name) for name in makes}, rounds, warm_up=2)
     return [
         {
             "side": name,
             **spread("time", times, 1e3),
             **ratios(times, seconds["dynamic"]),
-            "own": statistics.median(own_share(name) for _ in range(3)),
+            "own": statistics.median(own_share(lambda name=name: first_token(name)) for _ in range(3)),
         }
         for name, times in seconds.items()
     ]
@@ -112,7 +99,9 @@ def main() -> None:
     _, tokenizer = load("base", device)
     shape = Shape(*SIZES["quick" if args.quick else "full"], vocabulary=len(tokenizer))
     pair = replace(Pair.random(shape, "gqa", device), tokenizer=tokenizer)
-    rows = measure(pair, Prompts(shape, args.tokens), args.rounds)
+    numbers = itertools.count(1)
+    prompts = lambda: random_ids(shape.vocabulary, 1, args.tokens, seed=next(numbers))  # noqa: E731
+    rows = measure(pair, prompts, args.rounds)
     print(f"{show(rows, COLUMNS)}\n{verdicts(BARS, rows)}")
     if args.csv:
         write_csv(args.csv, rows, environment(device))

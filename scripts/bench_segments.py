@@ -4,15 +4,13 @@
 
 Before anything is timed, the logits of prefix caching are compared with those of no reuse. Then every prompt is asked on all sides in
 turns, in one process, and a ratio is taken within a prompt: the time without reuse (DynamicCache) by that of the side. The making of the
-cache is in the time; storing is not where only the first token is asked for, because that is done while an answer is generated: it has
-rows of its own, and goes on during the requests for 32 tokens more. Each side has its own store in memory, empty at first; all prompts
-count, the first too.
+cache is in the time; storing, which is done while an answer is generated, has rows of its own. Each side has its own store in memory,
+empty at first; all prompts count, the first too.
 
-`no repeats` are prompts without anything to reuse: what looking in vain costs. `phases` counts the time to the first token by file of the
-package. `larger` is a Llama with random weights, for which four fifths of a prompt have been seen in another order: random weights say
-nothing about whether reuse is harmless, so all probes of "auto" pass, but in rows of their own most fail, as the policy has it. `look-up`
-is among random segments without tensors, `splice` the writing of keys and values alone, `sharing` the share of tokens that are reused
-where another process has stored them, in a folder, and in the Redis that `--redis` names.
+`no repeats` are prompts without anything to reuse. `larger` is a Llama with random weights, for which four fifths of a prompt have been
+seen in another order: all probes of "auto" pass, but in rows of their own most fail, as the policy has it. `look-up` is among random
+segments without tensors, `sharing` the share of tokens that are reused where another process has stored them, in a folder, and in the Redis
+that `--redis` names.
 """
 
 from __future__ import annotations
@@ -22,31 +20,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from _segments_parts import agents, load_policy, lookups, sharing, splices
-from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, moved, passes, phases, prove, rows_of
-from shared.bars import Bar, verdicts
+from _segments_parts import POLICY, agents, lookups, sharing
+from _segments_sides import APPROXIMATE, AUTO, NONE, PREFIX, moved, passes, prove, rows_of
+from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape
-from shared.plot import Panel, draw, title_of
-from shared.results import Results, Row, rows_where
-from shared.sections import begin_sections, run_sections, section_arguments
-from shared.timing import Clock
+from shared.plot import Panel
+from shared.results import Row, rows_where
+from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 
-SECTIONS = ("requests", "no repeats", "phases", "larger", "splice", "look-up", "sharing")
-COLUMNS = (
-    "section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit floor_share"
-).split()
+SECTIONS = ("requests", "no repeats", "larger", "look-up", "sharing")
+COLUMNS = "section measure workload side tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 reused value unit".split()
 SHOWN = {
     "": "{measure}, {side}, {tokens} tokens",
     "workload": "{workload}",
-    "n": "{count}",
-    "ms": "{time_ms:.3f}",
-    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
-    "ratio": "{ratio:.3f}x",
-    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    **TIMES,
     "reused": "{reused:.1%}",
     "rate": "{value:g} {unit}",
-    "of the bandwidth": "{floor_share:.0%}",
 }
 ALL_SIDES = (NONE, PREFIX, AUTO, APPROXIMATE)
 HIT_RATE = 0.005  # by how much hit rates may differ: which of two segments that are equally like a third is found first is left to chance
@@ -63,23 +53,20 @@ class Size:
     shape: Shape = LARGER  # of the larger model
     tokens: tuple[int, ...] = (1024, 2048, 4096)  # of its prompts
     rounds: int = 5  # how many prompts of each length
-    splice: tuple[int, int, int, int] = (32, 8, 512, 128)  # layers, heads, tokens, dimensions
-    splices: int = 9  # how often
     segments: int = 100_000  # in the index
     calls: int = 200  # look-ups
     shared: int = 60  # requests for two processes
     quick: bool = False
 
 
-QUICK = Size(3, 2, 3, (2, 1), Shape(64, 4, 4, 96, 128), (300,), 2, (2, 2, 48, 16), 2, 200, 20, 4, quick=True)
+QUICK = Size(3, 2, 3, (2, 1), Shape(64, 4, 4, 96, 128), (300,), 2, 200, 20, 4, quick=True)
 
 
 class Run:
     """One run: what is measured where."""
 
-    def __init__(self, size: Size, device: torch.device, policy: str | None = None, redis: str | None = None) -> None:
-        self.size, self.device, self.policy_folder, self.redis = size, device, policy, redis
-        self.policy = load_policy(policy)
+    def __init__(self, size: Size, device: torch.device, redis: str | None = None) -> None:
+        self.size, self.device, self.redis = size, device, redis
         self.pair, self.prompts = agents(size.requests, device)
         # Of another seed, so that nothing of what is measured is stored before.
         self.first = self.fresh(1 if size.quick else 2, seed=1)
@@ -93,9 +80,9 @@ class Run:
 
     def _asked(self, workload: str, names: Sequence[str], prompts: Sequence[torch.Tensor], long: int, count: int = 1) -> Iterator[Row]:
         """Rows for the first token of all prompts, and for long answers to the first `long` of them, which are asked once."""
-        answers = passes(names, self.pair, self.policy, prompts, count=count, first=self.first)
+        answers = passes(names, self.pair, POLICY, prompts, count=count, first=self.first)
         yield from rows_of(answers, "first token", workload=workload)
-        answers = passes(names, self.pair, self.policy, prompts[:long], self.size.new_tokens, first=self.first)
+        answers = passes(names, self.pair, POLICY, prompts[:long], self.size.new_tokens, first=self.first)
         yield from rows_of(answers, "whole request", workload=workload)
 
     def requests(self) -> Iterator[Row]:
@@ -105,38 +92,30 @@ class Run:
         count, times = self.size.repeats
         yield from self._asked("no repeats", (NONE, AUTO), self.fresh(count), count, times)
 
-    def phases(self) -> Iterator[Row]:
-        for workload, prompts in (("agents", self.prompts), ("no repeats", self.fresh(self.size.repeats[0]))):
-            yield from phases((NONE, AUTO), self.pair, self.policy, prompts, workload)
-
     def larger(self) -> Iterator[Row]:
         size, vocabulary = self.size, self.size.shape.vocabulary
         pair = Pair.random(size.shape, "gqa", self.device)
         print(prove(pair, moved(size.tokens[0], 1, vocabulary, self.device), "the larger model"))
         # What reuse gains is measured with probes that pass, and what it costs where they fail, with the policy as it is.
-        passing = replace(self.policy, probe=-1.0)
+        passing = replace(POLICY, probe=-1.0)
         for tokens in size.tokens:
             prompts = moved(tokens, size.rounds + 1, vocabulary, self.device)
-            for names, policy in ((ALL_SIDES, passing), ((NONE, AUTO), self.policy)):
+            for names, policy in ((ALL_SIDES, passing), ((NONE, AUTO), POLICY)):
                 answers = passes(names, pair, policy, prompts, first=prompts[:1])
                 workload = "moved" if policy is passing else "moved, gates as they are"
                 # The first prompt brings the segments in.
                 later = {name: own[1:] for name, own in answers.items()}
                 yield from rows_of(later, "first token", workload=workload, tokens=tokens)
 
-    def splice(self) -> Iterator[Row]:
-        yield from splices(self.size.splice, self.size.splices, Clock(self.device, small=self.size.quick))
-
     def look_up(self) -> Iterator[Row]:
         yield from lookups(self.size.segments, self.size.calls)
 
     def sharing(self) -> Iterator[Row]:
-        shared = self.size.shared
-        _, prompts = agents(shared, self.device)
+        _, prompts = agents(self.size.shared, self.device)
         with tempfile.TemporaryDirectory() as folder:
-            yield from sharing("disk", f"disk:{folder}/store", self.pair, shared, self.policy_folder, prompts)
+            yield from sharing("disk", f"disk:{folder}/store", self.pair, prompts)
         if self.redis is not None:
-            yield from sharing("Redis", self.redis, self.pair, shared, self.policy_folder, prompts)
+            yield from sharing("Redis", self.redis, self.pair, prompts)
 
 
 def bars() -> list[Bar]:
@@ -156,46 +135,31 @@ def bars() -> list[Bar]:
     return promised
 
 
-def hit_rates_lost(rows: Sequence[Row]) -> list[Row]:
-    """By how much the hit rates of one process and of the second of two differ, for each store."""
-    stores: dict[str, list[float]] = {}
-    for row in rows_where(rows, section="sharing", measure="hit rate"):
-        stores.setdefault(row["workload"], []).append(row["reused"])
-    labels = {"section": "sharing", "measure": "hit rate lost", "side": ""}
-    return [{**labels, "workload": name, "value": max(shares) - min(shares)} for name, shares in stores.items() if len(shares) > 1]
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    timed = [row for row in rows if "ratio" in row and row["side"] != NONE]
+    requests, larger = (rows_where(timed, section=section) for section in ("requests", "larger"))
+    look_up = rows_where(rows, section="look-up")
+    return [
+        Panel("times as fast as no reuse", requests, "{side}", "{workload}\n{measure}", "ratio", levels=(1.0,)),
+        Panel("larger: times as fast as no reuse", larger, "{side}, {workload}", "tokens", "ratio", log="x"),
+        Panel("look-up", look_up, "{measure}", "{measure}\n{side}", "time_ms", log="y"),
+    ]
 
 
 def main() -> None:
     parser = section_arguments(__doc__, SECTIONS)
     parser.add_argument("--requests", type=int, help="of agents; default: 200")
-    parser.add_argument("--policy", help='a folder with the SegmentPolicy of "auto"; default: one that suits the model of this repository')
     parser.add_argument("--redis", metavar="URL", help="an empty database, to measure sharing through it; it is cleared")
     args = parser.parse_args()
     device = begin_sections(args, "requests")
     size = QUICK if args.quick else Size()
     if args.requests is not None:
         size = replace(size, requests=args.requests, long_requests=min(size.long_requests, args.requests))
-    results = Results(args.csv, COLUMNS, device)
-    run = Run(size, device, args.policy, args.redis)
+    run = Run(size, device, args.redis)
     print(prove(run.pair, run.prompts[:3], "the model of this repository"))
-    works = (run.requests, run.no_repeats, run.phases, run.larger, run.splice, run.look_up, run.sharing)
-    run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
-    rows = results.rows
-    print(verdicts(bars(), [*rows, *hit_rates_lost(rows)]))
-    if args.plot:
-        timed, place = [row for row in rows if "ratio" in row and row["side"] != NONE], "{workload}\n{measure}"
-        panels = [
-            Panel("times as fast as no reuse", rows_where(timed, section="requests"), "{side}", place, "ratio", levels=(1.0,)),
-            Panel(
-                "larger: times as fast as no reuse", rows_where(timed, section="larger"), "{side}, {workload}", "tokens", "ratio", log="x"
-            ),
-            Panel(
-                "time to the first token", rows_where(rows, section="phases"), "{measure}", "{workload}\n{side}", "time_ms", stacked=True
-            ),
-            Panel("look-up", rows_where(rows, section="look-up"), "{measure}", "{side}", "time_ms", log="y"),
-            Panel("splice, GB/s", rows_where(rows, section="splice"), "{measure}", "{side}", "value"),
-        ]
-        draw(args.plot, title_of(device, "SegmentReuseCache"), panels)
+    works = (run.requests, run.no_repeats, run.larger, run.look_up, run.sharing)
+    output = Output("SegmentReuseCache", COLUMNS, SHOWN, bars(), panels)
+    run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 
 
 if __name__ == "__main__":

@@ -3,49 +3,31 @@
     python scripts/bench_subspace.py [--device auto] [--csv docs/benchmarks/subspace.csv] [--plot docs/benchmarks/subspace.png]
 
 `decode` is one layer's attention of one new token a row, with ranks of a quarter of the head's dimensions, beside SDPA on the full keys
-and values: where heads share keys, the faster of the ways in which models call it. Each call reads other keys and values than the one
-before, as the layers of a model do: what it reads is not in the processor's caches. `step` is the whole forward pass
-of a small Llama; GrowingCache shows how much of the gain is from not copying a DynamicCache for every token. `adaptive` is the time of
-adaptive bases over that of static ones, while they stay and while each chunk gets new ones; sketches work in bursts, so decoding is judged
-by the time of all steps together.
+and values: where heads share keys, the faster of the ways in which models call it. No call finds what it reads in the processor's caches.
+`step` is the whole forward pass of a small Llama. `adaptive` is the time of adaptive bases over that of static ones, while they stay and
+while each chunk gets new ones; sketches work in bursts, so decoding is judged by the time of all steps together.
 
 Before anything is timed, what both sides give is compared. All sides of a cell run in turns in one process: a ratio is the median over
-rounds of the baseline's time by ours. The floor is the time in which the bytes that must be read can be read, at the measured speed of
-reading a large tensor. Weights are random, the vocabulary is small, and all heads have equal ranks: the smaller the model around the
-cache, the larger the ratios of steps.
+rounds of the baseline's time by ours. The floor is the time in which the bytes that must be read can be read. Weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import _subspace_sides as sides
 import torch
-from _subspace_sides import (
-    ADAPTIVE,
-    FULL,
-    GROWING,
-    STATIC,
-    VARIANTS,
-    Cell,
-    Makers,
-    Stepping,
-    adaptive_makers,
-    attention_alone,
-    prefills,
-    prove_caches,
-    step_makers,
-    that_fits,
-)  # fmt: skip
-from shared.bars import Bar, verdicts
+from _subspace_sides import ADAPTIVE, FULL, GROWING, STATIC, VARIANTS, Cell, Makers, Stepping
+from shared.bars import Bar
 from shared.cli import check_counts, run_script
 from shared.models import Pair, Shape, bytes_free
-from shared.plot import Panel, draw, title_of
-from shared.results import Results, Row, rows_where
-from shared.sections import begin_sections, run_sections, section_arguments
+from shared.plot import Panel
+from shared.results import Row, rows_where
+from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 from shared.timing import Clock
 from tqdm import tqdm
 
@@ -59,10 +41,7 @@ CELL = "{dtype} {kv} {head_dim} {batch} x {tokens}"
 SHOWN = {
     "": "{measure} " + CELL,
     "side": "{side}",
-    "ms": "{time_ms:.3f}",
-    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
-    "ratio": "{ratio:.2f}x",
-    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    **TIMES,
     "in all": "{total_ratio:.2f}x",
     "floor": "{floor_share:.0%}",
     "ratio to": "{baseline}",
@@ -109,7 +88,7 @@ class Run:
         """Cells of these batches and tokens, with as many rows as there is memory for."""
         size = self.size
         grid = (Cell(dtype, kv, dim, *point) for dtype, kv, dim, point in itertools.product(size.dtypes, size.kv, head_dims, points))
-        return list(dict.fromkeys(that_fits(cell, size.most, layers) for cell in grid))
+        return list(dict.fromkeys(sides.that_fits(cell, size.most, layers) for cell in grid))
 
     def model_cells(self, tokens: Iterable[int]) -> list[Cell]:
         # Shorter ones come first: the caches of one are those of the next, which read on.
@@ -119,12 +98,12 @@ class Run:
     def decode(self) -> Iterator[Row]:
         size = self.size
         for cell in tqdm(self.cells([*itertools.product(size.batches, size.tokens), *size.long], size.head_dims), unit="cell"):
-            yield from self._labelled(attention_alone(cell, self.clock, size.calls), cell, "attention", size.calls)
+            yield from self._labelled(sides.attention_alone(cell, self.clock, size.calls), cell, "attention", size.calls)
 
     def step(self) -> Iterator[Row]:
         size = self.size
         for cell in tqdm(self.model_cells(size.tokens), unit="cell"):
-            stepping = self._filled("step", cell, lambda pair: step_makers(pair, size.calibration))
+            stepping = self._filled("step", cell, lambda pair: sides.step_makers(pair, size.calibration))
             # On one or two threads a step of many tokens takes half a second.
             steps = size.steps if self.clock.device.type == "cuda" or cell.batch * cell.tokens <= 20_000 else min(4, size.steps)
             yield from self._labelled(stepping.measure(cell, self.clock, size.rounds, steps, FULL), cell, "step", size.rounds)
@@ -134,13 +113,15 @@ class Run:
         cells = self.model_cells([tokens])
         for cell in tqdm(dict.fromkeys(replace(cell, batch=1) for cell in cells), unit="cell"):
             pair = self._pair(cell)
-            yield from self._labelled(prefills(cell, pair, self._makers(pair), self.size.prefills), cell, "prefill", self.size.prefills)
+            yield from self._labelled(
+                sides.prefills(cell, pair, self._makers(pair), self.size.prefills), cell, "prefill", self.size.prefills
+            )
         for cell in tqdm(cells, unit="cell"):
             stepping = self._filled("adaptive", cell, self._makers)
             yield from self._labelled(stepping.measure(cell, self.clock, rounds, steps, STATIC), cell, "step", rounds)
 
     def _makers(self, pair: Pair) -> Makers:
-        return adaptive_makers(pair, self.size.calibration, self.size.warmup)
+        return sides.adaptive_makers(pair, self.size.calibration, self.size.warmup)
 
     def _pair(self, cell: Cell) -> Pair:
         return Pair.random(self.size.shape, cell.kv, self.clock.device, cell.dtype)
@@ -188,6 +169,13 @@ def size_of(args: argparse.Namespace, device: torch.device) -> Size:
     return replace(size, most=min(size.most, 0.7 * bytes_free(device)))
 
 
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    timed = [row for row in rows if row["side"] in (*VARIANTS, GROWING) and row["section"] != "adaptive"]
+    keys = dict.fromkeys((row["section"], row["dtype"], row["kv"], row["head_dim"]) for row in timed)
+    groups = [(key, rows_where(timed, section=key[0], dtype=key[1], kv=key[2], head_dim=key[3])) for key in keys]
+    return [Panel(" ".join(map(str, key)), group, "{side}, batch {batch}", "tokens", "ratio", "x", levels=(1.0,)) for key, group in groups]
+
+
 @torch.no_grad()
 def main() -> None:
     parser = section_arguments(__doc__, SECTIONS)
@@ -199,21 +187,12 @@ def main() -> None:
     device = begin_sections(args)
     size, clock = size_of(args, device), Clock(device, small=args.quick)
     print(f"reads {clock.bandwidth / 1e9:.1f} GB/s")
-    results, run = Results(args.csv, COLUMNS, device), Run(size, clock)
+    run = Run(size, clock)
     if {"step", "adaptive"} & set(args.sections):
-        print("\n".join(prove_caches(size.shape, size.kv, size.dtypes, device)))
-    run_sections(results, {"decode": run.decode, "step": run.step, "adaptive": run.adaptive}, args.sections, SHOWN)
-    rows = results.rows
-    print(verdicts(bars(device, size.dtypes), rows))
-    if args.plot:
-        timed = [row for row in rows if row["side"] in (*VARIANTS, GROWING)]
-        keys = dict.fromkeys((row["section"], row["dtype"], row["kv"], row["head_dim"]) for row in timed if row["section"] != "adaptive")
-        panels = [
-            Panel(" ".join(map(str, key)), group, "{side}, batch {batch}", "tokens", "ratio", log="x", levels=(1.0,))
-            for key in keys
-            for group in [rows_where(timed, section=key[0], dtype=key[1], kv=key[2], head_dim=key[3])]
-        ]
-        draw(args.plot, title_of(device, "attention over SDPA, steps over DynamicCache, times as fast"), panels)
+        print("\n".join(sides.prove_caches(size.shape, size.kv, size.dtypes, device)))
+    title = "attention over SDPA, steps over DynamicCache, times as fast"
+    output = Output(title, COLUMNS, SHOWN, bars(device, size.dtypes), panels)
+    run_sections(args, device, {"decode": run.decode, "step": run.step, "adaptive": run.adaptive}, output)
 
 
 if __name__ == "__main__":

@@ -1,76 +1,44 @@
-"""Times TranslatedCache: until the first token, part by part, over a network by arithmetic and over a real socket.
+"""Times TranslatedCache: until the first token.
 
     python scripts/bench_translation.py [--device auto] [--csv docs/benchmarks/translation-speed.csv] [--plot FILE.png]
 
 Before anything is timed, codes that are a model's own keys and values must change nothing, codes must be read from bytes as they were, and
 diverge less than raw keys and values from what the consumer says after its own prefill. Then every prompt is produced and answered by all
 sides in turns, in one process, and a ratio is taken within a prompt: the time of the consumer's prefill by that of the side. The making of
-the cache, with all checks of models and prompt, is in the time; what a producer needs stands beside it.
+the cache, with all checks of models and prompt, is in the time; what a producer needs stands beside it. Printed is also at which bandwidth
+codes break even.
 
-`phases` counts both times by file of the package. `chain` adds them up, with the transfer by arithmetic, and says where breaking even is: a
-producer as fast as the consumer takes as long for its prefill as the consumer for its own, so codes pay where the prefix is read already,
-or once for many consumers. `socket` has the producer in another process, and its time is that of all. `larger` is a Llama with random
-weights, and a consumer that differs by a little noise. `kernel` compares the rebuilding of a layer with its two matrix products alone.
+`larger` is a Llama with random weights, and a consumer that differs by a little noise.
 """
 
 from __future__ import annotations
 
 import copy
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+import _translation_timing as timing
 import torch
-from _translation_timing import (
-    BYTES,
-    CODES,
-    ONE,
-    OWN,
-    PAPER,
-    PATCH,
-    RAW,
-    STREAM,
-    WHOLE,
-    Answer,
-    Answers,
-    Kernel,
-    Remote,
-    Side,
-    ask_in_turns,
-    kernel_rows,
-    phases,
-    prove,
-    rows_of,
-)  # fmt: skip
-from shared.bars import Bar, verdicts
+from _translation_timing import BYTES, CODES, ONE, OWN, PAPER, PATCH, RAW, Answers, Side
+from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids
-from shared.plot import Panel, draw, title_of
-from shared.results import Results, Row, rows_where, table
-from shared.sections import begin_sections, run_sections, section_arguments
-from shared.timing import in_turns, ratios, spread
+from shared.plot import Panel
+from shared.results import Row, rows_where
+from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 
 from hf_kvcaches.translate.translator import CacheTranslator
 
-SECTIONS = ("first token", "phases", "socket", "larger", "kernel")
+SECTIONS = ("first token", "larger")
 SIDES = (OWN, CODES, BYTES, ONE, PAPER, PATCH, RAW)
-GBPS = (1, 10, 100, 200, 1000)
-COLUMNS = (
-    "section measure workload group side length tokens count asked time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 "
-    "extra_ms extra_q1_ms extra_q3_ms reused same served value unit"
-).split()
+COLUMNS = "section measure workload side length tokens count time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 value unit".split()
 SHOWN = {
     "": "{side}, {measure}",
     "of": "{workload}",
     "tokens": "{length}",
-    "n": "{count}",
-    "ms": "{time_ms:.3f}",
-    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
-    "ratio": "{ratio:.2f}x",
-    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    **TIMES,
     "value": "{value:g} {unit}",
 }
 # What is promised, and at how many tokens.
@@ -97,12 +65,10 @@ class Size:
     shape: Shape = LARGER  # of the larger model
     larger: tuple[int, ...] = (1024, 2048, 4096)  # lengths of its prompts
     larger_rounds: int = 7
-    kernels: tuple[Kernel, ...] = (Kernel(256, 64, 256), Kernel(4096, 256, 2048))
-    kernel_rounds: int = 30
     quick: bool = False
 
 
-QUICK = Size((40, 60), 2, 2, (8, 64), Shape(64, 3, 4, 96, 128), (80,), 2, (Kernel(32, 8, 64, tokens=50, head_dim=16),), 3, quick=True)
+QUICK = Size((40, 60), 2, 2, (8, 64), Shape(64, 3, 4, 96, 128), (80,), 2, quick=True)
 
 
 class Run:
@@ -141,46 +107,22 @@ class Run:
 
     def prove(self) -> list[Row]:
         prompts = self.prompts(self.size.lengths[-1], self.size.proven)
-        text, rows = prove(self.sides(), prompts, "base to tuned", trained=not self.size.quick)
+        text, rows = timing.prove(self.sides(), prompts, "base to tuned", trained=not self.size.quick)
         print(text, flush=True)
         return [{**row, "length": prompts[0].shape[1], "tokens": prompts[0].shape[1]} for row in rows]
 
     def _all(self, section: str, sides: Sequence[Side], prompts: Sequence[torch.Tensor]) -> Iterator[Row]:
-        """Rows of sides that take turns, with the chain at each bandwidth."""
+        """Rows of sides that take turns."""
         # What is new to a process is slow.
-        ask_in_turns(sides, prompts[:1])
-        answers, length = ask_in_turns(sides, prompts), prompts[0].shape[1]
-        yield from rows_of(answers, length=length)
-        rows = list(chain(answers, length=length))
-        print(f"{chain_table(rows)}\n{section}, {length} tokens: {break_even(answers)}\n", flush=True)
-        yield from rows
+        timing.ask_in_turns(sides, prompts[:1])
+        answers, length = timing.ask_in_turns(sides, prompts), prompts[0].shape[1]
+        yield from timing.rows_of(answers, length=length)
+        print(f"{section}, {length} tokens: {break_even(answers)}\n", flush=True)
 
     def first_token(self) -> Iterator[Row]:
         yield from self.prove()
         for length in self.size.lengths:
             yield from self._all("first token", self.sides(), self.prompts(length, self.size.rounds))
-
-    def phases(self) -> Iterator[Row]:
-        for length in self.size.lengths:
-            sides, prompts = self.sides(), self.prompts(length, self.size.rounds)
-            ask_in_turns(sides, prompts[:1])
-            yield from phases(sides, prompts, length=length, tokens=length)
-
-    def socket(self) -> Iterator[Row]:
-        codec, alone = self.codec(CODES), Side(OWN, self.producer, self.pair)
-        assert codec is not None
-        with tempfile.TemporaryDirectory() as folder:
-            codec.save_pretrained(folder)
-            with Remote(self.pair, codec, Path(folder), "base") as remote:
-                for length in self.size.lengths:
-                    prompts = self.prompts(length, self.size.rounds)
-                    own = lambda number, prompts=prompts: without_codes(alone, prompts[number])  # noqa: E731
-                    works = {name: lambda n, name=name, prompts=prompts: remote.ask(name, prompts[n]) for name in (STREAM, WHOLE)}
-                    # What is new to a process is slow.
-                    answers = in_turns({OWN: own, **works}, len(prompts), warm_up=1)
-                    if [answer.new for answer in answers[STREAM]] != [answer.new for answer in answers[WHOLE]]:
-                        raise SystemExit("socket: streamed codes give other tokens than codes at once")
-                    yield from rows_of(answers, length=length)
 
     def larger(self) -> Iterator[Row]:
         size, vocabulary = self.size, self.size.shape.vocabulary
@@ -200,54 +142,29 @@ class Run:
         for length in size.larger:
             prompts = list(random_ids(vocabulary, size.larger_rounds, 1, length, seed=length).to(self.device))
             if length == size.larger[0]:
-                print(prove(sides, prompts[:2], "larger", trained=False)[0], flush=True)
+                print(timing.prove(sides, prompts[:2], "larger", trained=False)[0], flush=True)
             yield from self._all("larger", sides, prompts)
-
-    def kernel(self) -> Iterator[Row]:
-        for kernel in self.size.kernels:
-            yield from kernel_rows(kernel, self.size.kernel_rounds, self.device)
-
-
-def without_codes(side: Side, ids: torch.Tensor) -> Answer:
-    """What needs no producer."""
-    seconds, new = side.answer(ids, None)
-    return Answer(seconds, 0.0, 0, ids.shape[1], new)
-
-
-def chain(answers: Answers, **labels: Any) -> Iterator[Row]:
-    """From the prompt to the first token, with the producer's work and a transfer by arithmetic."""
-    base = [answer.seconds for answer in answers[OWN]]
-    for name, own in answers.items():
-        for gbps in GBPS if own[0].nbytes else ():
-            whole = [answer.producing + 8e-9 * answer.nbytes / gbps + answer.seconds for answer in own]
-            row = {**labels, "side": name, "measure": f"chain at {gbps} Gb/s", "count": len(own), "tokens": own[0].tokens}
-            yield {**row, **spread("time", whole, 1e3), **ratios(base, whole)}
-
-
-def chain_table(rows: Sequence[Row]) -> str:
-    """A line for each side, a column for each bandwidth."""
-    sides = dict.fromkeys(row["side"] for row in rows)
-    lines = [[side, *(f"{row['time_ms']:.2f}" for row in rows if row["side"] == side)] for side in sides]
-    return table(["producer, transfer, consumer: ms", *(f"{gbps} Gb/s" for gbps in GBPS)], lines)
 
 
 def break_even(answers: Answers) -> str:
-    """At which bandwidths codes begin to pay, by the medians of `OWN`, `BYTES` and `RAW`, in words."""
-    middle = lambda name, part: statistics.median(getattr(answer, part) for answer in answers[name])  # noqa: E731
-    own, after = middle(OWN, "seconds"), middle(BYTES, "seconds")
-    ahead, bits = middle(BYTES, "producing"), 8e-9 * middle(BYTES, "nbytes")
-    parts = []
-    for what, gap in (("the whole chain", own - ahead - after), ("with codes at the producer", own - after)):
-        beats = f"from {bits / gap:.3g} Gb/s on" if gap > 0 else f"never, as it takes {1e3 * (own - gap):.1f} ms without the transfer"
-        parts.append(f"{what} beats the consumer's prefill ({1e3 * own:.1f} ms) {beats}")
-    raw_bits, slower = 8e-9 * middle(RAW, "nbytes"), ahead + after - middle(RAW, "producing") - middle(RAW, "seconds")
-    beats = f"below {(raw_bits - bits) / slower:.3g} Gb/s" if slower > 0 else "at any bandwidth"
-    return "; ".join([*parts, f"the whole chain beats that of raw keys and values {beats}"])
+    """The bandwidth from which on codes that the producer has pay, by the medians of `OWN` and `BYTES`, in words."""
+    own, after = (statistics.median(answer.seconds for answer in answers[name]) for name in (OWN, BYTES))
+    bits = 8e-9 * statistics.median(answer.nbytes for answer in answers[BYTES])
+    beats = f"from {bits / (own - after):.3g} Gb/s on" if own > after else f"never, as they take {1e3 * after:.1f} ms without the transfer"
+    return f"codes beat the consumer's prefill ({1e3 * own:.1f} ms) {beats}"
 
 
 def bars() -> list[Bar]:
     where = {"section": "first token", "measure": "first token", "side": CODES, "length": TOKENS}
     return [Bar(f"codes in hand at least {FASTER:g}x as fast as the consumer's prefill, {TOKENS} tokens", where, least=FASTER)]
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    return [
+        Panel(f"{section}, times as fast as the consumer's prefill", timed, "{side}", "length", "ratio", log="xy", levels=(1.0,))
+        for section in ("first token", "larger")
+        for timed in [rows_where(rows, section=section, measure="first token")]
+    ]
 
 
 def main() -> None:
@@ -258,25 +175,10 @@ def main() -> None:
     size = QUICK if args.quick else Size()
     if args.rounds is not None:
         size = replace(size, rounds=args.rounds, larger_rounds=args.rounds, proven=min(size.proven, args.rounds))
-    results, run = Results(args.csv, COLUMNS, device), Run(size, device)
-    if "first token" not in args.sections and {"phases", "socket"} & set(args.sections):
-        run.prove()
-    works = (run.first_token, run.phases, run.socket, run.larger, run.kernel)
-    run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
-    rows = results.rows
-    print(verdicts(bars(), rows))
-    if args.plot:
-        chained = [row for row in rows_where(rows, section="first token") if row["measure"].startswith("chain")]
-        panels = [
-            Panel(f"{section}, times as fast as the consumer's prefill", timed, "{side}", "length", "ratio", log="xy", levels=(1.0,))
-            for section in ("first token", "larger")
-            for timed in [rows_where(rows, section=section, measure="first token")]
-        ]
-        taken = rows_where(rows, section="phases", workload="first token", length=size.lengths[-1])
-        panels.append(Panel("phases of the longest prompts", taken, "{measure}", "{side}", "time_ms", stacked=True))
-        longest = rows_where(chained, length=size.lengths[-1])
-        panels.append(Panel("producer, transfer and consumer", longest, "{side}", "{measure}", "time_ms", log="y"))
-        draw(args.plot, title_of(device, "TranslatedCache"), panels)
+    run = Run(size, device)
+    works = (run.first_token, run.larger)
+    output = Output("TranslatedCache", COLUMNS, SHOWN, bars(), panels)
+    run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 
 
 if __name__ == "__main__":

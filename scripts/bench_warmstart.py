@@ -1,4 +1,4 @@
-"""Times WarmStartCache on prompts that resemble earlier ones: until the first token, with 32 tokens more, and part by part.
+"""Times WarmStartCache on prompts that resemble earlier ones: until the first token, and part by part.
 
     python scripts/bench_warmstart.py [--device auto] [--csv docs/benchmarks/warmstart-speed.csv] [--plot FILE.png]
 
@@ -8,11 +8,9 @@ the cache and the look-up are in the time. A library holds all prompts that the 
 half as many that nothing resembles.
 
 `hits` are those prompts that a similar one answers: by its keys and values ("exact" for the same prompt, "align" for what both share) or by
-its summary ("slots"); a common beginning alone is no hit. In `misses`, `unrelated` prompts begin as stored ones do, and `other text` has
-nothing in common with any. `answers` have 32 tokens more; `longest pause` is the longest time between two of them. `phases` counts the time
-to the first token by file of the package. `larger` is a Llama with random weights and prompts of which one word in 128 is another; its gate
-lets all of them in, since random weights say nothing about whether that is harmless. `look-up` is among made-up prompts without keys and
-values.
+its summary ("slots"). In `misses`, `unrelated` prompts begin as stored ones do, and `other text` has nothing in common with any. `larger`
+is a Llama with random weights and prompts of which one word in 128 is another; its gate lets all of them in. `look-up` is among made-up
+prompts without keys and values.
 """
 
 from __future__ import annotations
@@ -22,31 +20,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from _warmstart_timing import ALIGN, AUTO, BACKGROUND, COLD, PREFIX, SLOTS, SYNC, Asked, Side, ask_in_turns, lookups, phases, prove, rows_of
-from shared.bars import Bar, verdicts
+from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, SLOTS, Asked, Side, ask_in_turns, lookups, prove, rows_of
+from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids
-from shared.plot import Panel, draw, title_of
-from shared.results import Results, Row, rows_where
-from shared.sections import begin_sections, run_sections, section_arguments
+from shared.plot import Panel
+from shared.results import Row, rows_where
+from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 from transformers import PreTrainedTokenizerFast
 
 from hf_kvcaches import WarmStartGate, WarmStartLibrary
 
-SECTIONS = ("hits", "misses", "answers", "phases", "larger", "look-up")
+SECTIONS = ("hits", "misses", "larger", "look-up")
 FIRST_SIDES = (COLD, PREFIX, ALIGN, AUTO, SLOTS)
-LONG_SIDES = (COLD, AUTO, SYNC, BACKGROUND)
-HIT_KINDS = (
-    "identical",
-    "no_content",
-    "few_words",
-    "reworded",
-    "reordered_notes",
-    "reordered_tools",
-    "changed_fact",
-    "changed_digit",
-    "negated",
-)
+HIT_KINDS = tuple("identical no_content few_words reworded reordered_notes reordered_tools changed_fact changed_digit negated".split())
 COLUMNS = (
     "section measure workload group side length tokens count asked time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 "
     "extra_ms extra_q1_ms extra_q3_ms reused same served value unit"
@@ -55,11 +42,7 @@ SHOWN = {
     "": "{side}, {measure}",
     "prompts": "{workload}",
     "tokens": "{length}",
-    "n": "{count}",
-    "ms": "{time_ms:.3f}",
-    "quartiles": "{time_q1_ms:.3f}-{time_q3_ms:.3f}",
-    "ratio": "{ratio:.2f}x",
-    "quartiles of it": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    **TIMES,
     "extra ms": "{extra_ms:+.2f}",
     "reused": "{reused:.1%}",
     "same": "{same:.1%}",
@@ -81,8 +64,6 @@ class Size:
     kinds: tuple[str, ...] = HIT_KINDS  # of pairs
     lengths: tuple[int, ...] = (128, 300, 600, 800)  # of prompts, in tokens
     pairs: int = 20  # of each kind and length
-    long_pairs: int = 8  # as many of them are asked for long answers
-    new_tokens: int = 33  # of a long answer
     misses: tuple[int, int] = (40, 3)  # prompts of each length that nothing resembles, and how many passes over them
     proven: int = 5  # pairs of each kind whose answers are compared first
     shape: Shape = LARGER  # of the larger model
@@ -93,7 +74,7 @@ class Size:
 
 
 QUICK = Size(
-    ("identical", "no_content", "changed_fact"), (128, 800), 2, 2, 3, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20
+    ("identical", "no_content", "changed_fact"), (128, 800), 2, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20
 )  # fmt: skip
 
 
@@ -154,43 +135,29 @@ class Run:
             sides = self._sides((COLD, AUTO, SLOTS), shelf.library)
             print(prove(sides, self._some(shelf, self.size.proven), f"the model of this repository, {length} tokens"), flush=True)
 
-    def _asked(self, names: Sequence[str], length: int, prompts: Sequence[Asked], measures: Sequence[str], new: int = 1) -> Iterator[Row]:
+    def _asked(self, names: Sequence[str], length: int, prompts: Sequence[Asked]) -> Iterator[Row]:
         """Rows for each kind, and for all."""
         sides = self._sides(names, self.shelf(length).library)
         # What is new to a process is slow.
-        ask_in_turns(sides, prompts[:1], new)
-        answers, kinds = ask_in_turns(sides, prompts, new), [asked.kind for asked in prompts]
+        ask_in_turns(sides, prompts[:1])
+        answers, kinds = ask_in_turns(sides, prompts), [asked.kind for asked in prompts]
         groups: dict[str, list[str]] = {kind: [kind] for kind in dict.fromkeys(kinds)}
         if len(groups) > 1:
             groups |= {ALL_KINDS: list(groups), ALL_BUT_IDENTICAL: [kind for kind in groups if kind != "identical"]}
         for workload, members in groups.items():
             chosen = {name: [a for a, kind in zip(own, kinds, strict=True) if kind in members] for name, own in answers.items()}
-            for measure in measures:
-                for group in ("all", "hits"):
-                    yield from rows_of(chosen, measure, group, workload=workload, length=length)
+            for group in ("all", "hits"):
+                yield from rows_of(chosen, group, workload=workload, length=length)
 
     def hits(self) -> Iterator[Row]:
         for length in self.size.lengths:
-            yield from self._asked(FIRST_SIDES, length, self.shelf(length).similar, ["first token"])
+            yield from self._asked(FIRST_SIDES, length, self.shelf(length).similar)
 
     def misses(self) -> Iterator[Row]:
         _, passes = self.size.misses
         for length in self.size.lengths:
             for prompts in (self.shelf(length).unrelated, self.shelf(length).other):
-                yield from self._asked((COLD, AUTO), length, prompts * passes, ["first token"])
-
-    def answers(self) -> Iterator[Row]:
-        for length in self.size.lengths:
-            prompts = self._some(self.shelf(length), self.size.long_pairs)
-            yield from self._asked(LONG_SIDES, length, prompts, ["first token", "whole answer", "longest pause"], self.size.new_tokens)
-
-    def phases(self) -> Iterator[Row]:
-        for length in self.size.lengths:
-            shelf = self.shelf(length)
-            prompts = [asked for asked in self._some(shelf, self.size.long_pairs) if asked.kind != "identical"]
-            sides = self._sides((COLD, ALIGN, SLOTS), shelf.library)
-            ask_in_turns(sides, prompts[:1])
-            yield from phases(sides, prompts, workload=ALL_BUT_IDENTICAL, length=length)
+                yield from self._asked((COLD, AUTO), length, prompts * passes)
 
     def larger(self) -> Iterator[Row]:
         size, vocabulary = self.size, self.size.shape.vocabulary
@@ -206,7 +173,7 @@ class Run:
             sides = [Side(name, pair, library, gate) for name in (COLD, PREFIX, ALIGN, SLOTS)]
             print(prove([sides[0], *sides[2:]], prompts, f"the larger model, {length} tokens", trained=False), flush=True)
             ask_in_turns(sides, prompts[:1])
-            yield from rows_of(ask_in_turns(sides, prompts[1:]), "first token", workload="changed", length=length)
+            yield from rows_of(ask_in_turns(sides, prompts[1:]), workload="changed", length=length)
 
     def look_up(self) -> Iterator[Row]:
         for count in self.size.prompts:
@@ -250,6 +217,18 @@ def bars() -> list[Bar]:
     return [*promised, Bar(text, where, "time_ms", most=LOOK_UP_MS, unit=" ms")]
 
 
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    hits = [row for row in rows_where(rows, section="hits", group="hits") if row["side"] != COLD]
+    longest = [row for row in hits if row["length"] == max(row["length"] for row in hits)]
+    larger, look_up = rows_where(rows, section="larger"), rows_where(rows, section="look-up")
+    return [
+        Panel("first token, hits", rows_where(hits, workload=ALL_BUT_IDENTICAL), "{side}", "length", "ratio", levels=(1.0,)),
+        Panel("first token, longest hits, by kind", longest, "{side}", "{workload}", "ratio", levels=(1.0,)),
+        Panel("larger model", larger, "{side}", "length", "ratio", log="xy", levels=(1.0,)),
+        Panel("look-up", look_up, "{side}", "length", "time_ms", log="xy", levels=(LOOK_UP_MS,)),
+    ]
+
+
 def main() -> None:
     parser = section_arguments(__doc__, SECTIONS)
     parser.add_argument("--pairs", type=int, help="of each kind and length; default: 20")
@@ -257,26 +236,13 @@ def main() -> None:
     device = begin_sections(args, "pairs")
     size = QUICK if args.quick else Size()
     if args.pairs is not None:
-        size = replace(size, pairs=args.pairs, long_pairs=min(size.long_pairs, args.pairs))
-    results, run = Results(args.csv, COLUMNS, device), Run(size, device)
-    if {"hits", "misses", "answers", "phases"} & set(args.sections):
+        size = replace(size, pairs=args.pairs)
+    run = Run(size, device)
+    if {"hits", "misses"} & set(args.sections):
         run.prove()
-    works = (run.hits, run.misses, run.answers, run.phases, run.larger, run.look_up)
-    run_sections(results, dict(zip(SECTIONS, works, strict=True)), args.sections, SHOWN)
-    rows = results.rows
-    print(verdicts(bars(), rows))
-    if args.plot:
-        hits = [row for row in rows_where(rows, section="hits", group="hits") if row["side"] != COLD]
-        longest = [row for row in hits if row["length"] == max(row["length"] for row in hits)]
-        levels, stacked = {"levels": (1.0,)}, {"stacked": True}
-        panels = [
-            Panel("first token, hits", rows_where(hits, workload=ALL_BUT_IDENTICAL), "{side}", "length", "ratio", **levels),
-            Panel("first token, longest hits, by kind", longest, "{side}", "{workload}", "ratio", **levels),
-            Panel("larger model", rows_where(rows, section="larger"), "{side}", "length", "ratio", log="xy", **levels),
-            Panel("phases", rows_where(rows, section="phases"), "{measure}", "{length}\n{side}", "time_ms", **stacked),
-            Panel("look-up", rows_where(rows, section="look-up"), "{measure}", "length", "time_ms", log="xy", levels=(LOOK_UP_MS,)),
-        ]
-        draw(args.plot, title_of(device, "WarmStartCache"), panels)
+    works = (run.hits, run.misses, run.larger, run.look_up)
+    output = Output("WarmStartCache", COLUMNS, SHOWN, bars(), panels)
+    run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 
 
 if __name__ == "__main__":

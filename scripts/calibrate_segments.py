@@ -3,10 +3,8 @@
     python scripts/calibrate_segments.py --out FOLDER [--model FOLDER_OR_HUB_ID] [--prompts FILE.jsonl] [--bound 0.05]
 
 A line of the file is one prompt: a string, a list of token ids, or an object with one of these under "prompt"; in the order in which
-they came, since later ones reuse what earlier ones stored. Without a file, generated requests of agents are taken, which were made for the
-tokenizer of this repository's small model.
-
-Printed are all settings that were measured, and how often a segment must come again on this computer for storing it to pay.
+they came, since later ones reuse what earlier ones stored. Without a file, generated requests of agents are taken. Printed are all settings
+that were measured, and how often a segment must come again on this computer for storing it to pay.
 """
 
 from __future__ import annotations
@@ -16,21 +14,11 @@ import time
 from pathlib import Path
 
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import environment, show, table
+from shared.results import environment, show_measured, table
 from shared.texts import read_prompts
 
-from hf_kvcaches import KVCacheError, SegmentPolicy
+from hf_kvcaches import KVCacheError
 from hf_kvcaches.segments.calibration import BreakEven, calibrate, measure_break_even
-
-
-def settings_table(policy: SegmentPolicy) -> str:
-    """All that was measured, the chosen setting marked."""
-    rows = [
-        {name: "-" if value is None else f"{value:.3g}" if isinstance(value, float) else value for name, value in row.items()}
-        | {"chosen": "*" if row["chosen"] else ""}
-        for row in policy.measured
-    ]
-    return show(rows, {"": "{chosen}", **{name: f"{{{name}}}" for name in rows[0] if name != "chosen"}})
 
 
 def break_even_table(rows: list[BreakEven]) -> str:
@@ -67,7 +55,7 @@ def main() -> None:
     policy = calibrate(model, tokenizer, prompts, bound=args.bound, asked=asked, quantization=quantization)
     seconds = time.perf_counter() - began
     policy.save_pretrained(args.out)
-    print(f"{settings_table(policy)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")
+    print(f"{show_measured(policy.measured)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")
     ids = [token for group in prompts.values() for prompt in group for token in prompt]
     try:
         rows = measure_break_even(model, tokenizer, ids)

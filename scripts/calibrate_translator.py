@@ -5,10 +5,7 @@
 
 Models are folders, hub ids, or `base`, `tuned` and `lora`, the small models of this repository. A text file is cut into pieces; of a file
 that ends in .jsonl each line is one text: a string, a list of token ids, or an object with one of these under "text". Give texts as your
-prompts come: which kinds of text are among them matters more than how many there are. Without a file, held-out pages of this repository's
-small models are taken.
-
-Printed are the seconds of each stage and what the translator is. Under `accelerate` each process reads its share of the texts.
+prompts come. Without a file, held-out pages of this repository's small models are taken. Under `accelerate` each process reads its share.
 """
 
 from __future__ import annotations

@@ -3,9 +3,7 @@
     python scripts/calibrate_warmstart.py --out FOLDER [--model FOLDER_OR_HUB_ID] [--pairs FILE.jsonl] [--budget 0.01]
 
 A line of the file is one pair: an object with an earlier prompt under "source" and a new one under "target", each a string or a list of
-token ids. Give pairs as your prompts come, those included that must not be taken for each other. Without a file, generated ones are taken,
-which were made for the tokenizer of this repository's small model.
-
+token ids. Give pairs as your prompts come, those included that must not be taken for each other. Without a file, generated ones are taken.
 Printed are the limits that were tried, with how many pairs each lets through and how many of these are false hits: their next token's
 distribution differs by more than 0.05 nats from that of the model alone.
 """
@@ -18,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import show
+from shared.results import show_measured
 from shared.texts import as_text, read_lines
 
-from hf_kvcaches import WarmStartGate
 from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
 from hf_kvcaches.warmstart.prompts import Prompt
 
@@ -45,16 +42,6 @@ def generated_pairs(tokenizer: Any, count: int, lengths: list[int], seed: int = 
 
     groups = (make_pairs(tokenizer, kind, count, seed, n, asks=asks) for kind in KINDS for n in lengths for asks in ("same", "other"))
     return [(pair.source.prompt, pair.target.prompt) for group in groups for pair in group]
-
-
-def settings_table(gate: WarmStartGate) -> str:
-    """All limits that were tried, the chosen ones marked."""
-    rows = [
-        {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in row.items()}
-        | {"chosen": "*" if row["chosen"] else ""}
-        for row in gate.measured
-    ]
-    return show(rows, {"": "{chosen}", **{name: f"{{{name}}}" for row in rows[:1] for name in row if name != "chosen"}})
 
 
 def limit_text(limit: float) -> str:
@@ -91,7 +78,7 @@ def main() -> None:
     gate = calibrate_gate(model, tokenizer, options, pairs, budget=args.budget)
     seconds = time.perf_counter() - began
     gate.save_pretrained(args.out)
-    print(f"{settings_table(gate)}\n\n{len(pairs)} pairs, {seconds:.0f} s; written to {args.out}")
+    print(f"{show_measured(gate.measured)}\n\n{len(pairs)} pairs, {seconds:.0f} s; written to {args.out}")
     print(f"tau: {limit_text(gate.tau)}\nreusable: {limit_text(gate.reusable)}\nencoder: {gate.encoder}")
 
 

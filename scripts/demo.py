@@ -4,8 +4,7 @@
 
 Without a prompt the model reads a generated document that hides facts between paragraphs of a book, and is asked for some
 of them; then it reads the document's pages again in another order, with caches that reuse what it has read before; then a
-fine-tuned model answers from what it has read. Times are those of one run each, to see the order of things; benchmarks are
-scripts of their own.
+fine-tuned model answers from what it has read. Times are those of one run each, to see the order of things.
 """
 
 from __future__ import annotations
@@ -13,94 +12,62 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from shared import ROOT, TESTBED
-from shared.cli import arguments, begin, check_counts, run_script
+from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.plot import Panel, draw
 from shared.results import show, table
 from shared.texts import encode
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, Cache, DynamicCache
+from transformers import BatchEncoding, Cache, DynamicCache
 from transformers.generation import BaseStreamer
 
-from hf_kvcaches import (
-    AdaptiveSubspace,
-    CacheTranslator,
-    ConfigError,
-    EquipCache,
-    GrowingCache,
-    MissingDependencyError,
-    SegmentReuseCache,
-    SegmentStore,
-    SubspaceBases,
-    SubspaceCache,
-    TranslatedCache,
-    UnsupportedError,
-    VerifyReport,
-    WarmStartCache,
-    WarmStartGate,
-    WarmStartLibrary,
-    verify,
-)
+import hf_kvcaches as kv
+from hf_kvcaches import MissingDependencyError, UnsupportedError, VerifyReport
 from tests.testbed.documents import Document, Filler, fit_document
 
 FULL_CACHE = "DynamicCache"
-
 CALIBRATION = 40_000  # characters of the book, from its end, which the document does not use
 
 
 @cache
-def bases(model: Any, tokenizer: Any) -> SubspaceBases:
+def bases(model: Any, tokenizer: Any) -> kv.SubspaceBases:
     """Bases for a model, in half of the bytes of its keys and values."""
     text = (TESTBED / "prose.txt").read_text(encoding="utf-8")[-CALIBRATION:]
-    return SubspaceBases.calibrate(model, tokenizer, [text], bytes_ratio=0.5, metric="loss", progress=False)
+    return kv.SubspaceBases.calibrate(model, tokenizer, [text], bytes_ratio=0.5, metric="loss", progress=False)
 
 
 # Every cache of the package in the setting to show, beside the full cache.
 CACHES: dict[str, Callable[[Any, Any], Cache]] = {
-    "GrowingCache": lambda model, tokenizer: GrowingCache(model),
-    "EquipCache (streaming, half)": lambda model, tokenizer: EquipCache(model, "streaming", budget=0.5),
-    "EquipCache (h2o, half)": lambda model, tokenizer: EquipCache(model, "h2o", budget=0.5),
-    "SubspaceCache (half)": lambda model, tokenizer: SubspaceCache(model, bases(model, tokenizer)),
-    "SubspaceCache (adaptive, half)": lambda model, tokenizer: SubspaceCache(model, adaptive=AdaptiveSubspace(bytes_ratio=0.5)),
+    "GrowingCache": lambda model, tokenizer: kv.GrowingCache(model),
+    "EquipCache (streaming, half)": lambda model, tokenizer: kv.EquipCache(model, "streaming", budget=0.5),
+    "EquipCache (h2o, half)": lambda model, tokenizer: kv.EquipCache(model, "h2o", budget=0.5),
+    "SubspaceCache (half)": lambda model, tokenizer: kv.SubspaceCache(model, bases(model, tokenizer)),
+    "SubspaceCache (adaptive, half)": lambda model, tokenizer: kv.SubspaceCache(model, adaptive=kv.AdaptiveSubspace(bytes_ratio=0.5)),
 }
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What the model is fed: one row for each text, and what should come out where that is known."""
+    """A row of text for each question, and the answers where they are known."""
 
     texts: list[str]
-    questions: list[str]
-    answers: list[str]
+    questions: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One cache on the prompts. `report` is None for the full cache itself."""
+    """One cache on the prompts. `report` is None for the full cache itself, which is the first."""
 
     name: str
     texts: list[str]
-    same: bool
     report: VerifyReport | None
-
-
-def load(name: str, device: torch.device) -> tuple[Any, Any]:
-    folder = Path(name)
-    if folder == TESTBED / "base" and not any(folder.glob("*.safetensors")):
-        raise ConfigError.of(
-            "--model", "a model with weights", name, "Train the small model with scripts/train_testbed.py, or name another."
-        )
-    tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
-    return model, tokenizer
 
 
 def make_document(tokenizer: Any, room: int, facts: int, seed: int) -> Document:
@@ -111,30 +78,23 @@ def make_document(tokenizer: Any, room: int, facts: int, seed: int) -> Document:
     return fit_document(random.Random(seed), filler, count, tokens, facts=max(facts, tokens // 80))
 
 
-def make_prompts(tokenizer: Any, room: int, questions: int, seed: int) -> Prompts:
+def make_prompts(document: Document, questions: int) -> Prompts:
     """A document and its first questions, each in a row of its own."""
-    document = make_document(tokenizer, room, questions, seed)
     facts = [document.facts[index] for index in document.asked[:questions]]
-    context = document.context()
-    return Prompts([context + fact.question for fact in facts], [fact.question for fact in facts], [fact.value for fact in facts])
+    texts = [document.context() + fact.question for fact in facts]
+    return Prompts(texts, [fact.question for fact in facts], [fact.value for fact in facts])
 
 
-def pages_in_two_orders(tokenizer: Any, room: int, seed: int) -> list[str]:
+def pages_in_two_orders(document: Document, seed: int) -> list[str]:
     """The same pages behind the same instructions, as they come and shuffled, each time with a question about another page."""
-    document = make_document(tokenizer, room, 2, seed)
-    pages = [
-        f"# Page {number}\n{paragraph}\n{''.join(fact.note)}\n"
-        for number, (paragraph, fact) in enumerate(zip(document.paragraphs, document.facts, strict=False), 1)
-    ]
-    shuffled = random.Random(seed).sample(pages, len(pages))
-    return [
-        document.head() + "".join(order) + f"Questions:\n{document.facts[asked].question}"
-        for order, asked in zip((pages, shuffled), document.asked, strict=False)
-    ]
+    contents = enumerate(zip(document.paragraphs, document.facts, strict=False), 1)
+    pages = [f"# Page {number}\n{paragraph}\n{''.join(fact.note)}\n" for number, (paragraph, fact) in contents]
+    orders = zip((pages, random.Random(seed).sample(pages, len(pages))), document.asked, strict=False)
+    return [f"{document.head()}{''.join(order)}Questions:\n{document.facts[asked].question}" for order, asked in orders]
 
 
 class FirstToken(BaseStreamer):
-    """Notes when the first token comes; the prompt itself comes before it."""
+    """Notes when the prompt and each new token come."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -146,24 +106,42 @@ class FirstToken(BaseStreamer):
         pass
 
 
-def write(
-    model: Any, tokenizer: Any, inputs: BatchEncoding, cache: Cache, new_tokens: int, streamer: BaseStreamer | None = None
-) -> list[str]:
-    settings = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id, "streamer": streamer}
-    ids = model.generate(**inputs, past_key_values=cache, **settings)
-    return tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+@dataclass(frozen=True)
+class Writer:
+    """A model that writes on from prompts."""
+
+    model: Any
+    tokenizer: Any
+    new_tokens: int
+
+    def encode(self, texts: list[str]) -> BatchEncoding:
+        return self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, return_token_type_ids=False).to(self.model.device)
+
+    def full_cache(self) -> Cache:
+        return DynamicCache(config=self.model.config)
+
+    def write(self, inputs: BatchEncoding, cache: Cache, streamer: BaseStreamer | None = None) -> list[str]:
+        settings = {"max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": self.tokenizer.pad_token_id}
+        ids = self.model.generate(**inputs, past_key_values=cache, streamer=streamer, **settings)
+        return self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    def timed(self, inputs: BatchEncoding, make: Callable[[], Any]) -> tuple[Any, list[str], float]:
+        """The cache, the texts, and seconds to the first token, of a second run: the first one is for what is loaded at the first use."""
+        for _ in range(2):
+            clock, cache = FirstToken(), make()
+            texts = self.write(inputs, cache, clock)
+        return cache, texts, clock.times[1] - clock.times[0]
 
 
-def run(model: Any, tokenizer: Any, inputs: BatchEncoding, new_tokens: int) -> tuple[list[Outcome], list[str]]:
+def run(writer: Writer, inputs: BatchEncoding) -> tuple[list[Outcome], list[str]]:
     """The full cache and all others, and the reasons of those that refuse this model."""
-    full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new_tokens)
-    outcomes, refused = [Outcome(FULL_CACHE, full, True, None)], []
+    outcomes, refused = [Outcome(FULL_CACHE, writer.write(inputs, writer.full_cache()), None)], []
     for name, factory in (progress := tqdm(CACHES.items(), unit="cache")):
         progress.set_description(name)
+        make = lambda factory=factory: factory(writer.model, writer.tokenizer)  # noqa: E731
         try:
-            texts = write(model, tokenizer, inputs, factory(model, tokenizer), new_tokens)
-            report = verify(model, lambda factory=factory: factory(model, tokenizer), inputs, max_new_tokens=new_tokens)
-            outcomes.append(Outcome(name, texts, texts == full, report))
+            texts = writer.write(inputs, make())
+            outcomes.append(Outcome(name, texts, kv.verify(writer.model, make, inputs, max_new_tokens=writer.new_tokens)))
         except UnsupportedError as error:
             refused.append(f"{name} refuses this model: {error}")
     return outcomes, refused
@@ -176,94 +154,84 @@ def show_outcomes(outcomes: list[Outcome]) -> str:
     for outcome in outcomes if reports else []:
         report = outcome.report
         size, seconds = (report.bytes, report.seconds) if report else (reports[0].reference_bytes, reports[0].reference_seconds)
-        row = {"name": outcome.name, "same": "yes" if outcome.same else "no", "kl": f"{report.mean_kl:.2e}" if report else "-"}
+        row = {"name": outcome.name, "same": yes(outcome.texts == outcomes[0].texts), "kl": f"{report.mean_kl:.2e}" if report else "-"}
         rows.append(row | {"bytes": size, "prefill": seconds.prefill, "decode": seconds.decode})
     columns = {"cache": "{name}", "same text": "{same}", "mean KL to full": "{kl}", "KV bytes": "{bytes:,}"}
     return show(rows, columns | {"prefill s": "{prefill:.3f}", "decode s": "{decode:.3f}"})
+
+
+def yes(flag: bool) -> str:
+    return "yes" if flag else "no"
 
 
 def show_texts(outcomes: list[Outcome], prompts: Prompts) -> str:
     lines = []
     for outcome in outcomes:
         lines.append(f"\n{outcome.name}")
-        if prompts.answers:
-            for question, text, answer in zip(prompts.questions, outcome.texts, prompts.answers, strict=True):
-                said = text.split(".")[0].strip()
-                lines.append(f"  {question} ... {said!r}, {'right' if said == answer else f'the notes say {answer!r}'}")
-        else:
+        if not prompts.answers:
             lines += [f"  {text!r}" for text in outcome.texts]
+        for question, text, answer in zip(prompts.questions, outcome.texts, prompts.answers, strict=False):
+            said = text.split(".")[0].strip()
+            lines.append(f"  {question} ... {said!r}, {'right' if said == answer else f'the notes say {answer!r}'}")
     return "\n".join(lines)
 
 
-def timed(model: Any, tokenizer: Any, inputs: BatchEncoding, make: Callable[[], Any], new_tokens: int) -> tuple[Any, list[str], float]:
-    """The cache, the texts, and seconds to the first token, of a second run: the first one is for what is loaded at the first use."""
-    for tokens in (1, new_tokens):
-        clock, cache = FirstToken(), make()
-        texts = write(model, tokenizer, inputs, cache, tokens, clock)
-    return cache, texts, clock.times[1] - clock.times[0]
-
-
-def encoded(tokenizer: Any, text: str, model: Any) -> BatchEncoding:
-    return tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
-
-
-def show_reuse(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> str:
+def show_reuse(writer: Writer, texts: list[str]) -> str:
     """What a cache takes of each text from those before it, and what that saves."""
-    tiers, rows = ("exact", "guarded", "repaired", "probed", "computed"), []
-    for new in (1, new_tokens):  # the first time for what is loaded at the first use
-        store, rows = SegmentStore("memory"), []
+    tiers = ("exact", "guarded", "repaired", "probed", "computed")
+    for _ in range(2):  # the first time for what is loaded at the first use
+        store, rows = kv.SegmentStore("memory"), []
         for name, text in zip(("as they come", "in another order"), texts, strict=True):
-            inputs, clocks = encoded(tokenizer, text, model), (FirstToken(), FirstToken())
-            full = write(model, tokenizer, inputs, DynamicCache(config=model.config), new, clocks[0])
-            cache = SegmentReuseCache(model, store, tokenizer)
-            same = write(model, tokenizer, inputs, cache, new, clocks[1]) == full
+            inputs, clocks = writer.encode([text]), (FirstToken(), FirstToken())
+            full = writer.write(inputs, writer.full_cache(), clocks[0])
+            cache = kv.SegmentReuseCache(writer.model, store, writer.tokenizer)
+            same = writer.write(inputs, cache, clocks[1]) == full
             report = cache.report()
             del cache  # what it computed goes to the store
             store.flush()
             without, seconds = (f"{clock.times[1] - clock.times[0]:.3f}" for clock in clocks)
             counts = [str((report.tiers or {}).get(tier, 0)) for tier in tiers]
-            saved = [str(report.repaired_tokens), f"{report.flops_saved:.0%}", "yes" if same else "no"]
-            rows.append([name, *counts, *saved, seconds, without])
+            rows.append([name, *counts, str(report.repaired_tokens), f"{report.flops_saved:.0%}", yes(same), seconds, without])
     header = ["the same pages", *tiers, "run again", "FLOPs saved", "same text", "first token s", "without reuse s"]
     return f"\nSegmentReuseCache, tokens of two prompts by where they come from\n{table(header, rows)}"
 
 
-def show_warm_start(model: Any, tokenizer: Any, texts: list[str], new_tokens: int) -> str:
+def show_warm_start(writer: Writer, texts: list[str]) -> str:
     """What becomes of a text whose pages an earlier one had in another order, with and without the exact prefill behind it."""
-    library, inputs = WarmStartLibrary(model, tokenizer), encoded(tokenizer, texts[1], model)
+    library, inputs = kv.WarmStartLibrary(writer.model, writer.tokenizer), writer.encode(texts[1:])
     library.add(texts[:1])
-    _, full, seconds = timed(model, tokenizer, inputs, lambda: DynamicCache(config=model.config), new_tokens)
+    _, full, seconds = writer.timed(inputs, writer.full_cache)
     rows = [["no warm start", "", str(inputs["input_ids"].shape[1]), f"{seconds:.3f}", "", "yes"]]
-    # As in the paper, the summary answers whatever differs. Good for a look, and nothing else.
-    summary = {"strategy": "slots", "gate": WarmStartGate(tau=-1.0, lexical=False, content=None)}
-    for name, options in (("aligned", {}), ("aligned, then swapped", {"swap": "sync"}), ("slots", summary)):
-        make = lambda options=options: WarmStartCache(model, library, **options)  # noqa: E731
-        cache, written, seconds = timed(model, tokenizer, inputs, make, new_tokens)
+    for name, swap in (("aligned", "off"), ("aligned, then swapped", "sync")):
+        make = lambda swap=swap: kv.WarmStartCache(writer.model, library, swap=swap)  # noqa: E731
+        cache, written, seconds = writer.timed(inputs, make)
         report = cache.report()
-        swapped, same = ("yes" if flag else "no" for flag in (report.swapped, written == full))
-        rows.append([name, report.strategies[0], str(report.computed_tokens), f"{seconds:.3f}", swapped, same])
+        served = [report.strategies[0], str(report.computed_tokens)]
+        rows.append([name, *served, f"{seconds:.3f}", yes(report.swapped), yes(written == full)])
     header = ["the second prompt", "served by", "tokens run", "first token s", "swapped", "same text"]
     return f"\nWarmStartCache, a prompt that resembles an earlier one\n{table(header, rows)}"
 
 
-def show_translation(model: Any, tokenizer: Any, prompts: Prompts, seed: int, new_tokens: int) -> str:
+def show_translation(writer: Writer, prompts: Prompts, seed: int) -> str:
     """What a fine-tuned model writes behind what this one has read, as codes of an eighth of the width."""
-    consumer, _ = load(str(TESTBED / "tuned"), model.device)
+    model, tokenizer = writer.model, writer.tokenizer
+    tuned = Writer(load(str(TESTBED / "tuned"), model.device)[0], tokenizer, writer.new_tokens)
     books = [(TESTBED / f"{name}.txt").read_text(encoding="utf-8")[-CALIBRATION:] for name in ("prose", "verse")]
     texts = [book[start : start + 2000] for book in books for start in range(0, CALIBRATION, 4000)]
     texts += [make_document(tokenizer, 500, 2, seed + number).text() for number in range(1, 21)]
-    translator = CacheTranslator.fit(model, consumer, tokenizer, texts, progress=False)
-    inputs = encoded(tokenizer, prompts.texts[0], model)
+    translator = kv.CacheTranslator.fit(model, tuned.model, tokenizer, texts, progress=False)
+    inputs = writer.encode(prompts.texts[:1])
     codes, length = translator.encode(model, inputs["input_ids"]), inputs["input_ids"].shape[1]
-    _, full, alone = timed(consumer, tokenizer, inputs, lambda: DynamicCache(config=consumer.config), new_tokens)
-    cache, written, seconds = timed(consumer, tokenizer, inputs, lambda: TranslatedCache(consumer, translator, codes), new_tokens)
+    _, full, alone = tuned.timed(inputs, tuned.full_cache)
+    cache, written, seconds = tuned.timed(inputs, lambda: kv.TranslatedCache(tuned.model, translator, codes))
     report, answers = cache.report(), [texts[0].strip().split("\n")[0] for texts in (full, written)]
-    same = "yes" if written == full else "no"
-    rows = [["its own prefill", str(length), "", f"{alone:.3f}", "yes", answers[0]]]
-    rows.append(["codes of this model", str(length - report.translated), f"{report.payload_share:.1%}", f"{seconds:.3f}", same, answers[1]])
+    sent = [str(length - report.translated), f"{report.payload_share:.1%}"]
+    rows = [
+        ["its own prefill", str(length), "", f"{alone:.3f}", "yes", answers[0]],
+        ["codes of this model", *sent, f"{seconds:.3f}", yes(written == full), answers[1]],
+    ]
     header = ["the tuned model starts from", "tokens run", "bytes of bf16 K/V", "first token s", "same text", "answer"]
-    expected = f"; the answer is {prompts.answers[0]!r}" if prompts.answers else ""
-    return f"\nTranslatedCache, base -> tuned{expected}\n{table(header, rows)}"
+    return f"\nTranslatedCache, base -> tuned; the answer is {prompts.answers[0]!r}\n{table(header, rows)}"
 
 
 def save_plot(path: Path, outcomes: list[Outcome]) -> None:
@@ -293,22 +261,25 @@ def main() -> None:
     check_counts(args, ["max_new_tokens", "questions"])
     plot, args.plot = args.plot, None  # without matplotlib there is no picture, and everything else
     model, tokenizer = load(args.model, begin(args))
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
+    writer = Writer(model, tokenizer, args.max_new_tokens)
     room = (getattr(model.config, "max_position_embeddings", None) or 1024) - args.max_new_tokens
-    prompts = make_prompts(tokenizer, room, args.questions, args.seed) if args.prompt is None else Prompts([args.prompt], [], [])
-    inputs = tokenizer(prompts.texts, return_tensors="pt", padding=len(prompts.texts) > 1, return_token_type_ids=False).to(model.device)
+    prompts = Prompts([args.prompt])
+    if args.prompt is None:
+        prompts = make_prompts(make_document(tokenizer, room, args.questions, args.seed), args.questions)
+    inputs = writer.encode(prompts.texts)
     rows, tokens = inputs["input_ids"].shape
     print(f"{args.model}: {rows} rows of up to {tokens} tokens, {args.max_new_tokens} new tokens each, on {model.device}")
-    outcomes, refused = run(model, tokenizer, inputs, args.max_new_tokens)
+    outcomes, refused = run(writer, inputs)
     print("\n".join([show_outcomes(outcomes), *refused, show_texts(outcomes, prompts)]))
     if args.prompt is None:
         try:
-            pages = pages_in_two_orders(tokenizer, room, args.seed)
-            print(show_reuse(model, tokenizer, pages, args.max_new_tokens))
-            print(show_warm_start(model, tokenizer, pages, args.max_new_tokens))
+            pages = pages_in_two_orders(make_document(tokenizer, room, 2, args.seed), args.seed)
+            print(show_reuse(writer, pages), show_warm_start(writer, pages), sep="\n")
         except (UnsupportedError, MissingDependencyError) as error:
             print(f"\nNothing of earlier prompts is reused: {error}")
         if Path(args.model) == TESTBED / "base":
-            print(show_translation(model, tokenizer, prompts, args.seed, args.max_new_tokens))
+            print(show_translation(writer, prompts, args.seed))
     try:
         if len(outcomes) > 1:
             save_plot(plot, outcomes)

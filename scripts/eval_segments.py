@@ -4,12 +4,10 @@
 
 Each request's prompt is prefilled, then its true answers and further questions are fed in; compared are the distributions of these
 tokens. **agents**: sessions over shared tools and pages. **hanging**: the same, and the first fact of each page leaves its name to the
-heading, which differs from session to session. **adversarial**: one page behind a text that drifts away from under it. **no repeats**:
-nothing comes twice.
+heading. **adversarial**: one page behind a text that drifts away from under it. **no repeats**: nothing comes twice.
 
-`prefix caching` is `mode="exact"`; shared prefixes are counted apart, by comparing prompts. `auto` takes a policy from `--policy`, or
-calibrates one on requests of other seeds. Operations are counted, in the decoder layers; times are in `bench_segments.py`. A cap is a
-share of the bytes that the same side takes when it may store everything.
+`prefix caching` is `mode="exact"`. `auto` takes a policy from `--policy`, or calibrates one on requests of other seeds. Operations are
+counted in the decoder layers. A cap is a share of the bytes that the same side takes when it may store everything.
 """
 
 from __future__ import annotations

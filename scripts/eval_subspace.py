@@ -2,16 +2,14 @@
 
     python scripts/eval_subspace.py [--model FOLDER_OR_HUB_ID] [--text FILE] [--csv FOLDER] [--plot FOLDER]
 
-Bases are calibrated on the first `--calibrate` tokens of the text (or of `--calibration FILE`) and on generated documents; everything is
-measured behind these tokens, and on other documents.
+Bases are calibrated on the first `--calibrate` tokens of the text and on generated documents; everything is measured behind these tokens,
+and on other documents.
 
-**perplexity**: rows of text are fed in one token at a time. Printed is the change against the full cache, for all tokens and by position
-in the row, which shows whether errors grow with the context. Bytes are those of all tensors of a cache of 4,096 tokens in bfloat16, bases
-and scales included. `aware` and `post`: keys projected before or after rotation; `[4+64]`: that many first and last tokens exact.
-**recall**: a generated document is read; then each question about a fact outside of the exact window is asked from there, and an answer
-counts if each of its tokens is the most likely one.
-**spectra**: the share of the energy that the best subspace of each rank keeps of keys before and after rotation and of values.
-**bounds**: how well the bounds of `hf_kvcaches.subspace.bounds` order the errors of logits and outputs that are measured on real queries.
+**perplexity**: rows of text are fed in one token at a time; printed is the change against the full cache, in all and by position in the
+row. Bytes are those of all tensors of a cache of 4,096 tokens in bfloat16. `aware` and `post`: keys projected before or after rotation;
+`[4+64]`: that many first and last tokens exact. **recall**: questions about facts outside of the exact window of a document that was read.
+**spectra**: the share of the energy that the best subspace of each rank keeps. **bounds**: how well the bounds of
+`hf_kvcaches.subspace.bounds` order the errors of logits and outputs on real queries.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ COLUMNS = {
     "perplexity": [*NAMES, "from", "to", "tokens", "perplexity", "change_percent"],
     "recall": [*NAMES, "questions", "right", "share"],
     "spectra": ["layer", "what", "rank", "energy"],
-    "bounds": "layer rank over what bound points spearman error share_of_bound above_bound".split(),
+    "bounds": "layer what points spearman error share_of_bound above_bound".split(),
 }
 TASKS = tuple(COLUMNS)
 COUNTS = "rows tokens calibrate documents questions length bytes_tokens".split()
@@ -54,11 +52,8 @@ class Evaluation:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         self.args = args
         self.model, self.tokenizer = load(args.model, device)
-        text = self._encode(args.text)
-        learned, self.ids = (text, text) if args.calibration is None else (self._encode(args.calibration), text)
-        if args.calibration is None:
-            self.ids = text[args.calibrate :]
-        texts = [learned[: args.calibrate].tolist()]
+        text = torch.tensor(encode(self.tokenizer, args.text.read_text(encoding="utf-8")))
+        texts, self.ids = [text[: args.calibrate].tolist()], text[args.calibrate :]
         if args.calibration_documents:
             book = self.tokenizer.decode(texts[0])
             documents = make_documents(self.tokenizer, book, args.calibration_documents, args.length, CALIBRATION_SEED)
@@ -66,14 +61,10 @@ class Evaluation:
         window = getattr(self.model.config, "max_position_embeddings", None) or 1024
         self.workshop = Workshop(self.model, texts, min(window, 1024), args.bytes_tokens)
         # Named after the file, so that a folder of this computer does not get into the tables.
-        source = (args.text if args.calibration is None else args.calibration).name
         self.fixed = environment(device) | {"model": Path(args.model).name, "text": args.text.name}
-        self.fixed["calibrated_on"] = f"{len(texts[0])} tokens of {source} and {args.calibration_documents} documents"
+        self.fixed["calibrated_on"] = f"{len(texts[0])} tokens of {args.text.name} and {args.calibration_documents} documents"
         self.rows: dict[str, list[Row]] = {task: [] for task in args.tasks}
         self.refused: list[str] = []
-
-    def _encode(self, path: Path) -> torch.Tensor:
-        return torch.tensor(encode(self.tokenizer, path.read_text(encoding="utf-8")))
 
     def add(self, task: str, rows: Sequence[Row]) -> None:
         self.rows[task] += rows
@@ -150,8 +141,8 @@ def _spectra(rows: Sequence[Row]) -> str:
 
 
 def _bounds(rows: Sequence[Row]) -> str:
-    columns = {"bounds": "layer {layer}, {what}, {bound}", "rank": "{rank}", "over": "{over}", "rank correlation": "{spearman:.2f}"}
-    return show(rows, columns | {"error / bound": "{share_of_bound:.3f}", "above": "{above_bound}"})
+    columns = {"bounds": "layer {layer}, {what}", "rank correlation": "{spearman:.2f}", "error / bound": "{share_of_bound:.3f}"}
+    return show(rows, columns | {"above": "{above_bound}"})
 
 
 TABLES = {"perplexity": _texts, "recall": _answers, "spectra": _spectra, "bounds": _bounds}
@@ -170,7 +161,7 @@ def write_plots(folder: Path, found: dict[str, list[Row]]) -> None:
         ],
         "recall": [Panel("facts recalled by the share of bytes", found.get("recall", []), kind, "bytes_ratio", "share")],
         "spectra": [Panel("share of the energy kept", found.get("spectra", []), "{what}, layer {layer}", "rank", "energy")],
-        "bounds": [Panel("rank correlation with errors", found.get("bounds", []), "{what}, {bound}, {over}, {rank}", "layer", "spearman")],
+        "bounds": [Panel("rank correlation with errors", found.get("bounds", []), "{what}", "layer", "spearman")],
     }
     for task, rows in found.items():
         if rows:
@@ -180,7 +171,6 @@ def write_plots(folder: Path, found: dict[str, list[Row]]) -> None:
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, "model", "length", "seed", "device", "csv", "plot", "quick")
     parser.add_argument("--text", type=Path, default=TESTBED / "prose.txt", help="what is read")
-    parser.add_argument("--calibration", type=Path, help="calibrate on this text instead of the beginning of the other")
     parser.add_argument("--calibrate", type=int, default=16384, help="tokens of text to calibrate on")
     parser.add_argument("--calibration-documents", type=int, default=16, help="generated documents to calibrate on besides; 0 for none")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))

@@ -7,10 +7,8 @@ measured on the second halves. **prose**, **verse**: 32 tokens behind a piece of
 all questions are asked with their true answers; divergences are of the first 32 tokens, recall is of all answers.
 
 All sides hold all tokens of the prefix but the last, which the consumer runs. `raw K/V` and `int4 K/V` are the producer's keys and values
-as they are. `selective recompute` replaces half of the layers, side by side, by the consumer's own, exactly and not from the producer's
-hidden states, which flatters it. `zero bytes` makes all of the token ids; it says how much of a text these small models need at all.
-`full rank, float32` is the limit of linear maps. Shares are of the keys and values of all layers in bfloat16. No translator sends layer 0,
-the paper's as little as ours: a payload of 0.25 in half precision, of 3 layers in 4, is a share of 0.19.
+as they are. `zero bytes` makes all of the token ids. `full rank, float32` is the limit of linear maps. Shares are of the keys and values
+of all layers in bfloat16. No translator sends layer 0: a payload of 0.25 in half precision, of 3 layers in 4, is a share of 0.19.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from _translation_quality import ORACLE, SELECTIVE, SIDES, TOKENS, WORKLOADS, Bench, Side, calibration_texts, evaluation_texts
+from _translation_quality import SIDES, TOKENS, WORKLOADS, Bench, Side, calibration_texts, evaluation_texts
 from _translation_report import Details, Found, bars, report, write_file, write_plot
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import environment
@@ -29,14 +27,10 @@ PAIRS = ("base:tuned", "tuned:base", "base:lora")
 
 def details_of(side: Side, bench: Bench) -> Details:
     """What is known of a side but for its answers."""
-    if side == ORACLE:
-        return Details(run_layers=bench.consumer.config.num_hidden_layers)
-    if side == SELECTIVE:
-        return Details(run_layers=len(bench.selected), chosen=bench.selected)
     if side.kind != "fitted":
         return Details()
     translator = bench.fit(side)
-    return Details(translator.settings.recompute_layers, translator.patched_layers, translator.settings.seconds)
+    return Details(translator.patched_layers, translator.settings.seconds)
 
 
 def measure(args: argparse.Namespace, pair: str, found: Found, device: torch.device) -> None:

@@ -4,13 +4,9 @@
 
 The sources of a batch of pairs are put into a library, beside other prompts that nobody asks for; then each target is prefilled, and its
 true answers and further questions are fed in. Compared are the distributions of these tokens. `exact prefix`, `auto`, `align` and `slots,
-gated` are strategies of `WarmStartCache` with all that it decides for itself. `slots` with a layout and a number start from the pair's
-source, whatever a gate would say.
-
-**Controls**: `tail only` has the last tokens of the target and nothing else, `mismatched source` has them behind another pair's source.
-
-Divergences and shares within 0.05 in the tables are of what was admitted; right and stale answers and tokens run are of all pairs. Times
-are in `bench_warmstart.py`.
+gated` are strategies of `WarmStartCache` with all that it decides for itself. `slots` with a layout start from the pair's source, whatever
+a gate would say. Of the controls `tail only` has the last tokens of the target alone, `mismatched source` behind another pair's source.
+Divergences and shares within 0.05 are of what was admitted; right and stale answers and tokens run are of all pairs.
 """
 
 from __future__ import annotations
@@ -21,28 +17,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import _warmstart_quality as quality
 import torch
-from _warmstart_quality import (
-    ALIGN,
-    AUTO,
-    GATED,
-    MOST,
-    SIDES,
-    Answer,
-    Extra,
-    Side,
-    SummaryCache,
-    bars,
-    controls,
-    judged,
-    paper_criteria,
-    report,
-    slots_table,
-    summarise,
-    summary,
-    write_files,
-    write_plot,
-)  # fmt: skip
+from _warmstart_quality import Answer, Side
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import environment
 from tqdm import tqdm
@@ -71,7 +48,7 @@ class Bench:
         self.gate = None
         if args.gate is not None:
             self.gate = WarmStartGate.from_pretrained(args.gate, model=self.model, tokenizer=self.tokenizer)
-        self.library = WarmStartLibrary(self.model, self.tokenizer, slots=MOST, encoder=args.encoder)
+        self.library = WarmStartLibrary(self.model, self.tokenizer, slots=quality.SUMMARY_SLOTS, encoder=args.encoder)
         count = -(-args.distractors // len(args.lengths))
         others = [make_pairs(self.tokenizer, "unrelated", count, DISTRACTORS_SEED, length) for length in args.lengths]
         self.library.add([pair.source.prompt for group in others for pair in group][: args.distractors])
@@ -112,8 +89,8 @@ class Bench:
             logits = next_tokens(self.model, [*other[:-TAIL], *tail] if side.control == "mismatch" else tail, then)
             fields |= {"served": "control", "forwarded": TAIL}
         elif side.layout is not None:
-            summary = summarise(states, len(pair.source.prompt), side.layout, side.slots)
-            logits = next_tokens(self.model, prompt, then, SummaryCache(self.model, self.library, summary))
+            slots = quality.summarise(states, len(pair.source.prompt), side.layout)
+            logits = next_tokens(self.model, prompt, then, quality.SummaryCache(self.model, self.library, slots))
             fields |= {"served": "slots", "forwarded": 1}
         elif side.strategy is not None:
             cache = WarmStartCache(self.model, self.library, strategy=side.strategy, gate=self.gate)
@@ -122,7 +99,7 @@ class Bench:
         else:
             logits = cold
             fields |= {"served": "cold", "forwarded": len(prompt)}
-        return Answer(**fields, **judged(pair, cold, logits.cpu()))
+        return Answer(**fields, **quality.judged(pair, cold, logits.cpu()))
 
     def admissions(self, pairs: Sequence[Pair], sides: Sequence[Side], progress: tqdm[Any]) -> dict[Side, list[Answer]]:
         """Only what would serve each target; nothing is fed in behind it."""
@@ -175,7 +152,7 @@ def risky_pairs(tokenizer: Any, count: int, seed: int, lengths: Sequence[int]) -
     return found
 
 
-def measure(args: argparse.Namespace, bench: Bench) -> tuple[dict[Side, list[Answer]], Extra]:
+def measure(args: argparse.Namespace, bench: Bench) -> tuple[dict[Side, list[Answer]], quality.Extra]:
     """Everything."""
     tokenizer, lengths = bench.tokenizer, args.lengths
     pairs = [pair for kind in args.kinds for pair in spread(tokenizer, kind, args.pairs, args.seed, lengths)]
@@ -183,10 +160,10 @@ def measure(args: argparse.Namespace, bench: Bench) -> tuple[dict[Side, list[Ans
     unrelated = spread(tokenizer, "unrelated", args.unrelated, args.seed + 2, lengths)
     again = [pair for kind in args.kinds for pair in spread(tokenizer, kind, args.swaps, args.seed + 3, lengths)]
     with tqdm(total=sum(map(len, (pairs, risky, unrelated, again))), unit=" pairs") as progress:
-        answers = bench.ask(pairs, SIDES, progress)
-        changed = bench.ask(risky, (AUTO,), progress)[AUTO]
-        false = bench.admissions(unrelated, (AUTO, ALIGN, GATED), progress)
-        return answers, Extra(changed, false, bench.swapped(again, progress))
+        answers = bench.ask(pairs, quality.SIDES, progress)
+        changed = bench.ask(risky, (quality.AUTO,), progress)[quality.AUTO]
+        false = bench.admissions(unrelated, (quality.AUTO, quality.ALIGN, quality.GATED), progress)
+        return answers, quality.Extra(changed, false, bench.swapped(again, progress))
 
 
 def parse() -> argparse.Namespace:
@@ -214,15 +191,17 @@ def main() -> None:
     bench = Bench(args, device)
     answers, extra = measure(args, bench)
     rows = [
-        summary(kind, side, [answer for answer in group if answer.kind == kind]) for kind in args.kinds for side, group in answers.items()
+        quality.summary(kind, side, [answer for answer in group if answer.kind == kind])
+        for kind in args.kinds
+        for side, group in answers.items()
     ]
-    print(f"{report(rows)}\n")
-    print("\n".join([*controls(answers), "", *bars(answers, extra), "", slots_table(answers), "", paper_criteria(answers)]))
+    print(f"{quality.report(rows)}\n")
+    print("\n".join([*quality.controls(answers), "", *quality.bars(answers, extra)]))
     if args.csv:
         settings = {"model": Path(args.model).name, "seed": args.seed, "encoder": bench.library.encoder.name}
-        write_files(args.csv, rows, answers, {**environment(device), **settings})
+        quality.write_files(args.csv, rows, answers, {**environment(device), **settings})
     if args.plot:
-        write_plot(args.plot, rows, answers)
+        quality.write_plot(args.plot, rows)
 
 
 if __name__ == "__main__":

@@ -4,23 +4,15 @@
 
 L_C is the mean squared distance of a head's output over slots from that over the whole prompt. Printed are L_C on the texts that were
 learned from and on others, and on the others how much the next token diverges behind slots from what it is behind the prompt (KL, in nats):
-without adapters, with the closed form for values (ridge), and trained from each seed. The adapters with the least divergence are written
-(chosen by it, they look a little better than they are):
-
-    adapters = TrainedAdapters.from_pretrained(FOLDER, model=model, tokenizer=tokenizer)
-    library = WarmStartLibrary(model, tokenizer, slots=64, layout="salient", adapters=adapters)
+without adapters, with the closed form for values (ridge), and trained from each seed. The adapters with the least divergence are written.
 
 A line of the file is one text, as JSON: a string, a list of token ids, or an object with one of these under "prompt". Without a file,
-pieces of the testbed's books and generated documents are taken. Every fifth text is not learned from. Training can be stopped and goes on
-where it was saved last when it is started again with the same arguments.
+pieces of the testbed's books and generated documents are taken. Every fifth text is not learned from.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import io
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,8 +29,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.rotation import rotation_of
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-from hf_kvcaches.stores.files import write_atomically
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.warmstart.adapters import Adapters, AdapterSample, AdapterTraining
 from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.reading import read_prompt
@@ -53,20 +44,15 @@ def default_texts(tokenizer: Any, count: int, length: int) -> list[list[int]]:
     from tests import testbed
     from tests.testbed.documents import Filler, fit_document
 
-    rng = random.Random(0)
-    texts: list[list[int]] = []
+    rng, texts = random.Random(0), []
     words = (testbed.held_out("prose") + "\n" + testbed.held_out("verse")).split()
-    share = len(words) // count
     for number in range(count):
-        own = words[number * share : (number + 1) * share]
-        size = rng.randint(length // 2, length)
+        own = words[number * (len(words) // count) :][: len(words) // count]
+        size, text = rng.randint(length // 2, length), " ".join(own)
         if number % 2:
-            counted = lambda text: len(encode(tokenizer, text))  # noqa: E731
-            document = fit_document(rng, Filler(" ".join(own)), counted, size, facts=4)
+            document = fit_document(rng, Filler(text), lambda text: len(encode(tokenizer, text)), size, facts=4)
             # What comes next is the answer to the last question.
             text = document.text().removesuffix(f"{document.facts[document.asked[-1]].answer}.\n")
-        else:
-            text = " ".join(own[:size])
         texts.append(tokenizer(text, verbose=False)["input_ids"][:size])
     return texts
 
@@ -117,42 +103,17 @@ class Bench:
         return {"adapters": name, **errors, "KL held out": fmean(kls), "median": median(kls), "greatest": max(kls)}
 
 
-def digest_of(args: argparse.Namespace, bench: Bench, texts: Sequence[list[int]]) -> str:
-    """Of all that a training depends on: one with other texts or settings is not gone on with."""
-    settings = [args.slots, args.layout, args.tail, args.lr, args.weight, args.batch, ModelFingerprint.of(bench.model).digest]
-    return hashlib.blake2b(json.dumps([settings, list(texts)]).encode(), digest_size=16).hexdigest()
-
-
-def train(args: argparse.Namespace, bench: Bench, seed: int, state: Path, digest: str) -> Adapters:
-    """Adapters from one seed; goes on with what is saved."""
+def train(args: argparse.Namespace, bench: Bench, seed: int) -> Adapters:
+    """Adapters from one seed."""
     training = AdapterTraining(bench.learned, lr=args.lr, weight=args.weight, seed=seed, batch=args.batch)
-    path = state / f"seed-{seed}.pt"
-    if path.exists():
-        try:
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch.load has no one exception for what is damaged
-            raise ArtifactError(f"{path} can't be read: {error}. Delete it.") from error
-        if saved.get("digest") != digest:
-            hint = "Name another folder, or delete it."
-            raise ConfigError.of("--state", "a folder with a training of the same model, texts and settings", str(path), hint)
-        training.load_state_dict(saved["training"])
-        if training.steps > args.steps:
-            raise ConfigError.of("--steps", f"at least {training.steps}, which {path} has", args.steps, "Delete it to begin anew.")
-    with tqdm(total=args.steps, initial=training.steps, desc=f"seed {seed}", unit="step") as bar:
-        while training.steps < args.steps:
-            some = min(args.save_every - training.steps % args.save_every, args.steps - training.steps)
-            training.run(some)
-            bar.update(some)
-            file = io.BytesIO()
-            torch.save({"digest": digest, "training": training.state_dict()}, file)
-            write_atomically(path, file.getvalue())
+    for _ in tqdm(range(args.steps), desc=f"seed {seed}", unit="step"):
+        training.run(1)
     return training.adapters
 
 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, "model", "device")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the adapters are written to")
-    parser.add_argument("--state", type=Path, help="where unfinished training is kept; default: OUT/state")
     parser.add_argument("--texts", type=Path, help="one text a line, as JSON")
     parser.add_argument("--count", type=int, default=100, help="how many texts to take, or to read at most")
     parser.add_argument("--length", type=int, default=600, help="the most tokens of a text")
@@ -165,9 +126,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gamma", type=float, default=1.0, help="of that pull in the closed form")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--save-every", type=int, default=50, help="steps")
     args = parser.parse_args()
-    check_counts(args, ["count", "length", "slots", "tail", "steps", "batch", "save_every"])
+    check_counts(args, ["count", "length", "slots", "tail", "steps", "batch"])
     if len(set(args.seeds)) < len(args.seeds):
         raise ConfigError.of("--seeds", "numbers that are all different", args.seeds)
     return args
@@ -188,12 +148,8 @@ def main() -> None:
     model, tokenizer = load(args.model, begin(args))
     texts = texts_of(args, tokenizer)
     bench = Bench(model, tokenizer, texts, args.slots, args.layout, args.tail)
-    state = args.state or args.out / "state"
-    state.mkdir(parents=True, exist_ok=True)
-    digest = digest_of(args, bench, texts)
     made = {RIDGE: Adapters.ridge(bench.learned, args.gamma)}
-    for seed in args.seeds:
-        made[f"seed {seed}"] = train(args, bench, seed, state, digest)
+    made |= {f"seed {seed}": train(args, bench, seed) for seed in args.seeds}
     rows = [bench.measure(NO_ADAPTERS, None), *(bench.measure(name, adapters) for name, adapters in made.items())]
     learned, others = len(bench.learned), len(bench.others)
     columns = {name: f"{{{name}}}" if name == "adapters" else f"{{{name}:.4g}}" for name in rows[0]}

@@ -1,9 +1,9 @@
 """Trains the small models that the tests and the demo run on: a base model, a tuned one and a LoRA adapter.
 
-    python scripts/train_testbed.py --books FOLDER --out tests/testbed --state .testbed tokenizer base tuned lora report
+    python scripts/train_testbed.py --books FOLDER [--out tests/testbed] tokenizer base tuned lora report
 
-Each stage resumes from the state folder. The books are plain-text files; those named in `VERSE` train the tuned model and
-the adapter, the others the base model, and the last twentieth of every book is held out.
+The books are plain-text files; those named in `VERSE` train the tuned model and the adapter, the others the base model, and the last
+twentieth of every book is held out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import math
 import random
 import shutil
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -75,25 +74,15 @@ def train_tokenizer(books: dict[str, tuple[str, str]], out: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<s>", "</s>", "<pad>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    special, alphabet = ["<s>", "</s>", "<pad>"], pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     rng = random.Random(0)
     filler = docs.Filler("")
     words = [f" {word}" for word in (*docs.NAMES, *docs.VALUES, *docs.ATTRIBUTES)]
     scaffold = [docs.make_document(rng, filler, facts=12, filler_words=0, tools=3, rules=2).text() for _ in range(300)]
     tokenizer.train_from_iterator([*(train for train, _ in books.values()), *scaffold, *(word * 3000 for word in words)], trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        model_max_length=1024,
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "model_input_names": ["input_ids", "attention_mask"]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=1024, **names)
     for word in words:
         if len(fast.encode(word)) != 1:
             raise SystemExit(f"{word!r} is not one token")
@@ -157,11 +146,8 @@ class Batches:
         ids, language, answer = self.documents(rng, length, facts, rows // 2)
         starts = [rng.randrange(len(self.stream) - length) for _ in range(rows - rows // 2)]
         prose = torch.stack([self.stream[start : start + length] for start in starts])
-        return (
-            torch.cat([ids, prose]),
-            torch.cat([language, torch.ones(prose.shape)]),
-            torch.cat([answer, torch.zeros(prose.shape, dtype=torch.bool)]),
-        )
+        weights, mask = torch.ones(prose.shape), torch.zeros(prose.shape, dtype=torch.bool)
+        return torch.cat([ids, prose]), torch.cat([language, weights]), torch.cat([answer, mask])
 
 
 def losses(model, ids: torch.Tensor, language: torch.Tensor, answer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -201,101 +187,64 @@ def start_model(stage: Stage, tokenizer: PreTrainedTokenizerFast, out: Path):
 
 
 class Run:
-    """A training run that can stop at any time and go on from its last checkpoint."""
+    """A training run, on row lengths that follow from how well the answers come."""
 
-    def __init__(self, stage: Stage, model, state: Path) -> None:
-        self.stage, self.model = stage, model
-        self.optimizers = optimizers(model, stage)
-        self.checkpoint, self.log_file = state / f"{stage.name}.pt", state / f"{stage.name}.jsonl"
-        self.rng = random.Random(stage.seed)
-        self.step, self.level, self.smooth = 0, stage.first_level, FORGET
+    def __init__(self, stage: Stage, model, batches: Batches) -> None:
+        self.stage, self.model, self.batches = stage, model, batches
+        self.optimizers, self.rng = optimizers(model, stage), random.Random(stage.seed)
+        self.level, self.smooth = stage.first_level, FORGET
         self.log: list[dict[str, float]] = []
-        if self.checkpoint.exists():
-            self.restore()
 
-    def restore(self) -> None:
-        saved = torch.load(self.checkpoint, weights_only=True)
-        self.model.load_state_dict(saved["model"])
-        for optimizer, values in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(values)
-        self.rng.setstate(saved["rng"])
-        self.step, self.level, self.smooth, self.log = saved["step"], saved["level"], saved["smooth"], saved["log"]
-
-    def keep(self) -> None:
-        part = self.checkpoint.with_suffix(".part")
-        state = {"model": self.model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
-        state |= {"rng": self.rng.getstate(), "step": self.step, "level": self.level, "smooth": self.smooth, "log": self.log}
-        torch.save(state, part)
-        part.replace(self.checkpoint)
-
-    def advance(self, batches: Batches, steps: int, device: str) -> None:
-        """One optimiser step, on a row length that follows from how well the answers come."""
-        factor = min(1.0, (self.step + 1) / WARM_UP) * min(1.0, 0.02 + (steps - self.step) / (COOL_DOWN * steps))
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self.stage.learning_rate * factor
+    def advance(self, step: int, steps: int) -> None:
+        """One optimiser step."""
+        rate = min(1.0, (step + 1) / WARM_UP) * min(1.0, 0.02 + (steps - step) / (COOL_DOWN * steps)) * self.stage.learning_rate
+        for group in [group for optimizer in self.optimizers for group in optimizer.param_groups]:
+            group["lr"] = rate
         # A quarter of the steps stays on some level up to this one, so that short contexts are not unlearned.
         now = self.rng.randrange(self.level + 1) if self.rng.random() < 0.25 else self.level
-        language, answer, right = losses(self.model, *(tensor.to(device) for tensor in batches.batch(self.rng, LEVELS[now])))
+        batch = self.batches.batch(self.rng, LEVELS[now])
+        language, answer, right = losses(self.model, *(tensor.to(self.model.device) for tensor in batch))
         (language + answer).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if self.step % 10 == 0:
-            self.log.append(
-                {
-                    "step": self.step,
-                    "tokens": self.step * batches.size,
-                    "level": self.level,
-                    "row": LEVELS[now][0],
-                    "lr": round(self.stage.learning_rate * factor, 6),
-                    "language_loss": round(language.item(), 4),
-                    "answer_loss": round(answer.item(), 4),
-                    "answer_tokens_right": round(right, 4),
-                }
-            )
-            self.log_file.write_text("".join(json.dumps(row) + "\n" for row in self.log))
+        if step % 10 == 0:
+            row = {"step": step, "tokens": step * self.batches.size, "level": self.level, "row": LEVELS[now][0], "lr": round(rate, 6)}
+            numbers = {"language_loss": language.item(), "answer_loss": answer.item(), "answer_tokens_right": right}
+            self.log.append(row | {name: round(value, 4) for name, value in numbers.items()})
         if now == self.level:
             self.smooth += 0.05 * (answer.item() - self.smooth)
         if self.smooth < ADVANCE and self.level + 1 < len(LEVELS):
             self.level, self.smooth = self.level + 1, FORGET_LEVEL
-        self.step += 1
 
 
-def train(stage: Stage, books: dict[str, tuple[str, str]], out: Path, state: Path, device: str) -> None:
+def train(stage: Stage, books: dict[str, tuple[str, str]], out: Path, device: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "base")
-    model = start_model(stage, tokenizer, out).to(device)
+    model = start_model(stage, tokenizer, out).to(device).train()
     batches = Batches(tokenizer, books["prose" if stage.name == "base" else "verse"][0])
-    steps = stage.budget // batches.size
-    run = Run(stage, model, state)
-    model.train()
-    kept = time.monotonic()
-    for _ in tqdm(range(run.step, steps), initial=run.step, total=steps, desc=stage.name, mininterval=10):
-        run.advance(batches, steps, device)
-        if time.monotonic() - kept > 120 or run.step == steps:
-            kept = time.monotonic()
-            run.keep()
+    run, steps = Run(stage, model, batches), stage.budget // batches.size
+    for step in tqdm(range(steps), desc=stage.name, mininterval=10):
+        run.advance(step, steps)
     save(stage, model, tokenizer, out, run.log)
 
 
 def save(stage: Stage, model, tokenizer: PreTrainedTokenizerFast, out: Path, log: list[dict[str, float]]) -> None:
     """Half-precision weights (the config says float32, so that loading gives float32), and the log of the run."""
     folder = out / stage.name
-    model.eval()
     if stage.adapter:
         model.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)
-        config = json.loads((folder / "adapter_config.json").read_text())
-        # Not where the base model happened to lie, and not the order of a set.
-        config |= {"base_model_name_or_path": "base", "target_modules": sorted(config["target_modules"])}
-        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     else:
         model.half().save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text())
-        config["dtype"] = "float32"
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         tokenizer.save_pretrained(folder)
+    path = folder / ("adapter_config.json" if stage.adapter else "config.json")
+    config = json.loads(path.read_text())
+    # Not where the base model happened to lie, and not the order of a set.
+    changes = {"dtype": "float32"}
+    if stage.adapter:
+        changes = {"base_model_name_or_path": "base", "target_modules": sorted(config["target_modules"])}
+    path.write_text(json.dumps(config | changes, indent=2) + "\n")
     (folder / "training.json").write_text(json.dumps({**asdict(stage), "levels": LEVELS, "advance": ADVANCE}, indent=2) + "\n")
     (folder / "training_log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
 
@@ -331,12 +280,10 @@ def main() -> None:
     parser.add_argument("stages", nargs="+", choices=["tokenizer", *STAGES, "report"])
     parser.add_argument("--books", type=Path, required=True, help="folder of plain-text books")
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "testbed")
-    parser.add_argument("--state", type=Path, default=ROOT / ".testbed", help="checkpoints of unfinished runs")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     device = str(pick_device(args.device))
-    args.state.mkdir(parents=True, exist_ok=True)
     books = read_books(args.books)
     for stage in args.stages:
         if stage == "tokenizer":
@@ -349,7 +296,7 @@ def main() -> None:
             (args.out / "report.json").write_text(json.dumps(table, indent=2) + "\n")
             print(json.dumps(table, indent=2))
         else:
-            train(STAGES[stage], books, args.out, args.state, device)
+            train(STAGES[stage], books, args.out, device)
 
 
 if __name__ == "__main__":

@@ -21,29 +21,17 @@ def not_measured(claim: str) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar on rows of results.
-
-    Args:
-        claim: In words.
-        where: Values that the rows have in some columns.
-        value: The compared number of a row, or the name of its column.
-        least: The bar from below; None for none.
-        most: The bar from above.
-        unit: Printed behind numbers.
-        mean: Judge the geometric mean of the rows instead of each of them.
-        name: Which column tells several rows apart.
-        also: Which of these rows count, besides.
-    """
+    """A bar on rows of results."""
 
     claim: str
-    where: Mapping[str, Any]
-    value: str | Callable[[Row], float] = "ratio"
+    where: Mapping[str, Any]  # values that the rows have in some columns
+    value: str | Callable[[Row], float] = "ratio"  # the compared number of a row, or the name of its column
     least: float | None = None
     most: float | None = None
     unit: str = "x"
-    mean: bool = False
-    name: str = "side"
-    also: Callable[[Row], bool] = field(default=lambda row: True)
+    mean: bool = False  # judge the geometric mean of the rows instead of each of them
+    name: str = "side"  # the column that tells several rows apart
+    also: Callable[[Row], bool] = field(default=lambda row: True)  # which of these rows count
 
     def verdict(self, rows: Sequence[Row]) -> str:
         has = lambda row: not isinstance(self.value, str) or row.get(self.value, "") != ""  # noqa: E731

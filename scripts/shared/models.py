@@ -49,16 +49,7 @@ class Pair:
 
     @classmethod
     def random(cls, shape: Shape, kv: str, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> Pair:
-        """A Llama with random weights.
-
-        Args:
-            shape: Its sizes.
-            kv: `mha` or `gqa`.
-            device: Where its weights are.
-            dtype: Theirs.
-            sharp: Whether attention differs from token to token as in a trained model; as they come, small models attend to all tokens
-                nearly alike.
-        """
+        """A Llama with random weights; `sharp`: whose attention differs from token to token, as in a trained model."""
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=shape.vocabulary,

@@ -15,27 +15,16 @@ from shared.results import Row, environment, filled
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
-
-    Args:
-        title: Above it.
-        rows: What it shows.
-        line: A format string that names the line of a row.
-        x: A column of numbers, or a format string for places beside each other.
-        y: A column; quartiles beside it are drawn.
-        log: Which axes have a logarithmic scale: `x`, `y` or `xy`.
-        stacked: Bars on top of each other instead of lines.
-        levels: Horizontal lines, such as a bar.
-    """
+    """One pair of axes."""
 
     title: str
     rows: Iterable[Row]
-    line: str
-    x: str
-    y: str
-    log: str = ""
-    stacked: bool = False
-    levels: tuple[float, ...] = ()
+    line: str  # a format string that names the line of a row
+    x: str  # a column of numbers, or a format string for places beside each other
+    y: str  # a column; quartiles beside it are drawn
+    log: str = ""  # axes with a logarithmic scale: `x`, `y` or `xy`
+    stacked: bool = False  # bars on top of each other instead of lines
+    levels: tuple[float, ...] = ()  # horizontal lines, such as a bar
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel]) -> None:
@@ -92,4 +81,5 @@ def _panel(axis: Any, panel: Panel, rows: Sequence[Row]) -> None:
     axis.set(title=panel.title, xlabel="" if places else panel.x, ylabel=panel.y)
     for side in panel.log:
         getattr(axis, f"set_{side}scale")("symlog" if side == "y" and min(float(row[panel.y]) for row in rows) <= 0 else "log")
-    axis.legend(fontsize=6)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "ncols": 1 + len(names) // 25} if len(names) > 12 else {}
+    axis.legend(fontsize=5 if beside else 6, **beside)

@@ -63,13 +63,16 @@ def filled(template: str, row: Row) -> str:
 
 
 def show(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
-    """A table of rows.
-
-    Args:
-        rows: Its lines.
-        columns: A format string for each heading, as in `{"ms": "{time_ms:.3f}"}`.
-    """
+    """A table of rows, with a format string for each heading, as in `{"ms": "{time_ms:.3f}"}`."""
     return table(list(columns), [[filled(template, row) for template in columns.values()] for row in rows])
+
+
+def show_measured(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A table of the settings that a calibration measured, the chosen ones marked."""
+    as_text = lambda value: "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)  # noqa: E731
+    texts = [{name: as_text(value) for name, value in row.items()} | {"chosen": "*" if row["chosen"] else ""} for row in rows]
+    names = [name for row in texts[:1] for name in row if name != "chosen"]
+    return show(texts, {"": "{chosen}", **{name: f"{{{name}}}" for name in names}})
 
 
 def show_sections(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
@@ -82,14 +85,7 @@ def show_sections(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
 
 
 def write_csv(path: Path, rows: Sequence[Row], fixed: Mapping[str, Any] | None = None, columns: Iterable[str] | None = None) -> None:
-    """Write a file, and its folder.
-
-    Args:
-        path: The file.
-        rows: What a row lacks stays empty.
-        fixed: Columns that come first and are the same in all rows.
-        columns: All others; those of the rows, in their order, if None.
-    """
+    """Write a file, and its folder: first the `fixed` columns, which are the same in all rows, then `columns`, or those of the rows."""
     names = dict.fromkeys([*(fixed or {}), *(columns or (name for row in rows for name in row))])
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
@@ -104,14 +100,7 @@ def rows_where(rows: Iterable[Row], **values: Any) -> list[Row]:
 
 
 class Results:
-    """The rows of a benchmark, beside those of earlier runs in its file.
-
-    Args:
-        path: The CSV file, or None to keep rows in memory only.
-        columns: Of the file, behind those of the computer.
-        device: Where it runs.
-        **fixed: More columns that are the same in all rows; a run goes on with earlier rows in which they are.
-    """
+    """The rows of a benchmark, beside those of earlier runs in its file that have the same `fixed` columns."""
 
     def __init__(self, path: Path | None, columns: Sequence[str], device: torch.device, **fixed: Any) -> None:
         self.path, self.fixed = path, {**environment(device), **fixed}

@@ -15,13 +15,7 @@ T = TypeVar("T")
 
 
 def read_lines(path: Path, parse: Callable[[Any], T | None], expected: str) -> list[T]:
-    """One value a line.
-
-    Args:
-        path: Of JSON lines.
-        parse: Makes the value, or None of what is none.
-        expected: Said where it is none.
-    """
+    """One value a line of a JSON lines file; `parse` returns None where a line is not what is expected."""
     values = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():

@@ -1,22 +1,21 @@
-"""Timing: sides in turns, medians with quartiles, a clock for single calls, and where inside the package the time goes."""
+"""Timing: sides in turns, medians with quartiles, a clock for single calls, and the package's share of a call."""
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import statistics
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
 
+import hf_kvcaches
+
 T = TypeVar("T")
 MIB = 2**20
-REST, OTHERS = "generate, the rest", "others"
 
 
 def synchronize(device: torch.device) -> None:
@@ -114,61 +113,12 @@ class Clock:
         return start.elapsed_time(end) / 1e3
 
 
-@cache
-def _module_of(code: CodeType) -> str | None:
-    """The file of this package that a function is from, `model` for transformers' models, None for the rest: it counts for its caller."""
-    path = code.co_filename.replace("\\", "/")
-    if "/transformers/models/" in path:
-        return "model"
-    if "/hf_kvcaches/" not in path:
-        return None
-    return path.rpartition("/hf_kvcaches/")[2].removesuffix(".py")
-
-
-def profiled(work: Callable[[], T], device: torch.device) -> tuple[T, Counter[str]]:
-    """Call something, and count the seconds in each file of the package, with what is called from there but for other files of it.
-
-    Calls of other threads are not seen. Counting adds a little to everything.
-    """
-    seconds: Counter[str] = Counter()
-    stack, last = [REST], [0.0]
-
-    def charge() -> None:
-        synchronize(device)
-        now = time.perf_counter()
-        seconds[stack[-1]] += now - last[0]
-        last[0] = now
-
-    def event(frame: FrameType, kind: str, _: Any) -> None:
-        if kind == "call":
-            label = _module_of(frame.f_code) or stack[-1]
-            if label != stack[-1]:
-                charge()
-            stack.append(label)
-        elif kind == "return" and len(stack) > 1:
-            if stack[-1] != stack[-2]:
-                charge()
-            stack.pop()
-
-    last[0] = time.perf_counter()
-    sys.setprofile(event)
-    try:
-        result = work()
-    finally:
-        sys.setprofile(None)
-    del stack[1:]
-    charge()
-    return result, seconds
-
-
-def phase_rows(profiles: Sequence[Mapping[str, float]], least: float = 0.01, **labels: Any) -> Iterable[dict[str, Any]]:
-    """A row for each file of the package with its share of the time; what has less than `least` of it is summed up as `OTHERS`."""
-    whole = sum(sum(seconds.values()) for seconds in profiles)
-    totals = Counter[str]()
-    for seconds in profiles:
-        totals.update(seconds)
-    large = [name for name, total in totals.most_common() if total >= least * whole]
-    for name in (*large, OTHERS):
-        times = [seconds.get(name, 0.0) if name != OTHERS else sum(t for n, t in seconds.items() if n not in large) for seconds in profiles]
-        row = {"section": "phases", "measure": name, **labels, "count": len(times), **spread("time", times, 1e3)}
-        yield {**row, "value": round(sum(times) / whole, 4), "unit": "of the time"}
+def own_share(work: Callable[[], object]) -> float:
+    """The share of a call's time in this package's functions and in what they call of torch, as cProfile sees it."""
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    package, stats = str(Path(hf_kvcaches.__file__).parent), pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    own = sum(entry[2] for (file, _, _), entry in stats.items() if file.startswith(package))
+    builtin = [callers for (file, _, _), (*_, callers) in stats.items() if file == "~"]
+    own += sum(entry[2] for callers in builtin for (file, _, _), entry in callers.items() if file.startswith(package))
+    return own / sum(entry[2] for entry in stats.values())

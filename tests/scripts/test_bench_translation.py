@@ -9,7 +9,7 @@ import torch
 
 from tests.scripts.running import ROOT, quick_bench, rows_of
 
-SECTIONS = {"first token", "phases", "socket", "larger", "kernel"}
+SECTIONS = {"first token", "larger"}
 CODED = {"codes in hand", "codes as bytes", "codes, first layer run", "paper's Reuse", "paper's Reuse and Patch"}
 SIDES = {"consumer's prefill", "raw keys and values", *CODED}
 
@@ -58,9 +58,7 @@ def test_it_compares_answers_first_then_prints_tables_the_break_even_and_a_line_
     assert out.index("larger: a model's own keys and values as codes change nothing") < out.index("\nlarger ")
     assert all(f"\n{section} " in out for section in SECTIONS)
     for length in (40, 60):
-        (line,) = (line for line in out.splitlines() if line.startswith(f"first token, {length} tokens: the whole chain beats"))
-        assert "with codes at the producer beats the consumer's prefill" in line
-        assert "beats that of raw keys and values" in line
+        assert f"first token, {length} tokens: codes beat the consumer's prefill (" in out
     assert "  codes in hand at least 3x as fast as the consumer's prefill, 900 tokens: not measured" in out.splitlines()
 
 
@@ -86,38 +84,17 @@ def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
 
 
 @pytest.mark.full
-def test_phases_are_all_of_the_time(rows):
-    phases = [row for row in rows if row["section"] == "phases" and row["length"] == "60"]
-    assert {row["side"] for row in phases} == SIDES
-    for side, workload in {(row["side"], row["workload"]) for row in phases}:
-        group = [row for row in phases if (row["side"], row["workload"]) == (side, workload)]
-        assert sum(float(row["value"]) for row in group) == pytest.approx(1, abs=0.01)
-        assert "model" in {row["measure"] for row in group}
-        assert side in CODED or not any(row["measure"].startswith("translate/") for row in group)
-    assert any(row["measure"].startswith("translate/") for row in phases)
-
-
-@pytest.mark.full
-def test_all_ways_through_the_socket_are_measured(rows):
-    own = {row["side"]: row for row in rows if (row["section"], row["length"]) == ("socket", "60")}
-    assert set(own) == {"consumer's prefill", "socket, streamed", "socket, all at once"}
-    assert own["socket, streamed"]["value"] == own["socket, all at once"]["value"]
-
-
-@pytest.mark.full
 def test_it_draws_a_picture(quick):
     assert (quick[0] / "some.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("name", ["consumer's prefill", "codes in hand", "codes as bytes", "raw keys and values"])
-def test_every_side_gives_the_consumers_token_where_the_producer_is_the_consumer(small, name):
+def test_every_side_gives_the_consumers_logits_where_the_producer_is_the_consumer(small, name):
     pair, sides, ids = small
     side = sides[name]
-    seconds, new = side.answer(ids, side.produce(ids))
-    assert seconds > 0
+    assert side.answer(ids, side.produce(ids)) > 0
     with torch.no_grad():
         expected = pair.plain(input_ids=ids).logits[0, -1].double()
-    assert new == int(expected.argmax())
     # bfloat16 rounds raw keys and values.
     tolerance = 2e-2 if name == "raw keys and values" else 1e-5
     assert float((side.logits(ids, side.produce(ids)) - expected).abs().max()) < tolerance
@@ -143,16 +120,16 @@ def test_sides_take_turns_and_all_produce_before_any_answers(timing):
 
         def answer(self, ids, payload):
             log.append(("answer", self.name, payload))
-            return 1.0, 7
+            return 1.0
 
     answers = timing.ask_in_turns([Fake("a"), Fake("b")], [torch.tensor([[1, 5]]), torch.tensor([[2, 5]])])
     assert log[:4] == [("produce", "a", 1), ("produce", "b", 1), ("produce", "b", 2), ("produce", "a", 2)]
     assert log[4:] == [("answer", "a", None), ("answer", "b", b"xyz"), ("answer", "b", b"xyz"), ("answer", "a", None)]
-    assert [(each.nbytes, each.tokens, each.new) for each in answers["b"]] == [(3, 2, 7)] * 2
+    assert [(each.nbytes, each.tokens) for each in answers["b"]] == [(3, 2)] * 2
 
 
 def some_answers(timing, own=(0.1, 0.2), ours=(0.05, 0.04), producing=0.01, nbytes=1_000_000):
-    make = lambda seconds, ahead, size: timing.Answer(seconds, ahead, size, 10, 1)  # noqa: E731
+    make = lambda seconds, ahead, size: timing.Answer(seconds, ahead, size, 10)  # noqa: E731
     return {
         timing.OWN: [make(seconds, 0.0, 0) for seconds in own],
         timing.BYTES: [make(seconds, producing, nbytes) for seconds in ours],
@@ -160,27 +137,19 @@ def some_answers(timing, own=(0.1, 0.2), ours=(0.05, 0.04), producing=0.01, nbyt
     }
 
 
-def test_ratios_are_taken_within_a_prompt_and_a_transfer_takes_bits_by_bandwidth(script, timing):
+def test_ratios_are_taken_within_a_prompt(timing):
     answers = some_answers(timing)
     found = {(row["side"], row["measure"]): row for row in timing.rows_of(answers, length=10)}
     assert found[timing.BYTES, "first token"]["ratio"] == 3.5, "of 2 and 5"
     assert (found[timing.BYTES, "first token"]["value"], found[timing.BYTES, "first token"]["unit"]) == (1_000_000, "bytes")
     assert found[timing.BYTES, "producer"]["time_ms"] == 10
     assert (timing.OWN, "producer") not in found
-    (slow,) = (row for row in script.chain(answers) if (row["side"], row["measure"]) == (timing.BYTES, "chain at 1 Gb/s"))
-    assert slow["time_ms"] == pytest.approx(45 + 10 + 8)
-    assert not any(row["side"] == timing.OWN for row in script.chain(answers))
 
 
 def test_breaking_even_is_where_both_take_as_long(script, timing):
-    # 150 ms for the consumer, 45 after 10 for codes of 8 Mb, 10 after 20 for 80 Mb.
-    text = script.break_even(some_answers(timing))
-    assert f"the whole chain beats the consumer's prefill (150.0 ms) from {0.008 / 0.095:.3g} Gb/s on" in text
-    assert f"with codes at the producer beats the consumer's prefill (150.0 ms) from {0.008 / 0.105:.3g} Gb/s on" in text
-    assert text.endswith(f"the whole chain beats that of raw keys and values below {0.072 / 0.025:.3g} Gb/s")
-    text = script.break_even(some_answers(timing, producing=0.2))
-    assert "the whole chain beats the consumer's prefill (150.0 ms) never, as it takes 245.0 ms without the transfer" in text
-    assert script.break_even(some_answers(timing, ours=(0.01, 0.01), producing=0.01)).endswith("at any bandwidth")
+    # 150 ms for the consumer, 45 for codes of 8 Mb.
+    assert script.break_even(some_answers(timing)) == f"codes beat the consumer's prefill (150.0 ms) from {0.008 / 0.105:.3g} Gb/s on"
+    assert script.break_even(some_answers(timing, ours=(0.2, 0.3))).endswith("never, as they take 250.0 ms without the transfer")
 
 
 def test_wrong_codes_are_not_timed(timing, small, monkeypatch):
@@ -213,18 +182,6 @@ def test_codes_that_are_no_better_than_raw_states_are_not_timed(timing, small):
     with pytest.raises(SystemExit, match="raw keys and values by"):
         timing.prove(order, [ids], "a model", trained=True)
     timing.prove(order, [ids], "a model", trained=False)
-
-
-def test_the_kernels_gate_closes_on_wrong_numbers(timing, monkeypatch):
-    kernel = timing.Kernel(16, 4, 32, tokens=20, head_dim=8)
-    rows = list(timing.kernel_rows(kernel, 2, torch.device("cpu")))
-    assert [row["side"] for row in rows] == ["bare products", "rebuild"]
-    assert rows[0]["ratio"] == 1
-    assert rows[1]["value"] > 0
-    right = timing.rebuild_reference
-    monkeypatch.setattr(timing, "rebuild_reference", lambda *args, cos, sin: right(*args, cos=cos, sin=-sin))
-    with pytest.raises(SystemExit, match="differ from the reference"):
-        list(timing.kernel_rows(kernel, 2, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(("ratio", "met"), [(3.0, True), (2.99, False)])

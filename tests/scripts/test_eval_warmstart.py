@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,16 +76,12 @@ def test_rows_agree_with_each_other(evaluated):
 
 
 @pytest.mark.full
-def test_controls_every_bar_and_the_papers_criteria_are_printed_and_a_picture_is_drawn(evaluated):
+def test_controls_and_every_bar_are_printed_and_a_picture_is_drawn(evaluated):
     folder, printed, _ = evaluated
     controls = printed.partition("Controls\n")[2].partition("\n\n")[0].splitlines()
     bars = printed.partition("Bars\n")[2].partition("\n\n")[0].splitlines()
     assert (len(controls), len(bars)) == (2, 9)
     assert all((": met (" in bar) != (": NOT met (" in bar) for bar in (*controls, *bars))
-    table = printed.partition("KL of the first token, m")[2].partition("\n\n")[0].splitlines()
-    assert [line.split()[0] for line in table[2:]] == ["8", "16", "32", "64"]
-    criteria = printed.partition("The paper's criteria")[2].splitlines()
-    assert len([line for line in criteria if line.partition(",")[0] in KINDS]) == 2 * len(KINDS)
     assert (folder / "warmstart-quality.png").stat().st_size > 10_000
 
 
@@ -253,19 +248,3 @@ def test_pairs_that_can_be_answered_without_their_source_prove_nothing(script):
     lines = quality.controls({sides.TAIL_ONLY: high, sides.MISMATCH: low})
     assert "prove nothing" in lines[-1]
     assert [": met (" in line for line in lines[1:3]] == [True, False]
-
-
-def test_the_papers_criteria_look_at_admitted_pairs_of_high_cosine(script):
-    quality = sides = script("_warmstart_quality")
-    good = [answer(script) for _ in range(5)]
-    found = dict.fromkeys(sides.SIDES, good)
-
-    def verdict(bad):
-        line = quality.paper_criteria({**found, sides.AUTO: [*good, bad]}).splitlines()[3]
-        return line.split(": ")[1].split()[0]
-
-    bad = answer(script, kls=(3.0,))
-    assert verdict(bad) == "failed"
-    assert verdict(answer(script, right=(False, True))) == "failed"
-    assert verdict(replace(bad, cosine=0.85)) == "met"
-    assert verdict(replace(bad, served="prefix")) == "met"

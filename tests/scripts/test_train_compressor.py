@@ -1,4 +1,4 @@
-"""Adapters are trained as a user trains them, gone on with where training was stopped, and what is written fits a library."""
+"""Adapters are trained as a user trains them, and what is written fits a library."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hf_kvcaches import WarmStartCache, WarmStartLibrary
-from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch
+from hf_kvcaches.errors import ConfigError, FingerprintMismatch
 from tests import testbed
 from tests.scripts.running import ROOT, run_script
 
 pytest.importorskip("faiss")
 
-SMALL = ["--device", "cpu", "--count", "10", "--length", "120", "--slots", "16", "--layout", "paper", "--batch", "4", "--save-every", "5"]
+SMALL = ["--device", "cpu", "--count", "10", "--length", "120", "--slots", "16", "--layout", "paper", "--batch", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -77,50 +77,6 @@ def test_what_is_written_is_the_best_and_a_library_takes_it(trained, script):
     assert cache.report().strategies == ("slots",)
     with pytest.raises(FingerprintMismatch):
         script.TrainedAdapters.from_pretrained(trained[0], model=testbed.load("tuned")[0])
-
-
-@pytest.mark.full
-def test_a_training_that_was_stopped_ends_like_one_that_was_not(script, run, tmp_path, monkeypatch):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run("--out", whole, *SMALL, "--steps", 12, "--seeds", 3)
-    right, calls = script.AdapterTraining.run, []
-
-    def interrupted(self, steps):
-        calls.append(steps)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        right(self, steps)
-
-    monkeypatch.setattr(script.AdapterTraining, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run("--out", parts, *SMALL, "--steps", 12, "--seeds", 3)
-    assert not (parts / "kvcache_artifact.json").exists()
-    calls[:] = [0, 0]
-    run("--out", parts, *SMALL, "--steps", 12, "--seeds", 3)
-    assert calls[2:] == [5, 2], "of 12 steps 5 were saved"
-    one, other = (torch.load(folder / "state" / "seed-3.pt", weights_only=True)["training"]["adapters"] for folder in (whole, parts))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize(
-    ("more", "error", "match"),
-    [
-        (["--lr", "0.1"], ConfigError, "a training of the same model, texts and settings"),
-        (["--count", "11"], ConfigError, "a training of the same model, texts and settings"),
-        (["--steps", "6"], ConfigError, "--steps: expected at least 12"),
-    ],
-)
-def test_a_training_with_other_settings_is_not_gone_on_with(trained, run, tmp_path, more, error, match):
-    with pytest.raises(error, match=match):
-        run("--out", tmp_path, "--state", trained[0] / "state", *SMALL, "--steps", 12, "--seeds", 1, *more)
-
-
-def test_a_damaged_state_is_named(run, tmp_path):
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state" / "seed-1.pt").write_bytes(b"torn")
-    with pytest.raises(ArtifactError, match=r"seed-1\.pt can't be read"):
-        run("--out", tmp_path, *SMALL, "--steps", 1, "--seeds", 1)
 
 
 def test_texts_come_from_a_file(run, tmp_path):

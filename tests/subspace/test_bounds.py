@@ -14,9 +14,7 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.subspace import bounds
 from tests import testbed
-from tests.scripts.running import import_script
-
-theory = import_script("_subspace_theory")
+from tests.reference import residuals
 
 
 def covers(bound: torch.Tensor | float, found: torch.Tensor | float, scale: torch.Tensor | float = 0.0) -> bool:
@@ -135,8 +133,8 @@ def of_gram(x: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor, gamma: 
 
 
 MEASURES = {
-    "rows": lambda *maps: theory.residual_rows(*maps).amax(-1),
-    "norm": theory.residual_norm,
+    "rows": lambda *maps: residuals.residual_rows(*maps).amax(-1),
+    "norm": residuals.residual_norm,
     "gram": of_gram,
 }
 
@@ -163,9 +161,9 @@ def test_residuals_from_tokens_and_from_their_gram_matrix_are_those_of_a_plain_l
         slow = torch.stack([key - case.gamma * decode[0] @ encode[0] @ key for key in x])
         size = float(x.norm() * (1 + decode[0].norm() * encode[0].norm()))
         torch.testing.assert_close(
-            theory.residual_rows(x, encode[0], decode[0], case.gamma), slow.norm(dim=1), rtol=1e-9, atol=1e-13 * size
+            residuals.residual_rows(x, encode[0], decode[0], case.gamma), slow.norm(dim=1), rtol=1e-9, atol=1e-13 * size
         )
-        norm = theory.residual_norm(x, encode[0], decode[0], case.gamma)
+        norm = residuals.residual_norm(x, encode[0], decode[0], case.gamma)
         assert covers(norm, operator_norm(slow), size)
         assert covers(operator_norm(slow) * 1.01, norm, size)
         gram = of_gram(x, encode[0], decode[0], case.gamma)
@@ -178,9 +176,9 @@ def test_a_gram_matrix_stands_for_any_number_of_tokens_and_all_leading_dimension
     x = torch.randn(2, 3, 20000, 8, generator=generator, dtype=torch.float64)
     encode = torch.stack([torch.stack([orthonormal(generator, 3, 8) for _ in range(3)]) for _ in range(2)])
     gram = bounds.residual_norm_from_gram(x.mT @ x, encode)
-    torch.testing.assert_close(gram, theory.residual_norm(x, encode), rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(gram, residuals.residual_norm(x, encode), rtol=1e-6, atol=0.0)
     assert gram.shape == (2, 3)
-    assert theory.residual_rows(x.half(), encode.float()).dtype == torch.float64
+    assert residuals.residual_rows(x.half(), encode.float()).dtype == torch.float64
 
 
 def test_the_gram_matrix_of_tokens_inside_the_subspace_shows_a_millionth_and_no_less_than_the_truth() -> None:
@@ -188,13 +186,13 @@ def test_the_gram_matrix_of_tokens_inside_the_subspace_shows_a_millionth_and_no_
     for size in (16, 64, 128):
         encode = orthonormal(generator, size // 4, size)
         x = torch.randn(2000, size // 4, generator=generator, dtype=torch.float64) @ encode
-        exact, rounded = theory.residual_norm(x, encode), bounds.residual_norm_from_gram(x.T @ x, encode)
+        exact, rounded = residuals.residual_norm(x, encode), bounds.residual_norm_from_gram(x.T @ x, encode)
         assert exact <= rounded <= 1e-6 * x.norm()
 
 
 def test_no_tokens_and_no_chunks_are_exact() -> None:
     encode = torch.eye(2, 5)
-    assert theory.residual_norm(torch.zeros(3, 0, 5), encode).tolist() == [0, 0, 0]
+    assert residuals.residual_norm(torch.zeros(3, 0, 5), encode).tolist() == [0, 0, 0]
     assert bounds.residual_norm_from_gram(torch.zeros(5, 5), encode) == 0
     found = bounds.attention_error_bound(torch.zeros(4, 0), torch.zeros(4, 0), 3.0, 2.0, 0.5)
     assert found.logits.tolist() == found.output.tolist() == [0] * 4
@@ -204,9 +202,9 @@ def test_the_papers_bound_on_logits_says_0_where_gamma_changes_them() -> None:
     keys, query = torch.tensor([[3.0, 0.0]], dtype=torch.float64), torch.tensor([2.0, 0.0], dtype=torch.float64)
     encode, gamma, scaling = torch.tensor([[1.0, 0.0]], dtype=torch.float64), 0.5, 2**-0.5
     error = float(scaling * query @ (keys - gamma * keys @ encode.T @ encode)[0])
-    papers = gamma * scaling * float(theory.residual_norm(keys, encode)) * float(query.norm())
+    papers = gamma * scaling * float(residuals.residual_norm(keys, encode)) * float(query.norm())
     assert papers == 0 < error
-    ours = bounds.logit_error_bound(theory.residual_rows(keys, encode, gamma=gamma).amax(), query.norm(), scaling)
+    ours = bounds.logit_error_bound(residuals.residual_rows(keys, encode, gamma=gamma).amax(), query.norm(), scaling)
     assert float(ours) == pytest.approx(error, rel=1e-12)
 
 
@@ -215,11 +213,11 @@ def test_the_bound_on_logits_is_reached_by_a_query_along_the_largest_residual() 
     keys, encode = torch.randn(30, 8, generator=generator, dtype=torch.float64), orthonormal(generator, 3, 8)
     lost = keys - 0.9 * keys @ encode.T @ encode
     query = lost[lost.norm(dim=1).argmax()]
-    rows = theory.residual_rows(keys, encode, gamma=0.9)
+    rows = residuals.residual_rows(keys, encode, gamma=0.9)
     bound = bounds.logit_error_bound(rows.amax(), query.norm(), -0.25)
     torch.testing.assert_close((0.25 * lost @ query).abs().max(), bound)
     # All residuals together are more than the worst of them, by up to the root of their number.
-    norm = theory.residual_norm(keys, encode, gamma=0.9)
+    norm = residuals.residual_norm(keys, encode, gamma=0.9)
     assert rows.amax() < norm < 30**0.5 * rows.amax()
 
 
@@ -343,7 +341,7 @@ def test_a_basis_from_a_sketch_misses_what_the_papers_bound_has_no_room_for() ->
     sketch, _ = sketched(x, size, 2 * size)
     basis = torch.linalg.svd(sketch).Vh[:rank]
     epsilon = float(tail_energies(x.T @ x)[rank]) / (size - rank)
-    missed = float(theory.residual_norm(x, basis))
+    missed = float(residuals.residual_norm(x, basis))
     assert missed == pytest.approx(1.0)
     assert epsilon**0.5 + 2 * epsilon / gap < 0.11
     assert float(bounds.sketched_residual_bound(1.0, epsilon)) >= missed
@@ -360,14 +358,14 @@ def test_any_other_sketch_needs_its_error_twice(seed: int, size: int, share: flo
     error = torch.linalg.matrix_norm(noise, ord=2)
     for rank in range(1, size):
         bound = bounds.sketched_residual_bound(torch.linalg.svdvals(x)[rank], error, sides=2)
-        assert covers(bound, theory.residual_norm(x, directions[:rank]), x.norm())
+        assert covers(bound, residuals.residual_norm(x, directions[:rank]), x.norm())
 
 
 def test_one_side_is_not_enough_for_a_sketch_that_may_be_longer_than_the_tokens() -> None:
     # The error turns the order of two directions round.
     x = torch.diag(torch.tensor([1.9, 1.0]).double().sqrt())
     sketch = torch.diag(torch.tensor([1.4, 1.5]).double().sqrt())
-    missed = theory.residual_norm(x, torch.linalg.svd(sketch).Vh[:1])
+    missed = residuals.residual_norm(x, torch.linalg.svd(sketch).Vh[:1])
     assert bounds.sketched_residual_bound(1.0, 0.5) < missed <= bounds.sketched_residual_bound(1.0, 0.5, sides=2)
 
 
@@ -413,14 +411,14 @@ def test_bounds_hold_and_say_something_on_a_models_own_keys_and_values(recorded,
         maps = [torch.linalg.eigh(x.mT @ x).eigenvectors[..., -rank:].mT for x in (keys, values)]
         logits, logits_ = (query @ x.mT / 8 for x in (keys, keys @ maps[0].mT @ maps[0]))
         output = logits.softmax(-1) @ values - logits_.softmax(-1) @ (values @ maps[1].mT @ maps[1])
-        rows = [theory.residual_rows(x, each) for x, each in zip((keys, values), maps, strict=True)]
+        rows = [residuals.residual_rows(x, each) for x, each in zip((keys, values), maps, strict=True)]
         spread = lambda x: x.unsqueeze(1)  # noqa: E731
         found = bounds.attention_error_bound(*map(spread, rows), query.norm(dim=-1), spread(bounds.value_radius(values)), 1 / 8)
         error = (logits - logits_).abs().amax(-1)
         assert covers(found.logits, error, query.norm(dim=-1).max() * keys.norm(dim=-1).max())
         assert covers(found.weights, (logits.softmax(-1) - logits_.softmax(-1)).abs().sum(-1), 1000.0)
         assert covers(found.output, output.norm(dim=-1), 1000.0)
-        norm = theory.residual_norm(keys, maps[0])
+        norm = residuals.residual_norm(keys, maps[0])
         grams = bounds.residual_norm_from_gram(keys.mT @ keys, maps[0])
         assert (norm <= grams).all()
         assert (grams <= norm * (1 + 1e-6) + 1e-6 * keys.norm()).all()
@@ -440,6 +438,6 @@ def test_a_sketch_of_a_models_own_keys_keeps_its_promises(recorded) -> None:
     prior = frequent_directions_bound(tail_energies(gram), 32)
     assert error <= certificate <= prior < 0.1 * torch.linalg.matrix_norm(gram, ord=2)
     values, directions = torch.linalg.svd(sketch)[1:]
-    missed = theory.residual_norm(keys, directions[:16])
+    missed = residuals.residual_norm(keys, directions[:16])
     bound = bounds.sketched_residual_bound(values[16], certificate)
     assert missed <= bound < 3 * missed

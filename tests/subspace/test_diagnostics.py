@@ -22,11 +22,10 @@ from hf_kvcaches.subspace.following import Follower
 from hf_kvcaches.subspace.layer import SubspaceLayer, decoded
 from hf_kvcaches.subspace.sketch import FrequentDirections, Gram
 from tests import testbed, tiny
-from tests.scripts.running import import_script
+from tests.reference.residuals import residual_norm
 
 pytestmark = pytest.mark.full
 
-theory = import_script("_subspace_theory")
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-4}
 SMALL: dict[str, Any] = {"rank": (3, 4), "warmup": 32, "chunk": 16}
@@ -299,7 +298,7 @@ def test_the_bound_over_chunks_holds_for_a_bank_of_bases(data: st.DataObject) ->
         exact.append(rows)
         read.append(decoded(kept, basis_of, torch.float64)[0, 0])
         chunks = [(slice(tile * TILE, (tile + 1) * TILE), basis) for tile, basis in enumerate(basis_of[0, 0])]
-        residuals.append(torch.stack([theory.residual_norm(rows[span], encode[basis], bank[basis]) for span, basis in chunks]))
+        residuals.append(torch.stack([residual_norm(rows[span], encode[basis], bank[basis]) for span, basis in chunks]))
     query, scaling = random(dim), dim**-0.5
     true, guess = (scaling * keys @ query for keys in (exact[0], read[0]))
     found = bounds.attention_error_bound(*residuals, query.norm(), bounds.value_radius(exact[1]), scaling)
