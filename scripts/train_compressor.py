@@ -39,9 +39,10 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.stores.files import write_atomically
-from hf_kvcaches.warmstart.adapters import Adapters, AdapterSample, AdapterTraining
-from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.reading import read_prompt
+from hf_kvcaches.warmstart.summaries.adapters import Adapters
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.training import AdapterTraining, fit_values, identity_adapters, loss_of, sample_of
 
 # Every so many texts one is not learned from.
 HELD_OUT = 5
@@ -84,7 +85,7 @@ class Bench:
         for ids in tqdm(texts, desc="reading", unit="text"):
             states = read_prompt(model, torch.tensor([ids], device=model.device))
             keys, values = zip(*states.layers, strict=True)
-            samples.append(AdapterSample.of(compressor, keys, values, states.queries, rotation.layers, tail, states.scaling))
+            samples.append(sample_of(compressor, keys, values, states.queries, rotation.layers, tail, states.scaling))
         self.learned = [sample for number, sample in enumerate(samples) if number % HELD_OUT]
         self.others = samples[::HELD_OUT]
         self.asked = list(texts[::HELD_OUT])
@@ -112,8 +113,8 @@ class Bench:
     def measure(self, name: str, adapters: Adapters | None) -> dict[str, Any]:
         """A row of the table."""
         kls = self.kls(adapters)
-        maps = adapters if adapters is not None else Adapters.identity(self.learned[0])
-        errors = {"L_C": maps.error(self.learned), "L_C held out": maps.error(self.others)}
+        maps = adapters if adapters is not None else identity_adapters(self.learned[0])
+        errors = {"L_C": loss_of(maps, self.learned), "L_C held out": loss_of(maps, self.others)}
         return {"adapters": name, **errors, "KL held out": fmean(kls), "median": median(kls), "greatest": max(kls)}
 
 
@@ -191,7 +192,7 @@ def main() -> None:
     state = args.state or args.out / "state"
     state.mkdir(parents=True, exist_ok=True)
     digest = digest_of(args, bench, texts)
-    made = {RIDGE: Adapters.ridge(bench.learned, args.gamma)}
+    made = {RIDGE: fit_values(bench.learned, args.gamma)}
     for seed in args.seeds:
         made[f"seed {seed}"] = train(args, bench, seed, state, digest)
     rows = [bench.measure(NO_ADAPTERS, None), *(bench.measure(name, adapters) for name, adapters in made.items())]

@@ -28,9 +28,9 @@ from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
 from hf_kvcaches.warmstart.planning import RowPlan, Served
-from hf_kvcaches.warmstart.projector import SlotProjector
 from hf_kvcaches.warmstart.serving import Serving
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.projector import SlotProjector
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap
 
 Strategy = Literal["auto", "slots", "align", "exact"]

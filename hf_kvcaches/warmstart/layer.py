@@ -12,7 +12,7 @@ from hf_kvcaches.core.attention import LayerView, previous_implementation
 from hf_kvcaches.core.growing import append
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.warmstart.slots import LayerSlots
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots
 
 
 class WarmLayer(SplicedLayer):

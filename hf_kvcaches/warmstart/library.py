@@ -27,16 +27,16 @@ from hf_kvcaches.errors import (
 )
 from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.stores.blobs_format import array_as_text
-from hf_kvcaches.warmstart.adapters import Adapters
-from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
 from hf_kvcaches.warmstart.entries import EntryStore
 from hf_kvcaches.warmstart.entry import Entry, EntryReport, Facts
 from hf_kvcaches.warmstart.packed import PackedLibrary
 from hf_kvcaches.warmstart.prompts import Prompt, listed, token_ids
-from hf_kvcaches.warmstart.reading import correction_for, read_prompt
-from hf_kvcaches.warmstart.slots import Slots
-from hf_kvcaches.warmstart.trained import TrainedAdapters
+from hf_kvcaches.warmstart.reading import read_prompt
+from hf_kvcaches.warmstart.summaries.adapters import Adapters, TrainedAdapters
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.positions import PositionCorrection
+from hf_kvcaches.warmstart.summaries.slots import Slots
 
 Full = Literal["int8", "int4", "exact"] | None
 
@@ -105,7 +105,7 @@ class WarmStartLibrary:
         self.model, self.tokenizer = compat.base_model(model), tokenizer
         compat.decoder_layers(self.model)  # or a refusal, before anything is stored
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
-        self.correction = correction_for(self.model) if correct_positions and slots else None
+        self.correction = PositionCorrection.of_model(self.model) if correct_positions and slots else None
         if slots and not self.rotation.turns and self.correction is None:
             raise UnsupportedError(f"slots: {self.rotation.why}. Use slots=0, which reuses common starts of prompts.")
         self.slots, self.layout, self.tail, self.full = slots, layout, tail, full

@@ -16,7 +16,7 @@ from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.gate import changes
 from hf_kvcaches.warmstart.library import Neighbour
 from hf_kvcaches.warmstart.planning import RowPlan, beginning, best_aligned
-from hf_kvcaches.warmstart.slots import Slots
+from hf_kvcaches.warmstart.summaries.slots import Slots
 
 if TYPE_CHECKING:
     from hf_kvcaches.warmstart.cache import WarmStartCache

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.warmstart.adapters import Adapters, AdapterSample, AdapterTraining, fit_adapters
-from hf_kvcaches.warmstart.compressor import SlotCompressor, triangles
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.adapters import Adapters
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor, triangles
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.training import AdapterTraining, Sample, fit_values, identity_adapters, loss_of, sample_of
 from tests import tiny
 from tests.testbed import held_out, load
 from tests.warmstart.prompts import Prompt, attend, geometries, made_up, read, whole
@@ -113,7 +114,7 @@ def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, 
         assert all(bool(part.isfinite().all()) for part in layer)
         assert layer.keys.shape[1] == min(slots, tokens - tail)
         assert bool((layer.positions.diff(dim=-1) >= 0).all())
-        assert bool((made.offsets[0] > tail - 1e-3).all())
+        assert bool((made.length - made.positions[0] > tail - 1e-3).all())
         assert bool((layer.positions >= 0).all())
         assert bool((layer.counts > 1 - 1e-4).all())
         if layout == "salient":
@@ -198,19 +199,25 @@ def test_the_error_of_attention_falls_with_the_number_of_slots(prose: Prompt) ->
     assert all(salient < paper / 2 for salient, paper in zip(errors["salient"][:-1], errors["paper"][:-1], strict=True)), errors
 
 
-def samples(count: int, slots: int = 8, length: int = 60) -> tuple[list[AdapterSample], list[Prompt], list]:
+def samples(count: int, slots: int = 8, length: int = 60) -> tuple[list[Sample], list[Prompt], list]:
     model = tiny.llama()
     where = geometries(model)
     prompts = [read(model, tiny.ids(length + seed % 7, seed=seed)) for seed in range(count)]
     compressor = SlotCompressor(slots)
-    return [AdapterSample.of(compressor, each.keys, each.values, each.query, where, tail=2) for each in prompts], prompts, where
+    return [sample_of(compressor, each.keys, each.values, each.query, where, tail=2) for each in prompts], prompts, where
+
+
+def fit_adapters(made: list[Sample], steps: int, **options) -> Adapters:
+    training = AdapterTraining(made, **options)
+    training.run(steps)
+    return training.adapters
 
 
 def test_a_sample_s_output_is_that_of_the_whole_prompt_and_its_attention_that_over_slots_and_tail() -> None:
     (sample,), (prompt,), where = samples(1)
-    plain = Adapters.identity(sample)
+    plain = identity_adapters(sample)
     slots = SlotCompressor(8).compress(*prompt.before(2))
-    for layer, own in enumerate(sample.layers):
+    for layer, own in enumerate(sample):
         query = prompt.query[layer]
         everything = whole(prompt._replace(length=prompt.length + 1), layer)
         torch.testing.assert_close(own.output.flatten(0, 1).double(), attend(everything, query), atol=1e-5, rtol=1e-4)
@@ -225,10 +232,10 @@ def test_a_sample_s_output_is_that_of_the_whole_prompt_and_its_attention_that_ov
 def test_adapters_of_values_in_closed_form_are_where_the_error_has_its_least() -> None:
     made, _, _ = samples(20)
     gamma = 1e-2
-    fitted = Adapters.ridge(made, gamma)
+    fitted = fit_values(made, gamma)
     for layer in range(4):
-        own = [each.layers[layer] for each in made]
-        plain = Adapters.identity(made[0])
+        own = [each[layer] for each in made]
+        plain = identity_adapters(made[0])
         value_map = fitted.values[layer].double().requires_grad_()
         given = [each.attend(plain.keys[layer], plain.values[layer])[0] for each in own]
         scale = sum(each.double().square().sum((1, 2)) for each in given) / value_map.shape[-1]
@@ -239,20 +246,20 @@ def test_adapters_of_values_in_closed_form_are_where_the_error_has_its_least() -
         pull = (value_map - torch.eye(value_map.shape[-1])).square().sum((1, 2))
         (gradient,) = torch.autograd.grad(loss + gamma * (scale * pull).sum(), value_map)
         assert float(gradient.abs().max()) < 1e-3 * float(scale.max())
-    assert fitted.error(made) < Adapters.identity(made[0]).error(made)
+    assert loss_of(fitted, made) < loss_of(identity_adapters(made[0]), made)
 
 
 def test_trained_adapters_bring_outputs_closer_also_of_prompts_that_were_not_seen() -> None:
     made, _, _ = samples(40)
     trained = fit_adapters(made[:32], 60, lr=3e-3)
-    plain = Adapters.identity(made[0])
-    assert trained.error(made[:32]) < 0.9 * plain.error(made[:32])
-    assert trained.error(made[32:]) < plain.error(made[32:])
+    plain = identity_adapters(made[0])
+    assert loss_of(trained, made[:32]) < 0.9 * loss_of(plain, made[:32])
+    assert loss_of(trained, made[32:]) < loss_of(plain, made[32:])
 
 
 def test_a_strong_weight_holds_trained_adapters_at_the_identity() -> None:
     made, _, _ = samples(8)
-    plain = Adapters.identity(made[0]).tensors()
+    plain = identity_adapters(made[0]).tensors()
     moved = []
     for weight in (0.0, 1e3):
         trained = fit_adapters(made, 40, lr=1e-2, weight=weight).tensors()
@@ -290,7 +297,7 @@ def test_a_compressor_s_adapters_do_what_they_learned_to() -> None:
     made, prompts, where = samples(6)
     adapters = fit_adapters(made, 10, lr=1e-2)
     slots = SlotCompressor(8, adapters=adapters, geometries=where).compress(*prompts[0].before(2))
-    sample = made[0].layers[1]
+    sample = made[0][1]
     from_slots, live = sample.attend(adapters.keys[1], adapters.values[1])
     own = list(slots.layers())[1]
     tail = LayerSlots(*(part[:, -2:] for part in whole(prompts[0]._replace(length=prompts[0].length + 1), 1)))
@@ -317,7 +324,7 @@ def test_what_can_not_work_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="layout"):
         SlotCompressor(8, "flat")
     with pytest.raises(ConfigError, match="geometries"):
-        SlotCompressor(8, adapters=Adapters.identity(samples(1)[0][0]))
+        SlotCompressor(8, adapters=identity_adapters(samples(1)[0][0]))
     with pytest.raises(ConfigError, match="At least the last token"):
         compressor.compress(keys, values, query, 19)
     with pytest.raises(ConfigError, match=r"query\[0\]"):

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.warmstart.compressor import SlotCompressor
-from hf_kvcaches.warmstart.positions import PositionCorrection, repaired
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.positions import PositionCorrection, repaired
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import tiny
 
 
@@ -141,16 +141,6 @@ def test_slots_crowded_at_the_end_do_not_reach_the_last_token(correction: Positi
     layer = LayerSlots(torch.randn(4, 3, 8), torch.randn(4, 3, 8), positions, torch.ones(4, 3))
     moved = correction.shifted(Slots.from_layers([layer] * 3, 61), 10)
     assert moved.positions[0][0].tolist() == [67, 68, 69]
-
-
-def test_a_stored_correction_comes_back(correction: PositionCorrection) -> None:
-    back = PositionCorrection.of(correction.tensors())
-    assert torch.equal(back.embeddings, correction.embeddings)
-    assert all(torch.equal(a, b) for a, b in zip(back.maps, correction.maps, strict=True))
-    stored = correction.tensors()
-    del stored["maps.0"]
-    with pytest.raises(ArtifactError, match=r"maps\.|lack"):
-        PositionCorrection.of(stored)
 
 
 def test_what_can_not_work_is_refused_by_name(model, correction: PositionCorrection) -> None:

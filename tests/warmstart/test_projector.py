@@ -9,8 +9,8 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.warmstart.projector import SlotProjector
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.projector import SlotProjector
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import tiny
 
 GEOMETRY = RotaryGeometry(1e4 ** -(torch.arange(4, dtype=torch.float64) / 4), 8)

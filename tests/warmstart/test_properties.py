@@ -11,10 +11,10 @@ import torch
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.splicing.rotation import rotation_of
-from hf_kvcaches.warmstart.compressor import SlotCompressor
-from hf_kvcaches.warmstart.positions import PositionCorrection
 from hf_kvcaches.warmstart.reading import read_prompt
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.positions import PositionCorrection
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import testbed, tiny
 from tests.segments.test_cache import MODELS, A, B, C, D, joined
 from tests.testbed.pairs import make_pairs

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-from hf_kvcaches.warmstart.compressor import SlotCompressor
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import tiny
 from tests.warmstart.prompts import attend, geometries, made_up, read
 
@@ -56,10 +56,6 @@ def test_stored_slots_that_do_not_fit_together_are_refused(damage: str) -> None:
         Slots.of(stored, 50)
 
 
-def test_bytes_are_those_of_all_tensors() -> None:
-    assert random_slots((2, 4, 8), (1, 4, 16)).bytes == 4 * (2 * 4 * (8 + 8 + 2) + 4 * (16 + 16 + 2))
-
-
 def test_slots_that_do_not_fit_together_are_refused() -> None:
     slots = random_slots((2, 4, 8))
     with pytest.raises(ConfigError, match="layer 0: expected keys and values"):
@@ -82,7 +78,7 @@ def test_attention_over_shifted_slots_is_attention_at_the_source(delta: int, see
     query = geometry.shift(prompt.query[0][None, :, None], delta)[0, :, 0]
     before, after = attend(next(slots.layers()), prompt.query[0]), attend(next(moved.layers()), query)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(moved.offsets[0], slots.offsets[0], atol=1e-3, rtol=0)
+    torch.testing.assert_close(moved.length - moved.positions[0], slots.length - slots.positions[0], atol=1e-3, rtol=0)
     assert moved.length == 41 + delta
 
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary, compat
-from hf_kvcaches.warmstart.slots import Slots
+from hf_kvcaches.warmstart.summaries.slots import Slots
 from tests import tiny
 
 # Lets everything through, and what only asks for enough tokens.

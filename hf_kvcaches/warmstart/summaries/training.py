@@ -1,0 +1,202 @@
+"""How `Adapters` are made: in closed form, or by gradient descent on the paper's loss L_C."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import ConfigError, whole_number
+from hf_kvcaches.warmstart.summaries.adapters import Adapters
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.slots import require_layers, rotated
+
+
+class LayerSample(NamedTuple):
+    """One layer of one prompt, in float32; keys and the query relative to the prompt's end.
+
+    Args:
+        keys: Of the slots, (kv_heads, slots, head_dim).
+        values: (kv_heads, slots, value_dim).
+        bias: Logarithms of the slots' counts, (kv_heads, slots).
+        live_keys: Of the tokens behind the slots, including the last, (kv_heads, tail, head_dim).
+        live_values: (kv_heads, tail, value_dim).
+        query: Of the last token, scaled, (kv_heads, group, head_dim).
+        output: The query's attention output over the whole prompt, (kv_heads, group, value_dim).
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    bias: torch.Tensor
+    live_keys: torch.Tensor
+    live_values: torch.Tensor
+    query: torch.Tensor
+    output: torch.Tensor
+
+    def attend(self, key_map: torch.Tensor, value_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the two summands of the query's output, (kv_heads, group, value_dim): from mapped slots, and from the tokens behind them.
+
+        Args:
+            key_map: (kv_heads, head_dim, head_dim).
+            value_map: (kv_heads, value_dim, value_dim).
+        """
+        slots = self.query @ (self.keys @ key_map).mT + self.bias[:, None]
+        weights = torch.cat([slots, self.query @ self.live_keys.mT], -1).softmax(-1)
+        count = self.keys.shape[1]
+        return weights[..., :count] @ self.values @ value_map, weights[..., count:] @ self.live_values
+
+
+Sample = tuple[LayerSample, ...]
+
+
+def sample_of(
+    compressor: SlotCompressor,
+    keys: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    query: Sequence[torch.Tensor],
+    geometries: Sequence[RotaryGeometry],
+    tail: int = 1,
+    scaling: Sequence[float] | None = None,
+) -> Sample:
+    """Compress a prompt, and compute the attention outputs over all of it.
+
+    Args:
+        keys: For each layer (kv_heads, length, head_dim), rotated: of the whole prompt.
+        values: For each layer (kv_heads, length, value_dim).
+        query: For each layer (heads, head_dim), rotated and not scaled: of the last token.
+        tail: How many of the last tokens are recomputed behind the slots.
+        scaling: What each layer multiplies logits with; None for `head_dim ** -0.5`.
+    """
+    if compressor.adapters is not None:
+        raise ConfigError.of("compressor", "one without adapters", "one with adapters")
+    require_layers("geometries", geometries, len(keys))
+    length = keys[0].shape[1]
+    start = length - whole_number("tail", tail, 1, f"an integer of 1 to {length - 1}", most=length - 1)
+    slots = compressor.compress([layer[:, :start] for layer in keys], [layer[:, :start] for layer in values], query, length, scaling)
+    samples = []
+    for index, (layer, geometry) in enumerate(zip(slots.layers(), geometries, strict=True)):
+        factor = keys[index].shape[-1] ** -0.5 if scaling is None else scaling[index]
+        scaled = (query[index].float() * factor).unflatten(0, (layer.keys.shape[0], -1))
+        output = (scaled @ keys[index].float().mT).softmax(-1) @ values[index].float()
+        rows = (rotated(states.float(), -length, geometry) for states in (layer.keys, keys[index][:, start:], scaled))
+        slot_keys, live_keys, scaled = rows
+        live_values = values[index][:, start:].float()
+        samples.append(LayerSample(slot_keys, layer.values.float(), layer.counts.log(), live_keys, live_values, scaled, output))
+    return tuple(samples)
+
+
+def identity_adapters(sample: Sample) -> Adapters:
+    """Return maps that leave everything as it is."""
+    return Adapters(tuple(_identities(layer.keys) for layer in sample), tuple(_identities(layer.values) for layer in sample))
+
+
+def fit_values(samples: Sequence[Sample], gamma: float = 1.0) -> Adapters:
+    """Fit maps of values in closed form, and leave keys alone.
+
+    With fixed keys an output is the slots' summand, mapped, plus that of the tokens behind them: linear in the map. The maps minimise the
+    squared distance to the outputs over the whole prompt, summed over samples and the query heads of a key head, plus
+    `gamma * scale * |A - I|^2`, where `scale` is the sum of the squares of the slots' summands, divided by `value_dim`.
+
+    Args:
+        samples: From several prompts; with few, a small gamma overfits.
+        gamma: Above 0.
+    """
+    if not gamma > 0:
+        raise ConfigError.of("gamma", "a number above 0", gamma)
+    plain = identity_adapters(_checked(samples)[0])
+    fitted = []
+    for layers, key_map, identity in zip(zip(*samples, strict=True), plain.keys, plain.values, strict=True):
+        summands = [layer.attend(key_map, identity) for layer in layers]
+        # The query heads of a key head are rows of one problem: (kv_heads, rows, value_dim).
+        inputs = torch.cat([from_slots for from_slots, _ in summands], 1).double()
+        missing = torch.cat([layer.output - sum(pair) for layer, pair in zip(layers, summands, strict=True)], 1).double()
+        gram = inputs.mT @ inputs
+        scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(torch.float64).tiny)
+        change = torch.linalg.solve(gram + gamma * scale[:, None, None] * identity.double(), inputs.mT @ missing)
+        fitted.append((identity.double() + change).float())
+    return Adapters(plain.keys, tuple(fitted))
+
+
+@torch.no_grad()
+def loss_of(adapters: Adapters, samples: Sequence[Sample]) -> float:
+    """Return L_C: the mean squared distance of a head's output over slots from that over the whole prompt."""
+    return float(_loss(_checked(samples), adapters.keys, adapters.values))
+
+
+class AdapterTraining:
+    """Trains adapters with AdamW on the paper's L_C; can be stopped and resumed.
+
+    Minimises L_C plus `weight * |A - I|^2` over all maps (the paper: `|A|^2`). AdamW's weight decay is off: it pulls towards 0.
+
+    Args:
+        samples: From several prompts; the same ones to resume.
+        seed: Decides in which order samples are seen.
+    """
+
+    def __init__(self, samples: Sequence[Sample], *, lr: float = 1e-3, weight: float = 1e-4, seed: int = 1, batch: int = 8) -> None:
+        self._samples = _checked(samples)
+        if not lr > 0:
+            raise ConfigError.of("lr", "a number above 0", lr)
+        if not weight >= 0:
+            raise ConfigError.of("weight", "a number of at least 0", weight)
+        self._weight, self._batch = weight, min(whole_number("batch", batch, 1), len(samples))
+        start = identity_adapters(samples[0])
+        self._keys, self._values = ([tensor.requires_grad_() for tensor in maps] for maps in (start.keys, start.values))
+        self._optimizer = torch.optim.AdamW([*self._keys, *self._values], lr=lr, weight_decay=0.0)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.steps = 0
+
+    @property
+    def adapters(self) -> Adapters:
+        """A copy of the maps as they are now."""
+        return Adapters(*(tuple(tensor.detach().clone() for tensor in maps) for maps in (self._keys, self._values)))
+
+    def run(self, steps: int) -> None:
+        """Take steps."""
+        for _ in range(steps):
+            batch = torch.randperm(len(self._samples), generator=self._generator)[: self._batch].tolist()
+            with torch.enable_grad():
+                loss = _loss([self._samples[index] for index in batch], self._keys, self._values)
+                for tensor in (*self._keys, *self._values):
+                    loss = loss + self._weight * (tensor - _identities(tensor)).square().sum()
+                self._optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+            self._optimizer.step()
+            self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a new training of the same samples needs to resume; for `torch.save`."""
+        state = {"adapters": self.adapters.tensors(), "optimizer": self._optimizer.state_dict()}
+        return {**state, "generator": self._generator.get_state(), "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to where `state_dict` was called."""
+        adapters = Adapters.of(state["adapters"])
+        require_layers("state", adapters.keys, len(self._keys))
+        with torch.no_grad():
+            for tensor, stored in zip((*self._keys, *self._values), (*adapters.keys, *adapters.values), strict=True):
+                tensor.copy_(stored)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._generator.set_state(state["generator"])
+        self.steps = int(state["steps"])
+
+
+def _loss(samples: Sequence[Sample], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+    losses = []
+    for sample in samples:
+        for layer, key_map, value_map in zip(sample, keys, values, strict=True):
+            from_slots, live = layer.attend(key_map, value_map)
+            losses.append((from_slots + live - layer.output).square().sum(-1).mean())
+    return torch.stack(losses).mean()
+
+
+def _identities(rows: torch.Tensor) -> torch.Tensor:
+    return torch.eye(rows.shape[-1], device=rows.device).repeat(rows.shape[0], 1, 1)
+
+
+def _checked(samples: Sequence[Sample]) -> Sequence[Sample]:
+    if not samples:
+        raise ConfigError.of("samples", "at least one", "none")
+    return samples
