@@ -13,7 +13,7 @@ from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.placing import Loaded
 from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan
 from hf_kvcaches.core.splicing.tokens import Ids
-from hf_kvcaches.warmstart.gate import changes
+from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.library import Neighbour
 from hf_kvcaches.warmstart.planning import RowPlan, beginning, best_aligned
 from hf_kvcaches.warmstart.summaries.slots import Slots

@@ -14,7 +14,7 @@ from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch
 from hf_kvcaches.warmstart.calibration import CLOSED, FALSE, calibrate_gate, limit, measure_pair
-from hf_kvcaches.warmstart.gate import changes
+from hf_kvcaches.warmstart.changes import changes
 from tests import testbed
 from tests.testbed.pairs import make_pairs
 

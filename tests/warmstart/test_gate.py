@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.gate import TextChanges, WarmStartGate, changes, content_words
+from hf_kvcaches.warmstart.changes import TextChanges, changes, content_words
+from hf_kvcaches.warmstart.gate import WarmStartGate
 from tests import testbed
 from tests.testbed import pairs
 
