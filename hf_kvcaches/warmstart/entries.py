@@ -1,12 +1,13 @@
-"""Prompts with what is stored of them, found by their tokens or by likeness, shared by threads and processes."""
+"""Prompts with what is stored of them, looked up by their tokens or by similarity, shared by threads and processes."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,99 @@ from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.reading import not_finite
 from hf_kvcaches.stores.vectors import VectorIndex
-from hf_kvcaches.warmstart.entry import Embedding, Entry, EntryHead, EntryReport, Facts
+
+Embedding = npt.NDArray[np.float32]
 
 _KIND = "warm-start entry, version 1"
 _IDS = "ids"
 # The fields of a blob's head and their types. Others may be added without a new version.
 _FIELDS = {"kind": str, "scope": str, "text": str, "length": int, "created": float, "provenance": dict, "sizes": dict, "embedding": str}
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A prompt and what is stored of it.
+
+    Args:
+        embedding: `(dim,)`, of length 1.
+        tensors: By name, other than `ids`. Those of a stored entry must not be written to.
+        provenance: How it came about, as JSON can hold it.
+    """
+
+    text: str
+    ids: Sequence[int]
+    embedding: Embedding
+    tensors: Mapping[str, Tensor]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Facts(NamedTuple):
+    """What a library stores in an entry's provenance: its tokens, and what `codec` needs to read its keys and values, if it has any."""
+
+    ids: Ids
+    stored: Mapping[str, Any] | None
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, Any]) -> Self | None:
+        """Read them from a provenance; None where no library has put them there."""
+        try:
+            return cls(array_of_text(provenance["ids"], "<u4"), provenance["stored"])
+        except (LookupError, TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True)
+class EntryHead:
+    """What is known of a stored entry without reading its tensors.
+
+    Args:
+        created: In seconds since 1970.
+        sizes: The bytes of each of its tensors.
+        bytes: Of the whole blob.
+    """
+
+    text: str
+    length: int
+    provenance: dict[str, Any]
+    created: float
+    sizes: dict[str, int]
+    bytes: int
+    facts: Facts | None
+
+
+@dataclass(frozen=True)
+class EntryReport:
+    """What a store holds, and what this process did with it.
+
+    Args:
+        location: Without passwords.
+        entries: Of this scope.
+        foreign: Of other scopes.
+        bytes: Of all of them.
+        max_bytes: The cap, or None.
+        pinned: Entries of this scope that are never evicted.
+        hits: How often an entry was reused.
+        saved_tokens: Tokens that were not computed.
+        loads: How often tensors were read.
+        written: Entries that this process stored.
+        evicted: Entries that this process evicted.
+        damaged: Damaged entries that this process deleted.
+        failures: How often the back-end failed.
+    """
+
+    location: str
+    entries: int
+    foreign: int
+    bytes: int
+    max_bytes: int | None
+    pinned: int
+    hits: int
+    saved_tokens: int
+    loads: int
+    written: int
+    evicted: int
+    damaged: int
+    failures: int
 
 
 class EntryContents:
@@ -52,8 +140,8 @@ class EntryContents:
                 if self.vectors is None:
                     self.vectors = VectorIndex(len(vectors[key]))
                 facts = Facts.of(data["provenance"])
-                text, length, provenance = data["text"], data["length"], data["provenance"]
-                self.heads[key] = EntryHead(text, length, provenance, data["created"], data["sizes"], size, facts)
+                fields = {name: data[name] for name in ("text", "length", "provenance", "created", "sizes")}
+                self.heads[key] = EntryHead(**fields, bytes=size, facts=facts)
                 if facts is not None:
                     insort(self._order, (_sortable(facts.ids), key))
             tokens[key] = data["length"]
@@ -74,10 +162,10 @@ class EntryContents:
         return ()
 
     def beginning(self, ids: Ids) -> tuple[str | None, int]:
-        """The entry that shares the longest beginning with a prompt, and how many tokens that is."""
+        """Return the entry that shares the longest prefix with a prompt, and how many tokens that is."""
         index = bisect_left(self._order, (_sortable(ids), ""))
         best, longest = None, 0
-        # The longest common beginning is that of a neighbour in the order.
+        # It is one of the two neighbours in the order.
         for _, key in self._order[max(0, index - 1) : index + 1]:
             facts = self.heads[key].facts
             shared = 0 if facts is None else common_prefix(facts.ids, ids)
@@ -86,11 +174,7 @@ class EntryContents:
         return best, longest
 
     def checked(self, embedding: Embedding) -> Embedding:
-        """An embedding as float32, of the dimension of the others.
-
-        Args:
-            embedding: `(dim,)`, of length 1.
-        """
+        """Return an embedding as float32 if it has length 1 and the dimension of the others."""
         vector = np.asarray(embedding, np.float32)
         dim = vector.shape[0] if self.vectors is None and vector.ndim == 1 else getattr(self.vectors, "dim", 0)
         if vector.shape != (dim,) or not dim or not abs(float(np.linalg.norm(vector)) - 1) <= 1e-3:
@@ -103,22 +187,20 @@ class EntryStore:
     """Entries of one scope, in memory, in a folder or in Redis.
 
     Any thread may call any method, and processes may share a place. Changes of other processes are applied by `refresh`, and with every
-    change of this one. Where the place fails, or what it holds is damaged, that is a miss, and the first one is a `RuntimeWarning`.
+    change of this one. A failed or damaged read is a miss, and the first one is a `RuntimeWarning`.
 
     Args:
         location: `memory`, `disk:FOLDER` or `redis://host:port/db` (see `open_blobs`).
-        scope: All that has to be the same for an entry to be of use: the model, the tokenizer, the encoder, the format. Entries of
-            other scopes may lie in the same place; they count for the cap, and otherwise are left alone.
-        max_bytes: What all entries may take, but for pinned ones. Beyond, those are evicted that saved the fewest tokens a byte, and not
-            lately.
-        timeout: Seconds that all look-ups of a request may wait for Redis together; see `open_blobs`.
+        scope: Names the model, the tokenizer, the encoder and the format. Entries of other scopes may lie in the same place; they count
+            for the cap, and otherwise are left alone.
+        max_bytes: What all entries may take, but for pinned ones; see `Catalog`.
+        timeout: Seconds that all look-ups of a request may wait for Redis together.
     """
 
     def __init__(self, location: str, scope: str, max_bytes: int | str | None = None, timeout: float = TIMEOUT) -> None:
         if not isinstance(scope, str) or not scope:
             raise ConfigError.of("scope", "a string that names the model and all else that entries depend on", scope)
-        # Entries are put into an index as soon as there are any.
-        require("faiss", "retrieval", "A store of prompts")
+        require("faiss", "retrieval", "A store of prompts")  # the index is made with the first entry
         self.scope, self.contents = scope, EntryContents(scope)
         self.catalog = Catalog(location, timeout, max_bytes, self.contents, "entry")
         self._hits = self._saved_tokens = 0
@@ -126,11 +208,10 @@ class EntryStore:
 
     @property
     def max_bytes(self) -> int | None:
-        """The cap, or None."""
         return self.catalog.max_bytes
 
     def put(self, entry: Entry) -> str | None:
-        """Stores an entry and returns its id; one of the same tokens that is there already is kept. None where it didn't stay."""
+        """Store an entry and return its id; one of the same tokens that is there already is kept. None where it didn't stay."""
         ids = _as_ids(entry.ids)
         embedding = self.contents.checked(entry.embedding)
         if _IDS in entry.tensors:
@@ -149,7 +230,7 @@ class EntryStore:
             "scope": self.scope,
             "text": entry.text,
             "length": len(ids),
-            # Whole seconds: with more digits, prompts of one size would take a few bytes more or less, and be worth more or less.
+            # Whole seconds, so that prompts of one size take equally many bytes.
             "created": float(int(time.time())),
             "provenance": dict(entry.provenance),
             "sizes": sizes,
@@ -158,12 +239,12 @@ class EntryStore:
         }
         if key not in self and not self.catalog.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors}):
             return None
-        # The last one to look sees what all have written, so processes stay within the cap together.
+        # After its last write each process sees all entries, so they stay within the cap together.
         self.refresh()
         return key if key in self else None
 
     def get(self, key: str, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None) -> Entry | None:
-        """An entry, or None where there is none of that id and scope, or none any more, or a damaged one.
+        """Return an entry; None where there is none of that id and scope, or a damaged one.
 
         Args:
             check: Raises an `ArtifactError` for tensors that are not what they should be: the entry is deleted then.
@@ -187,48 +268,33 @@ class EntryStore:
         ids = tensors.pop(_IDS)
         return Entry(head.text, ids.tolist(), embedding, tensors, head.provenance)
 
-    def all(self) -> Iterator[Entry]:
-        """All entries, each read as a request of its own."""
-        for key in self.ids():
-            self.catalog.blobs.begin()
-            if (entry := self.get(key)) is not None:
-                yield entry
-
     def head(self, key: str) -> EntryHead | None:
-        """What is known of an entry without reading it, or None."""
+        """Return what is known of an entry without reading it, or None."""
         with self.catalog.lock:
             return self.contents.heads.get(key)
 
     def exact(self, ids: Sequence[int]) -> str | None:
-        """The id of the entry with exactly these tokens, or None."""
+        """Return the id of the entry with exactly these tokens, or None."""
         key = self._key(_as_ids(ids))
         return key if key in self else None
 
     def beginning(self, ids: Ids) -> tuple[str | None, int]:
-        """The id of the entry that shares the longest beginning with a prompt, and how many tokens that is."""
+        """Return the id of the entry that shares the longest prefix with a prompt, and how many tokens that is."""
         with self.catalog.lock:
             return self.contents.beginning(ids)
 
     def near(self, embedding: npt.ArrayLike, k: int = 1) -> list[tuple[str, float]]:
-        """The ids of the most similar entries with their cosines, the most similar first.
-
-        Args:
-            embedding: `(dim,)`, of length 1.
-        """
+        """Return the ids of the entries most similar to an embedding with their cosines, the most similar first."""
         vectors = self.contents.vectors
         return [] if vectors is None else vectors.search(embedding, k)[0]
 
     def ids(self) -> list[str]:
-        """Of all entries."""
+        """Return the ids of all entries."""
         with self.catalog.lock:
             return list(self.contents.heads)
 
     def used(self, key: str, tokens: int | None = None) -> None:
-        """Counts the work that an entry saved.
-
-        Args:
-            tokens: That were not computed; None: as many as it has.
-        """
+        """Count the tokens that an entry saved; None for all that it has."""
         head = self.head(key)
         if head is not None:
             saved = head.length if tokens is None else tokens
@@ -238,29 +304,30 @@ class EntryStore:
                 self._saved_tokens += saved
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keeps an entry from eviction, by any process."""
+        """Keep an entry from eviction, by any process."""
         self.catalog.pin(key, pinned)
 
     def delete(self, key: str) -> bool:
-        """Deletes an entry of this scope, and returns whether it was there."""
+        """Delete an entry of this scope, and return whether it was there."""
         return key in self and self.catalog.delete(key)
 
     def refresh(self) -> None:
-        """Begins a request: applies what other processes changed, and evicts what exceeds the cap."""
+        """Begin a request: apply what other processes changed, and evict what exceeds the cap."""
         self.catalog.refresh()
         if len(self.catalog.worth.sizes) > len(self):
             sentence = f"{self.catalog.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
             self.catalog.warn_once("foreign", sentence)
 
     def report(self) -> EntryReport:
-        """What the store holds now."""
+        """Report what the store holds now."""
         self.refresh()
-        own = self.ids()
-        foreign = len(self.catalog.worth.sizes) - len(own)
-        return EntryReport(entries=len(own), foreign=foreign, hits=self._hits, saved_tokens=self._saved_tokens, **self.catalog.summary(own))
+        keys = self.ids()
+        foreign = len(self.catalog.worth.sizes) - len(keys)
+        counts = self.catalog.summary(keys)
+        return EntryReport(entries=len(keys), foreign=foreign, hits=self._hits, saved_tokens=self._saved_tokens, **counts)
 
     def close(self) -> None:
-        """Closes connections. What is stored stays, unless it is in memory."""
+        """Close connections. What is stored stays, unless it is in memory."""
         self.catalog.close()
 
     def __len__(self) -> int:
@@ -269,23 +336,11 @@ class EntryStore:
     def __contains__(self, key: object) -> bool:
         return key in self.contents.heads
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self.close()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> EntryStore:
-        # A copied cache goes on with the same store.
-        return self
-
-    def __repr__(self) -> str:
-        return f"EntryStore({self.catalog.place!r}, {len(self)} entries)"
+        return self  # a copied cache shares the store
 
     def _key(self, ids: npt.NDArray[np.int32]) -> str:
-        hasher = hashlib.blake2b(_KIND.encode() + b"|" + self.scope.encode() + b"|", digest_size=16)
-        hasher.update(ids.astype("<i4").tobytes())
-        return hasher.hexdigest()
+        return hashlib.blake2b(f"{_KIND}|{self.scope}|".encode() + ids.astype("<i4").tobytes(), digest_size=16).hexdigest()
 
 
 def _sortable(ids: Ids) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.splicing.codec import check
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.warmstart.entry import Entry, Facts
+from hf_kvcaches.warmstart.entries import Entry, Facts
 
 # Of a library, and whether a value can be one.
 _SETTINGS: dict[str, Callable[[Any], bool]] = {
@@ -38,16 +38,12 @@ class PackedLibrary(Artifact):
         self.entries, self.settings, self.encoder, self.adapters = entries, settings, encoder, dict(adapters or {})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        found = {f"adapters.{name}": tensor for name, tensor in self.adapters.items()}
+        tensors = {f"adapters.{name}": tensor for name, tensor in self.adapters.items()}
         for number, entry in enumerate(self.entries):
-            own = {
-                "ids": torch.tensor(entry.ids, dtype=torch.int32),
-                "embedding": torch.from_numpy(entry.embedding.copy()),
-                **entry.tensors,
-            }
-            found |= {f"{number}.{name}": tensor.contiguous() for name, tensor in own.items()}
+            arrays = {"ids": torch.tensor(entry.ids, dtype=torch.int32), "embedding": torch.from_numpy(entry.embedding.copy())}
+            tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in (arrays | dict(entry.tensors)).items()}
         # A file without any tensor can't be read again.
-        return found or {"none": torch.zeros(1)}
+        return tensors or {"none": torch.zeros(1)}
 
     def metadata(self) -> dict[str, Any]:
         prompts = [{"text": entry.text, "provenance": dict(entry.provenance)} for entry in self.entries]
@@ -55,26 +51,25 @@ class PackedLibrary(Artifact):
 
     @classmethod
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
-        owned: dict[str, dict[str, torch.Tensor]] = {}
+        groups: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
-            owner, _, rest = name.partition(".")
-            owned.setdefault(owner, {})[rest] = tensor
+            group, _, rest = name.partition(".")
+            groups.setdefault(group, {})[rest] = tensor
         settings = dict(metadata["settings"])
-        if set(settings) != set(_SETTINGS) or not all(sound(settings[name]) for name, sound in _SETTINGS.items()):
+        if set(settings) != set(_SETTINGS) or not all(valid(settings[name]) for name, valid in _SETTINGS.items()):
             raise ArtifactError(f"The stored library has the settings {str(settings)[:200]}. Make it anew.")
         entries = []
         for number, prompt in enumerate(metadata["prompts"]):
-            own = owned[str(number)]
-            ids, embedding = own.pop("ids").tolist(), own.pop("embedding").numpy()
-            provenance = prompt["provenance"]
+            parts, provenance = groups[str(number)], prompt["provenance"]
+            ids, embedding = parts.pop("ids").tolist(), parts.pop("embedding").numpy()
             facts = Facts.of(provenance)
             if facts is None:
                 raise ArtifactError(f"Prompt {number} of the stored library has no tokens. Make it anew.")
             if facts.stored is not None:
-                full = {name.removeprefix("full."): tensor for name, tensor in own.items() if name.startswith("full.")}
+                full = {name.removeprefix("full."): tensor for name, tensor in parts.items() if name.startswith("full.")}
                 check(full, facts.stored, len(ids))
-            entries.append(Entry(prompt["text"], ids, embedding, own, provenance))
-        return cls(tuple(entries), settings, metadata["encoder"], owned.get("adapters"))
+            entries.append(Entry(prompt["text"], ids, embedding, parts, provenance))
+        return cls(tuple(entries), settings, metadata["encoder"], groups.get("adapters"))
 
     def describe_calibration(self) -> str:
         return f"{len(self.entries)} prompts, {self.settings['slots']} slots each; encoder: {self.encoder}. Holds the prompts as text."

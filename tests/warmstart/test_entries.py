@@ -174,7 +174,7 @@ def test_any_sequence_of_changes_leaves_a_store_that_agrees_with_a_dict_and_stay
 
 
 def one_takes(location: str) -> int:
-    with EntryStore(location, "probe") as store:
+    with contextlib.closing(EntryStore(location, "probe")) as store:
         key = store.put(entry(0))
         size = store.head(key).bytes
         store.delete(key)
@@ -302,7 +302,7 @@ def test_entries_of_another_scope_are_no_hit_and_are_told_of_once(shared):
     ],
 )
 def test_blobs_that_are_no_entries_are_left_alone_and_told_of_once(tmp_path, change):
-    with EntryStore(f"disk:{tmp_path}", "scope") as first:
+    with contextlib.closing(EntryStore(f"disk:{tmp_path}", "scope")) as first:
         key = first.put(entry(1))
     blobs = open_blobs(f"disk:{tmp_path}")
     head = blobs.changes().added[0].head
@@ -318,7 +318,7 @@ def test_blobs_that_are_no_entries_are_left_alone_and_told_of_once(tmp_path, cha
 
 def test_a_flipped_bit_anywhere_is_a_miss_that_is_told_of_and_can_be_put_again(tmp_path):
     whole = tmp_path / "whole"
-    with EntryStore(f"disk:{whole}", "scope") as store:
+    with contextlib.closing(EntryStore(f"disk:{whole}", "scope")) as store:
         key = store.put(entry(1))
     size = (whole / f"{key}.kvblob").stat().st_size
     for number, place in enumerate(range(0, size, size // 25)):
