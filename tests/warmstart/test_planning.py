@@ -108,7 +108,6 @@ def test_short_stretches_are_reused_where_they_are_in_order_and_not_where_they_h
     assert reusable_blocks(TEXT, moved, guard=8, tail=1) == (Block(58, 13, 12),)
     longer = joined(OTHER[:5], TEXT[50:70], OTHER[5:10], TEXT[10 : 10 + SHORTEST_MOVED], OTHER[10:20])
     assert reusable_blocks(TEXT, longer, guard=8, tail=1)[1:] == (Block(18, 38, SHORTEST_MOVED - 8),)
-    assert reusable_blocks(TEXT, longer, guard=8, tail=1, moved=False) == (Block(18, 38, SHORTEST_MOVED - 8),)
 
 
 def test_a_stretch_no_longer_than_its_guard_is_run() -> None:
