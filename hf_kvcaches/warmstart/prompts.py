@@ -1,4 +1,4 @@
-"""Prompts as callers give them."""
+"""Prompts as callers pass them: texts or token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Prompt = str | Sequence[int] | torch.Tensor
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Several prompts, where one was given too."""
+    """Return a list of prompts, from one or several."""
     if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
         raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
     single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
@@ -23,18 +23,14 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def token_ids(prompt: Prompt, model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """A prompt's tokens.
-
-    Args:
-        prompt: A text, tokenised with special tokens as the tokenizer has them, or token ids.
-    """
+    """Return a prompt's token ids, those of a text with special tokens as the tokenizer has them."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])
     try:
         ids = [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
     except TypeError as error:
         raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
-    known = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31)
-    if not all(0 <= token < known for token in ids):
-        raise ConfigError.of("prompts", f"token ids from 0 to {known - 1}", f"{min(ids)} to {max(ids)}")
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31)
+    if not all(0 <= token < vocabulary for token in ids):
+        raise ConfigError.of("prompts", f"token ids from 0 to {vocabulary - 1}", f"{min(ids)} to {max(ids)}")
     return ids
