@@ -168,7 +168,7 @@ class WarmStartCache(SplicingCache):
     def start_from(self, slots: Slots, covered: int) -> None:
         """Begin with a summary, rotated to its positions, that stands for `covered` tokens."""
         _, _, decoder = compat.decoder_layers(self.model)
-        for layer, module, summary in zip(self.layers, decoder, slots.layers(), strict=True):
+        for layer, module, summary in zip(self.layers, decoder, slots.layers, strict=True):
             keys, values = (states.to(self.model.dtype) for states in summary[:2])
             device = compat.layer_device(module)
             layer.take_slots(LayerSlots(*(tensor.to(device) for tensor in (keys, values, summary.positions, summary.counts))), covered)

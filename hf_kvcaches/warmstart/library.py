@@ -143,7 +143,7 @@ class WarmStartLibrary:
         tensors: dict[str, torch.Tensor] = {}
         if self.compressor is not None:
             keys, values = ([layer[:, : -self.tail] for layer in part] for part in zip(*states.layers, strict=True))
-            slots = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling).to("cpu")
+            slots = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling)
             tensors |= {_SLOTS + name: tensor for name, tensor in slots.tensors().items()}
         stored: dict[str, Any] | None = None
         if self.full is not None:

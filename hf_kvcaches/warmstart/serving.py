@@ -168,12 +168,13 @@ class Serving:
         if slots is None:
             return Outcome(0, (RowPlan("cold", refused="The summary is gone or damaged."),), 0, len(ids), False)
         # A prompt of fewer tokens than slots has all of them, and nothing to project.
-        if cache.projector is not None and all(layer.shape[1] == library.slots for layer in slots.keys):
+        if cache.projector is not None and all(layer.keys.shape[1] == library.slots for layer in slots.layers):
             slots = cache.projector.apply(slots, len(ids), library.rotation.layers)
         else:
             slots = library.moved(slots, len(ids))
         covered, padding = len(ids) - library.tail, self.padding[0]
         # From positions to columns of the mask. In a shorter prompt some slots have positions before its start.
-        cache.start_from(replace(slots, positions=tuple(layer.clamp_min(0) + padding for layer in slots.positions)), padding + covered)
+        layers = [layer._replace(positions=layer.positions.clamp_min(0) + padding) for layer in slots.layers]
+        cache.start_from(replace(slots, layers=layers), padding + covered)
         library.entries.used(plan.neighbour.key, covered)
         return Outcome(padding + covered, (plan,), covered, library.tail, True)

@@ -80,7 +80,7 @@ def test_slots_are_those_of_a_slow_loop(kv_heads: int, group: int, tokens: int, 
     prompt = made_up(kv_heads, group, tokens + 1, 8, seed=seed)
     keys, values, query, length = prompt.before(1)
     for layout in LAYOUTS:
-        made = next(SlotCompressor(slots, layout).compress(keys, values, query, length).layers())
+        made = SlotCompressor(slots, layout).compress(keys, values, query, length).layers[0]
         if tokens <= slots:
             assert_same(
                 made,
@@ -110,11 +110,11 @@ def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, 
     keys, values, query, length = prompt.before(tail)
     for layout in LAYOUTS:
         made = SlotCompressor(slots, layout).compress(keys, values, [own * size for own in query], length)
-        layer = next(made.layers())
+        layer = made.layers[0]
         assert all(bool(part.isfinite().all()) for part in layer)
         assert layer.keys.shape[1] == min(slots, tokens - tail)
         assert bool((layer.positions.diff(dim=-1) >= 0).all())
-        assert bool((made.length - made.positions[0] > tail - 1e-3).all())
+        assert bool((made.length - layer.positions > tail - 1e-3).all())
         assert bool((layer.positions >= 0).all())
         assert bool((layer.counts > 1 - 1e-4).all())
         if layout == "salient":
@@ -124,7 +124,7 @@ def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, 
 def test_with_equal_attention_the_counts_are_numbers_of_tokens() -> None:
     prompt = made_up(2, 1, 101, 8)
     keys, values, query, length = prompt.before(1)
-    layer = next(SlotCompressor(16).compress(keys, values, [own * 0 for own in query], length).layers())
+    layer = SlotCompressor(16).compress(keys, values, [own * 0 for own in query], length).layers[0]
     assert layer.counts.sum(-1).tolist() == pytest.approx([100, 100], rel=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_the_last_tokens_and_a_first_one_are_exact_whatever_attention_says() -> 
     prompt = made_up(2, 2, 301, 8)
     keys, values, query, length = prompt.before(1)
     keys[0][:, 100:200] += 10 * query[0].view(2, 2, 8).sum(1)[:, None]
-    positions = SlotCompressor(32).compress(keys, values, query, length).positions[0]
+    positions = SlotCompressor(32).compress(keys, values, query, length).layers[0].positions
     for head in positions:
         assert {0.0, 1.0, *map(float, range(292, 300))} <= set(head.tolist())
 
@@ -142,7 +142,7 @@ def test_grouped_heads_choose_together_and_key_heads_by_themselves() -> None:
     keys, values, query, length = prompt.before(1)
     for head, token in enumerate((50, 60, 70, 80)):
         keys[0][head // 2, token] = 8 * query[0][head]
-    positions = SlotCompressor(16).compress(keys, values, query, length).positions[0]
+    positions = SlotCompressor(16).compress(keys, values, query, length).layers[0].positions
     assert {50.0, 60.0} <= set(positions[0].tolist())
     assert {70.0, 80.0} <= set(positions[1].tolist())
 
@@ -152,9 +152,9 @@ def test_scaling_is_what_logits_are_multiplied_with() -> None:
     keys, values, query, length = prompt.before(1)
     one = SlotCompressor(8).compress(keys, values, query, length, scaling=[0.1, 2.0])
     other = SlotCompressor(8).compress(keys, values, [query[0] * 0.1 * 8**0.5, query[1] * 2.0 * 8**0.5], length)
-    for mine, theirs in zip(one.layers(), other.layers(), strict=True):
+    for mine, theirs in zip(one.layers, other.layers, strict=True):
         torch.testing.assert_close(mine.counts, theirs.counts)
-    assert not torch.allclose(one.counts[1], SlotCompressor(8).compress(keys, values, query, length).counts[1])
+    assert not torch.allclose(one.layers[1].counts, SlotCompressor(8).compress(keys, values, query, length).layers[1].counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -162,7 +162,7 @@ def test_slots_have_the_type_of_the_keys(dtype: torch.dtype) -> None:
     keys, values, query, length = made_up(2, 2, 90, 8).before(1)
     narrow = [[own.to(dtype) for own in part] for part in (keys, values, query)]
     for layout in LAYOUTS:
-        layer = next(SlotCompressor(8, layout).compress(*narrow, length).layers())
+        layer = SlotCompressor(8, layout).compress(*narrow, length).layers[0]
         assert (layer.keys.dtype, layer.values.dtype, layer.counts.dtype) == (dtype, dtype, torch.float32)
 
 
@@ -171,7 +171,7 @@ def test_a_prompt_of_no_more_tokens_than_slots_is_kept_exactly(layout: str) -> N
     model = tiny.llama()
     prompt = read(model, tiny.ids(33))
     slots = SlotCompressor(32, layout).compress(*prompt.before(1))
-    for layer, own in enumerate(slots.layers()):
+    for layer, own in enumerate(slots.layers):
         torch.testing.assert_close(attend(own, prompt.query[layer]), attend(whole(prompt, layer), prompt.query[layer]), atol=0, rtol=0)
 
 
@@ -184,7 +184,7 @@ def prose() -> Prompt:
 def output_error(prompt: Prompt, slots: Slots) -> float:
     """The mean over layers of how far heads' outputs are from those over all tokens, as a share."""
     shares = []
-    for layer, own in enumerate(slots.layers()):
+    for layer, own in enumerate(slots.layers):
         true = attend(whole(prompt, layer), prompt.query[layer])
         shares.append(float((attend(own, prompt.query[layer]) - true).norm() / true.norm()))
     return sum(shares) / len(shares)
@@ -221,7 +221,7 @@ def test_a_sample_s_output_is_that_of_the_whole_prompt_and_its_attention_that_ov
         query = prompt.query[layer]
         everything = whole(prompt._replace(length=prompt.length + 1), layer)
         torch.testing.assert_close(own.output.flatten(0, 1).double(), attend(everything, query), atol=1e-5, rtol=1e-4)
-        short = list(slots.layers())[layer]
+        short = slots.layers[layer]
         tail = LayerSlots(*(part[:, -2:] for part in everything))
         both = LayerSlots(*(torch.cat([a, b], 1) for a, b in zip(short, tail, strict=True)))
         from_slots, live = own.attend(plain.keys[layer], plain.values[layer])
@@ -288,7 +288,7 @@ def test_adapters_before_a_shift_and_behind_it_give_the_same() -> None:
     adapters = fit_adapters(made, 10, lr=1e-2)
     slots = SlotCompressor(8).compress(*prompts[0].before(2))
     one, other = adapters.apply(slots, where).shifted(23, where), adapters.apply(slots.shifted(23, where), where)
-    for mine, theirs, plain in zip(one.layers(), other.layers(), slots.layers(), strict=True):
+    for mine, theirs, plain in zip(one.layers, other.layers, slots.layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-5, rtol=1e-4)
         assert not torch.allclose(mine.values, plain.values)
 
@@ -299,7 +299,7 @@ def test_a_compressor_s_adapters_do_what_they_learned_to() -> None:
     slots = SlotCompressor(8, adapters=adapters, geometries=where).compress(*prompts[0].before(2))
     sample = made[0][1]
     from_slots, live = sample.attend(adapters.keys[1], adapters.values[1])
-    own = list(slots.layers())[1]
+    own = slots.layers[1]
     tail = LayerSlots(*(part[:, -2:] for part in whole(prompts[0]._replace(length=prompts[0].length + 1), 1)))
     both = LayerSlots(*(torch.cat([a, b], 1) for a, b in zip(own, tail, strict=True)))
     torch.testing.assert_close((from_slots + live).flatten(0, 1).double(), attend(both, prompts[0].query[1]), atol=1e-5, rtol=1e-4)

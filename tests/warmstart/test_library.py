@@ -177,7 +177,7 @@ def test_a_prompt_and_its_slots_are_as_many_as_asked_for() -> None:
     (key,) = library.ids()
     slots = library.slots_of(key)
     assert slots is not None
-    assert {own.shape[1] for own in slots.keys} == {12}
+    assert {layer.keys.shape[1] for layer in slots.layers} == {12}
     assert slots.length == 107
     stored, tensors = library.full_of(key) or ({}, {})
     assert stored["quantization"] == "int8"

@@ -84,7 +84,7 @@ def exact_slots(keys: list[torch.Tensor]) -> Slots:
     heads, tokens = keys[0].shape[:2]
     positions = torch.arange(tokens).float().expand(heads, -1)
     layers = [LayerSlots(own[:, :-1], own[:, :-1], positions[:, :-1], torch.ones(heads, tokens - 1)) for own in keys]
-    return Slots.from_layers(layers, tokens)
+    return Slots(layers, tokens)
 
 
 def test_a_corrected_shift_is_nearer_to_the_moved_tokens_than_no_correction(model, correction: PositionCorrection) -> None:
@@ -92,11 +92,11 @@ def test_a_corrected_shift_is_nearer_to_the_moved_tokens_than_no_correction(mode
     before, after = keys_at(model, ids, 0), keys_at(model, ids, 60)
     moved = correction.shifted(exact_slots(before), 60)
     assert moved.length == 101
-    assert torch.equal(moved.positions[0], torch.arange(60, 100).float().expand(4, -1))
+    assert torch.equal(moved.layers[0].positions, torch.arange(60, 100).float().expand(4, -1))
     shares = []
-    for own, stayed, true in zip(moved.keys, before, after, strict=True):
+    for own, stayed, true in zip(moved.layers, before, after, strict=True):
         wanted = true[:, :-1]
-        shares.append(float((own - wanted).norm() / (stayed[:, :-1] - wanted).norm()))
+        shares.append(float((own.keys - wanted).norm() / (stayed[:, :-1] - wanted).norm()))
     # In the first layer only the LayerNorm's length is missing; what layers of random weights make of positions is hardly linear.
     assert shares[0] < 0.35, shares
     assert all(share < 1 for share in shares), shares
@@ -117,7 +117,7 @@ def test_without_a_layer_norm_the_first_layer_is_exact() -> None:
     correction = PositionCorrection.fit(embeddings, prompts, gamma=1e-9)
     words, where = torch.randn(11, 12, generator=generator), torch.arange(11)
     moved = correction.shifted(exact_slots([keys(words, where)]), 37)
-    torch.testing.assert_close(moved.keys[0], keys(words, where + 37)[:, :-1], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(moved.layers[0].keys, keys(words, where + 37)[:, :-1], atol=1e-3, rtol=1e-3)
 
 
 @given(delta=st.integers(-20, 150))
@@ -127,10 +127,9 @@ def test_moved_slots_stay_before_the_last_token_at_places_of_their_own(model, co
     slots = SlotCompressor(12).compress([own[:, :-1] for own in keys], [own[:, :-1] for own in keys], query, 61)
     moved = correction.shifted(slots, delta)
     if delta == 0:
-        assert all(torch.equal(a, b) for a, b in zip(moved.keys, slots.keys, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(moved.positions, slots.positions, strict=True))
+        assert moved is slots
         return
-    for positions in moved.positions:
+    for positions in (layer.positions for layer in moved.layers):
         assert bool((positions.diff(dim=-1) > 0).all())
         assert bool((positions >= 0).all())
         assert bool((positions <= moved.length - 2).all())
@@ -139,8 +138,8 @@ def test_moved_slots_stay_before_the_last_token_at_places_of_their_own(model, co
 def test_slots_crowded_at_the_end_do_not_reach_the_last_token(correction: PositionCorrection) -> None:
     positions = torch.tensor([57.6, 58.4, 59.0]).expand(4, -1)
     layer = LayerSlots(torch.randn(4, 3, 8), torch.randn(4, 3, 8), positions, torch.ones(4, 3))
-    moved = correction.shifted(Slots.from_layers([layer] * 3, 61), 10)
-    assert moved.positions[0][0].tolist() == [67, 68, 69]
+    moved = correction.shifted(Slots([layer] * 3, 61), 10)
+    assert moved.layers[0].positions[0].tolist() == [67, 68, 69]
 
 
 def test_what_can_not_work_is_refused_by_name(model, correction: PositionCorrection) -> None:

@@ -143,7 +143,7 @@ def test_repaired_positions_stay_in_order_before_the_last_token(correction: Posi
     query = [torch.randn(4, 8, generator=torch.Generator().manual_seed(1)) for _ in keys]
     slots = SlotCompressor(24).compress([own[:, :-1] for own in keys], [own[:, :-1] for own in keys], query, 81)
     moved = correction.shifted(slots, delta)
-    for positions in moved.positions:
+    for positions in (layer.positions for layer in moved.layers):
         assert bool((positions == positions.round()).all())
         assert bool((positions.diff(dim=-1) >= 1).all())
         assert float(positions.max()) < moved.length - 1
@@ -179,7 +179,7 @@ def test_a_prompts_slots_are_made_of_its_own_tokens_and_those_before_the_tail() 
         before: list[Any] = [(keys[:, :-3], values[:, :-3]) for keys, values in states.layers]
         query = [torch.ones_like(each) for each in states.queries]
         slots.append(SlotCompressor(16).compress([k for k, _ in before], [v for _, v in before], query, 107, states.scaling))
-    for one, other in zip(slots[0].layers(), slots[1].layers(), strict=True):
+    for one, other in zip(slots[0].layers, slots[1].layers, strict=True):
         assert isinstance(one, LayerSlots)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
 

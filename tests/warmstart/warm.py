@@ -121,7 +121,7 @@ def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first:
             [(keys[h, s], values[h, s], float(counts[h, s]), round(float(positions[h, s]))) for s in range(keys.shape[1])]
             for h in range(keys.shape[0])
         ]
-        for keys, values, positions, counts in slots.layers()
+        for keys, values, positions, counts in slots.layers
     ]
     logits = []
     for place, token in enumerate(ids.tolist(), first):

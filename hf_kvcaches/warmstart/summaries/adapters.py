@@ -51,15 +51,15 @@ class Adapters:
 
     def apply(self, slots: Slots, geometries: Sequence[RotaryGeometry]) -> Slots:
         """Map the keys and values of slots."""
-        require_layers("slots", slots.keys, len(self.keys))
+        require_layers("slots", slots.layers, len(self.keys))
         require_layers("geometries", geometries, len(self.keys))
         layers: list[LayerSlots] = []
-        for layer, geometry, key_map, value_map in zip(slots.layers(), geometries, self.keys, self.values, strict=True):
+        for layer, geometry, key_map, value_map in zip(slots.layers, geometries, self.keys, self.values, strict=True):
             keys = rotated(layer.keys.float(), -slots.length, geometry) @ key_map.to(layer.keys.device)
             keys = rotated(keys, slots.length, geometry).to(layer.keys.dtype)
             values = (layer.values.float() @ value_map.to(layer.values.device)).to(layer.values.dtype)
             layers.append(layer._replace(keys=keys, values=values))
-        return Slots.from_layers(layers, slots.length)
+        return Slots(layers, slots.length)
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,7 +79,7 @@ class SlotCompressor:
         for index, (layer_keys, layer_values, layer_query) in enumerate(zip(keys, values, query, strict=True)):
             _check(index, layer_keys, layer_values, layer_query, length)
             layers.append(self._pool(layer_keys, layer_values, layer_query * scaling[index]))
-        slots = Slots.from_layers(layers, length)
+        slots = Slots(layers, length)
         return slots if self.adapters is None else self.adapters.apply(slots, self.geometries or ())
 
     def _pool(self, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor) -> LayerSlots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -105,17 +105,17 @@ class PositionCorrection:
 
     def shifted(self, slots: Slots, delta: int) -> Slots:
         """Move slots to the end of a prompt that is `delta` tokens longer, at integer positions."""
-        require_layers("slots", slots.keys, len(self.maps))
+        require_layers("slots", slots.layers, len(self.maps))
         length = slots.length + delta
         if not 1 <= length <= len(self.embeddings):
             raise ConfigError.of("delta", f"what makes a prompt of 1 to {len(self.embeddings)} tokens", f"{delta}, which makes {length}")
         if delta == 0:
             return slots
-        keys, positions = [], []
-        for layer, before, mapping in zip(slots.keys, slots.positions, self.maps, strict=True):
+        layers = []
+        for layer, mapping in zip(slots.layers, self.maps, strict=True):
             # The prompt's last token has the position behind all slots.
-            after = repaired((before + delta).round().long(), max(length - 2, 0))
-            rows = self.embeddings.to(layer.device)
-            keys.append((layer.float() + (rows[after] - rows[before.round().long()]) @ mapping.to(layer.device)).to(layer.dtype))
-            positions.append(after.float())
-        return replace(slots, keys=tuple(keys), positions=tuple(positions), length=length)
+            before, after = layer.positions.round().long(), repaired((layer.positions + delta).round().long(), max(length - 2, 0))
+            rows = self.embeddings.to(before.device)
+            keys = layer.keys.float() + (rows[after] - rows[before]) @ mapping.to(before.device)
+            layers.append(layer._replace(keys=keys.to(layer.keys.dtype), positions=after.float()))
+        return Slots(layers, length)

@@ -114,9 +114,9 @@ class SlotProjector:
             length: Tokens of the target.
             geometries: How each layer rotates.
         """
-        require_layers("slots", slots.keys, len(self.maps))
+        require_layers("slots", slots.layers, len(self.maps))
         layers: list[LayerSlots] = []
-        for index, (layer, mixing) in enumerate(zip(slots.layers(), self.maps, strict=True)):
+        for index, (layer, mixing) in enumerate(zip(slots.layers, self.maps, strict=True)):
             if mixing is not None:
                 if layer.keys.shape[1] != mixing.shape[-1]:
                     hint = "Slots of a prompt too short to fill them can't be projected."
@@ -125,7 +125,7 @@ class SlotProjector:
                 layer = layer._replace(keys=keys, values=values)
             layers.append(layer)
         # The map mixes slots and the rotation mixes the channels of a key, so their order makes no difference.
-        return Slots.from_layers(layers, slots.length).shifted(length - slots.length, geometries)
+        return Slots(layers, slots.length).shifted(length - slots.length, geometries)
 
     def report(self) -> str:
         """Return the cross-validation as text: a line for each layer."""
@@ -174,11 +174,9 @@ def _collect(pairs: Iterable[tuple[Slots, Slots]], geometries: Sequence[RotaryGe
     count = 0
     for source, target in pairs:
         for name, slots in (("source", source), ("target", target)):
-            require_layers(f"pairs[{count}], {name}", slots.keys, len(geometries))
+            require_layers(f"pairs[{count}], {name}", slots.layers, len(geometries))
         for layer, geometry in enumerate(geometries):
-            before, after = (
-                (rotated(slots.keys[layer].double(), -slots.length, geometry), slots.values[layer].double()) for slots in (source, target)
-            )
+            before, after = (_states(slots, layer, geometry) for slots in (source, target))
             heads, size = before[0].shape[:2]
             if not count:
                 shapes = ((2, folds, heads, size, size),) * 2 + ((2, folds, heads),) * 2
@@ -196,6 +194,12 @@ def _collect(pairs: Iterable[tuple[Slots, Slots]], geometries: Sequence[RotaryGe
     if count < 2:
         raise ConfigError.of("pairs", "at least two, for one is held out", count)
     return sums
+
+
+def _states(slots: Slots, layer: int, geometry: RotaryGeometry) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a layer's keys, relative to the prompt's end, and values."""
+    keys, values, *_ = slots.layers[layer]
+    return rotated(keys.double(), -slots.length, geometry), values.double()
 
 
 def _fit_layer(layer: int, sums: _Sums, structure: Structure, gamma: float, blocks: int) -> tuple[torch.Tensor, LayerReport]:

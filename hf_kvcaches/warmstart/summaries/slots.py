@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -33,7 +33,7 @@ _NAMES = LayerSlots._fields
 
 @dataclass(frozen=True, eq=False)
 class Slots:
-    """A prompt's summary: the tensors of `LayerSlots` for each layer, in order of position.
+    """A prompt's summary: the slots of each layer, in order of position.
 
     A slot is attended to like a token, with the logarithm of its count added to its logit: as many tokens with its key and value would
     give the same output. A token that has a slot for itself has count 1 and is exact.
@@ -42,25 +42,13 @@ class Slots:
         length: Tokens of the prompt, including the last ones, which no slot stands for.
     """
 
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-    positions: tuple[torch.Tensor, ...]
-    counts: tuple[torch.Tensor, ...]
+    layers: Sequence[LayerSlots]
     length: int
 
     def __post_init__(self) -> None:
-        layers = {name: len(getattr(self, name)) for name in _NAMES}
-        if len(set(layers.values())) > 1:
-            raise ConfigError.of("keys, values, positions, counts", "as many layers in each", layers)
         whole_number("length", self.length, 1)
-        for index, layer in enumerate(self.layers()):
+        for index, layer in enumerate(self.layers):
             _check_layer(index, layer)
-
-    @classmethod
-    def from_layers(cls, layers: Sequence[LayerSlots], length: int) -> Slots:
-        """Build a summary from the slots of each layer."""
-        keys, values, positions, counts = (tuple(getattr(layer, name) for layer in layers) for name in _NAMES)
-        return cls(keys, values, positions, counts, length)
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], length: int) -> Slots:
@@ -70,25 +58,20 @@ class Slots:
             for stack in range(sum(name.startswith("layers.") for name in tensors)):
                 rows = zip(*(tensors[f"{name}.{stack}"].unbind(0) for name in _NAMES), strict=True)
                 layers |= zip(tensors[f"layers.{stack}"].tolist(), (LayerSlots(*row) for row in rows), strict=True)
-            return cls.from_layers([layers[index] for index in range(len(layers))], length)
+            return cls([layers[index] for index in range(len(layers))], length)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise ArtifactError(f"The stored slots don't fit together: {error!r}") from error
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all but `length`, for storing; layers of the same shapes share a tensor, (layers, kv_heads, slots, ...)."""
         alike: dict[tuple[object, ...], list[int]] = {}
-        layers = list(self.layers())
-        for index, layer in enumerate(layers):
-            alike.setdefault(tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in layer), []).append(index)
+        for index, layer in enumerate(self.layers):
+            alike.setdefault(tuple((tensor.shape, tensor.dtype) for tensor in layer), []).append(index)
         stored = {}
         for stack, indices in enumerate(alike.values()):
             stored[f"layers.{stack}"] = torch.tensor(indices)
-            stored |= {f"{name}.{stack}": torch.stack([getattr(layers[index], name) for index in indices]) for name in _NAMES}
+            stored |= {f"{name}.{stack}": torch.stack([getattr(self.layers[i], name).cpu() for i in indices]) for name in _NAMES}
         return stored
-
-    def layers(self) -> Iterator[LayerSlots]:
-        """Yield the slots of each layer."""
-        return (LayerSlots(*tensors) for tensors in zip(self.keys, self.values, self.positions, self.counts, strict=True))
 
     def shifted(self, delta: int, geometries: Sequence[RotaryGeometry]) -> Slots:
         """Move the slots to the end of a prompt that is `delta` tokens longer.
@@ -96,13 +79,12 @@ class Slots:
         One rotation is right for all slots, pooled ones too: a mean of rotated keys is the rotated mean, and every slot keeps its distance
         to the prompt's end.
         """
-        require_layers("geometries", geometries, len(self.keys))
-        keys = tuple(geometry.shift(tensor[None], delta)[0] for tensor, geometry in zip(self.keys, geometries, strict=True))
-        return replace(self, keys=keys, positions=tuple(layer + delta for layer in self.positions), length=self.length + delta)
-
-    def to(self, device: torch.device | str) -> Slots:
-        """Return the same slots on a device."""
-        return Slots.from_layers([LayerSlots(*(tensor.to(device) for tensor in layer)) for layer in self.layers()], self.length)
+        require_layers("geometries", geometries, len(self.layers))
+        layers = [
+            layer._replace(keys=geometry.shift(layer.keys[None], delta)[0], positions=layer.positions + delta)
+            for layer, geometry in zip(self.layers, geometries, strict=True)
+        ]
+        return Slots(layers, self.length + delta)
 
 
 def rotated(keys: torch.Tensor, delta: int, geometry: RotaryGeometry) -> torch.Tensor:

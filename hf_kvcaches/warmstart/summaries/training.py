@@ -76,7 +76,7 @@ def sample_of(
     start = length - whole_number("tail", tail, 1, f"an integer of 1 to {length - 1}", most=length - 1)
     slots = compressor.compress([layer[:, :start] for layer in keys], [layer[:, :start] for layer in values], query, length, scaling)
     samples = []
-    for index, (layer, geometry) in enumerate(zip(slots.layers(), geometries, strict=True)):
+    for index, (layer, geometry) in enumerate(zip(slots.layers, geometries, strict=True)):
         factor = keys[index].shape[-1] ** -0.5 if scaling is None else scaling[index]
         scaled = (query[index].float() * factor).unflatten(0, (layer.keys.shape[0], -1))
         output = (scaled @ keys[index].float().mT).softmax(-1) @ values[index].float()
