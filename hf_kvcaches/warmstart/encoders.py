@@ -56,14 +56,14 @@ class Encoder(ABC):
             raise ConfigError.of("ids", f"{len(texts)} lists of tokens, one for each text", len(ids))
         if not len(texts):
             return np.zeros((0, self.dim), np.float32)
-        return _unit(self._vectors(list(texts), list(ids)), len(texts), self.dim)
+        rows = [list(row) for row in ids]
+        if not all(rows):
+            raise ConfigError.of("ids", "at least one token in each prompt", [])
+        return _unit(self._vectors(list(texts), rows), len(texts), self.dim)
 
     @abstractmethod
-    def _vectors(self, texts: list[str], ids: list[Sequence[int]]) -> Any:
+    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
         """Return vectors of any length, `(prompts, dim)`; `encode` checks them."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, dim={self.dim})"
 
 
 class EmbeddingsEncoder(Encoder):
@@ -113,10 +113,10 @@ class EmbeddingsEncoder(Encoder):
         # Symmetric, so that the signs and order of the directions make no difference.
         return projection @ (directions @ torch.diag(floored.rsqrt()) @ directions.T).float()
 
-    def _vectors(self, texts: list[str], ids: list[Sequence[int]]) -> Any:
+    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
         rows = []
         for row in ids:
-            tokens, counts = torch.as_tensor(_tokens(row), dtype=torch.long).unique(return_counts=True)
+            tokens, counts = torch.tensor(row).unique(return_counts=True)
             weights = counts.sqrt() * _COMMON / (_COMMON + self._shares[tokens])
             rows.append((weights @ self._embedded(tokens) - weights.sum() * self._mean) @ self._map)
         return torch.stack(rows).numpy()
@@ -140,8 +140,8 @@ class HiddenEncoder(Encoder):
         self.dim = int(config.hidden_size)
         self.name = f"hidden states, version 1, layer {self._depth}"
 
-    def _vectors(self, texts: list[str], ids: list[Sequence[int]]) -> Any:
-        rows = [_tokens(row)[: self._longest] for row in ids]
+    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
+        rows = [row[: self._longest] for row in ids]
         vectors = torch.zeros(len(rows), self.dim)
         # Rows of similar length share a batch, so that there is little padding.
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
@@ -189,7 +189,7 @@ class SentenceEncoder(Encoder):
         encoded = self._model.encode(texts, convert_to_numpy=True, normalize_embeddings=True, show_progress_bar=False)
         return np.asarray(encoded, np.float32)
 
-    def _vectors(self, texts: list[str], ids: list[Sequence[int]]) -> Any:
+    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
         pieces = [self._pieces(text) for text in texts]
         encoded = iter(self._run([piece for row in pieces for piece, _ in row]))
         return np.stack([np.sum([tokens * next(encoded) for _, tokens in row], axis=0) for row in pieces])
@@ -224,11 +224,11 @@ class FunctionEncoder(Encoder):
         name = getattr(function, "name", None)
         self.name = f"function {name if isinstance(name, str) else f'{named.__module__}.{named.__qualname__}'}, {self.dim}"
 
-    def _vectors(self, texts: list[str], ids: list[Sequence[int]]) -> Any:
+    def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
         return self._function(texts)
 
 
-def encoder_of(encoder: str | Callable[[list[str]], Any] | Encoder | None, model: Any, tokenizer: Any = None) -> Encoder:
+def encoder_of(encoder: str | Callable[[list[str]], Any] | Encoder | None, model: Any) -> Encoder:
     """Return the encoder that an argument stands for; `model` is the language model, with or without a PEFT wrapper."""
     if isinstance(encoder, Encoder):
         return encoder
@@ -243,13 +243,6 @@ def encoder_of(encoder: str | Callable[[list[str]], Any] | Encoder | None, model
     if callable(encoder):
         return FunctionEncoder(encoder)
     raise ConfigError.of("encoder", "'model', 'hidden', a sentence-transformers model, or a function of a list of texts", encoder)
-
-
-def _tokens(row: Sequence[int]) -> list[int]:
-    tokens = list(row)
-    if not tokens:
-        raise ConfigError.of("ids", "at least one token in each prompt", tokens)
-    return tokens
 
 
 def _array(vectors: Any) -> Embeddings:

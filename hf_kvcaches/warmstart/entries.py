@@ -206,10 +206,6 @@ class EntryStore:
         self._hits = self._saved_tokens = 0
         self.refresh()
 
-    @property
-    def max_bytes(self) -> int | None:
-        return self.catalog.max_bytes
-
     def put(self, entry: Entry) -> str | None:
         """Store an entry and return its id; one of the same tokens that is there already is kept. None where it didn't stay."""
         ids = _as_ids(entry.ids)
@@ -221,22 +217,15 @@ class EntryStore:
         if (name := not_finite({name: tensor.cpu() for name, tensor in dense.items()})) is not None:
             raise ConfigError.of(f"entry.tensors[{name!r}]", "finite numbers", "infinities or NaN", "Look for them in the model.")
         sizes = {name: tensor.nbytes for name, tensor in dense.items()}
-        if self.max_bytes is not None and sum(sizes.values()) + ids.nbytes > self.max_bytes:
-            sentence = f"A prompt of {len(ids)} tokens takes more than all of the {self.max_bytes} bytes allowed; it is not stored."
+        cap = self.catalog.max_bytes
+        if cap is not None and sum(sizes.values()) + ids.nbytes > cap:
+            sentence = f"A prompt of {len(ids)} tokens takes more than all of the {cap} bytes allowed; it is not stored."
             self.catalog.warn_once("large", sentence)
             return None
-        head = {
-            "kind": _KIND,
-            "scope": self.scope,
-            "text": entry.text,
-            "length": len(ids),
-            # Whole seconds, so that prompts of one size take equally many bytes.
-            "created": float(int(time.time())),
-            "provenance": dict(entry.provenance),
-            "sizes": sizes,
-            # In the head, so that opening the store does not read the tensors of all entries.
-            "embedding": array_as_text(embedding, "<f4"),
-        }
+        # Whole seconds, so that prompts of one size take equally many bytes.
+        head = {"kind": _KIND, "scope": self.scope, "text": entry.text, "length": len(ids), "created": float(int(time.time()))}
+        # The embedding too, so that opening the store does not read the tensors of all entries.
+        head |= {"provenance": dict(entry.provenance), "sizes": sizes, "embedding": array_as_text(embedding, "<f4")}
         if key not in self and not self.catalog.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors}):
             return None
         # After its last write each process sees all entries, so they stay within the cap together.

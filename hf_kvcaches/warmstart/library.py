@@ -106,7 +106,7 @@ class WarmStartLibrary:
         if isinstance(adapters, TrainedAdapters):
             adapters = adapters.checked(self.model, slots, layout, tail)
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
-        self.encoder = encoder_of(encoder, self.model, tokenizer)
+        self.encoder = encoder_of(encoder, self.model)
         self.location = location
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)

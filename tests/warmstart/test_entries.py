@@ -166,7 +166,7 @@ def test_any_sequence_of_changes_leaves_a_store_that_agrees_with_a_dict_and_stay
         assert {seed for seed in range(8) if store.exact(tokens(seed))} == known
         assert pinned <= known
         assert len(store) == len(known) <= 4
-        assert store.report().bytes <= store.max_bytes
+        assert store.report().bytes <= store.catalog.max_bytes
         assert {name for name, _ in store.near(embedding(3), 20)} == {store.exact(tokens(seed)) for seed in known}
 
 
@@ -188,7 +188,7 @@ def test_the_least_useful_go_and_what_is_used_again_and_again_stays(location):
     for seed in range(1, 10):
         store.used(useful)
         store.put(entry(seed))
-        assert store.report().bytes <= store.max_bytes
+        assert store.report().bytes <= store.catalog.max_bytes
     assert useful in store
     report = store.report()
     assert (report.entries, report.evicted, report.hits, report.saved_tokens) == (3, 7, 9, 180)
