@@ -41,18 +41,11 @@ _MOST_ROWS = 40
 
 @dataclass(frozen=True)
 class MeasuredPair:
-    """One pair.
-
-    Args:
-        reusable: Share of the target's tokens that can be reused from the source.
-        refused: The gate's check that rejects a summary whatever its similarity, or "".
-        slots: Divergence of the next token when served from a summary; None where that is not possible.
-        align: The same by alignment.
-    """
+    """One pair, with the divergence of the next token when served from a summary and by alignment, None where that is not possible."""
 
     similarity: float
-    reusable: float
-    refused: str
+    reusable: float  # share of the target's tokens
+    refused: str  # the gate's check that rejects a summary whatever its similarity, or ""
     slots: float | None
     align: float | None
 
@@ -117,9 +110,7 @@ def calibrate_gate(
 def limit(measured: Sequence[tuple[float, float]], budget: float, default: float) -> tuple[float, list[dict[str, Any]]]:
     """Return the lowest limit at which the share of false hits keeps a budget, and rows for the limits that were tried.
 
-    Args:
-        measured: (what the limit is for, divergence) of each pair.
-        default: Returned if it is lower than all of `measured`, and all of that keeps the budget.
+    `measured` holds (what the limit is for, divergence) of each pair; where all of them keep the budget, a lower `default` stands.
     """
     rows: list[dict[str, Any]] = []
     chosen = None

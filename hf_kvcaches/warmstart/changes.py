@@ -54,30 +54,17 @@ class ChangedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class TextChanges:
-    """What differs between two texts.
-
-    Args:
-        spans: The places, in order. Spacing is none.
-        risks: The kinds of risk among them, each with its first example.
-        content: The words in them that carry content, of both sides.
-    """
+    """Where two texts differ, in order; the kinds of risk among that, each with its first example; the words of content in it."""
 
     spans: tuple[ChangedSpan, ...] = ()
     risks: tuple[tuple[Risk, str], ...] = ()
     content: tuple[str, ...] = ()
 
-    @property
-    def slight(self) -> bool:
-        """Whether nothing differs but small words, punctuation and spacing."""
-        return not self.risks and not self.content
-
 
 def changes(source: str, target: str, *, stop: bool = False) -> TextChanges:
-    """Compare two texts.
+    """Compare two texts; with `stop` only up to the first risk, from the end, where the question is.
 
-    Args:
-        stop: End at the first risk, since texts that have little in common take long otherwise. Places are then read from the end, where
-            the question is.
+    Texts that have little in common take long without `stop`.
     """
     risks: dict[Risk, str] = {}
     spans: list[ChangedSpan] = []

@@ -64,18 +64,12 @@ class Facts(NamedTuple):
 
 @dataclass(frozen=True)
 class EntryHead:
-    """What is known of a stored entry without reading its tensors.
-
-    Args:
-        created: In seconds since 1970.
-        sizes: The bytes of each of its tensors.
-        bytes: Of the whole blob.
-    """
+    """What is known of a stored entry without reading its tensors, with the bytes of each tensor and of the whole blob."""
 
     text: str
     length: int
     provenance: dict[str, Any]
-    created: float
+    created: float  # seconds since 1970
     sizes: dict[str, int]
     bytes: int
     facts: Facts | None
@@ -187,14 +181,8 @@ class EntryStore:
     """Entries of one scope, in memory, in a folder or in Redis.
 
     Any thread may call any method, and processes may share a place. Changes of other processes are applied by `refresh`, and with every
-    change of this one. A failed or damaged read is a miss, and the first one is a `RuntimeWarning`.
-
-    Args:
-        location: `memory`, `disk:FOLDER` or `redis://host:port/db` (see `open_blobs`).
-        scope: Names the model, the tokenizer, the encoder and the format. Entries of other scopes may lie in the same place; they count
-            for the cap, and otherwise are left alone.
-        max_bytes: What all entries may take, but for pinned ones; see `Catalog`.
-        timeout: Seconds that all look-ups of a request may wait for Redis together.
+    change of this one. A failed or damaged read is a miss, and the first one is a `RuntimeWarning`. The scope names the model, the
+    tokenizer, the encoder and the format; entries of other scopes in the same place count for the cap, and otherwise are left alone.
     """
 
     def __init__(self, location: str, scope: str, max_bytes: int | str | None = None, timeout: float = TIMEOUT) -> None:
@@ -233,11 +221,7 @@ class EntryStore:
         return key if key in self else None
 
     def get(self, key: str, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None) -> Entry | None:
-        """Return an entry; None where there is none of that id and scope, or a damaged one.
-
-        Args:
-            check: Raises an `ArtifactError` for tensors that are not what they should be: the entry is deleted then.
-        """
+        """Return an entry; None where there is none, or a damaged one, or one whose tensors make `check` raise an `ArtifactError`."""
         head = self.head(key)
         if head is None:
             return None

@@ -52,9 +52,9 @@ class WarmStartGate(Artifact):
     measured: tuple[dict[str, Any], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        for name, value in (("tau", self.tau), ("reusable", self.reusable)):
-            if not -1.0 <= value <= 1.01:  # a little over 1 rejects everything
-                raise ConfigError.of(name, "a number from -1 to 1.01", value)
+        for name in ("tau", "reusable"):
+            if not -1.0 <= getattr(self, name) <= 1.01:  # a little over 1 rejects everything
+                raise ConfigError.of(name, "a number from -1 to 1.01", getattr(self, name))
         if len(self.lengths) != 2 or not 0 <= self.lengths[0] <= self.lengths[1]:
             raise ConfigError.of("lengths", "(least, greatest), neither negative", self.lengths, "(0.5, 2.0) allows half to twice as long.")
         if self.content is not None and self.content < 0:
@@ -85,14 +85,7 @@ class WarmStartGate(Artifact):
         reusable: float | None = None,
         changes: TextChanges | None = None,
     ) -> Verdict:
-        """Return the verdict of the first check that rejects, cheap ones first.
-
-        Args:
-            similarity: Of the two prompts.
-            lengths: Tokens of the earlier prompt and of the new one.
-            reusable: Share of the new prompt's tokens in blocks.
-            changes: What differs between the texts.
-        """
+        """Return the verdict of the first check that rejects; `lengths` are those of the earlier prompt and of the new one, in tokens."""
         # Comparisons are negated so that NaN is rejected.
         if similarity is not None and not similarity >= self.tau:
             return Verdict(False, "similarity", f"The similarity is {similarity:.3f}, below {self.tau:g}.")

@@ -38,6 +38,7 @@ from hf_kvcaches.warmstart.summaries.slots import Slots
 
 Full = Literal["int8", "int4", "exact"] | None
 
+# How names of tensors begin.
 _SLOTS, _FULL = "slots.", "full."
 
 

@@ -23,11 +23,7 @@ _SETTINGS: dict[str, Callable[[Any], bool]] = {
 
 
 class PackedLibrary(Artifact):
-    """A library of prompts with what a model made of them, to start similar prompts from.
-
-    Args:
-        adapters: Tensors of the compressor's adapters, or none.
-    """
+    """A library of prompts with their states, to start similar prompts from; with the tensors of its adapters, if it has any."""
 
     artifact_type = "warm-start-library"
     format_version = 1

@@ -25,13 +25,7 @@ ENOUGH = 0.75
 
 @dataclass(frozen=True)
 class RowPlan:
-    """How a row is served.
-
-    Args:
-        neighbour: The entry that it is served from, or None.
-        blocks: The spans that are reused: index in the entry, index in the row, number of tokens.
-        refused: Why nothing better was done, or "".
-    """
+    """How a row is served: from which entry, with which spans of it, and why nothing better was done."""
 
     served: Served
     neighbour: Neighbour | None = None

@@ -30,27 +30,17 @@ SHARE = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a prompt was served.
+    """How a prompt was served, with numbers of tokens."""
 
-    Args:
-        taken: Tokens of the prompt that are in the cache, padding included.
-        reused: Tokens that were not computed.
-        inexact: Whether an exact prefill gives other keys and values.
-    """
-
-    taken: int
+    taken: int  # in the cache now, padding included
     plans: tuple[RowPlan, ...]
     reused: int
     computed: int
-    inexact: bool
+    inexact: bool  # an exact prefill gives other keys and values
 
 
 class Serving:
-    """Serves one prompt.
-
-    Args:
-        padding: Of each row, the slots at its start that hold no token.
-    """
+    """Serves one prompt, with so much padding at the start of each row."""
 
     def __init__(self, cache: WarmStartCache, call: PrefillCall, padding: Sequence[int]) -> None:
         self.cache, self.call, self.padding, self.library = cache, call, padding, cache.library

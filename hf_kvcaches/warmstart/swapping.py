@@ -31,22 +31,13 @@ class ExactCache(SplicingCache):
 
 
 class ExactPrefill:
-    """Runs a prompt as if there were no library.
-
-    Args:
-        ids: The prompt, (rows, tokens).
-        mask: 1 where a token is real, (rows, tokens), or None.
-        positions: (rows, tokens).
-
-    Attributes:
-        rows: Which row of the prompt each row of the cache goes on with, (rows, 1).
-        failure: The exception that ended the thread, or None.
-    """
+    """Runs a prompt as if there were no library; ids, padding mask and positions are of shape (rows, tokens)."""
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> None:
         self.ids, self.mask, self.positions = ids, mask, positions
+        # Which row of the prompt each row of the cache goes on with, (rows, 1).
         self.rows = torch.arange(ids.shape[0])[:, None]
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # of the thread
         self._model = weakref.ref(model)
         self._cache: ExactCache | None = None
         self._thread: threading.Thread | None = None

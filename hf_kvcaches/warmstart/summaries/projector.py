@@ -36,19 +36,12 @@ class LayerReport:
 
 
 class _Sums(NamedTuple):
-    """Sums over pairs of source slots S and target slots T, (2, folds, kv_heads, ...); keys first, then values. float64.
+    """Sums over pairs of source slots S and target slots T, (2, folds, kv_heads, ...); keys first, then values. float64."""
 
-    Args:
-        sources: S S', (..., slots, slots).
-        crosses: (T - S) S', (..., slots, slots).
-        changes: |T - S|^2, (...).
-        targets: |T|^2, (...).
-    """
-
-    sources: torch.Tensor
-    crosses: torch.Tensor
-    changes: torch.Tensor
-    targets: torch.Tensor
+    sources: torch.Tensor  # S S', (..., slots, slots)
+    crosses: torch.Tensor  # (T - S) S', (..., slots, slots)
+    changes: torch.Tensor  # |T - S|^2, (...)
+    targets: torch.Tensor  # |T|^2, (...)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +100,7 @@ class SlotProjector:
         return cls(tuple(mixing if report.kept else None for mixing, report in fits), structure, tuple(report for _, report in fits))
 
     def apply(self, slots: Slots, length: int, geometries: Sequence[RotaryGeometry]) -> Slots:
-        """Map a prompt's slots to those of a similar one.
-
-        Args:
-            slots: The source's.
-            length: Tokens of the target.
-            geometries: How each layer rotates.
-        """
+        """Map a prompt's slots to those of a similar one of `length` tokens, in a model that rotates by `geometries`."""
         require_layers("slots", slots.layers, len(self.maps))
         layers: list[LayerSlots] = []
         for index, (layer, mixing) in enumerate(zip(slots.layers, self.maps, strict=True)):
@@ -147,12 +134,7 @@ class SlotProjector:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> SlotProjector:
-        """Restore what `tensors` and `metadata` returned.
-
-        Args:
-            tensors: The maps by name.
-            metadata: All else.
-        """
+        """Restore what `tensors` and `metadata` returned."""
         try:
             maps = tuple(tensors.get(f"maps.{layer}") for layer in range(checked_layers(metadata["layers"])))
             reports = tuple(LayerReport(**layer) for layer in metadata["reports"])
@@ -223,13 +205,7 @@ def _fit_layer(layer: int, sums: _Sums, structure: Structure, gamma: float, bloc
 
 
 def _change(sources: torch.Tensor, crosses: torch.Tensor, block: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Solve the ridge regression for M - I, (heads, slots, slots).
-
-    Args:
-        sources: S S' over all pairs, (heads, slots, slots).
-        crosses: (T - S) S'.
-        block: The block of each slot, (slots,): a slot is a mix of those of its block.
-    """
+    """Solve the ridge regression for M - I, (heads, slots, slots), where a slot is a mix of those of its `block`, (slots,)."""
     scale = sources.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(_TINY)
     damping = gamma * scale[:, None, None] * torch.eye(len(block), dtype=sources.dtype, device=sources.device)
     change = torch.zeros_like(crosses)

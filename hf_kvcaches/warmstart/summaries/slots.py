@@ -13,19 +13,12 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 
 
 class LayerSlots(NamedTuple):
-    """The slots of one layer.
+    """The slots of one layer."""
 
-    Args:
-        keys: (kv_heads, slots, head_dim), rotated to `positions`.
-        values: (kv_heads, slots, value_dim).
-        positions: (kv_heads, slots), float32: the weighted mean position of the tokens that a slot stands for.
-        counts: (kv_heads, slots), float32, above 0: how many tokens a slot stands for.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    positions: torch.Tensor
-    counts: torch.Tensor
+    keys: torch.Tensor  # (kv_heads, slots, head_dim), rotated to `positions`
+    values: torch.Tensor  # (kv_heads, slots, value_dim)
+    positions: torch.Tensor  # (kv_heads, slots), float32: the weighted mean position of the tokens that a slot stands for
+    counts: torch.Tensor  # (kv_heads, slots), float32, above 0: how many tokens a slot stands for
 
 
 _NAMES = LayerSlots._fields

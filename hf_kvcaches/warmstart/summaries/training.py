@@ -15,33 +15,18 @@ from hf_kvcaches.warmstart.summaries.slots import require_layers, rotated
 
 
 class LayerSample(NamedTuple):
-    """One layer of one prompt, in float32; keys and the query relative to the prompt's end.
+    """One layer of one prompt, in float32; keys and the query relative to the prompt's end."""
 
-    Args:
-        keys: Of the slots, (kv_heads, slots, head_dim).
-        values: (kv_heads, slots, value_dim).
-        bias: Logarithms of the slots' counts, (kv_heads, slots).
-        live_keys: Of the tokens behind the slots, including the last, (kv_heads, tail, head_dim).
-        live_values: (kv_heads, tail, value_dim).
-        query: Of the last token, scaled, (kv_heads, group, head_dim).
-        output: The query's attention output over the whole prompt, (kv_heads, group, value_dim).
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    bias: torch.Tensor
-    live_keys: torch.Tensor
-    live_values: torch.Tensor
-    query: torch.Tensor
-    output: torch.Tensor
+    keys: torch.Tensor  # of the slots, (kv_heads, slots, head_dim)
+    values: torch.Tensor  # (kv_heads, slots, value_dim)
+    bias: torch.Tensor  # logarithms of the slots' counts, (kv_heads, slots)
+    live_keys: torch.Tensor  # of the tokens behind the slots, including the last, (kv_heads, tail, head_dim)
+    live_values: torch.Tensor  # (kv_heads, tail, value_dim)
+    query: torch.Tensor  # of the last token, scaled, (kv_heads, group, head_dim)
+    output: torch.Tensor  # its attention output over the whole prompt, (kv_heads, group, value_dim)
 
     def attend(self, key_map: torch.Tensor, value_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the two summands of the query's output, (kv_heads, group, value_dim): from mapped slots, and from the tokens behind them.
-
-        Args:
-            key_map: (kv_heads, head_dim, head_dim).
-            value_map: (kv_heads, value_dim, value_dim).
-        """
+        """Return the two summands of the output, (kv_heads, group, value_dim): from mapped slots, and from the tokens behind them."""
         slots = self.query @ (self.keys @ key_map).mT + self.bias[:, None]
         weights = torch.cat([slots, self.query @ self.live_keys.mT], -1).softmax(-1)
         count = self.keys.shape[1]
@@ -60,31 +45,22 @@ def sample_of(
     tail: int = 1,
     scaling: Sequence[float] | None = None,
 ) -> Sample:
-    """Compress a prompt, and compute the attention outputs over all of it.
-
-    Args:
-        keys: For each layer (kv_heads, length, head_dim), rotated: of the whole prompt.
-        values: For each layer (kv_heads, length, value_dim).
-        query: For each layer (heads, head_dim), rotated and not scaled: of the last token.
-        tail: How many of the last tokens are recomputed behind the slots.
-        scaling: What each layer multiplies logits with; None for `head_dim ** -0.5`.
-    """
+    """Compress a prompt but for its last `tail` tokens, and compute the attention outputs over all of it; arguments as of `compress`."""
     if compressor.adapters is not None:
         raise ConfigError.of("compressor", "one without adapters", "one with adapters")
     require_layers("geometries", geometries, len(keys))
     length = keys[0].shape[1]
     start = length - whole_number("tail", tail, 1, f"an integer of 1 to {length - 1}", most=length - 1)
     slots = compressor.compress([layer[:, :start] for layer in keys], [layer[:, :start] for layer in values], query, length, scaling)
-    samples = []
-    for index, (layer, geometry) in enumerate(zip(slots.layers, geometries, strict=True)):
-        factor = keys[index].shape[-1] ** -0.5 if scaling is None else scaling[index]
-        scaled = (query[index].float() * factor).unflatten(0, (layer.keys.shape[0], -1))
-        output = (scaled @ keys[index].float().mT).softmax(-1) @ values[index].float()
-        rows = (rotated(states.float(), -length, geometry) for states in (layer.keys, keys[index][:, start:], scaled))
-        slot_keys, live_keys, scaled = rows
-        live_values = values[index][:, start:].float()
-        samples.append(LayerSample(slot_keys, layer.values.float(), layer.counts.log(), live_keys, live_values, scaled, output))
-    return tuple(samples)
+    scaling = [layer.shape[-1] ** -0.5 for layer in keys] if scaling is None else scaling
+    sample = []
+    for layer, geometry, all_keys, all_values, states, factor in zip(slots.layers, geometries, keys, values, query, scaling, strict=True):
+        scaled = (states.float() * factor).unflatten(0, (layer.keys.shape[0], -1))
+        output = (scaled @ all_keys.float().mT).softmax(-1) @ all_values.float()
+        slot_keys, live_keys, scaled = (rotated(rows.float(), -length, geometry) for rows in (layer.keys, all_keys[:, start:], scaled))
+        live_values = all_values[:, start:].float()
+        sample.append(LayerSample(slot_keys, layer.values.float(), layer.counts.log(), live_keys, live_values, scaled, output))
+    return tuple(sample)
 
 
 def identity_adapters(sample: Sample) -> Adapters:
@@ -98,10 +74,6 @@ def fit_values(samples: Sequence[Sample], gamma: float = 1.0) -> Adapters:
     With fixed keys an output is the slots' summand, mapped, plus that of the tokens behind them: linear in the map. The maps minimise the
     squared distance to the outputs over the whole prompt, summed over samples and the query heads of a key head, plus
     `gamma * scale * |A - I|^2`, where `scale` is the sum of the squares of the slots' summands, divided by `value_dim`.
-
-    Args:
-        samples: From several prompts; with few, a small gamma overfits.
-        gamma: Above 0.
     """
     if not gamma > 0:
         raise ConfigError.of("gamma", "a number above 0", gamma)
@@ -122,17 +94,13 @@ def fit_values(samples: Sequence[Sample], gamma: float = 1.0) -> Adapters:
 @torch.no_grad()
 def loss_of(adapters: Adapters, samples: Sequence[Sample]) -> float:
     """Return L_C: the mean squared distance of a head's output over slots from that over the whole prompt."""
-    return float(_loss(_checked(samples), adapters.keys, adapters.values))
+    return float(_loss(adapters, _checked(samples)))
 
 
 class AdapterTraining:
-    """Trains adapters with AdamW on the paper's L_C; can be stopped and resumed.
+    """Trains adapters with AdamW on the paper's L_C, in an order of samples by seed; can be stopped, and resumed with the same samples.
 
     Minimises L_C plus `weight * |A - I|^2` over all maps (the paper: `|A|^2`). AdamW's weight decay is off: it pulls towards 0.
-
-    Args:
-        samples: From several prompts; the same ones to resume.
-        seed: Decides in which order samples are seen.
     """
 
     def __init__(self, samples: Sequence[Sample], *, lr: float = 1e-3, weight: float = 1e-4, seed: int = 1, batch: int = 8) -> None:
@@ -142,24 +110,24 @@ class AdapterTraining:
         if not weight >= 0:
             raise ConfigError.of("weight", "a number of at least 0", weight)
         self._weight, self._batch = weight, min(whole_number("batch", batch, 1), len(samples))
-        start = identity_adapters(samples[0])
-        self._keys, self._values = ([tensor.requires_grad_() for tensor in maps] for maps in (start.keys, start.values))
-        self._optimizer = torch.optim.AdamW([*self._keys, *self._values], lr=lr, weight_decay=0.0)
+        self._maps = identity_adapters(samples[0])
+        self._parameters = [tensor.requires_grad_() for tensor in (*self._maps.keys, *self._maps.values)]
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=lr, weight_decay=0.0)
         self._generator = torch.Generator().manual_seed(seed)
         self.steps = 0
 
     @property
     def adapters(self) -> Adapters:
         """A copy of the maps as they are now."""
-        return Adapters(*(tuple(tensor.detach().clone() for tensor in maps) for maps in (self._keys, self._values)))
+        return Adapters.of({name: tensor.detach().clone() for name, tensor in self._maps.tensors().items()})
 
     def run(self, steps: int) -> None:
         """Take steps."""
         for _ in range(steps):
             batch = torch.randperm(len(self._samples), generator=self._generator)[: self._batch].tolist()
             with torch.enable_grad():
-                loss = _loss([self._samples[index] for index in batch], self._keys, self._values)
-                for tensor in (*self._keys, *self._values):
+                loss = _loss(self._maps, [self._samples[index] for index in batch])
+                for tensor in self._parameters:
                     loss = loss + self._weight * (tensor - _identities(tensor)).square().sum()
                 self._optimizer.zero_grad(set_to_none=True)
                 loss.backward()
@@ -174,19 +142,19 @@ class AdapterTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to where `state_dict` was called."""
         adapters = Adapters.of(state["adapters"])
-        require_layers("state", adapters.keys, len(self._keys))
+        require_layers("state", adapters.keys, len(self._maps.keys))
         with torch.no_grad():
-            for tensor, stored in zip((*self._keys, *self._values), (*adapters.keys, *adapters.values), strict=True):
+            for tensor, stored in zip(self._parameters, (*adapters.keys, *adapters.values), strict=True):
                 tensor.copy_(stored)
         self._optimizer.load_state_dict(state["optimizer"])
         self._generator.set_state(state["generator"])
         self.steps = int(state["steps"])
 
 
-def _loss(samples: Sequence[Sample], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> torch.Tensor:
+def _loss(adapters: Adapters, samples: Sequence[Sample]) -> torch.Tensor:
     losses = []
     for sample in samples:
-        for layer, key_map, value_map in zip(sample, keys, values, strict=True):
+        for layer, key_map, value_map in zip(sample, adapters.keys, adapters.values, strict=True):
             from_slots, live = layer.attend(key_map, value_map)
             losses.append((from_slots + live - layer.output).square().sum(-1).mean())
     return torch.stack(losses).mean()
