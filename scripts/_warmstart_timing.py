@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import os
 import statistics
 import time
@@ -217,10 +216,8 @@ class ManyPrompts:
         for number, ids in enumerate(self.prompts):
             tokens = ids.tolist()
             (vector,) = self.library.encoder.encode([""], [tokens])
-            # As WarmStartLibrary.add stores it.
-            facts = {"ids": base64.b64encode(ids.astype("<u4").tobytes()).decode(), "stored": None, "user": {}}
             begin = time.perf_counter()
-            self.library.entries.put(Entry(f"{number:08} ".ljust(4 * LENGTH, "x"), tokens, vector, {}, facts))
+            self.library.entries.put(Entry(f"{number:08} ".ljust(4 * LENGTH, "x"), tokens, vector, {}))
             self.seconds.append(time.perf_counter() - begin)
         self.library.refresh()
         self.bytes = (resident() - before) / count if before else float("nan")  # of the library, a prompt
@@ -260,7 +257,7 @@ def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> I
         for name, (spent, _) in parts.items():
             seconds.setdefault(name, []).append(spent)
         head = library.entries.head(parts["search"][1][0][0])
-        nearest += bool(head and head.facts and (head.facts.ids == source).all())
+        nearest += bool(head and (head.ids == source).all())
         if parts["beginning"][1][1] < common_prefix(source, ids):
             raise SystemExit(f"look-up among {count}: a stored prompt begins like it for longer: not timed")
     if nearest < 0.9 * calls:

@@ -7,14 +7,13 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from hf_kvcaches.core.splicing.tokens import Ids, common_prefix
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.stores.blobs import TIMEOUT, Stored
 from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
@@ -24,10 +23,10 @@ from hf_kvcaches.stores.vectors import VectorIndex
 
 Embedding = npt.NDArray[np.float32]
 
-_KIND = "warm-start entry, version 1"
-_IDS = "ids"
+_KIND = "warm-start entry, version 2"
 # The fields of a blob's head and their types. Others may be added without a new version.
-_FIELDS = {"kind": str, "scope": str, "text": str, "length": int, "created": float, "provenance": dict, "sizes": dict, "embedding": str}
+_FIELDS = {"kind": str, "scope": str, "text": str, "ids": str, "length": int, "created": float, "sizes": dict, "embedding": str}
+_FIELDS |= {"provenance": dict, "stored": dict}
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +35,9 @@ class Entry:
 
     Args:
         embedding: `(dim,)`, of length 1.
-        tensors: By name, other than `ids`. Those of a stored entry must not be written to.
+        tensors: By name. Those of a stored entry must not be written to.
         provenance: How it came about, as JSON can hold it.
+        stored: What `codec` needs to read its keys and values; empty if it has none.
     """
 
     text: str
@@ -45,34 +45,20 @@ class Entry:
     embedding: Embedding
     tensors: Mapping[str, Tensor]
     provenance: Mapping[str, Any] = field(default_factory=dict)
+    stored: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Facts(NamedTuple):
-    """What a library stores in an entry's provenance: its tokens, and what `codec` needs to read its keys and values, if it has any."""
-
-    ids: Ids
-    stored: Mapping[str, Any] | None
-
-    @classmethod
-    def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Read them from a provenance; None where no library has put them there."""
-        try:
-            return cls(array_of_text(provenance["ids"], "<u4"), provenance["stored"])
-        except (LookupError, TypeError, ValueError):
-            return None
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EntryHead:
     """What is known of a stored entry without reading its tensors, with the bytes of each tensor and of the whole blob."""
 
     text: str
-    length: int
+    ids: Ids
     provenance: dict[str, Any]
+    stored: dict[str, Any]
     created: float  # seconds since 1970
     sizes: dict[str, int]
     bytes: int
-    facts: Facts | None
 
 
 @dataclass(frozen=True)
@@ -117,7 +103,7 @@ class EntryContents:
         self.scope = scope
         self.heads: dict[str, EntryHead] = {}
         self.vectors: VectorIndex | None = None
-        # Tokens and id of each entry that has `Facts`, sorted.
+        # Tokens and id of each entry, sorted.
         self._order: list[tuple[bytes, str]] = []
 
     def add(self, blobs: Sequence[Stored]) -> dict[str, int]:
@@ -128,16 +114,15 @@ class EntryContents:
                 continue
             if data["scope"] == self.scope:
                 try:
-                    vectors[key] = self.checked(array_of_text(data["embedding"], "<f4"))
+                    ids, vector = array_of_text(data["ids"], "<u4"), self.checked(array_of_text(data["embedding"], "<f4"))
                 except ValueError:
                     continue
                 if self.vectors is None:
-                    self.vectors = VectorIndex(len(vectors[key]))
-                facts = Facts.of(data["provenance"])
-                fields = {name: data[name] for name in ("text", "length", "provenance", "created", "sizes")}
-                self.heads[key] = EntryHead(**fields, bytes=size, facts=facts)
-                if facts is not None:
-                    insort(self._order, (_sortable(facts.ids), key))
+                    self.vectors = VectorIndex(len(vector))
+                vectors[key] = vector
+                fields = {name: data[name] for name in ("text", "provenance", "stored", "created", "sizes")}
+                self.heads[key] = EntryHead(**fields, ids=ids, bytes=size)
+                insort(self._order, (_sortable(ids), key))
             tokens[key] = data["length"]
         # All at once: one by one takes longer.
         if vectors and self.vectors is not None:
@@ -147,8 +132,8 @@ class EntryContents:
     def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
             head = self.heads.pop(key, None)
-            if head is not None and head.facts is not None:
-                del self._order[bisect_left(self._order, (_sortable(head.facts.ids), key))]
+            if head is not None:
+                del self._order[bisect_left(self._order, (_sortable(head.ids), key))]
         if self.vectors is not None:
             self.vectors.remove(keys)
 
@@ -161,8 +146,7 @@ class EntryContents:
         best, longest = None, 0
         # It is one of the two neighbours in the order.
         for _, key in self._order[max(0, index - 1) : index + 1]:
-            facts = self.heads[key].facts
-            shared = 0 if facts is None else common_prefix(facts.ids, ids)
+            shared = common_prefix(self.heads[key].ids, ids)
             if shared > longest:
                 best, longest = key, shared
         return best, longest
@@ -196,10 +180,7 @@ class EntryStore:
 
     def put(self, entry: Entry) -> str | None:
         """Store an entry and return its id; one of the same tokens that is there already is kept. None where it didn't stay."""
-        ids = _as_ids(entry.ids)
-        embedding = self.contents.checked(entry.embedding)
-        if _IDS in entry.tensors:
-            raise ConfigError.of("entry.tensors", f"names other than {_IDS!r}, which is taken", sorted(entry.tensors))
+        ids, embedding = _checked_ids(entry.ids), self.contents.checked(entry.embedding)
         key = self._key(ids)
         dense = {name: tensor for name, tensor in entry.tensors.items() if isinstance(tensor, Tensor)}
         if (name := not_finite({name: tensor.cpu() for name, tensor in dense.items()})) is not None:
@@ -210,11 +191,12 @@ class EntryStore:
             sentence = f"A prompt of {len(ids)} tokens takes more than all of the {cap} bytes allowed; it is not stored."
             self.catalog.warn_once("large", sentence)
             return None
+        # The ids and the embedding are in the head so that look-ups read no tensors.
+        head = {"kind": _KIND, "scope": self.scope, "text": entry.text, "ids": array_as_text(ids, "<u4"), "length": len(ids)}
+        head |= {"provenance": dict(entry.provenance), "stored": dict(entry.stored), "sizes": sizes}
         # Whole seconds, so that prompts of one size take equally many bytes.
-        head = {"kind": _KIND, "scope": self.scope, "text": entry.text, "length": len(ids), "created": float(int(time.time()))}
-        # The embedding too, so that opening the store does not read the tensors of all entries.
-        head |= {"provenance": dict(entry.provenance), "sizes": sizes, "embedding": array_as_text(embedding, "<f4")}
-        if key not in self and not self.catalog.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors}):
+        head |= {"embedding": array_as_text(embedding, "<f4"), "created": float(int(time.time()))}
+        if key not in self and not self.catalog.put(key, head, entry.tensors):
             return None
         # After its last write each process sees all entries, so they stay within the cap together.
         self.refresh()
@@ -227,9 +209,6 @@ class EntryStore:
             return None
 
         def check_all(tensors: Mapping[str, Tensor]) -> None:
-            ids = tensors.get(_IDS)
-            if ids is None or ids.dtype != torch.int32 or ids.shape != (head.length,):
-                raise ArtifactError("it does not hold its tokens")
             if (name := not_finite(tensors)) is not None:
                 raise ArtifactError(f"its tensor {name!r} has infinities or NaN")
             check(tensors)
@@ -238,8 +217,7 @@ class EntryStore:
         embedding = None if self.contents.vectors is None else self.contents.vectors.get(key)
         if tensors is None or embedding is None:
             return None
-        ids = tensors.pop(_IDS)
-        return Entry(head.text, ids.tolist(), embedding, tensors, head.provenance)
+        return Entry(head.text, head.ids.tolist(), embedding, tensors, head.provenance, head.stored)
 
     def head(self, key: str) -> EntryHead | None:
         """Return what is known of an entry without reading it, or None."""
@@ -248,7 +226,7 @@ class EntryStore:
 
     def exact(self, ids: Sequence[int]) -> str | None:
         """Return the id of the entry with exactly these tokens, or None."""
-        key = self._key(_as_ids(ids))
+        key = self._key(_checked_ids(ids))
         return key if key in self else None
 
     def beginning(self, ids: Ids) -> tuple[str | None, int]:
@@ -270,7 +248,7 @@ class EntryStore:
         """Count the tokens that an entry saved; None for all that it has."""
         head = self.head(key)
         if head is not None:
-            saved = head.length if tokens is None else tokens
+            saved = len(head.ids) if tokens is None else tokens
             with self.catalog.lock:
                 self.catalog.used(key, saved)
                 self._hits += 1
@@ -312,8 +290,8 @@ class EntryStore:
     def __deepcopy__(self, memo: dict[int, Any]) -> EntryStore:
         return self  # a copied cache shares the store
 
-    def _key(self, ids: npt.NDArray[np.int32]) -> str:
-        return hashlib.blake2b(f"{_KIND}|{self.scope}|".encode() + ids.astype("<i4").tobytes(), digest_size=16).hexdigest()
+    def _key(self, ids: Ids) -> str:
+        return hashlib.blake2b(f"{_KIND}|{self.scope}|".encode() + ids.astype("<u4").tobytes(), digest_size=16).hexdigest()
 
 
 def _sortable(ids: Ids) -> bytes:
@@ -321,8 +299,8 @@ def _sortable(ids: Ids) -> bytes:
     return ids.astype(">u4").tobytes()
 
 
-def _as_ids(ids: Sequence[int]) -> npt.NDArray[np.int32]:
+def _checked_ids(ids: Sequence[int]) -> Ids:
     tokens = np.asarray(ids)
     if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= 1 << 31:
         raise ConfigError.of("ids", "a row of token ids, at least one", f"{tokens.dtype} {tokens.shape}")
-    return tokens.astype(np.int32)
+    return as_ids(tokens)

@@ -14,7 +14,7 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
-from hf_kvcaches.core.splicing.tokens import Ids, as_ids
+from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.errors import (
     ArtifactError,
     ConfigError,
@@ -25,9 +25,8 @@ from hf_kvcaches.errors import (
     whole_number,
 )
 from hf_kvcaches.stores.blobs import TIMEOUT
-from hf_kvcaches.stores.blobs_format import array_as_text
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
-from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore, Facts
+from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
 from hf_kvcaches.warmstart.prompts import Prompt, listed, token_ids
 from hf_kvcaches.warmstart.reading import read_prompt
@@ -108,7 +107,6 @@ class WarmStartLibrary:
             adapters = adapters.checked(self.model, slots, layout, tail)
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
         self.encoder = encoder_of(encoder, self.model)
-        self.location = location
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
 
@@ -146,13 +144,11 @@ class WarmStartLibrary:
             keys, values = ([layer[:, : -self.tail] for layer in part] for part in zip(*states.layers, strict=True))
             slots = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling)
             tensors |= {_SLOTS + name: tensor for name, tensor in slots.tensors().items()}
-        stored: dict[str, Any] | None = None
+        stored: dict[str, Any] = {}
         if self.full is not None:
             packed, stored = codec.encode(states.layers, {}, None if self.full == "exact" else self.full)
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
-        # In the head, so that entries can be compared token by token without reading their tensors.
-        facts = {"ids": array_as_text(as_ids(ids), "<u4"), "stored": stored, "user": provenance}
-        return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, facts))
+        return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, provenance, stored))
 
     def _encoded(self, text: str, ids: Sequence[int]) -> Any:
         return self.encoder.encode([text], [ids])[0]
@@ -161,26 +157,22 @@ class WarmStartLibrary:
         """Decode token ids, as prompts are compared."""
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def _facts(self, key: str | None) -> Facts | None:
-        head = None if key is None else self.entries.head(key)
-        return None if head is None else head.facts
-
     def exact(self, ids: Ids) -> Neighbour | None:
         """Return the entry with exactly these tokens."""
         key = self.entries.exact(ids.tolist())
-        return None if key is None or self._facts(key) is None else Neighbour(key, ids)
+        return None if key is None else Neighbour(key, ids)
 
     def beginning(self, ids: Ids) -> tuple[Neighbour | None, int]:
         """Return the entry that shares the longest prefix with a prompt, and for how many tokens."""
         key, shared = self.entries.beginning(ids)
-        facts = self._facts(key)
-        return (None, 0) if key is None or facts is None else (Neighbour(key, facts.ids), shared)
+        head = None if key is None else self.entries.head(key)
+        return (None, 0) if key is None or head is None else (Neighbour(key, head.ids), shared)
 
     def near(self, ids: Ids, k: int = 3) -> list[Neighbour]:
         """Return the `k` most similar entries, the most similar first."""
         tokens = ids.tolist()
         nearest = self.entries.near(self._encoded(self.text(tokens) if self.encoder.reads_text else "", tokens), k)
-        return [Neighbour(key, facts.ids, cosine) for key, cosine in nearest if (facts := self._facts(key)) is not None]
+        return [Neighbour(key, head.ids, cosine) for key, cosine in nearest if (head := self.entries.head(key)) is not None]
 
     def slots_of(self, key: str) -> Slots | None:
         """Return an entry's summary; None where there is none (any more)."""
@@ -188,17 +180,16 @@ class WarmStartLibrary:
         slots: list[Slots] = []
         if head is not None:
             # Damaged slots are noticed when they are put together.
-            self.entries.get(key, lambda tensors: slots.append(Slots.of(_named(tensors, _SLOTS), head.length)))
+            self.entries.get(key, lambda tensors: slots.append(Slots.of(_named(tensors, _SLOTS), len(head.ids))))
         return slots[0] if slots else None
 
     def full_of(self, key: str) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]] | None:
         """Return an entry's keys and values, as `codec` packs them; None where there are none (any more)."""
-        facts = self._facts(key)
-        if facts is None or facts.stored is None:
+        head = self.entries.head(key)
+        if head is None or not head.stored:
             return None
-        stored, tokens = facts.stored, len(facts.ids)
-        entry = self.entries.get(key, lambda tensors: codec.check(_named(tensors, _FULL), stored, tokens))
-        return None if entry is None else (stored, _named(entry.tensors, _FULL))
+        entry = self.entries.get(key, lambda tensors: codec.check(_named(tensors, _FULL), head.stored, len(head.ids)))
+        return None if entry is None else (head.stored, _named(entry.tensors, _FULL))
 
     def moved(self, slots: Slots, length: int) -> Slots:
         """Move an entry's slots to the end of another prompt of `length` tokens."""
@@ -220,7 +211,7 @@ class WarmStartLibrary:
     def provenance(self, key: str) -> dict[str, Any] | None:
         """Return the provenance that an entry was added with, or None where there is none of this id."""
         head = self.entries.head(key)
-        return None if head is None else dict(head.provenance["user"])
+        return None if head is None else dict(head.provenance)
 
     def prompt(self, key: str) -> str | None:
         """Return an entry's text, or None where there is none of this id."""
@@ -315,7 +306,7 @@ class WarmStartLibrary:
         return self  # a copied cache shares the library
 
     def __repr__(self) -> str:
-        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, full={self.full!r}, {self.location!r})"
+        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, full={self.full!r}, {self.entries.catalog.place!r})"
 
 
 def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

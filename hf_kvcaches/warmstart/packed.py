@@ -10,7 +10,7 @@ import torch
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.splicing.codec import check
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.warmstart.entries import Entry, Facts
+from hf_kvcaches.warmstart.entries import Entry
 
 # Of a library, and whether a value can be one.
 _SETTINGS: dict[str, Callable[[Any], bool]] = {
@@ -26,7 +26,7 @@ class PackedLibrary(Artifact):
     """A library of prompts with their states, to start similar prompts from; with the tensors of its adapters, if it has any."""
 
     artifact_type = "warm-start-library"
-    format_version = 1
+    format_version = 2
 
     def __init__(
         self, entries: tuple[Entry, ...], settings: dict[str, Any], encoder: str, adapters: Mapping[str, torch.Tensor] | None = None
@@ -42,7 +42,7 @@ class PackedLibrary(Artifact):
         return tensors or {"none": torch.zeros(1)}
 
     def metadata(self) -> dict[str, Any]:
-        prompts = [{"text": entry.text, "provenance": dict(entry.provenance)} for entry in self.entries]
+        prompts = [{"text": entry.text, "provenance": dict(entry.provenance), "stored": dict(entry.stored)} for entry in self.entries]
         return {"settings": self.settings, "encoder": self.encoder, "prompts": prompts}
 
     @classmethod
@@ -56,15 +56,11 @@ class PackedLibrary(Artifact):
             raise ArtifactError(f"The stored library has the settings {str(settings)[:200]}. Make it anew.")
         entries = []
         for number, prompt in enumerate(metadata["prompts"]):
-            parts, provenance = groups[str(number)], prompt["provenance"]
+            parts, stored = groups[str(number)], prompt["stored"]
             ids, embedding = parts.pop("ids").tolist(), parts.pop("embedding").numpy()
-            facts = Facts.of(provenance)
-            if facts is None:
-                raise ArtifactError(f"Prompt {number} of the stored library has no tokens. Make it anew.")
-            if facts.stored is not None:
-                full = {name.removeprefix("full."): tensor for name, tensor in parts.items() if name.startswith("full.")}
-                check(full, facts.stored, len(ids))
-            entries.append(Entry(prompt["text"], ids, embedding, parts, provenance))
+            if stored:
+                check({name.removeprefix("full."): tensor for name, tensor in parts.items() if name.startswith("full.")}, stored, len(ids))
+            entries.append(Entry(prompt["text"], ids, embedding, parts, prompt["provenance"], stored))
         return cls(tuple(entries), settings, metadata["encoder"], groups.get("adapters"))
 
     def describe_calibration(self) -> str:
