@@ -6,7 +6,6 @@ tells prompts apart is in docs/benchmarks/warmstart-encoders.md.
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.partial import RunningLayer, SkippedLayer, with_layers
 from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require
@@ -183,7 +183,7 @@ class SentenceEncoder(Encoder):
         self._model = model
         self._longest = model.max_seq_length
         self.dim = int(self._run([_PROBE]).shape[-1])
-        self.name = f"sentence-transformers, version 1, {_digest(model)}, {self._longest}"
+        self.name = f"sentence-transformers, version 2, {digest_of(model.state_dict())}, {self._longest}"
 
     def _run(self, texts: list[str]) -> Embeddings:
         encoded = self._model.encode(texts, convert_to_numpy=True, normalize_embeddings=True, show_progress_bar=False)
@@ -267,12 +267,3 @@ def _unit(encoded: Any, count: int, dim: int) -> Embeddings:
         raise ConfigError.of("encoder", "finite vectors that are not all zeros", f"{vectors[wrong][:4]}... for text {wrong}")
     unit: Embeddings = (wide / lengths).astype(np.float32)
     return unit
-
-
-def _digest(model: nn.Module) -> str:
-    """Hash a model's weights, since the same name may be another model elsewhere."""
-    hasher = hashlib.blake2b(digest_size=8)
-    for name, tensor in model.state_dict().items():
-        hasher.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-        hasher.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return hasher.hexdigest()

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.splicing import codec
@@ -112,7 +113,7 @@ class WarmStartLibrary:
 
     def _scope(self) -> str:
         parts: list[Any] = ["warm start 2", self.digest, digest_of_tokenizer(self.tokenizer), self.encoder.name]
-        parts += [self.slots, self.layout, self.tail, self.full, _digest_of(self._adapter_tensors())]
+        parts += [self.slots, self.layout, self.tail, self.full, digest_of(self._adapter_tensors())]
         return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
     def _adapter_tensors(self) -> dict[str, torch.Tensor]:
@@ -311,10 +312,3 @@ class WarmStartLibrary:
 
 def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    hasher = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        hasher.update(name.encode() + tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return hasher.hexdigest() if tensors else ""

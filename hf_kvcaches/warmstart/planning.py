@@ -68,11 +68,6 @@ def reusable_blocks(source: Ids, target: Ids, *, guard: int, tail: int) -> tuple
     return tuple(reused)
 
 
-def beginning(shared: int, tokens: int) -> tuple[Block, ...]:
-    """Return a common prefix as a block, without the row's last token."""
-    return (Block(0, 0, min(shared, tokens - 1)),)
-
-
 def best_aligned(neighbours: Sequence[Neighbour], ids: Ids, *, guard: int, tail: int) -> tuple[Neighbour | None, tuple[Block, ...]]:
     """Return the neighbour that most of a prompt can be reused from, and its spans."""
     best: Neighbour | None = None

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.splicing.alignment import Block
 from hf_kvcaches.core.splicing.placing import Loaded
 from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.library import Neighbour
-from hf_kvcaches.warmstart.planning import RowPlan, beginning, best_aligned
+from hf_kvcaches.warmstart.planning import RowPlan, best_aligned
 
 if TYPE_CHECKING:
     from hf_kvcaches.warmstart.cache import WarmStartCache
@@ -79,7 +80,7 @@ class Serving:
         exact = library.exact(ids)
         splices = library.full is not None and cache.strategy != "slots"
         if exact is not None and splices and self.full_of(exact.key) is not None:
-            return RowPlan("exact", exact, beginning(len(ids), len(ids)))
+            return RowPlan("exact", exact, (Block(0, 0, len(ids) - 1),))
         prefix = self._prefix(ids) if splices else RowPlan("cold")
         refused = ""
         if cache.strategy != "exact" and not cache.parts_refused:
@@ -102,7 +103,7 @@ class Serving:
     def _prefix(self, ids: Ids) -> RowPlan:
         neighbour, shared = self.library.beginning(ids)
         worth = max(WORTH, len(ids) // SHARE if self.call.input_ids.device.type == "cpu" else 0)
-        return RowPlan("prefix", neighbour, beginning(shared, len(ids))) if shared >= worth else RowPlan("cold")
+        return RowPlan("prefix", neighbour, (Block(0, 0, min(shared, len(ids) - 1)),)) if shared >= worth else RowPlan("cold")
 
     def _aligned(self, near: Sequence[Neighbour], ids: Ids) -> RowPlan:
         cache = self.cache

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.splicing.alignment import Block, align
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids
 from hf_kvcaches.warmstart.library import Neighbour
-from hf_kvcaches.warmstart.planning import SHORTEST, SHORTEST_MOVED, RowPlan, beginning, best_aligned, reusable_blocks
+from hf_kvcaches.warmstart.planning import SHORTEST, SHORTEST_MOVED, RowPlan, best_aligned, reusable_blocks
 
 R = np.random.default_rng(0)
 TEXT = as_ids(R.permutation(500)[:120])
@@ -122,13 +122,11 @@ def test_the_tail_is_run_though_the_prompts_are_the_same() -> None:
     assert reusable_blocks(TEXT, TEXT, guard=8, tail=120) == ()
 
 
-def test_what_is_not_in_a_block_is_to_be_run_and_what_is_whole_but_for_the_last_token_is_not() -> None:
+def test_what_is_not_in_a_block_is_to_be_run() -> None:
     plan = RowPlan("align", None, (Block(0, 0, 3), Block(9, 5, 2)))
     assert plan.reused == 5
     assert plan.to_run(9).tolist() == [3, 4, 7, 8]
     assert RowPlan("cold").to_run(3).tolist() == [0, 1, 2]
-    assert beginning(len(TEXT), 120) == (Block(0, 0, 119),)
-    assert beginning(50, 120) == (Block(0, 0, 50),)
 
 
 def test_of_several_neighbours_the_one_is_taken_that_most_comes_from_and_the_nearer_of_two_alike() -> None:

@@ -24,12 +24,8 @@ def repaired(positions: torch.Tensor, last: int) -> torch.Tensor:
     "CP-KVP", section 2.4b: in ascending order each is raised to at least one above the previous one. Those that would exceed `last` move
     down, and stay distinct; every position keeps its rank.
     """
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool or positions.ndim == 0:
-        raise ConfigError.of("positions", "an integer tensor of shape (..., slots)", (positions.dtype, tuple(positions.shape)))
     slots = positions.shape[-1]
     last = whole_number("last", last, slots - 1, f"an integer of at least {slots - 1}, so that {slots} slots have a place each")
-    if slots == 0:
-        return positions
     ordered, order = positions.sort(dim=-1, stable=True)
     # Less their ranks, positions that differ by at least 1 are positions that don't fall, and bounds are the same for all.
     ranks = torch.arange(slots, dtype=positions.dtype, device=positions.device)
