@@ -23,7 +23,7 @@ from shared.texts import as_text, read_lines
 
 from hf_kvcaches import WarmStartGate
 from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
-from hf_kvcaches.warmstart.prompts import Prompt
+from hf_kvcaches.warmstart.library import Prompt
 
 # Seeds of generated pairs begin here; those that `eval_warmstart.py` measures on begin at 0.
 CALIBRATION_SEED = 2 * 10**6

@@ -24,9 +24,8 @@ from hf_kvcaches.errors import ConfigError, is_number
 from hf_kvcaches.warmstart.cache import Strategy, WarmStartCache
 from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.gate import WarmStartGate
-from hf_kvcaches.warmstart.library import WarmStartLibrary
+from hf_kvcaches.warmstart.library import Prompt, WarmStartLibrary, token_ids
 from hf_kvcaches.warmstart.planning import reusable_blocks
-from hf_kvcaches.warmstart.prompts import Prompt, token_ids
 
 # The paper's limit, in nats.
 FALSE = 0.05

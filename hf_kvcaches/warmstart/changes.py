@@ -216,9 +216,9 @@ def _risks_of(word: str) -> Iterator[Risk]:
     """Yield the risks of a word in lower case."""
     if any(char.isnumeric() for char in word) or any(stem in lists.NUMBERS for stem in re.split("[-']", word)):
         yield "numbers"
-    if word in lists.NEGATIONS or word.endswith("n't") or word.startswith("non-"):
+    if lists.stem(word) in lists.NEGATIONS or word.endswith("n't") or word.startswith("non-"):
         yield "negations"
-    if word in lists.UNITS or any(unicodedata.category(char) == "Sc" or char in "%\u2030\u00b0" for char in word):
+    if {word, word.removesuffix("s")} & lists.UNITS or any(unicodedata.category(char) == "Sc" or char in "%\u2030\u00b0" for char in word):
         yield "units"
     if any(char in _QUOTES for char in word):
         yield "quotations"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.checksum import digest_of
@@ -29,13 +31,13 @@ from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
-from hf_kvcaches.warmstart.prompts import Prompt, listed, token_ids
 from hf_kvcaches.warmstart.reading import read_prompt
 from hf_kvcaches.warmstart.summaries.adapters import Adapters, TrainedAdapters
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
 from hf_kvcaches.warmstart.summaries.positions import PositionCorrection
 from hf_kvcaches.warmstart.summaries.slots import Slots
 
+Prompt = str | Sequence[int] | torch.Tensor
 Full = Literal["int8", "int4", "exact"] | None
 
 # How names of tensors begin.
@@ -130,7 +132,7 @@ class WarmStartLibrary:
             Their ids; None for one that did not stay because of `max_bytes` or a store that failed. One that is there already is kept.
         """
         self._require_same_model()
-        return [self._add(prompt, dict(provenance or {})) for prompt in listed(prompts)]
+        return [self._add(prompt, dict(provenance or {})) for prompt in _listed(prompts)]
 
     def _add(self, prompt: Prompt, provenance: dict[str, Any]) -> str | None:
         ids = token_ids(prompt, self.model, self.tokenizer)
@@ -191,11 +193,6 @@ class WarmStartLibrary:
             return None
         entry = self.entries.get(key, lambda tensors: codec.check(_named(tensors, _FULL), head.stored, len(head.ids)))
         return None if entry is None else (head.stored, _named(entry.tensors, _FULL))
-
-    def moved(self, slots: Slots, length: int) -> Slots:
-        """Move an entry's slots to the end of another prompt of `length` tokens."""
-        delta = length - slots.length
-        return slots.shifted(delta, self.rotation.layers) if self.correction is None else self.correction.shifted(slots, delta)
 
     def delete(self, key: str) -> bool:
         """Delete the entry with this id, and return whether it was there."""
@@ -312,3 +309,25 @@ class WarmStartLibrary:
 
 def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, from one or several."""
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+        raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
+    single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
+    return [prompts] if single or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item,arg-type]
+
+
+def token_ids(prompt: Prompt, model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """Return a prompt's token ids, those of a text with special tokens as the tokenizer has them."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt, verbose=False)["input_ids"])
+    try:
+        ids = [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+    except TypeError as error:
+        raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31)
+    if not all(0 <= token < vocabulary for token in ids):
+        raise ConfigError.of("prompts", f"token ids from 0 to {vocabulary - 1}", f"{min(ids)} to {max(ids)}")
+    return ids

@@ -161,8 +161,10 @@ class Serving:
         # A prompt of fewer tokens than slots has all of them, and nothing to project.
         if cache.projector is not None and all(layer.keys.shape[1] == library.slots for layer in slots.layers):
             slots = cache.projector.apply(slots, len(ids), library.rotation.layers)
+        elif library.correction is not None:
+            slots = library.correction.shifted(slots, len(ids) - slots.length)
         else:
-            slots = library.moved(slots, len(ids))
+            slots = slots.shifted(len(ids) - slots.length, library.rotation.layers)
         covered, padding = len(ids) - library.tail, self.padding[0]
         # From positions to columns of the mask. In a shorter prompt some slots have positions before its start.
         layers = [layer._replace(positions=layer.positions.clamp_min(0) + padding) for layer in slots.layers]

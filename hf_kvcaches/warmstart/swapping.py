@@ -82,12 +82,6 @@ class ExactPrefill:
         prefill.rows = self.rows
         return prefill
 
-    def end(self) -> None:
-        """Stop the thread, and wait until it has ended."""
-        self.stop()
-        if self._thread is not None:
-            self._thread.join(30)
-
     def _try(self) -> None:
         try:
             self._run(CHUNK)
@@ -116,4 +110,6 @@ _prefills: weakref.WeakSet[ExactPrefill] = weakref.WeakSet()
 def _end_all() -> None:
     # A thread that is computing when the interpreter exits takes the process down with it.
     for prefill in list(_prefills):
-        prefill.end()
+        prefill.stop()
+        if prefill._thread is not None:
+            prefill._thread.join(30)

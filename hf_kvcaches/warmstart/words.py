@@ -5,6 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
+
+def stem(word: str) -> str:
+    """Cut off a word's inflection, as far as the lists need it."""
+    return re.sub(r"(.)\1$", r"\1", re.sub(r"(?<=...)(?:ies|ied|ing|ed|es|s|e|y)$", "", word))
+
+
 # Dates are numbers that have names.
 NUMBERS = frozenset(
     (
@@ -15,20 +21,22 @@ NUMBERS = frozenset(
         "saturday sunday spring summer autumn winter today tomorrow yesterday noon midnight am pm"
     ).split()
 )
+# Those that are verbs, in any form.
 NEGATIONS = frozenset(
-    (
-        "not no never none nobody nothing nowhere neither nor without cannot hardly unless except excluding lack fail failed refuse deny "
-        "avoid forbid false wrong instead rather non absent stop "
+    stem(word)
+    for word in (
+        "not no never none nobody nothing nowhere neither nor without cannot hardly scarcely barely rarely seldom unless except exclude "
+        "lack fail refuse deny avoid forbid false wrong untrue instead rather non absent stop cease "
         # Without the apostrophe.
         "dont doesnt didnt cant couldnt wont wouldnt shouldnt isnt arent wasnt werent hasnt havent hadnt aint"
     ).split()
 )
+# Also with an s.
 UNITS = frozenset(
     (
-        "seconds minute minutes hour hours day days week weeks month months year years kg km cm mm mg ml kb mb gb hz percent gram grams "
-        "kilogram kilograms ton tons meter meters metre metres kilometer kilometers kilometre kilometres mile miles yard yards foot feet "
-        "inch inches liter liters litre litres pound pounds celsius fahrenheit degree degrees watt watts volt volts byte bytes usd eur gbp "
-        "dollar dollars euro euros yen franc francs cent cents"
+        "minute hour day week month year kg kgs km cm mm mg ml kb mb gb tb hz mph percent percentage gram kilogram ton meter metre "
+        "kilometer kilometre mile yard foot feet inch inche liter litre gallon pound ounce acre celsius fahrenheit degree watt volt byte "
+        "usd eur gbp dollar euro yen franc cent"
     ).split()
 )
 # Units only behind a number.
@@ -81,11 +89,6 @@ _PAIRS = (
     "south, east west, positive negative, profit loss, same different, forward backward, success failure, agree disagree, ascending "
     "descending, must may, required optional, here there, now then"
 )
-
-
-def stem(word: str) -> str:
-    """Cut off a word's inflection, as far as `OPPOSITES` needs it."""
-    return re.sub(r"(.)\1$", r"\1", re.sub(r"(?<=...)(?:ies|ied|ing|ed|es|s|e|y)$", "", word))
 
 
 # By stem, the stems of the opposites.
