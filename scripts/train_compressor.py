@@ -28,6 +28,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from _warmstart_training import AdapterTraining, fit_values, identity_adapters, loss_of, sample_of
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import show
 from shared.texts import encode, read_prompts
@@ -42,7 +43,6 @@ from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.warmstart.reading import read_prompt
 from hf_kvcaches.warmstart.summaries.adapters import Adapters
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
-from hf_kvcaches.warmstart.summaries.training import AdapterTraining, fit_values, identity_adapters, loss_of, sample_of
 
 # Every so many texts one is not learned from.
 HELD_OUT = 5
