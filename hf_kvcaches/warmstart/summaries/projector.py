@@ -164,14 +164,14 @@ def _collect(pairs: Iterable[tuple[Slots, Slots]], geometries: Sequence[RotaryGe
                 shapes = ((2, folds, heads, size, size),) * 2 + ((2, folds, heads),) * 2
                 sums.append(_Sums(*(torch.zeros(shape, dtype=torch.float64, device=before[0].device) for shape in shapes)))
             if before[0].shape != after[0].shape or (heads, size) != sums[layer].sources.shape[2:4]:
-                shapes_of_pair = (tuple(before[0].shape), tuple(after[0].shape))
-                raise ConfigError.of(f"pairs[{count}]", "as many heads and slots in all sources and targets", shapes_of_pair)
-            for index, (states, wanted) in enumerate(zip(before, after, strict=True)):
-                change, fold = wanted - states, (index, count % folds)
+                got = (tuple(before[0].shape), tuple(after[0].shape))
+                raise ConfigError.of(f"pairs[{count}]", "as many heads and slots in all sources and targets", got)
+            for index, (states, goal) in enumerate(zip(before, after, strict=True)):
+                change, fold = goal - states, (index, count % folds)
                 sums[layer].sources[fold] += states @ states.mT
                 sums[layer].crosses[fold] += change @ states.mT
                 sums[layer].changes[fold] += change.square().sum((-2, -1))
-                sums[layer].targets[fold] += wanted.square().sum((-2, -1))
+                sums[layer].targets[fold] += goal.square().sum((-2, -1))
         count += 1
     if count < 2:
         raise ConfigError.of("pairs", "at least two, for one is held out", count)
