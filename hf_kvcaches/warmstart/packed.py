@@ -56,11 +56,11 @@ class PackedLibrary(Artifact):
             raise ArtifactError(f"The stored library has the settings {str(settings)[:200]}. Make it anew.")
         entries = []
         for number, prompt in enumerate(metadata["prompts"]):
-            parts, stored = groups[str(number)], prompt["stored"]
+            parts, stored, provenance = groups[str(number)], dict(prompt["stored"]), dict(prompt["provenance"])
             ids, embedding = parts.pop("ids").tolist(), parts.pop("embedding").numpy()
             if stored:
                 check({name.removeprefix("full."): tensor for name, tensor in parts.items() if name.startswith("full.")}, stored, len(ids))
-            entries.append(Entry(prompt["text"], ids, embedding, parts, prompt["provenance"], stored))
+            entries.append(Entry(prompt["text"], ids, embedding, parts, provenance, stored))
         return cls(tuple(entries), settings, metadata["encoder"], groups.get("adapters"))
 
     def describe_calibration(self) -> str:
