@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from hf_kvcaches.warmstart.cache import WarmStartCache
     from hf_kvcaches.warmstart.gate import WarmStartGate
     from hf_kvcaches.warmstart.library import WarmStartLibrary
-    from hf_kvcaches.warmstart.projector import SlotProjector
-    from hf_kvcaches.warmstart.trained import TrainedAdapters
+    from hf_kvcaches.warmstart.summaries.adapters import TrainedAdapters
+    from hf_kvcaches.warmstart.summaries.projector import SlotProjector
 
 __version__ = "0.1.0"
 
@@ -98,8 +98,8 @@ _HOMES = {
     "CacheTranslator": "translate.translator",
     "SemanticCodes": "translate.codes",
     "TranslatedCache": "translate.cache",
-    "SlotProjector": "warmstart.projector",
-    "TrainedAdapters": "warmstart.trained",
+    "SlotProjector": "warmstart.summaries.projector",
+    "TrainedAdapters": "warmstart.summaries.adapters",
     "WarmStartCache": "warmstart.cache",
     "WarmStartGate": "warmstart.gate",
     "WarmStartLibrary": "warmstart.library",

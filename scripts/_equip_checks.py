@@ -1,4 +1,4 @@
-"""What `bench_equip.py` measures beside decode steps: correctness first, writing alone, memory, and very long texts."""
+"""What `bench_equip.py` measures beside decode steps: correctness first, writing alone, and very long texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.timing import in_turns, seconds_of
 
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.kernels.slots import write_slots
-from tests import testbed, tiny
+from tests import tiny
 from tests.reference.baselines import GatherAppendH2O, RerotateAllStreaming
 from tests.reference.policies import H2OReference, StreamingReference
 
@@ -31,7 +31,6 @@ TABLE_6 = {
     (32, 64, 128): (31.43, 47.34),
 }
 SEEN = (1_000, 10_000, 100_000)
-FAR = 4_000_000
 
 
 def logits_of(model: Any, cache: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
@@ -115,19 +114,6 @@ def write_alone(batch: int, heads: int, size: int, device: torch.device, rounds:
     return rows
 
 
-def memory(cell: Cell, pair: Pair, shape: Shape) -> list[Row]:
-    """Bytes of a full cache against budget x bytes per token: keys and values alone, and every tensor that it owns."""
-    side = Side(OURS, pair.switched, cell.cache(pair.switched), cell)
-    side.decode(4)
-    promised = cell.budget * 2 * cell.batch * shape.kv_heads(cell.kv) * shape.head_dim * getattr(torch, cell.dtype).itemsize * shape.layers
-    blocks = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for name, tensor in side.cache.owned_tensors().items()
-        if name.rpartition(".")[2] in ("keys", "values")
-    }
-    return [{"side": OURS, "value": sum(blocks.values()) / promised, "all_value": side.cache.report().bytes / promised}]
-
-
 def set_forward(cache: EquipCache, tokens: int) -> None:
     """Make the model believe that so many more tokens were fed in: its positions go on from there."""
     for layer in cache.layers:
@@ -142,25 +128,3 @@ def flatness(cell: Cell, pair: Pair, rounds: int, steps: int) -> list[Row]:
         set_forward(sides[str(seen)].cache, max(0, seen - sides[str(seen)].cache.seen))
     times = in_turns({seen: lambda _, side=side: side.decode(steps) for seen, side in sides.items()}, rounds, warm_up=1)
     return [{"side": OURS, "tokens": int(seen), **values} for seen, values in compared(times, str(SEEN[0])).items()]
-
-
-def far_away(device: torch.device, budget: int) -> list[Row]:
-    """How far logits of the small trained model over real text are from themselves when four million tokens came between.
-
-    Sinks are read at the start of a text, then either what follows them, or the same after a leap of the model's positions. The counterpart
-    without a cache is the model over a whole passage at its start and there, where float32 angles are far off.
-    """
-    model, tokenizer = testbed.load("base")
-    model = model.to(device)
-    tokens = tokenizer(testbed.held_out()[: 20 * budget], return_tensors="pt")["input_ids"][:, : 3 * budget].to(device)
-    positions = torch.arange(tokens.shape[1], device=device)[None]
-
-    def after_leap(leap: int) -> torch.Tensor:
-        cache = EquipCache(model, "streaming", budget, sinks=SINKS)
-        model(input_ids=tokens[:, :SINKS], past_key_values=cache, use_cache=True)
-        set_forward(cache, leap)
-        return logits_of(model, cache, tokens[:, SINKS:], 1)
-
-    alone = [model(input_ids=tokens, position_ids=positions + leap, use_cache=False).logits for leap in (0, FAR)]
-    error = float((after_leap(0) - after_leap(FAR)).abs().max())
-    return [{"side": OURS, "tokens": FAR, "error": error, "value": float((alone[0] - alone[1]).abs().max())}]

@@ -19,9 +19,9 @@ from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.warmstart.calibration import FALSE
-from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.reading import PromptStates
-from hf_kvcaches.warmstart.slots import Slots
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.slots import Slots
 from tests.testbed.pairs import Pair
 
 # What is answered from something that is no beginning of the prompt, or from the same prompt.

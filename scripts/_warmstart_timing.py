@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import statistics
 import time
 from collections import Counter
@@ -159,7 +158,7 @@ def lookups(model: PreTrainedModel, tokenizer: Any, count: int, calls: int) -> I
         near, shared = look_up(library, ids)
         seconds.append(time.perf_counter() - begin)
         head = library.entries.head(near)
-        nearest += bool(head and head.facts and (head.facts.ids == source).all())
+        nearest += bool(head and (head.ids == source).all())
         if shared < common_prefix(source, ids):
             raise SystemExit(f"look-up among {count}: a stored prompt begins like it for longer: not timed")
     if nearest < 0.9 * calls:
@@ -174,8 +173,7 @@ def library_of(model: PreTrainedModel, tokenizer: Any, prompts: Any) -> WarmStar
     for number, ids in enumerate(prompts):
         tokens = ids.tolist()
         (vector,) = library.encoder.encode([""], [tokens])
-        facts = {"ids": base64.b64encode(ids.astype("<u4").tobytes()).decode(), "stored": None, "user": {}}
-        library.entries.put(Entry(f"{number:08} ".ljust(4 * _LENGTH, "x"), tokens, vector, {}, facts))
+        library.entries.put(Entry(f"{number:08} ".ljust(4 * _LENGTH, "x"), tokens, vector, {}))
     library.refresh()
     return library
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from _equip_checks import TABLE_6, far_away, flatness, memory, prove, write_alone
+from _equip_checks import TABLE_6, flatness, prove, write_alone
 from _equip_sides import FLOORS, FULL, FUSED, GATHER, OURS, PUBLISHED, ROTATED, SHIFT, Cell, bytes_needed, measure
 from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, check_counts, run_script
@@ -43,12 +43,11 @@ class Size:
     kv: tuple[str, ...] = ("mha", "gqa")
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     writes: tuple[tuple[int, int, int], ...] = tuple(TABLE_6)
-    single: tuple[int, int] = (8, 512)  # batch and budget of what is measured once: memory, and very long texts
+    single: tuple[int, int] = (8, 512)  # batch and budget of what is measured once: very long texts
     rounds: int = 9
     steps: int = 3
     flat_rounds: int = 25
     heavy: float = 16_000  # rows x slots, beyond which a round is a single step
-    window: int = 64  # budget for the text of millions of tokens, of which three times as many are read
 
 
 PRESETS = {
@@ -56,11 +55,11 @@ PRESETS = {
     # The width of a 7B model. Each of its layers does the same work, so a few show what all cost.
     "gpu": Size(Shape(4096, 8, 32, 11008, 32000), rounds=7, steps=16, heavy=float("inf")),
 }
-QUICK = Size(Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), 2, 2, flat_rounds=2, window=16)
+QUICK = Size(Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), 2, 2, flat_rounds=2)
 
 COLUMNS = (
     "hidden layers heads kv_heads head_dim measure policy positions dtype kv batch budget side tokens rounds steps round_ms round_q1_ms "
-    "round_q3_ms step_ms step_q1_ms step_q3_ms ratio ratio_q1 ratio_q3 error value all_value"
+    "round_q3_ms step_ms step_q1_ms step_q3_ms ratio ratio_q1 ratio_q3 error"
 ).split()
 SHOWN = {"ours ms": "{ours_ms:.2f}", "floor ms": "{floor_ms:.2f}", "ours/floor": "{overhead:.3f}"}
 SHOWN |= {f"over {side}": f"{{{side}}}" for side in (FULL, SHIFT, PUBLISHED, FUSED, ROTATED, GATHER)} | {"logit error": "{error:.1e}"}
@@ -84,7 +83,7 @@ class Run:
 
     def jobs(self) -> Iterator[tuple[str, Row, Callable[[], list[Row] | None]]]:
         """Everything there is to measure: its name, its columns, and the work."""
-        size, shape = self.size, self.size.shape
+        size = self.size
         for batch, heads, dim in size.writes:
             point = {"measure": "write", "dtype": "float32", "kv": f"{heads}x{dim}", "batch": batch, "budget": 1024}
             yield (
@@ -94,12 +93,9 @@ class Run:
             )
         for kv, (policy, positions) in itertools.product(size.kv, POLICIES):
             cell = Cell("float32", kv, *size.single, policy, positions)
-            yield f"memory {cell}", {"measure": "memory", **asdict(cell)}, lambda cell=cell: memory(cell, self.pair(cell), shape)
             if positions == "compact":
                 work = lambda cell=cell: flatness(cell, self.pair(cell), size.flat_rounds, size.steps)  # noqa: E731
                 yield f"long text {cell}", {"measure": "flat", **asdict(cell)}, work
-        point = {"measure": "far", "policy": "streaming", "positions": "compact", "dtype": "float32", "budget": size.window}
-        yield "four million tokens", point, lambda: far_away(self.device, size.window)
         for dtype, kv, policy, batch, budget in itertools.product(size.dtypes, size.kv, POLICIES, size.batches, size.budgets):
             cell = Cell(dtype, kv, batch, budget, *policy)
             yield str(cell), {"measure": "decode", **asdict(cell)}, lambda cell=cell: self.decode(cell)
@@ -173,14 +169,9 @@ def bars() -> list[Bar]:
     for policy, paper in (("streaming", "26.5x to 50.6x"), ("h2o", "11.6x to 39.9x")):
         where = {"measure": "write", "policy": policy, "side": "tensors rebuilt"}
         promised.append(Bar(f"KV update alone at least 25x as fast, {policy} (paper: {paper})", where, least=25.0, mean=True))
-    promised.append(Bar("keys and values at most 1.02x budget x bytes per token", {"measure": "memory"}, "value", most=1.02, name="policy"))
     where = {"measure": "flat", "tokens": 100_000}
     promised.append(Bar("a step after 100,000 tokens at most 1.10x that after 1,000", where, most=1.10, name="kv"))
-    where = {"measure": "far"}
-    return [
-        *promised,
-        Bar("logits after 4,000,000 tokens within 1e-3 of those at the start", where, "error", most=1e-3, unit=""),
-    ]
+    return promised
 
 
 def size_of(args: argparse.Namespace, device: torch.device) -> Size:

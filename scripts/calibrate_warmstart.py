@@ -20,7 +20,7 @@ from shared.results import show_measured
 from shared.texts import as_text, read_lines
 
 from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
-from hf_kvcaches.warmstart.prompts import Prompt
+from hf_kvcaches.warmstart.library import Prompt
 
 # Seeds of generated pairs begin here; those that `eval_warmstart.py` measures on begin at 0.
 CALIBRATION_SEED = 2 * 10**6

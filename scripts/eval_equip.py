@@ -9,8 +9,7 @@ for `--full` tokens: beyond the trained window it shows why pruning is wanted ev
 **Prefix**: a prompt is read and pruned to a share of its tokens, and the loss is that of the tokens behind it.
 
 **Recall**: a generated document is read and pruned to a share of its tokens; then each of its questions is asked from there, and an
-answer counts if each of its tokens is the most likely one. With `--ask within` the question is part of what is read before pruning,
-but for its last token: what is pruned then may depend on what is asked.
+answer counts if each of its tokens is the most likely one.
 """
 
 from __future__ import annotations
@@ -160,27 +159,23 @@ def make_quizzes(tokenizer: Any, count: int, tokens: int, questions: int, seed: 
     ]
 
 
-def right_answers(model: Any, quiz: Quiz, setting: Setting, ask: str) -> int:
+def right_answers(model: Any, quiz: Quiz, setting: Setting) -> int:
     """How many questions are answered exactly."""
     read = lambda ids, cache: model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)  # noqa: E731
     document, right = setting.make(model), 0
-    if ask == "after":
-        read_context(model, document, quiz.context.to(model.device))
+    read_context(model, document, quiz.context.to(model.device))
     for question, answer in quiz.questions:
-        cache, fed = copy.deepcopy(document), question
-        if ask == "within":
-            cache, fed = setting.make(model), question[:, -1:]
-            read_context(model, cache, torch.cat([quiz.context, question[:, :-1]], 1).to(model.device))
+        cache = copy.deepcopy(document)
         # One token after the other, as they would be written, and each pruned.
-        guesses = [read(token, cache).logits[0, -1].argmax() for token in torch.cat([fed, answer[:, :-1]], 1).split(1, 1)]
+        guesses = [read(token, cache).logits[0, -1].argmax() for token in torch.cat([question, answer[:, :-1]], 1).split(1, 1)]
         right += bool((torch.stack(guesses[-answer.shape[1] :]).cpu() == answer[0]).all())
     return right
 
 
-def recall(model: Any, quizzes: Sequence[Quiz], setting: Setting, ask: str) -> Iterator[Row]:
+def recall(model: Any, quizzes: Sequence[Quiz], setting: Setting) -> Iterator[Row]:
     asked = sum(len(quiz.questions) for quiz in quizzes)
-    right = sum(right_answers(model, quiz, setting, ask) for quiz in quizzes)
-    yield {"task": f"recall, asked {ask}", **setting.columns, "questions": asked, "right": right, "share": round(right / asked, 4)}
+    right = sum(right_answers(model, quiz, setting) for quiz in quizzes)
+    yield {"task": "recall", **setting.columns, "questions": asked, "right": right, "share": round(right / asked, 4)}
 
 
 def report(rows: Sequence[Row]) -> str:
@@ -204,13 +199,13 @@ def report(rows: Sequence[Row]) -> str:
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """What facts are promised to be recalled, by the policy and the share of the context that is kept."""
-    recalled = {"task": "recall, asked after", "positions": "compact"}
+    recalled = {"task": "recall", "positions": "compact"}
     promises = [
         Bar(f"{policy} recalls {least:.1%} at {budget:g}", {**recalled, "policy": policy, "budget": budget}, "share", least=least, unit="")
         for policy, leasts in LEAST_RECALL.items()
         for budget, least in leasts.items()
     ]
-    full = rows_where(rows, task="recall, asked after", policy=FULL_CACHE)
+    full = rows_where(rows, task="recall", policy=FULL_CACHE)
     if full:
         where = {**recalled, "policy": "kvzip", "budget": 0.25}
         promises.append(Bar("kvzip is within 0.5 points of the full cache", where, "share", least=full[0]["share"] - 0.005, unit=""))
@@ -234,7 +229,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=1, help="tokens fed at a time")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--questions", type=int, default=8, help="of each document")
-    parser.add_argument("--ask", choices=("after", "within"), default="after")
     args = parser.parse_args()
     check_counts(args, ("rows", "prefixes", "prefix", "ahead", "tokens", "full", "chunk", "documents", "questions", "length"))
     if args.quick:
@@ -277,7 +271,7 @@ def works_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator[t
     if "recall" in args.tasks:
         quizzes = make_quizzes(tokenizer, args.documents, args.length, args.questions, args.seed)
         for setting in settings(args.shares):
-            yield setting, lambda s=setting: recall(model, quizzes, s, args.ask)
+            yield setting, lambda s=setting: recall(model, quizzes, s)
 
 
 @torch.no_grad()

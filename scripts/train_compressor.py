@@ -30,9 +30,10 @@ from hf_kvcaches import TrainedAdapters, WarmStartCache, WarmStartLibrary
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.warmstart.adapters import Adapters, AdapterSample, AdapterTraining
-from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.reading import read_prompt
+from hf_kvcaches.warmstart.summaries.adapters import Adapters
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.training import fit_values, identity_adapters, loss_of, sample_of, train_adapters
 
 # Every so many texts one is not learned from.
 HELD_OUT = 5
@@ -70,7 +71,7 @@ class Bench:
         for ids in tqdm(texts, desc="reading", unit="text"):
             states = read_prompt(model, torch.tensor([ids], device=model.device))
             keys, values = zip(*states.layers, strict=True)
-            samples.append(AdapterSample.of(compressor, keys, values, states.queries, rotation.layers, tail, states.scaling))
+            samples.append(sample_of(compressor, keys, values, states.queries, rotation.layers, tail, states.scaling))
         self.learned = [sample for number, sample in enumerate(samples) if number % HELD_OUT]
         self.others = samples[::HELD_OUT]
         self.asked = list(texts[::HELD_OUT])
@@ -98,17 +99,9 @@ class Bench:
     def measure(self, name: str, adapters: Adapters | None) -> dict[str, Any]:
         """A row of the table."""
         kls = self.kls(adapters)
-        maps = adapters if adapters is not None else Adapters.identity(self.learned[0])
-        errors = {"L_C": maps.error(self.learned), "L_C held out": maps.error(self.others)}
+        maps = adapters if adapters is not None else identity_adapters(self.learned[0])
+        errors = {"L_C": loss_of(maps, self.learned), "L_C held out": loss_of(maps, self.others)}
         return {"adapters": name, **errors, "KL held out": fmean(kls), "median": median(kls), "greatest": max(kls)}
-
-
-def train(args: argparse.Namespace, bench: Bench, seed: int) -> Adapters:
-    """Adapters from one seed."""
-    training = AdapterTraining(bench.learned, lr=args.lr, weight=args.weight, seed=seed, batch=args.batch)
-    for _ in tqdm(range(args.steps), desc=f"seed {seed}", unit="step"):
-        training.run(1)
-    return training.adapters
 
 
 def parse() -> argparse.Namespace:
@@ -148,8 +141,9 @@ def main() -> None:
     model, tokenizer = load(args.model, begin(args))
     texts = texts_of(args, tokenizer)
     bench = Bench(model, tokenizer, texts, args.slots, args.layout, args.tail)
-    made = {RIDGE: Adapters.ridge(bench.learned, args.gamma)}
-    made |= {f"seed {seed}": train(args, bench, seed) for seed in args.seeds}
+    made = {RIDGE: fit_values(bench.learned, args.gamma)}
+    options = {"steps": args.steps, "lr": args.lr, "weight": args.weight, "batch": args.batch, "progress": True}
+    made |= {f"seed {seed}": train_adapters(bench.learned, seed=seed, **options) for seed in args.seeds}
     rows = [bench.measure(NO_ADAPTERS, None), *(bench.measure(name, adapters) for name, adapters in made.items())]
     learned, others = len(bench.learned), len(bench.others)
     columns = {name: f"{{{name}}}" if name == "adapters" else f"{{{name}:.4g}}" for name in rows[0]}

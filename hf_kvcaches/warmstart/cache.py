@@ -27,28 +27,30 @@ from hf_kvcaches.errors import (
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
-from hf_kvcaches.warmstart.planning import RowPlan, Served
-from hf_kvcaches.warmstart.projector import SlotProjector
-from hf_kvcaches.warmstart.serving import Serving
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.planning import Served
+from hf_kvcaches.warmstart.serving import Outcome, Serving
+from hf_kvcaches.warmstart.summaries.projector import SlotProjector
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap
 
 Strategy = Literal["auto", "slots", "align", "exact"]
+# Before a prompt.
+_NOTHING = Outcome(0, (), 0, 0, False)
 
 
 @dataclass(frozen=True)
 class WarmStartReport(CacheReport):
-    """What a `WarmStartCache` holds, and what became of its prompt.
+    """What a `WarmStartCache` holds, and how its prompt was served.
 
     Args:
-        strategy: What served the prompt: "exact" (the very prompt), "align" (stretches of a similar one), "slots" (its summary), "prefix"
-            (what both begin with) or "cold"; "mixed" where rows of a batch were served differently, "" before a prompt.
+        strategy: What served the prompt: "exact" (the very prompt), "align" (spans of a similar one), "slots" (its summary), "prefix"
+            (a common prefix) or "cold"; "mixed" where rows of a batch were served differently, "" before a prompt.
         neighbour: The id of the entry that served it; None where there is none, or rows have several.
-        similarity: Of that entry, as a cosine; None where it was found by its tokens.
-        reused_tokens: Tokens of the prompt that were not run, in all rows.
+        similarity: Of that entry, as a cosine; None where it was looked up by its tokens.
+        reused_tokens: Tokens of the prompt that were not computed, in all rows.
         computed_tokens: Those that were.
         refused: Why nothing better was done, or "".
-        swapped: Whether the exact prefill has taken the place of what was reused.
+        swapped: Whether the exact prefill has replaced what was reused.
         strategies: `strategy` of each row.
         neighbours: `neighbour` of each row.
         similarities: `similarity` of each row.
@@ -73,11 +75,11 @@ class WarmStartCache(SplicingCache):
 
     Paper: Warm-Starting Transformer Inference via Position-Consistent Projection of KV Summaries (CP-KVP).
 
-    **Departs from the paper**: see docs/warmstart.md. By default stretches that both prompts share keep the earlier one's keys and values,
-    and what differs is run; the paper's summaries are `strategy="slots"`.
+    **Departs from the paper**: see docs/warmstart.md. By default spans that both prompts share keep the earlier one's keys and values, and
+    the rest is recomputed; the paper's summaries are `strategy="slots"`.
 
     **Refuses**: models whose keys change with the length of the text, or with layers that keep no keys and values. Without rotary positions
-    only common beginnings are reused.
+    only common prefixes are reused.
 
     **Memory per token**: as `GrowingCache`; behind a summary, its slots and what was generated since.
 
@@ -85,15 +87,14 @@ class WarmStartCache(SplicingCache):
         model: The model that the library was made for.
         library: Where earlier prompts are.
         tokenizer: The model's; None for the library's.
-        strategy: `"auto"`: the same prompt, else stretches where at least `gate.reusable` of the tokens can be reused, else, with a `swap`,
-            the summary where the gate lets it, else a common beginning. `"align"`: without summaries. `"slots"`: summaries only, where the
-            gate lets them, also without a swap.
-            `"exact"`: the same prompt and common beginnings only.
-        swap: The exact prefill that takes the place of what was reused: `"off"`, `"sync"` (before the second token) or `"background"` (in a
-            thread, when it is ready). Only where something inexact was reused.
+        strategy: `"auto"`: the same prompt, else alignment where at least `gate.reusable` of the tokens can be reused, else, with a `swap`,
+            the summary where the gate admits it, else a common prefix. `"align"`: without summaries. `"slots"`: summaries only, where the
+            gate admits them, also without a swap. `"exact"`: the same prompt and common prefixes only.
+        swap: The exact prefill that replaces what was reused: `"off"`, `"sync"` (before the second token) or `"background"` (in a thread,
+            when it is ready). Only where something inexact was reused.
         gate: When a similar prompt will do; None for the library's default.
-        guard: Tokens that are run again behind every change.
-        tail: Tokens at the end of a prompt that are always run, with stretches.
+        guard: Tokens that are recomputed behind every change, with alignment.
+        tail: Tokens at the end of a prompt that are always computed, with alignment.
         projector: A `SlotProjector` for summaries, or None.
         decode_with: A new cache of the same model that holds the tokens once the prompt is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
@@ -142,8 +143,7 @@ class WarmStartCache(SplicingCache):
         self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer
         self.strategy: Strategy = strategy
         self.swap, self.gate, self.guard, self.tail, self.projector = swap, gate or WarmStartGate(), guard, tail, projector
-        self._plans: tuple[RowPlan, ...] = ()
-        self._tokens = (0, 0)
+        self._outcome = _NOTHING
         self._exact: ExactPrefill | None = None
         self._swapped = False
 
@@ -158,31 +158,20 @@ class WarmStartCache(SplicingCache):
         if padding is None or self.seen or self.library is None:  # a cache that came from another process has none
             return 0
         self._swapped = False
-        served = Serving(self, call, padding).serve()
-        self._plans = served.plans
-        self._tokens = served.reused, served.computed
-        if self.swap != "off" and served.inexact:
-            self._exact = ExactPrefill(self.model, *self._prompt(call, padding))
-        return served.taken
+        self._outcome = Serving(self, call, padding).serve()
+        if self.swap != "off" and self._outcome.inexact:
+            ids, mask = call.input_ids.clone(), call.attention_mask
+            positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
+            self._exact = ExactPrefill(self.model, ids, None if mask is None else mask.clone(), positions.clamp_min(0))
+        return self._outcome.taken
 
     def start_from(self, slots: Slots, covered: int) -> None:
-        """Begins with a summary.
-
-        Args:
-            slots: Turned to where they stand.
-            covered: How many tokens they stand for.
-        """
+        """Begin with a summary, rotated to its positions, that stands for `covered` tokens."""
         _, _, decoder = compat.decoder_layers(self.model)
-        for layer, module, own in zip(self.layers, decoder, slots.layers(), strict=True):
-            device, dtype = compat.layer_device(module), self.model.dtype
-            own = own._replace(keys=own.keys.to(dtype), values=own.values.to(dtype))
-            layer.take_slots(LayerSlots(*(part.to(device) for part in own)), covered)
-
-    def _prompt(self, call: PrefillCall, padding: list[int]) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        ids = call.input_ids.clone()
-        positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
-        mask = None if call.attention_mask is None else call.attention_mask.clone()
-        return ids, mask, positions.clamp_min(0)
+        for layer, module, summary in zip(self.layers, decoder, slots.layers, strict=True):
+            keys, values = (states.to(self.model.dtype) for states in summary[:2])
+            device = compat.layer_device(module)
+            layer.take_slots(LayerSlots(*(tensor.to(device) for tensor in (keys, values, summary.positions, summary.counts))), covered)
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self.history.crop(self.seen)  # a pass that did not run to its end
@@ -191,38 +180,29 @@ class WarmStartCache(SplicingCache):
         super().observe(input_ids, attention_mask, position_ids)
 
     def _go_on(self, attention_mask: Any) -> None:
-        """Before a pass behind the prompt: starts the exact prefill, or takes its place where it is ready."""
+        """Before a pass behind the prompt: start the exact prefill, or swap it in where it is ready."""
         exact = self._exact
         assert exact is not None
-        # Only now, because until the first token is out nothing else should run.
+        # Not earlier, so that nothing else runs until the first token is out.
         if self.swap == "background" and not exact.started:
             exact.start(self)
             return
         if exact.running:
             return
         if exact.failure is not None:
-            warnings.warn(
-                f"The exact prefill in the background failed ({type(exact.failure).__name__}: {exact.failure}); the prompt is run now.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            failure = f"{type(exact.failure).__name__}: {exact.failure}"
+            _warn(f"The exact prefill in the background failed ({failure}); the prompt is run now.")
         self._take_over(exact, attention_mask)
         self._exact = None  # only now: a swap that was interrupted is made before the next pass
 
     def _take_over(self, exact: ExactPrefill, attention_mask: Any) -> None:
-        """Puts the exact keys and values in the place of what was reused, those of the generated tokens too."""
+        """Replace what was reused by the exact keys and values, and recompute the generated tokens."""
         if not self.history.known or self.history.tokens().shape[1] != self.seen:
-            warnings.warn(
-                "Tokens went by that the cache was not told of, so it goes on without the exact prefill.", RuntimeWarning, stacklevel=2
-            )
+            _warn("Tokens went by that the cache was not told of, so it goes on without the exact prefill.")
             return
         filled = exact.result() if identity_of(self.model) == self.provenance.identity else None
         if filled is None or filled.provenance.identity != self.provenance.identity:
-            warnings.warn(
-                "The model has changed since it read the prompt, so the cache goes on without the exact prefill.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn("The model has changed since it read the prompt, so the cache goes on without the exact prefill.")
             return
         order = exact.rows[:, 0].to(exact.ids.device)
         if not torch.equal(order.cpu(), torch.arange(exact.ids.shape[0])):
@@ -239,23 +219,24 @@ class WarmStartCache(SplicingCache):
         self._swapped = True
 
     def wait(self) -> None:
-        """Waits for the exact prefill in the background, if there is one, and fails as it did; the next pass goes on from it."""
+        """Wait for the exact prefill in the background, if there is one, and raise its exception; the next pass goes on from it."""
         if self._exact is not None and self._exact.started:
             self._exact.result()
 
     def report(self) -> WarmStartReport:
-        strategies = tuple(plan.served for plan in self._plans)
-        neighbours = tuple(None if plan.neighbour is None else plan.neighbour.key for plan in self._plans)
-        similarities = tuple(None if plan.neighbour is None else plan.neighbour.similarity for plan in self._plans)
-        refusals = tuple(plan.refused for plan in self._plans)
+        plans = self._outcome.plans
+        strategies = tuple(plan.served for plan in plans)
+        neighbours = tuple(plan.neighbour.key if plan.neighbour else None for plan in plans)
+        similarities = tuple(plan.neighbour.similarity if plan.neighbour else None for plan in plans)
+        refusals = tuple(plan.refused for plan in plans)
         return WarmStartReport(
             **self._report_fields(),
-            strategy=_common(strategies, "mixed") if strategies else "",
+            strategy=_common(strategies, "mixed") if plans else "",
             neighbour=_common(neighbours, None),
             similarity=_common(similarities, None),
-            reused_tokens=self._tokens[0],
-            computed_tokens=self._tokens[1],
-            refused=_common(refusals, "") or "",
+            reused_tokens=self._outcome.reused,
+            computed_tokens=self._outcome.computed,
+            refused=_common(refusals, ""),
             swapped=self._swapped,
             strategies=strategies,
             neighbours=neighbours,
@@ -271,24 +252,20 @@ class WarmStartCache(SplicingCache):
             self._exact = exact.cropped(self.seen)
 
     def reset(self) -> None:
-        self._forget()
+        if self._exact is not None:
+            self._exact.stop()
         super().reset()
-        self._plans, self._tokens, self._swapped = (), (0, 0), False
+        self._exact, self._outcome, self._swapped = None, _NOTHING, False
 
     def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._exchange(rows)
         if self._exact is not None:
             self._exact.rows = rows(self._exact.rows)
 
-    def _forget(self) -> None:
-        if self._exact is not None:
-            self._exact.stop()
-            self._exact = None
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(each): each for each in (self.tokenizer, self.rotation, self.gate, self.projector)}
+        memo |= {id(shared): shared for shared in (self.tokenizer, self.rotation, self.gate, self.projector)}
         if self._exact is not None:
-            # Each takes its own over, and goes on in it.
+            # Each copy swaps in a prefill of its own.
             memo[id(self._exact)] = self._exact.cropped(self._exact.ids.shape[1])
         return super().__deepcopy__(memo)
 
@@ -298,5 +275,9 @@ class WarmStartCache(SplicingCache):
 
 
 def _common(values: Sequence[Any], otherwise: Any) -> Any:
-    """The value that all rows have, or another."""
+    """Return the value that all rows have, or another."""
     return values[0] if len(set(values)) == 1 else otherwise
+
+
+def _warn(sentence: str) -> None:
+    warnings.warn(sentence, RuntimeWarning, stacklevel=4)

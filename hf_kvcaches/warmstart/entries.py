@@ -1,31 +1,99 @@
-"""Prompts with what is stored of them, found by their tokens or by likeness, shared by threads and processes."""
+"""Prompts with what is stored of them, looked up by their tokens or by similarity, shared by threads and processes."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from hf_kvcaches.core.splicing.tokens import Ids, common_prefix
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.stores.blobs import TIMEOUT, Stored
 from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.reading import not_finite
 from hf_kvcaches.stores.vectors import VectorIndex
-from hf_kvcaches.warmstart.entry import Embedding, Entry, EntryHead, EntryReport, Facts
 
-_KIND = "warm-start entry, version 1"
-_IDS = "ids"
+Embedding = npt.NDArray[np.float32]
+
+_KIND = "warm-start entry, version 2"
 # The fields of a blob's head and their types. Others may be added without a new version.
-_FIELDS = {"kind": str, "scope": str, "text": str, "length": int, "created": float, "provenance": dict, "sizes": dict, "embedding": str}
+_FIELDS = {"kind": str, "scope": str, "text": str, "ids": str, "length": int, "created": float, "sizes": dict, "embedding": str}
+_FIELDS |= {"provenance": dict, "stored": dict}
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A prompt and what is stored of it.
+
+    Args:
+        embedding: `(dim,)`, of length 1.
+        tensors: By name. Those of a stored entry must not be written to.
+        provenance: How it came about, as JSON can hold it.
+        stored: What `codec` needs to read its keys and values; empty if it has none.
+    """
+
+    text: str
+    ids: Sequence[int]
+    embedding: Embedding
+    tensors: Mapping[str, Tensor]
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    stored: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class EntryHead:
+    """What is known of a stored entry without reading its tensors, with the bytes of each tensor and of the whole blob."""
+
+    text: str
+    ids: Ids
+    provenance: dict[str, Any]
+    stored: dict[str, Any]
+    created: float  # seconds since 1970
+    sizes: dict[str, int]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class EntryReport:
+    """What a store holds, and what this process did with it.
+
+    Args:
+        location: Without passwords.
+        entries: Of this scope.
+        foreign: Of other scopes.
+        bytes: Of all of them.
+        max_bytes: The cap, or None.
+        pinned: Entries of this scope that are never evicted.
+        hits: How often an entry was reused.
+        saved_tokens: Tokens that were not computed.
+        loads: How often tensors were read.
+        written: Entries that this process stored.
+        evicted: Entries that this process evicted.
+        damaged: Damaged entries that this process deleted.
+        failures: How often the back-end failed.
+    """
+
+    location: str
+    entries: int
+    foreign: int
+    bytes: int
+    max_bytes: int | None
+    pinned: int
+    hits: int
+    saved_tokens: int
+    loads: int
+    written: int
+    evicted: int
+    damaged: int
+    failures: int
 
 
 class EntryContents:
@@ -35,7 +103,7 @@ class EntryContents:
         self.scope = scope
         self.heads: dict[str, EntryHead] = {}
         self.vectors: VectorIndex | None = None
-        # Tokens and id of each entry that has `Facts`, sorted.
+        # Tokens and id of each entry, sorted.
         self._order: list[tuple[bytes, str]] = []
 
     def add(self, blobs: Sequence[Stored]) -> dict[str, int]:
@@ -46,16 +114,15 @@ class EntryContents:
                 continue
             if data["scope"] == self.scope:
                 try:
-                    vectors[key] = self.checked(array_of_text(data["embedding"], "<f4"))
+                    ids, vector = array_of_text(data["ids"], "<u4"), self.checked(array_of_text(data["embedding"], "<f4"))
                 except ValueError:
                     continue
                 if self.vectors is None:
-                    self.vectors = VectorIndex(len(vectors[key]))
-                facts = Facts.of(data["provenance"])
-                text, length, provenance = data["text"], data["length"], data["provenance"]
-                self.heads[key] = EntryHead(text, length, provenance, data["created"], data["sizes"], size, facts)
-                if facts is not None:
-                    insort(self._order, (_sortable(facts.ids), key))
+                    self.vectors = VectorIndex(len(vector))
+                vectors[key] = vector
+                fields = {name: data[name] for name in ("text", "provenance", "stored", "created", "sizes")}
+                self.heads[key] = EntryHead(**fields, ids=ids, bytes=size)
+                insort(self._order, (_sortable(ids), key))
             tokens[key] = data["length"]
         # All at once: one by one takes longer.
         if vectors and self.vectors is not None:
@@ -65,8 +132,8 @@ class EntryContents:
     def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
             head = self.heads.pop(key, None)
-            if head is not None and head.facts is not None:
-                del self._order[bisect_left(self._order, (_sortable(head.facts.ids), key))]
+            if head is not None:
+                del self._order[bisect_left(self._order, (_sortable(head.ids), key))]
         if self.vectors is not None:
             self.vectors.remove(keys)
 
@@ -74,23 +141,18 @@ class EntryContents:
         return ()
 
     def beginning(self, ids: Ids) -> tuple[str | None, int]:
-        """The entry that shares the longest beginning with a prompt, and how many tokens that is."""
+        """Return the entry that shares the longest prefix with a prompt, and how many tokens that is."""
         index = bisect_left(self._order, (_sortable(ids), ""))
         best, longest = None, 0
-        # The longest common beginning is that of a neighbour in the order.
+        # It is one of the two neighbours in the order.
         for _, key in self._order[max(0, index - 1) : index + 1]:
-            facts = self.heads[key].facts
-            shared = 0 if facts is None else common_prefix(facts.ids, ids)
+            shared = common_prefix(self.heads[key].ids, ids)
             if shared > longest:
                 best, longest = key, shared
         return best, longest
 
     def checked(self, embedding: Embedding) -> Embedding:
-        """An embedding as float32, of the dimension of the others.
-
-        Args:
-            embedding: `(dim,)`, of length 1.
-        """
+        """Return an embedding as float32 if it has length 1 and the dimension of the others."""
         vector = np.asarray(embedding, np.float32)
         dim = vector.shape[0] if self.vectors is None and vector.ndim == 1 else getattr(self.vectors, "dim", 0)
         if vector.shape != (dim,) or not dim or not abs(float(np.linalg.norm(vector)) - 1) <= 1e-3:
@@ -103,79 +165,50 @@ class EntryStore:
     """Entries of one scope, in memory, in a folder or in Redis.
 
     Any thread may call any method, and processes may share a place. Changes of other processes are applied by `refresh`, and with every
-    change of this one. Where the place fails, or what it holds is damaged, that is a miss, and the first one is a `RuntimeWarning`.
-
-    Args:
-        location: `memory`, `disk:FOLDER` or `redis://host:port/db` (see `open_blobs`).
-        scope: All that has to be the same for an entry to be of use: the model, the tokenizer, the encoder, the format. Entries of
-            other scopes may lie in the same place; they count for the cap, and otherwise are left alone.
-        max_bytes: What all entries may take, but for pinned ones. Beyond, those are evicted that saved the fewest tokens a byte, and not
-            lately.
-        timeout: Seconds that all look-ups of a request may wait for Redis together; see `open_blobs`.
+    change of this one. A failed or damaged read is a miss, and the first one is a `RuntimeWarning`. The scope names the model, the
+    tokenizer, the encoder and the format; entries of other scopes in the same place count for the cap, and otherwise are left alone.
     """
 
     def __init__(self, location: str, scope: str, max_bytes: int | str | None = None, timeout: float = TIMEOUT) -> None:
         if not isinstance(scope, str) or not scope:
             raise ConfigError.of("scope", "a string that names the model and all else that entries depend on", scope)
-        # Entries are put into an index as soon as there are any.
-        require("faiss", "retrieval", "A store of prompts")
+        require("faiss", "retrieval", "A store of prompts")  # the index is made with the first entry
         self.scope, self.contents = scope, EntryContents(scope)
         self.catalog = Catalog(location, timeout, max_bytes, self.contents, "entry")
         self._hits = self._saved_tokens = 0
         self.refresh()
 
-    @property
-    def max_bytes(self) -> int | None:
-        """The cap, or None."""
-        return self.catalog.max_bytes
-
     def put(self, entry: Entry) -> str | None:
-        """Stores an entry and returns its id; one of the same tokens that is there already is kept. None where it didn't stay."""
-        ids = _as_ids(entry.ids)
-        embedding = self.contents.checked(entry.embedding)
-        if _IDS in entry.tensors:
-            raise ConfigError.of("entry.tensors", f"names other than {_IDS!r}, which is taken", sorted(entry.tensors))
+        """Store an entry and return its id; one of the same tokens that is there already is kept. None where it didn't stay."""
+        ids, embedding = _checked_ids(entry.ids), self.contents.checked(entry.embedding)
         key = self._key(ids)
         dense = {name: tensor for name, tensor in entry.tensors.items() if isinstance(tensor, Tensor)}
         if (name := not_finite({name: tensor.cpu() for name, tensor in dense.items()})) is not None:
             raise ConfigError.of(f"entry.tensors[{name!r}]", "finite numbers", "infinities or NaN", "Look for them in the model.")
         sizes = {name: tensor.nbytes for name, tensor in dense.items()}
-        if self.max_bytes is not None and sum(sizes.values()) + ids.nbytes > self.max_bytes:
-            sentence = f"A prompt of {len(ids)} tokens takes more than all of the {self.max_bytes} bytes allowed; it is not stored."
+        cap = self.catalog.max_bytes
+        if cap is not None and sum(sizes.values()) + ids.nbytes > cap:
+            sentence = f"A prompt of {len(ids)} tokens takes more than all of the {cap} bytes allowed; it is not stored."
             self.catalog.warn_once("large", sentence)
             return None
-        head = {
-            "kind": _KIND,
-            "scope": self.scope,
-            "text": entry.text,
-            "length": len(ids),
-            # Whole seconds: with more digits, prompts of one size would take a few bytes more or less, and be worth more or less.
-            "created": float(int(time.time())),
-            "provenance": dict(entry.provenance),
-            "sizes": sizes,
-            # In the head, so that opening the store does not read the tensors of all entries.
-            "embedding": array_as_text(embedding, "<f4"),
-        }
-        if key not in self and not self.catalog.put(key, head, {_IDS: torch.from_numpy(ids), **entry.tensors}):
+        # The ids and the embedding are in the head so that look-ups read no tensors.
+        head = {"kind": _KIND, "scope": self.scope, "text": entry.text, "ids": array_as_text(ids, "<u4"), "length": len(ids)}
+        head |= {"provenance": dict(entry.provenance), "stored": dict(entry.stored), "sizes": sizes}
+        # Whole seconds, so that prompts of one size take equally many bytes.
+        head |= {"embedding": array_as_text(embedding, "<f4"), "created": float(int(time.time()))}
+        if key not in self and not self.catalog.put(key, head, entry.tensors):
             return None
-        # The last one to look sees what all have written, so processes stay within the cap together.
+        # After its last write each process sees all entries, so they stay within the cap together.
         self.refresh()
         return key if key in self else None
 
     def get(self, key: str, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None) -> Entry | None:
-        """An entry, or None where there is none of that id and scope, or none any more, or a damaged one.
-
-        Args:
-            check: Raises an `ArtifactError` for tensors that are not what they should be: the entry is deleted then.
-        """
+        """Return an entry; None where there is none, or a damaged one, or one whose tensors make `check` raise an `ArtifactError`."""
         head = self.head(key)
         if head is None:
             return None
 
         def check_all(tensors: Mapping[str, Tensor]) -> None:
-            ids = tensors.get(_IDS)
-            if ids is None or ids.dtype != torch.int32 or ids.shape != (head.length,):
-                raise ArtifactError("it does not hold its tokens")
             if (name := not_finite(tensors)) is not None:
                 raise ArtifactError(f"its tensor {name!r} has infinities or NaN")
             check(tensors)
@@ -184,83 +217,68 @@ class EntryStore:
         embedding = None if self.contents.vectors is None else self.contents.vectors.get(key)
         if tensors is None or embedding is None:
             return None
-        ids = tensors.pop(_IDS)
-        return Entry(head.text, ids.tolist(), embedding, tensors, head.provenance)
-
-    def all(self) -> Iterator[Entry]:
-        """All entries, each read as a request of its own."""
-        for key in self.ids():
-            self.catalog.blobs.begin()
-            if (entry := self.get(key)) is not None:
-                yield entry
+        return Entry(head.text, head.ids.tolist(), embedding, tensors, head.provenance, head.stored)
 
     def head(self, key: str) -> EntryHead | None:
-        """What is known of an entry without reading it, or None."""
+        """Return what is known of an entry without reading it, or None."""
         with self.catalog.lock:
             return self.contents.heads.get(key)
 
     def exact(self, ids: Sequence[int]) -> str | None:
-        """The id of the entry with exactly these tokens, or None."""
-        key = self._key(_as_ids(ids))
+        """Return the id of the entry with exactly these tokens, or None."""
+        key = self._key(_checked_ids(ids))
         return key if key in self else None
 
     def beginning(self, ids: Ids) -> tuple[str | None, int]:
-        """The id of the entry that shares the longest beginning with a prompt, and how many tokens that is."""
+        """Return the id of the entry that shares the longest prefix with a prompt, and how many tokens that is."""
         with self.catalog.lock:
             return self.contents.beginning(ids)
 
     def near(self, embedding: npt.ArrayLike, k: int = 1) -> list[tuple[str, float]]:
-        """The ids of the most similar entries with their cosines, the most similar first.
-
-        Args:
-            embedding: `(dim,)`, of length 1.
-        """
+        """Return the ids of the entries most similar to an embedding with their cosines, the most similar first."""
         vectors = self.contents.vectors
         return [] if vectors is None else vectors.search(embedding, k)[0]
 
     def ids(self) -> list[str]:
-        """Of all entries."""
+        """Return the ids of all entries."""
         with self.catalog.lock:
             return list(self.contents.heads)
 
     def used(self, key: str, tokens: int | None = None) -> None:
-        """Counts the work that an entry saved.
-
-        Args:
-            tokens: That were not computed; None: as many as it has.
-        """
+        """Count the tokens that an entry saved; None for all that it has."""
         head = self.head(key)
         if head is not None:
-            saved = head.length if tokens is None else tokens
+            saved = len(head.ids) if tokens is None else tokens
             with self.catalog.lock:
                 self.catalog.used(key, saved)
                 self._hits += 1
                 self._saved_tokens += saved
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keeps an entry from eviction, by any process."""
+        """Keep an entry from eviction, by any process."""
         self.catalog.pin(key, pinned)
 
     def delete(self, key: str) -> bool:
-        """Deletes an entry of this scope, and returns whether it was there."""
+        """Delete an entry of this scope, and return whether it was there."""
         return key in self and self.catalog.delete(key)
 
     def refresh(self) -> None:
-        """Begins a request: applies what other processes changed, and evicts what exceeds the cap."""
+        """Begin a request: apply what other processes changed, and evict what exceeds the cap."""
         self.catalog.refresh()
         if len(self.catalog.worth.sizes) > len(self):
             sentence = f"{self.catalog.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
             self.catalog.warn_once("foreign", sentence)
 
     def report(self) -> EntryReport:
-        """What the store holds now."""
+        """Report what the store holds now."""
         self.refresh()
-        own = self.ids()
-        foreign = len(self.catalog.worth.sizes) - len(own)
-        return EntryReport(entries=len(own), foreign=foreign, hits=self._hits, saved_tokens=self._saved_tokens, **self.catalog.summary(own))
+        keys = self.ids()
+        foreign = len(self.catalog.worth.sizes) - len(keys)
+        counts = self.catalog.summary(keys)
+        return EntryReport(entries=len(keys), foreign=foreign, hits=self._hits, saved_tokens=self._saved_tokens, **counts)
 
     def close(self) -> None:
-        """Closes connections. What is stored stays, unless it is in memory."""
+        """Close connections. What is stored stays, unless it is in memory."""
         self.catalog.close()
 
     def __len__(self) -> int:
@@ -269,23 +287,11 @@ class EntryStore:
     def __contains__(self, key: object) -> bool:
         return key in self.contents.heads
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self.close()
-
     def __deepcopy__(self, memo: dict[int, Any]) -> EntryStore:
-        # A copied cache goes on with the same store.
-        return self
+        return self  # a copied cache shares the store
 
-    def __repr__(self) -> str:
-        return f"EntryStore({self.catalog.place!r}, {len(self)} entries)"
-
-    def _key(self, ids: npt.NDArray[np.int32]) -> str:
-        hasher = hashlib.blake2b(_KIND.encode() + b"|" + self.scope.encode() + b"|", digest_size=16)
-        hasher.update(ids.astype("<i4").tobytes())
-        return hasher.hexdigest()
+    def _key(self, ids: Ids) -> str:
+        return hashlib.blake2b(f"{_KIND}|{self.scope}|".encode() + ids.astype("<u4").tobytes(), digest_size=16).hexdigest()
 
 
 def _sortable(ids: Ids) -> bytes:
@@ -293,8 +299,8 @@ def _sortable(ids: Ids) -> bytes:
     return ids.astype(">u4").tobytes()
 
 
-def _as_ids(ids: Sequence[int]) -> npt.NDArray[np.int32]:
+def _checked_ids(ids: Sequence[int]) -> Ids:
     tokens = np.asarray(ids)
     if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu" or tokens.min() < 0 or tokens.max() >= 1 << 31:
         raise ConfigError.of("ids", "a row of token ids, at least one", f"{tokens.dtype} {tokens.shape}")
-    return tokens.astype(np.int32)
+    return as_ids(tokens)

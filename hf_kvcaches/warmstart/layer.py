@@ -12,21 +12,21 @@ from hf_kvcaches.core.attention import LayerView, previous_implementation
 from hf_kvcaches.core.growing import append
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.warmstart.slots import LayerSlots
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots
 
 
 class WarmLayer(SplicedLayer):
-    """Begins, where `take_slots` says so, with slots in place of a prompt's first tokens; `seen` counts the tokens that they stand for."""
+    """Begins, after `take_slots`, with slots in place of a prompt's first tokens; `seen` counts the tokens that they stand for."""
 
     row_tensors: ClassVar[tuple[str, ...]] = (*SplicedLayer.row_tensors, "counts", "places")
     counters: ClassVar[tuple[str, ...]] = (*SplicedLayer.counters, "left_out")
 
     def __init__(self) -> None:
         super().__init__()
-        # (batch, kv_heads, slots): how many tokens each stands for, and where.
+        # (batch, kv_heads, slots): how many tokens each stands for, and its column in the mask.
         self.counts: torch.Tensor | None = None
         self.places: torch.Tensor | None = None
-        # How many more tokens were seen than slots are kept.
+        # Tokens seen less slots kept.
         self.left_out = 0
 
     @property
@@ -34,7 +34,7 @@ class WarmLayer(SplicedLayer):
         return self.seen - self.left_out
 
     def take_slots(self, slots: LayerSlots, seen: int) -> None:
-        """Begins with slots."""
+        """Begin with slots that stand for `seen` tokens."""
         assert self.seen == 0
         keys, values = slots.keys[None], slots.values[None]
         self.lazy_initialization(keys, values)
@@ -44,11 +44,7 @@ class WarmLayer(SplicedLayer):
         self.seen = seen
 
     def take_tokens(self, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
-        """Goes on with every token.
-
-        Args:
-            keys: The buffer, (batch, kv_heads, capacity, head_dim), of which the first `seen` slots count.
-        """
+        """Go on with every token, in buffers (batch, kv_heads, capacity, head_dim) of which the first `seen` slots count."""
         self.key_buffer, self.value_buffer = keys, values
         self.counts = self.places = None
         self.left_out, self.seen = 0, seen
@@ -60,17 +56,15 @@ class WarmLayer(SplicedLayer):
         if self.counts is None:
             return super().update(key_states, value_states, *args, **kwargs)
         self.check_new_tokens(key_states, value_states)
-        start, new = self.kept, key_states.shape[2]
-        keys, values = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
-        self.key_buffer, self.value_buffer = keys, values
-        first = self.seen
-        self.seen += new
-        view = SlotKeys(self, keys.narrow(2, 0, start + new), values.narrow(2, 0, start + new), first)
+        first, start = self.seen, self.kept
+        self.key_buffer, self.value_buffer = append(self.key_buffer, key_states, start), append(self.value_buffer, value_states, start)
+        self.seen += key_states.shape[2]
+        view = SlotKeys(self, self.key_buffer.narrow(2, 0, self.kept), self.value_buffer.narrow(2, 0, self.kept), first)
         return view, view
 
     def crop(self, tokens_to_remove: int) -> None:
         removed = -int(tokens_to_remove)
-        if self.counts is not None and removed > self.seen - self.left_out - self.counts.shape[2]:
+        if self.counts is not None and removed > self.kept - self.counts.shape[2]:
             raise UnsupportedError(
                 f"crop: the last {removed} tokens reach into a prompt of which only a summary is kept. Use swap='sync' or 'background', "
                 "or reset() the cache."
@@ -79,48 +73,41 @@ class WarmLayer(SplicedLayer):
 
 
 class SlotKeys(LayerView):
-    """Slots and the tokens behind them, in place of keys and of values.
-
-    Args:
-        keys: (batch, kv_heads, slots + tokens, head_dim).
-    """
+    """Slots and the tokens behind them, (batch, kv_heads, slots + tokens, head_dim), in place of keys and of values."""
 
     def __init__(self, layer: WarmLayer, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         self.layer, self.keys, self.values, self.first = layer, keys, values, first
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        implementation = previous_implementation(module.config)
         bias = self._bias(query, mask)
-        if implementation != "eager":
-            # Straight to PyTorch: transformers' function takes masks to be the same for all heads where there is one query.
-            scaling = kwargs.get("scaling")
-            groups = query.shape[1] > self.keys.shape[1]
-            output = nn.functional.scaled_dot_product_attention(query, self.keys, self.values, bias, scale=scaling, enable_gqa=groups)
-            return output.transpose(1, 2).contiguous(), None
-        attention = compat.attention_function("eager", module)
-        result: tuple[torch.Tensor, torch.Tensor | None] = attention(module, query, self.keys, self.values, bias, **kwargs)
-        return result
+        if previous_implementation(module.config) == "eager":
+            attention = compat.attention_function("eager", module)
+            result: tuple[torch.Tensor, torch.Tensor | None] = attention(module, query, self.keys, self.values, bias, **kwargs)
+            return result
+        # Straight to PyTorch: transformers' function takes masks to be the same for all heads where there is one query.
+        scaling, groups = kwargs.get("scaling"), query.shape[1] > self.keys.shape[1]
+        output = nn.functional.scaled_dot_product_attention(query, self.keys, self.values, bias, scale=scaling, enable_gqa=groups)
+        return output.transpose(1, 2).contiguous(), None
 
     def _bias(self, query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """What is added to the scores, (batch, heads, queries, slots + tokens): the logarithms of counts, and what may not be looked at."""
+        """Return what is added to the logits, (batch, heads, queries, slots + tokens): the logarithms of counts, and the mask."""
         layer, device = self.layer, query.device
         assert layer.counts is not None
         assert layer.places is not None
         counts, places = layer.counts.to(device), layer.places.to(device)
         batch, heads, slots = counts.shape
-        # The columns that the mask has for what is kept: a slot is as visible as the token where it stands.
+        # A slot is as visible as the token at its position.
         behind = layer.left_out + torch.arange(slots, self.keys.shape[2], device=device)
         columns = torch.cat([places.round().long(), behind.expand(batch, heads, -1)], 2)[:, :, None]
-        asking = self.first + torch.arange(query.shape[2], device=device)[:, None]
         if mask is None:
-            hidden = columns > asking
+            hidden = columns > self.first + torch.arange(query.shape[2], device=device)[:, None]
         else:
-            if mask.shape[-1] != self.layer.seen:
-                raise ConfigError.of("attention_mask", f"a column for each of the {self.layer.seen} tokens seen", tuple(mask.shape))
-            shown = mask.to(device) if mask.dtype == torch.bool else mask.to(device) == 0
-            shown = shown.expand(batch, heads, -1, -1).gather(3, columns.clamp_min(0).expand(-1, -1, query.shape[2], -1))
+            if mask.shape[-1] != layer.seen:
+                raise ConfigError.of("attention_mask", f"a column for each of the {layer.seen} tokens seen", tuple(mask.shape))
+            visible = mask.to(device) if mask.dtype == torch.bool else mask.to(device) == 0
             # Padding before the prompt is in no slot.
-            hidden = ~shown
+            index = columns.clamp_min(0).expand(-1, -1, query.shape[2], -1)
+            hidden = ~visible.expand(batch, heads, -1, -1).gather(3, index)
         weights = nn.functional.pad(counts, (0, len(behind)), value=1.0).log()[:, :, None]
         bias = weights.expand(-1, -1, query.shape[2], -1).masked_fill(hidden, torch.finfo(query.dtype).min).to(query.dtype)
         return bias.repeat_interleave(query.shape[1] // heads, 1)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
+from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.splicing import codec
-from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
-from hf_kvcaches.core.splicing.tokens import Ids, as_ids
+from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.errors import (
     ArtifactError,
     ConfigError,
@@ -26,29 +28,24 @@ from hf_kvcaches.errors import (
     whole_number,
 )
 from hf_kvcaches.stores.blobs import TIMEOUT
-from hf_kvcaches.stores.blobs_format import array_as_text
-from hf_kvcaches.warmstart.adapters import Adapters
-from hf_kvcaches.warmstart.compressor import SlotCompressor
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
-from hf_kvcaches.warmstart.entries import EntryStore
-from hf_kvcaches.warmstart.entry import Entry, EntryReport, Facts
+from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
-from hf_kvcaches.warmstart.prompts import Prompt, listed, token_ids
-from hf_kvcaches.warmstart.reading import correction_for, read_prompt
-from hf_kvcaches.warmstart.slots import Slots
-from hf_kvcaches.warmstart.trained import TrainedAdapters
+from hf_kvcaches.warmstart.reading import read_prompt
+from hf_kvcaches.warmstart.summaries.adapters import Adapters, TrainedAdapters
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.positions import PositionCorrection
+from hf_kvcaches.warmstart.summaries.slots import Slots
 
+Prompt = str | Sequence[int] | torch.Tensor
 Full = Literal["int8", "int4", "exact"] | None
 
+# How names of tensors begin.
 _SLOTS, _FULL = "slots.", "full."
 
 
 class Neighbour(NamedTuple):
-    """An entry that resembles a prompt.
-
-    Args:
-        similarity: A cosine, or None where it was found by its tokens.
-    """
+    """An entry that resembles a prompt; `similarity` is a cosine, or None where it was looked up by its tokens."""
 
     key: str
     ids: Ids
@@ -64,17 +61,17 @@ class WarmStartLibrary:
     Args:
         model: A transformers model. Entries are of use to it alone, with the adapters that are active now.
         tokenizer: The model's.
-        slots: For each layer and key head of a summary; 0 for none.
+        slots: Of a summary, for each layer and key head; 0 for none.
         encoder: What makes prompts comparable: `"model"` or None (the model's input embeddings, nothing to download), `"hidden"`, the name
             or folder of a sentence-transformers model, or a function from texts to vectors.
         layout: Of the slots: `"salient"`, or `"paper"`.
-        tail: The last tokens of a prompt, which no slot stands for and which are run behind the slots.
+        tail: The last tokens of a prompt, which no slot stands for and which are recomputed behind the slots.
         full: How all keys and values are stored: `"int8"`, `"int4"`, `"exact"`, or None for slots only.
         location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
-        max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, those go first that saved least work a byte.
+        max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, the least useful are evicted.
         timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take.
         adapters: Maps for pooled slots, from `scripts/train_compressor.py`, or None.
-        correct_positions: Experimental. For models with learned positions (GPT-2), where keys can't be turned: slots are moved by what a
+        correct_positions: Experimental. For models with learned positions (GPT-2), where keys can't be rotated: slots are moved by what a
             position adds to a key, as far as that is linear.
     """
 
@@ -105,26 +102,27 @@ class WarmStartLibrary:
         self.model, self.tokenizer = compat.base_model(model), tokenizer
         compat.decoder_layers(self.model)  # or a refusal, before anything is stored
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
-        self.correction = correction_for(self.model) if correct_positions and slots else None
+        self.correction = PositionCorrection.of_model(self.model) if correct_positions and slots else None
         if slots and not self.rotation.turns and self.correction is None:
             raise UnsupportedError(f"slots: {self.rotation.why}. Use slots=0, which reuses common starts of prompts.")
         self.slots, self.layout, self.tail, self.full = slots, layout, tail, full
         if isinstance(adapters, TrainedAdapters):
             adapters = adapters.checked(self.model, slots, layout, tail)
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
-        self.encoder = encoder_of(encoder, self.model, tokenizer)
-        self.location = location
+        self.encoder = encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
 
     def _scope(self) -> str:
-        tokenizer = digest_of_tokenizer(self.tokenizer)
-        parts = ("warm start 2", self.digest, tokenizer, self.encoder.name, self.slots, self.layout, self.tail, self.full)
-        adapters = "" if self.compressor is None or self.compressor.adapters is None else _digest_of(self.compressor.adapters.tensors())
-        return hashlib.blake2b("|".join(map(str, (*parts, adapters))).encode(), digest_size=16).hexdigest()
+        parts: list[Any] = ["warm start 2", self.digest, digest_of_tokenizer(self.tokenizer), self.encoder.name]
+        parts += [self.slots, self.layout, self.tail, self.full, digest_of(self._adapter_tensors())]
+        return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
+
+    def _adapter_tensors(self) -> dict[str, torch.Tensor]:
+        return {} if self.compressor is None or self.compressor.adapters is None else self.compressor.adapters.tensors()
 
     def add(self, prompts: Prompt | Sequence[Prompt], provenance: Mapping[str, Any] | None = None) -> list[str | None]:
-        """Runs prompts and stores what the model made of them.
+        """Run prompts through the model and store their states.
 
         Args:
             prompts: One or several: texts, tokenised with special tokens as the tokenizer has them, or token ids.
@@ -134,174 +132,104 @@ class WarmStartLibrary:
             Their ids; None for one that did not stay because of `max_bytes` or a store that failed. One that is there already is kept.
         """
         self._require_same_model()
-        return [self._add(prompt, dict(provenance or {})) for prompt in listed(prompts)]
+        return [self._add(prompt, dict(provenance or {})) for prompt in _listed(prompts)]
 
     def _add(self, prompt: Prompt, provenance: dict[str, Any]) -> str | None:
         ids = token_ids(prompt, self.model, self.tokenizer)
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
+        if (key := self.entries.exact(ids)) is not None:
+            return key
         text = prompt if isinstance(prompt, str) else self.text(ids)
-        present = self.entries.exact(ids)
-        if present is not None:
-            return present
         states = read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model)))
         tensors: dict[str, torch.Tensor] = {}
         if self.compressor is not None:
-            before = [LayerStates(keys[:, : -self.tail], values[:, : -self.tail]) for keys, values in states.layers]
-            keys, values = zip(*before, strict=True)
-            made = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling).to("cpu")
-            tensors |= {_SLOTS + name: tensor for name, tensor in made.tensors().items()}
-        stored: dict[str, Any] | None = None
+            keys, values = ([layer[:, : -self.tail] for layer in part] for part in zip(*states.layers, strict=True))
+            slots = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling)
+            tensors |= {_SLOTS + name: tensor for name, tensor in slots.tensors().items()}
+        stored: dict[str, Any] = {}
         if self.full is not None:
-            quantization: Quantization = None if self.full == "exact" else self.full
-            packed, stored = codec.encode(states.layers, {}, quantization)
+            packed, stored = codec.encode(states.layers, {}, None if self.full == "exact" else self.full)
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
-        # In the head, so that entries can be compared token by token without reading their tensors.
-        facts = {"ids": array_as_text(as_ids(ids), "<u4"), "stored": stored, "user": provenance}
-        return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, facts))
+        return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, provenance, stored))
 
     def _encoded(self, text: str, ids: Sequence[int]) -> Any:
         return self.encoder.encode([text], [ids])[0]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Tokens as they are compared.
-
-        Args:
-            ids: Tokens.
-        """
+        """Decode token ids, as prompts are compared."""
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
-    def refresh(self) -> None:
-        """Learns what other processes added and deleted."""
-        self.entries.refresh()
-
-    def _facts(self, key: str | None) -> Facts | None:
-        head = None if key is None else self.entries.head(key)
-        return None if head is None else head.facts
-
     def exact(self, ids: Ids) -> Neighbour | None:
-        """The entry with exactly these tokens.
-
-        Args:
-            ids: Tokens.
-        """
+        """Return the entry with exactly these tokens."""
         key = self.entries.exact(ids.tolist())
-        return None if key is None or self._facts(key) is None else Neighbour(key, ids)
+        return None if key is None else Neighbour(key, ids)
 
     def beginning(self, ids: Ids) -> tuple[Neighbour | None, int]:
-        """The entry that begins like a prompt for longest, and for how many tokens.
-
-        Args:
-            ids: Tokens.
-        """
+        """Return the entry that shares the longest prefix with a prompt, and for how many tokens."""
         key, shared = self.entries.beginning(ids)
-        facts = self._facts(key)
-        return (None, 0) if key is None or facts is None else (Neighbour(key, facts.ids), shared)
+        head = None if key is None else self.entries.head(key)
+        return (None, 0) if key is None or head is None else (Neighbour(key, head.ids), shared)
 
-    def near(self, ids: Ids, text: str | None = None, k: int = 3) -> list[Neighbour]:
-        """The most similar entries, the most similar first.
-
-        Args:
-            ids: Tokens.
-            text: Their text, if at hand.
-            k: How many.
-        """
+    def near(self, ids: Ids, k: int = 3) -> list[Neighbour]:
+        """Return the `k` most similar entries, the most similar first."""
         tokens = ids.tolist()
-        if text is None:
-            text = self.text(tokens) if self.encoder.reads_text else ""
-        nearest = self.entries.near(self._encoded(text, tokens), k)
-        return [Neighbour(key, facts.ids, cosine) for key, cosine in nearest if (facts := self._facts(key)) is not None]
+        nearest = self.entries.near(self._encoded(self.text(tokens) if self.encoder.reads_text else "", tokens), k)
+        return [Neighbour(key, head.ids, cosine) for key, cosine in nearest if (head := self.entries.head(key)) is not None]
 
     def slots_of(self, key: str) -> Slots | None:
-        """An entry's summary; None where there is none (any more).
-
-        Args:
-            key: Its id.
-        """
+        """Return an entry's summary; None where there is none (any more)."""
         head = self.entries.head(key) if self.slots else None
-        if head is None:
-            return None
         slots: list[Slots] = []
-        # Damaged slots are noticed when they are put together.
-        self.entries.get(key, lambda tensors: slots.append(Slots.of(_named(tensors, _SLOTS), head.length)))
+        if head is not None:
+            # Damaged slots are noticed when they are put together.
+            self.entries.get(key, lambda tensors: slots.append(Slots.of(_named(tensors, _SLOTS), len(head.ids))))
         return slots[0] if slots else None
 
     def full_of(self, key: str) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]] | None:
-        """An entry's keys and values, as `codec` packs them; None where there are none (any more).
-
-        Args:
-            key: Its id.
-        """
-        facts = self._facts(key)
-        if facts is None or facts.stored is None:
+        """Return an entry's keys and values, as `codec` packs them; None where there are none (any more)."""
+        head = self.entries.head(key)
+        if head is None or not head.stored:
             return None
-        stored, tokens = facts.stored, len(facts.ids)
-        entry = self.entries.get(key, lambda tensors: codec.check(_named(tensors, _FULL), stored, tokens))
-        return None if entry is None else (stored, _named(entry.tensors, _FULL))
-
-    def moved(self, slots: Slots, length: int) -> Slots:
-        """Slots at the end of another prompt.
-
-        Args:
-            slots: Of an entry.
-            length: Tokens of the other prompt.
-        """
-        delta = length - slots.length
-        return slots.shifted(delta, self.rotation.layers) if self.correction is None else self.correction.shifted(slots, delta)
+        entry = self.entries.get(key, lambda tensors: codec.check(_named(tensors, _FULL), head.stored, len(head.ids)))
+        return None if entry is None else (head.stored, _named(entry.tensors, _FULL))
 
     def delete(self, key: str) -> bool:
-        """Deletes an entry, and returns whether it was there.
-
-        Args:
-            key: Its id.
-        """
+        """Delete the entry with this id, and return whether it was there."""
         return self.entries.delete(key)
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keeps an entry from eviction.
-
-        Args:
-            key: Its id.
-            pinned: False lets it go again.
-        """
+        """Keep the entry with this id from eviction, or with `pinned=False` no longer."""
         self.entries.pin(key, pinned)
 
     def ids(self) -> list[str]:
-        """Of all entries."""
+        """Return the ids of all entries."""
         return self.entries.ids()
 
     def provenance(self, key: str) -> dict[str, Any] | None:
-        """What was said of an entry when it was added, or None where there is none.
-
-        Args:
-            key: Its id.
-        """
+        """Return the provenance that an entry was added with, or None where there is none of this id."""
         head = self.entries.head(key)
-        return None if head is None else dict(head.provenance["user"])
+        return None if head is None else dict(head.provenance)
 
     def prompt(self, key: str) -> str | None:
-        """An entry's text, or None where there is none.
-
-        Args:
-            key: Its id.
-        """
+        """Return an entry's text, or None where there is none of this id."""
         head = self.entries.head(key)
         return None if head is None else head.text
 
+    def refresh(self) -> None:
+        """Apply what other processes added and deleted."""
+        self.entries.refresh()
+
     def report(self) -> EntryReport:
-        """What the library holds, and what it was good for."""
+        """Report what the library holds, and how much work it saved."""
         return self.entries.report()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes all entries and settings into a folder, as an artifact.
-
-        Args:
-            folder: Where to.
-        """
+        """Write all entries and settings into a folder, as an artifact."""
         self._packed().save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Uploads all entries and settings to a Hub repository, and returns the commit's address. Entries hold their prompts as text.
+        """Upload all entries and settings to a Hub repository, and return the commit's address. Entries hold their prompts as text.
 
         Args:
             repo_id: `"owner/name"`.
@@ -321,7 +249,7 @@ class WarmStartLibrary:
         max_bytes: int | str | None = None,
         **options: Any,
     ) -> Self:
-        """Loads a library that `save_pretrained` wrote.
+        """Load a library that `save_pretrained` wrote.
 
         Args:
             folder_or_hub_id: A folder, or `"owner/name"`.
@@ -346,49 +274,60 @@ class WarmStartLibrary:
 
     def _packed(self) -> PackedLibrary:
         self._require_same_model()
-        found = list(self.entries.all())
-        adapters = {} if self.compressor is None or self.compressor.adapters is None else self.compressor.adapters.tensors()
+        entries = []
+        for key in self.ids():
+            self.entries.catalog.blobs.begin()  # each is a request of its own
+            entries.append(self.entries.get(key))
         settings = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
         settings["correct_positions"] = self.correction is not None
-        packed = PackedLibrary(tuple(found), settings, self.encoder.name, adapters)
+        packed = PackedLibrary(tuple(filter(None, entries)), settings, self.encoder.name, self._adapter_tensors())
         packed.fingerprint = ModelFingerprint.of(self.model, self.tokenizer)
         return packed
 
     def why_not(self, identity: Identity) -> str:
-        """Why entries are of no use to a model; "" where they are.
-
-        Args:
-            identity: Of the model, with its adapters.
-        """
+        """Say why entries are of no use to a model, adapters included; "" where they are."""
         changed = "The model has changed since the library was made, or other adapters are active."
         return identity.reason or ("" if identity.digest == self.digest else changed)
 
     def _require_same_model(self) -> None:
-        why_not = self.why_not(identity_of(self.model))
-        if why_not:
+        if why_not := self.why_not(identity_of(self.model)):
             raise FingerprintMismatch(f"{why_not} Make a library for the model as it is, or bring back what it had.")
 
     def close(self) -> None:
-        """Lets go of files and connections."""
+        """Close files and connections."""
         self.entries.close()
 
     def __len__(self) -> int:
         return len(self.entries)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A copied cache goes on with the same library.
-        return self
+        return self  # a copied cache shares the library
 
     def __repr__(self) -> str:
-        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, full={self.full!r}, {self.location!r})"
+        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, full={self.full!r}, {self.entries.catalog.place!r})"
 
 
 def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    hasher = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        hasher.update(name.encode() + tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return hasher.hexdigest()
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, from one or several."""
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
+        raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
+    single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
+    return [prompts] if single or (len(prompts) and isinstance(prompts[0], int)) else list(prompts)  # type: ignore[list-item,arg-type]
+
+
+def token_ids(prompt: Prompt, model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    """Return a prompt's token ids, those of a text with special tokens as the tokenizer has them."""
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt, verbose=False)["input_ids"])
+    try:
+        ids = [index(token) for token in (prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt)]
+    except TypeError as error:
+        raise ConfigError.of("prompts", "texts or rows of token ids", type(prompt).__name__) from error
+    vocabulary = getattr(model.get_input_embeddings(), "num_embeddings", 1 << 31)
+    if not all(0 <= token < vocabulary for token in ids):
+        raise ConfigError.of("prompts", f"token ids from 0 to {vocabulary - 1}", f"{min(ids)} to {max(ids)}")
+    return ids

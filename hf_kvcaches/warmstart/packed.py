@@ -10,7 +10,7 @@ import torch
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.splicing.codec import check
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.warmstart.entry import Entry, Facts
+from hf_kvcaches.warmstart.entries import Entry
 
 # Of a library, and whether a value can be one.
 _SETTINGS: dict[str, Callable[[Any], bool]] = {
@@ -23,14 +23,10 @@ _SETTINGS: dict[str, Callable[[Any], bool]] = {
 
 
 class PackedLibrary(Artifact):
-    """A library of prompts with what a model made of them, to start similar prompts from.
-
-    Args:
-        adapters: Tensors of the compressor's adapters, or none.
-    """
+    """A library of prompts with their states, to start similar prompts from; with the tensors of its adapters, if it has any."""
 
     artifact_type = "warm-start-library"
-    format_version = 1
+    format_version = 2
 
     def __init__(
         self, entries: tuple[Entry, ...], settings: dict[str, Any], encoder: str, adapters: Mapping[str, torch.Tensor] | None = None
@@ -38,43 +34,34 @@ class PackedLibrary(Artifact):
         self.entries, self.settings, self.encoder, self.adapters = entries, settings, encoder, dict(adapters or {})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        found = {f"adapters.{name}": tensor for name, tensor in self.adapters.items()}
+        tensors = {f"adapters.{name}": tensor for name, tensor in self.adapters.items()}
         for number, entry in enumerate(self.entries):
-            own = {
-                "ids": torch.tensor(entry.ids, dtype=torch.int32),
-                "embedding": torch.from_numpy(entry.embedding.copy()),
-                **entry.tensors,
-            }
-            found |= {f"{number}.{name}": tensor.contiguous() for name, tensor in own.items()}
+            arrays = {"ids": torch.tensor(entry.ids, dtype=torch.int32), "embedding": torch.from_numpy(entry.embedding.copy())}
+            tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in (arrays | dict(entry.tensors)).items()}
         # A file without any tensor can't be read again.
-        return found or {"none": torch.zeros(1)}
+        return tensors or {"none": torch.zeros(1)}
 
     def metadata(self) -> dict[str, Any]:
-        prompts = [{"text": entry.text, "provenance": dict(entry.provenance)} for entry in self.entries]
+        prompts = [{"text": entry.text, "provenance": dict(entry.provenance), "stored": dict(entry.stored)} for entry in self.entries]
         return {"settings": self.settings, "encoder": self.encoder, "prompts": prompts}
 
     @classmethod
     def restore(cls, tensors: dict[str, torch.Tensor], metadata: dict[str, Any]) -> Self:
-        owned: dict[str, dict[str, torch.Tensor]] = {}
+        groups: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in tensors.items():
-            owner, _, rest = name.partition(".")
-            owned.setdefault(owner, {})[rest] = tensor
+            group, _, rest = name.partition(".")
+            groups.setdefault(group, {})[rest] = tensor
         settings = dict(metadata["settings"])
-        if set(settings) != set(_SETTINGS) or not all(sound(settings[name]) for name, sound in _SETTINGS.items()):
+        if set(settings) != set(_SETTINGS) or not all(valid(settings[name]) for name, valid in _SETTINGS.items()):
             raise ArtifactError(f"The stored library has the settings {str(settings)[:200]}. Make it anew.")
         entries = []
         for number, prompt in enumerate(metadata["prompts"]):
-            own = owned[str(number)]
-            ids, embedding = own.pop("ids").tolist(), own.pop("embedding").numpy()
-            provenance = prompt["provenance"]
-            facts = Facts.of(provenance)
-            if facts is None:
-                raise ArtifactError(f"Prompt {number} of the stored library has no tokens. Make it anew.")
-            if facts.stored is not None:
-                full = {name.removeprefix("full."): tensor for name, tensor in own.items() if name.startswith("full.")}
-                check(full, facts.stored, len(ids))
-            entries.append(Entry(prompt["text"], ids, embedding, own, provenance))
-        return cls(tuple(entries), settings, metadata["encoder"], owned.get("adapters"))
+            parts, stored, provenance = groups[str(number)], dict(prompt["stored"]), dict(prompt["provenance"])
+            ids, embedding = parts.pop("ids").tolist(), parts.pop("embedding").numpy()
+            if stored:
+                check({name.removeprefix("full."): tensor for name, tensor in parts.items() if name.startswith("full.")}, stored, len(ids))
+            entries.append(Entry(prompt["text"], ids, embedding, parts, provenance, stored))
+        return cls(tuple(entries), settings, metadata["encoder"], groups.get("adapters"))
 
     def describe_calibration(self) -> str:
         return f"{len(self.entries)} prompts, {self.settings['slots']} slots each; encoder: {self.encoder}. Holds the prompts as text."

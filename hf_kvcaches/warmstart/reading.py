@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.calls import Call
@@ -18,13 +17,12 @@ from hf_kvcaches.core.prefill import run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.codec import LayerStates
 from hf_kvcaches.core.splicing.layer import SplicedLayer
-from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.warmstart.positions import PositionCorrection
+from hf_kvcaches.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class PromptStates:
-    """What a model makes of one prompt.
+    """The keys, values and last queries that a model computes for one prompt.
 
     Args:
         queries: For each layer (heads, head_dim): of the last token, rotated and not scaled.
@@ -35,8 +33,8 @@ class PromptStates:
     scaling: tuple[float, ...]
 
 
-class _Heard(LayerView):
-    """Plain keys and values, which write down the last query that they are asked."""
+class _RecordingView(LayerView):
+    """Plain keys and values; records the last query."""
 
     def __init__(self, layer: _ReadLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.layer, self.keys, self.values = layer, keys, values
@@ -54,8 +52,7 @@ class _ReadLayer(SplicedLayer):
     scaling = 1.0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        held = GrowingLayer.update(self, key_states, value_states)
-        view = _Heard(self, *held)
+        view = _RecordingView(self, *GrowingLayer.update(self, key_states, value_states))
         return view, view
 
 
@@ -67,11 +64,7 @@ class _ReadCache(SplicingCache):
 
 
 def read_prompt(model: PreTrainedModel, ids: torch.Tensor) -> PromptStates:
-    """Runs a prompt.
-
-    Args:
-        ids: (1, tokens), at least two.
-    """
+    """Run a prompt, (1, tokens), of at least two tokens."""
     if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
         raise ConfigError.of("ids", "one prompt of at least two tokens, (1, tokens)", tuple(ids.shape))
     cache = _ReadCache(model)
@@ -88,25 +81,3 @@ def read_prompt(model: PreTrainedModel, ids: torch.Tensor) -> PromptStates:
         queries.append(layer.query[0])
         scaling.append(layer.scaling)
     return PromptStates(tuple(layers), tuple(queries), tuple(scaling))
-
-
-# What a position does to keys is read off prompts of random tokens: so many, of at most so many tokens.
-_PROMPTS, _LONGEST = 8, 512
-
-
-def correction_for(model: PreTrainedModel) -> PositionCorrection:
-    """What positions add to the keys of a model that learned them, the same in every process.
-
-    Args:
-        model: In the manner of GPT-2.
-    """
-    embeddings = next((module for name, module in model.named_modules() if name.rpartition(".")[2] == "wpe"), None)
-    if not isinstance(embeddings, nn.Embedding):
-        raise UnsupportedError("correct_positions: this model has no table of learned positions as GPT-2 has it (`wpe`). Leave it out.")
-    tokens = min(_LONGEST, embeddings.num_embeddings)
-    made = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().num_embeddings
-    prompts = torch.randint(0, vocabulary, (_PROMPTS, 1, tokens), generator=made).to(compat.input_device(model))
-    places = torch.arange(tokens)
-    keys = (([layer.keys for layer in read_prompt(model, ids).layers], places) for ids in prompts)
-    return PositionCorrection.fit(embeddings.weight, keys)

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_kvcaches import EquipCache, GrowingCache, SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.layer import WarmLayer
-from hf_kvcaches.warmstart.slots import LayerSlots
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots
 from tests.conformance import models
 from tests.conformance.driving import feed, left_padded, tokens
 from tests.families import models as families

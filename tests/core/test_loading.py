@@ -34,8 +34,7 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, 
 from hf_kvcaches.stores.files import write_safetensors
 from hf_kvcaches.stores.reading import read_safetensors, sha256_of
 from hf_kvcaches.translate.translator import CacheTranslator
-from hf_kvcaches.warmstart.adapters import Adapters
-from hf_kvcaches.warmstart.trained import TrainedAdapters
+from hf_kvcaches.warmstart.summaries.adapters import Adapters, TrainedAdapters
 from tests import tiny
 from tests.core.artifact_helpers import MANIFEST, Basis, basis, rewrite_manifest, tensor_file
 from tests.translate.pairs import fitted

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.warmstart.slots import LayerSlots
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots
 
 
 class Prompt(NamedTuple):

@@ -14,7 +14,7 @@ from hf_kvcaches import ModelFingerprint, SlotProjector, WarmStartCache, WarmSta
 from hf_kvcaches.core.splicing.rotation import rotation_of
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.warmstart import serving
-from hf_kvcaches.warmstart.slots import Slots
+from hf_kvcaches.warmstart.summaries.slots import Slots
 from tests import testbed, tiny
 from tests.segments.reference import Source, step_by_step
 from tests.segments.test_cache import MODELS, A, B, C, D, joined, loop

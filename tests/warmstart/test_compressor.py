@@ -1,4 +1,4 @@
-"""From keys and values to slots, against a slow loop; adapters."""
+"""From keys and values to slots, against a slow loop; stored adapters."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.warmstart.adapters import Adapters, AdapterSample, AdapterTraining, fit_adapters
-from hf_kvcaches.warmstart.compressor import SlotCompressor, triangles
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.adapters import Adapters
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor, triangles
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import tiny
 from tests.testbed import held_out, load
-from tests.warmstart.prompts import Prompt, attend, geometries, made_up, read, whole
+from tests.warmstart.prompts import Prompt, attend, made_up, read, whole
 
 LAYOUTS = ("salient", "paper")
 
@@ -79,7 +79,7 @@ def test_slots_are_those_of_a_slow_loop(kv_heads: int, group: int, tokens: int, 
     prompt = made_up(kv_heads, group, tokens + 1, 8, seed=seed)
     keys, values, query, length = prompt.before(1)
     for layout in LAYOUTS:
-        made = next(SlotCompressor(slots, layout).compress(keys, values, query, length).layers())
+        made = SlotCompressor(slots, layout).compress(keys, values, query, length).layers[0]
         if tokens <= slots:
             assert_same(
                 made,
@@ -109,11 +109,11 @@ def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, 
     keys, values, query, length = prompt.before(tail)
     for layout in LAYOUTS:
         made = SlotCompressor(slots, layout).compress(keys, values, [own * size for own in query], length)
-        layer = next(made.layers())
+        layer = made.layers[0]
         assert all(bool(part.isfinite().all()) for part in layer)
         assert layer.keys.shape[1] == min(slots, tokens - tail)
         assert bool((layer.positions.diff(dim=-1) >= 0).all())
-        assert bool((made.offsets[0] > tail - 1e-3).all())
+        assert bool((made.length - layer.positions > tail - 1e-3).all())
         assert bool((layer.positions >= 0).all())
         assert bool((layer.counts > 1 - 1e-4).all())
         if layout == "salient":
@@ -123,7 +123,7 @@ def test_slots_are_finite_in_order_and_before_the_tail(tokens: int, slots: int, 
 def test_with_equal_attention_the_counts_are_numbers_of_tokens() -> None:
     prompt = made_up(2, 1, 101, 8)
     keys, values, query, length = prompt.before(1)
-    layer = next(SlotCompressor(16).compress(keys, values, [own * 0 for own in query], length).layers())
+    layer = SlotCompressor(16).compress(keys, values, [own * 0 for own in query], length).layers[0]
     assert layer.counts.sum(-1).tolist() == pytest.approx([100, 100], rel=1e-5)
 
 
@@ -131,7 +131,7 @@ def test_the_last_tokens_and_a_first_one_are_exact_whatever_attention_says() -> 
     prompt = made_up(2, 2, 301, 8)
     keys, values, query, length = prompt.before(1)
     keys[0][:, 100:200] += 10 * query[0].view(2, 2, 8).sum(1)[:, None]
-    positions = SlotCompressor(32).compress(keys, values, query, length).positions[0]
+    positions = SlotCompressor(32).compress(keys, values, query, length).layers[0].positions
     for head in positions:
         assert {0.0, 1.0, *map(float, range(292, 300))} <= set(head.tolist())
 
@@ -141,7 +141,7 @@ def test_grouped_heads_choose_together_and_key_heads_by_themselves() -> None:
     keys, values, query, length = prompt.before(1)
     for head, token in enumerate((50, 60, 70, 80)):
         keys[0][head // 2, token] = 8 * query[0][head]
-    positions = SlotCompressor(16).compress(keys, values, query, length).positions[0]
+    positions = SlotCompressor(16).compress(keys, values, query, length).layers[0].positions
     assert {50.0, 60.0} <= set(positions[0].tolist())
     assert {70.0, 80.0} <= set(positions[1].tolist())
 
@@ -151,9 +151,9 @@ def test_scaling_is_what_logits_are_multiplied_with() -> None:
     keys, values, query, length = prompt.before(1)
     one = SlotCompressor(8).compress(keys, values, query, length, scaling=[0.1, 2.0])
     other = SlotCompressor(8).compress(keys, values, [query[0] * 0.1 * 8**0.5, query[1] * 2.0 * 8**0.5], length)
-    for mine, theirs in zip(one.layers(), other.layers(), strict=True):
+    for mine, theirs in zip(one.layers, other.layers, strict=True):
         torch.testing.assert_close(mine.counts, theirs.counts)
-    assert not torch.allclose(one.counts[1], SlotCompressor(8).compress(keys, values, query, length).counts[1])
+    assert not torch.allclose(one.layers[1].counts, SlotCompressor(8).compress(keys, values, query, length).layers[1].counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -161,7 +161,7 @@ def test_slots_have_the_type_of_the_keys(dtype: torch.dtype) -> None:
     keys, values, query, length = made_up(2, 2, 90, 8).before(1)
     narrow = [[own.to(dtype) for own in part] for part in (keys, values, query)]
     for layout in LAYOUTS:
-        layer = next(SlotCompressor(8, layout).compress(*narrow, length).layers())
+        layer = SlotCompressor(8, layout).compress(*narrow, length).layers[0]
         assert (layer.keys.dtype, layer.values.dtype, layer.counts.dtype) == (dtype, dtype, torch.float32)
 
 
@@ -170,7 +170,7 @@ def test_a_prompt_of_no_more_tokens_than_slots_is_kept_exactly(layout: str) -> N
     model = tiny.llama()
     prompt = read(model, tiny.ids(33))
     slots = SlotCompressor(32, layout).compress(*prompt.before(1))
-    for layer, own in enumerate(slots.layers()):
+    for layer, own in enumerate(slots.layers):
         torch.testing.assert_close(attend(own, prompt.query[layer]), attend(whole(prompt, layer), prompt.query[layer]), atol=0, rtol=0)
 
 
@@ -183,7 +183,7 @@ def prose() -> Prompt:
 def output_error(prompt: Prompt, slots: Slots) -> float:
     """The mean over layers of how far heads' outputs are from those over all tokens, as a share."""
     shares = []
-    for layer, own in enumerate(slots.layers()):
+    for layer, own in enumerate(slots.layers):
         true = attend(whole(prompt, layer), prompt.query[layer])
         shares.append(float((attend(own, prompt.query[layer]) - true).norm() / true.norm()))
     return sum(shares) / len(shares)
@@ -198,109 +198,13 @@ def test_the_error_of_attention_falls_with_the_number_of_slots(prose: Prompt) ->
     assert all(salient < paper / 2 for salient, paper in zip(errors["salient"][:-1], errors["paper"][:-1], strict=True)), errors
 
 
-def samples(count: int, slots: int = 8, length: int = 60) -> tuple[list[AdapterSample], list[Prompt], list]:
-    model = tiny.llama()
-    where = geometries(model)
-    prompts = [read(model, tiny.ids(length + seed % 7, seed=seed)) for seed in range(count)]
-    compressor = SlotCompressor(slots)
-    return [AdapterSample.of(compressor, each.keys, each.values, each.query, where, tail=2) for each in prompts], prompts, where
-
-
-def test_a_sample_s_output_is_that_of_the_whole_prompt_and_its_attention_that_over_slots_and_tail() -> None:
-    (sample,), (prompt,), where = samples(1)
-    plain = Adapters.identity(sample)
-    slots = SlotCompressor(8).compress(*prompt.before(2))
-    for layer, own in enumerate(sample.layers):
-        query = prompt.query[layer]
-        everything = whole(prompt._replace(length=prompt.length + 1), layer)
-        torch.testing.assert_close(own.output.flatten(0, 1).double(), attend(everything, query), atol=1e-5, rtol=1e-4)
-        short = list(slots.layers())[layer]
-        tail = LayerSlots(*(part[:, -2:] for part in everything))
-        both = LayerSlots(*(torch.cat([a, b], 1) for a, b in zip(short, tail, strict=True)))
-        from_slots, live = own.attend(plain.keys[layer], plain.values[layer])
-        torch.testing.assert_close((from_slots + live).flatten(0, 1).double(), attend(both, query), atol=1e-5, rtol=1e-4)
-    assert where[0].kind == "rope"
-
-
-def test_adapters_of_values_in_closed_form_are_where_the_error_has_its_least() -> None:
-    made, _, _ = samples(20)
-    gamma = 1e-2
-    fitted = Adapters.ridge(made, gamma)
-    for layer in range(4):
-        own = [each.layers[layer] for each in made]
-        plain = Adapters.identity(made[0])
-        value_map = fitted.values[layer].double().requires_grad_()
-        given = [each.attend(plain.keys[layer], plain.values[layer])[0] for each in own]
-        scale = sum(each.double().square().sum((1, 2)) for each in given) / value_map.shape[-1]
-        loss = sum(
-            (part.double() @ value_map + each.attend(plain.keys[layer], plain.values[layer])[1] - each.output).square().sum()
-            for each, part in zip(own, given, strict=True)
-        )
-        pull = (value_map - torch.eye(value_map.shape[-1])).square().sum((1, 2))
-        (gradient,) = torch.autograd.grad(loss + gamma * (scale * pull).sum(), value_map)
-        assert float(gradient.abs().max()) < 1e-3 * float(scale.max())
-    assert fitted.error(made) < Adapters.identity(made[0]).error(made)
-
-
-def test_trained_adapters_bring_outputs_closer_also_of_prompts_that_were_not_seen() -> None:
-    made, _, _ = samples(40)
-    trained = fit_adapters(made[:32], 60, lr=3e-3)
-    plain = Adapters.identity(made[0])
-    assert trained.error(made[:32]) < 0.9 * plain.error(made[:32])
-    assert trained.error(made[32:]) < plain.error(made[32:])
-
-
-def test_a_strong_weight_holds_trained_adapters_at_the_identity() -> None:
-    made, _, _ = samples(8)
-    plain = Adapters.identity(made[0]).tensors()
-    moved = []
-    for weight in (0.0, 1e3):
-        trained = fit_adapters(made, 40, lr=1e-2, weight=weight).tensors()
-        moved.append(max(float((each - plain[name]).abs().max()) for name, each in trained.items()))
-    assert moved[1] < 0.05 < moved[0]
-
-
-def test_a_training_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path) -> None:
-    made, _, _ = samples(12)
-    whole_run = fit_adapters(made, 8, seed=2, batch=4)
-    first = AdapterTraining(made, seed=2, batch=4)
-    first.run(3)
-    torch.save(first.state_dict(), tmp_path / "state.pt")
-    second = AdapterTraining(made, seed=3, batch=4)
-    second.load_state_dict(torch.load(tmp_path / "state.pt"))
-    second.run(5)
-    assert second.steps == 8
-    for name, each in second.adapters.tensors().items():
-        assert torch.equal(each, whole_run.tensors()[name])
-    other = fit_adapters(made, 8, seed=3, batch=4)
-    assert any(not torch.equal(each, whole_run.tensors()[name]) for name, each in other.tensors().items())
-
-
-def test_adapters_before_a_shift_and_behind_it_give_the_same() -> None:
-    made, prompts, where = samples(6)
-    adapters = fit_adapters(made, 10, lr=1e-2)
-    slots = SlotCompressor(8).compress(*prompts[0].before(2))
-    one, other = adapters.apply(slots, where).shifted(23, where), adapters.apply(slots.shifted(23, where), where)
-    for mine, theirs, plain in zip(one.layers(), other.layers(), slots.layers(), strict=True):
-        torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-5, rtol=1e-4)
-        assert not torch.allclose(mine.values, plain.values)
-
-
-def test_a_compressor_s_adapters_do_what_they_learned_to() -> None:
-    made, prompts, where = samples(6)
-    adapters = fit_adapters(made, 10, lr=1e-2)
-    slots = SlotCompressor(8, adapters=adapters, geometries=where).compress(*prompts[0].before(2))
-    sample = made[0].layers[1]
-    from_slots, live = sample.attend(adapters.keys[1], adapters.values[1])
-    own = list(slots.layers())[1]
-    tail = LayerSlots(*(part[:, -2:] for part in whole(prompts[0]._replace(length=prompts[0].length + 1), 1)))
-    both = LayerSlots(*(torch.cat([a, b], 1) for a, b in zip(own, tail, strict=True)))
-    torch.testing.assert_close((from_slots + live).flatten(0, 1).double(), attend(both, prompts[0].query[1]), atol=1e-5, rtol=1e-4)
+def identities(layers: int, size: int) -> Adapters:
+    maps = tuple(torch.eye(size)[None] for _ in range(layers))
+    return Adapters(maps, maps)
 
 
 def test_stored_adapters_come_back() -> None:
-    made, _, _ = samples(2)
-    adapters = fit_adapters(made, 2)
+    adapters = identities(3, 8)
     back = Adapters.of(adapters.tensors())
     assert all(torch.equal(each, back.tensors()[name]) for name, each in adapters.tensors().items())
     stored = adapters.tensors()
@@ -317,7 +221,7 @@ def test_what_can_not_work_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="layout"):
         SlotCompressor(8, "flat")
     with pytest.raises(ConfigError, match="geometries"):
-        SlotCompressor(8, adapters=Adapters.identity(samples(1)[0][0]))
+        SlotCompressor(8, adapters=identities(1, 8))
     with pytest.raises(ConfigError, match="At least the last token"):
         compressor.compress(keys, values, query, 19)
     with pytest.raises(ConfigError, match=r"query\[0\]"):
@@ -326,7 +230,5 @@ def test_what_can_not_work_is_refused_by_name() -> None:
         compressor.compress(keys, [values[0][:, :4]], query, length)
     with pytest.raises(ConfigError, match="values: expected one for each of 1"):
         compressor.compress(keys, [], query, length)
-    with pytest.raises(ConfigError, match="samples"):
-        AdapterTraining([])
     with pytest.raises(ConfigError, match="slots: expected 1 to 3"):
         triangles(4, 3)

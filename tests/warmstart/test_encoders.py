@@ -71,7 +71,7 @@ def is_unit(vectors: np.ndarray, count: int, dim: int) -> bool:
 @pytest.mark.parametrize(("kind", "least"), [("model", 0.96), ("hidden", 0.9)])
 def test_the_model_itself_tells_other_wordings_from_other_prompts(bed, kind, least):
     model, tokenizer = bed
-    encoder = encoder_of(kind, model, tokenizer)
+    encoder = encoder_of(kind, model)
     mine, theirs = (encoded(encoder, tokenizer, texts) for texts in pairs(30))
     assert is_unit(mine, 30, encoder.dim)
     assert separation(mine, theirs) > least
@@ -206,7 +206,7 @@ def test_hidden_takes_no_more_tokens_than_the_model_has_positions_for():
 @pytest.mark.full
 def test_minilm_tells_other_wordings_from_other_prompts_and_paraphrases_from_strangers(bed, minilm):
     model, tokenizer = bed
-    encoder = encoder_of(minilm, model, tokenizer)
+    encoder = encoder_of(minilm, model)
     assert encoder.dim == 384
     mine, theirs = (encoded(encoder, tokenizer, texts) for texts in pairs(30))
     assert is_unit(mine, 30, 384)

@@ -177,7 +177,7 @@ def test_a_prompt_and_its_slots_are_as_many_as_asked_for() -> None:
     (key,) = library.ids()
     slots = library.slots_of(key)
     assert slots is not None
-    assert {own.shape[1] for own in slots.keys} == {12}
+    assert {layer.keys.shape[1] for layer in slots.layers} == {12}
     assert slots.length == 107
     stored, tensors = library.full_of(key) or ({}, {})
     assert stored["quantization"] == "int8"
@@ -192,8 +192,8 @@ def test_a_prompt_and_its_slots_are_as_many_as_asked_for() -> None:
 def head_of(ids: np.ndarray) -> dict[str, Any]:
     """Of a blob as a library stores it."""
     coded = [base64.b64encode(array.tobytes()).decode() for array in (ids.astype("<u4"), np.ones(1, "<f4"))]
-    head = {"kind": "warm-start entry, version 1", "scope": "scope", "text": "", "length": len(ids), "created": 0.0, "sizes": {}}
-    return head | {"provenance": {"ids": coded[0], "stored": None, "user": {}}, "embedding": coded[1]}
+    head = {"kind": "warm-start entry, version 2", "scope": "scope", "text": "", "length": len(ids), "created": 0.0, "sizes": {}}
+    return head | {"provenance": {}, "stored": {}, "ids": coded[0], "embedding": coded[1]}
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=9))
@@ -428,6 +428,6 @@ def test_the_longest_common_beginning_is_found_among_entries_that_share_the_firs
         library.add(torch.cat([shared, tiny.ids(1, 80, seed=9)[0][:length], tiny.ids(1, 30, seed=seed)[0]]).tolist())
     asked = as_ids(torch.cat([shared, tiny.ids(1, 80, seed=9)[0]]))
     found, count = library.beginning(asked)
-    longest = max(common_prefix(library.entries.head(key).facts.ids, asked) for key in library.ids())
+    longest = max(common_prefix(library.entries.head(key).ids, asked) for key in library.ids())
     assert found is not None
     assert count == common_prefix(found.ids, asked) == longest >= 1160

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.splicing.alignment import Block, align
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids
 from hf_kvcaches.warmstart.library import Neighbour
-from hf_kvcaches.warmstart.planning import SHORTEST, SHORTEST_MOVED, RowPlan, beginning, best_aligned, reusable_blocks
+from hf_kvcaches.warmstart.planning import SHORTEST, SHORTEST_MOVED, RowPlan, best_aligned, reusable_blocks
 
 R = np.random.default_rng(0)
 TEXT = as_ids(R.permutation(500)[:120])
@@ -108,7 +108,6 @@ def test_short_stretches_are_reused_where_they_are_in_order_and_not_where_they_h
     assert reusable_blocks(TEXT, moved, guard=8, tail=1) == (Block(58, 13, 12),)
     longer = joined(OTHER[:5], TEXT[50:70], OTHER[5:10], TEXT[10 : 10 + SHORTEST_MOVED], OTHER[10:20])
     assert reusable_blocks(TEXT, longer, guard=8, tail=1)[1:] == (Block(18, 38, SHORTEST_MOVED - 8),)
-    assert reusable_blocks(TEXT, longer, guard=8, tail=1, moved=False) == (Block(18, 38, SHORTEST_MOVED - 8),)
 
 
 def test_a_stretch_no_longer_than_its_guard_is_run() -> None:
@@ -123,13 +122,11 @@ def test_the_tail_is_run_though_the_prompts_are_the_same() -> None:
     assert reusable_blocks(TEXT, TEXT, guard=8, tail=120) == ()
 
 
-def test_what_is_not_in_a_block_is_to_be_run_and_what_is_whole_but_for_the_last_token_is_not() -> None:
+def test_what_is_not_in_a_block_is_to_be_run() -> None:
     plan = RowPlan("align", None, (Block(0, 0, 3), Block(9, 5, 2)))
     assert plan.reused == 5
     assert plan.to_run(9).tolist() == [3, 4, 7, 8]
     assert RowPlan("cold").to_run(3).tolist() == [0, 1, 2]
-    assert beginning(len(TEXT), 120) == (Block(0, 0, 119),)
-    assert beginning(50, 120) == (Block(0, 0, 50),)
 
 
 def test_of_several_neighbours_the_one_is_taken_that_most_comes_from_and_the_nearer_of_two_alike() -> None:

@@ -9,8 +9,8 @@ import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.warmstart.projector import SlotProjector
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.projector import SlotProjector
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import tiny
 
 GEOMETRY = RotaryGeometry(1e4 ** -(torch.arange(4, dtype=torch.float64) / 4), 8)
@@ -27,12 +27,12 @@ def draw(generator: torch.Generator, length: int, layers: int = 2) -> Slots:
         keys, values = (size * torch.randn(HEADS, SLOTS, 8, generator=generator) for size in (4.0, 0.5))
         positions = torch.rand(HEADS, SLOTS, generator=generator).sort(-1).values * (length - 1)
         made.append(LayerSlots(keys, values, positions, torch.ones(HEADS, SLOTS)))
-    return Slots.from_layers(made, length)
+    return Slots(made, length)
 
 
 def mixed(slots: Slots, maps: list[torch.Tensor], length: int) -> Slots:
-    layers = [own._replace(keys=mixing @ own.keys, values=mixing @ own.values) for own, mixing in zip(slots.layers(), maps, strict=True)]
-    return Slots.from_layers(layers, slots.length).shifted(length - slots.length, WHERE)
+    layers = [own._replace(keys=mixing @ own.keys, values=mixing @ own.values) for own, mixing in zip(slots.layers, maps, strict=True)]
+    return Slots(layers, slots.length).shifted(length - slots.length, WHERE)
 
 
 def pairs_of(maps: list[torch.Tensor], count: int = 12, noise: float = 0.0) -> Pairs:
@@ -45,9 +45,9 @@ def pairs_of(maps: list[torch.Tensor], count: int = 12, noise: float = 0.0) -> P
         other = draw(generator, target.length)
         layers = [
             own._replace(keys=own.keys + noise * extra.keys, values=own.values + noise * extra.values)
-            for own, extra in zip(target.layers(), other.layers(), strict=True)
+            for own, extra in zip(target.layers, other.layers, strict=True)
         ]
-        made.append((source, Slots.from_layers(layers, target.length)))
+        made.append((source, Slots(layers, target.length)))
     return made
 
 
@@ -64,16 +64,13 @@ def structured(structure: str) -> list[torch.Tensor]:
 
 def rows(pairs: Pairs, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """For each pair, source and target (kv_heads, slots, channels), keys seen from the end and parts of equal energy."""
-    totals = [
-        sum(float(part[layer].double().square().sum()) for part in parts)
-        for parts in ([target.keys for _, target in pairs], [target.values for _, target in pairs])
-    ]
+    totals = [sum(float(getattr(target.layers[layer], name).double().square().sum()) for _, target in pairs) for name in ("keys", "values")]
     made = []
     for pair in pairs:
         both = []
         for slots in pair:
-            keys = GEOMETRY.shift(slots.keys[layer].double()[None], -slots.length)[0]
-            parts = (keys, slots.values[layer].double())
+            keys = GEOMETRY.shift(slots.layers[layer].keys.double()[None], -slots.length)[0]
+            parts = (keys, slots.layers[layer].values.double())
             both.append(torch.cat([part / total**0.5 for part, total in zip(parts, totals, strict=True)], -1))
         made.append((both[0], both[1]))
     return made
@@ -127,7 +124,7 @@ def test_a_map_that_made_all_targets_is_found_and_projects_a_new_source(structur
     source = draw(torch.Generator().manual_seed(77), 44)
     projected, true = projector.apply(source, 90, WHERE), mixed(source, maps, 90)
     assert projected.length == 90
-    for mine, theirs, own in zip(projected.layers(), true.layers(), source.layers(), strict=True):
+    for mine, theirs, own in zip(projected.layers, true.layers, source.layers, strict=True):
         torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.positions, own.positions + 46)
@@ -146,7 +143,7 @@ def test_a_map_that_does_not_help_held_out_pairs_is_the_identity_and_the_report_
     assert "shared" in first
     assert "does not help" in second
     source = pairs[0][0]
-    assert torch.equal(projector.apply(source, 55, WHERE).keys[1], source.shifted(55 - source.length, WHERE).keys[1])
+    assert torch.equal(projector.apply(source, 55, WHERE).layers[1].keys, source.shifted(55 - source.length, WHERE).layers[1].keys)
 
 
 def test_a_prompt_s_own_slots_at_another_length_are_no_change() -> None:
@@ -170,7 +167,7 @@ def test_the_structure_identity_only_shifts() -> None:
     projector = SlotProjector.fit([], WHERE, structure="identity")
     source = draw(torch.Generator().manual_seed(1), 40)
     moved = source.shifted(11, WHERE)
-    for mine, theirs in zip(projector.apply(source, 51, WHERE).layers(), moved.layers(), strict=True):
+    for mine, theirs in zip(projector.apply(source, 51, WHERE).layers, moved.layers, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     assert "taken as they are" in projector.report()
 
@@ -184,7 +181,7 @@ def test_keys_of_learned_positions_are_projected_as_they_are() -> None:
         source = draw(generator, 40)
         pairs.append((source, mixed(source, maps, 40)))
     projector = SlotProjector.fit(pairs, learned, gamma=1e-9)
-    torch.testing.assert_close(projector.apply(pairs[0][0], 40, learned).keys[0], pairs[0][1].keys[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(projector.apply(pairs[0][0], 40, learned).layers[0].keys, pairs[0][1].layers[0].keys, atol=1e-4, rtol=1e-4)
 
 
 def test_a_stored_projector_comes_back() -> None:
@@ -212,10 +209,10 @@ def test_what_can_not_work_is_refused_by_name() -> None:
         SlotProjector.fit(pairs, WHERE, folds=1)
     with pytest.raises(ConfigError, match="pairs: expected at least two"):
         SlotProjector.fit(pairs[:1], WHERE)
-    short = Slots.from_layers([LayerSlots(*(part[:, :4] for part in own)) for own in pairs[0][0].layers()], 30)
+    short = Slots([LayerSlots(*(part[:, :4] for part in own)) for own in pairs[0][0].layers], 30)
     with pytest.raises(ConfigError, match=r"pairs\[1\]: expected as many heads and slots"):
         SlotProjector.fit([pairs[0], (short, short)], WHERE)
     with pytest.raises(ConfigError, match="too short"):
         SlotProjector.fit(pairs, WHERE).apply(short, 30, WHERE)
     with pytest.raises(ConfigError, match="slots: expected one for each of 2 layers"):
-        SlotProjector.fit(pairs, WHERE).apply(Slots.from_layers(list(short.layers())[:1], 30), 30, WHERE)
+        SlotProjector.fit(pairs, WHERE).apply(Slots(short.layers[:1], 30), 30, WHERE)

@@ -11,10 +11,10 @@ import torch
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.splicing.rotation import rotation_of
-from hf_kvcaches.warmstart.compressor import SlotCompressor
-from hf_kvcaches.warmstart.positions import PositionCorrection
 from hf_kvcaches.warmstart.reading import read_prompt
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.positions import PositionCorrection
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import testbed, tiny
 from tests.segments.test_cache import MODELS, A, B, C, D, joined
 from tests.testbed.pairs import make_pairs
@@ -76,13 +76,13 @@ def test_stretches_that_moved_are_turned_by_as_much() -> None:
     source = read_prompt(tested, EARLIER)
     cache = WarmStartCache(tested, library_of(tested, EARLIER), strategy="align", gate=OPEN)
     logits_of(tested, joined(D, EARLIER), cache)
-    for block in cache._plans[0].blocks:
+    for block in cache._outcome.plans[0].blocks:
         for layer, (keys, values) in zip(cache.layers, source.layers, strict=True):
             moved = geometry.shift(keys[None], block.target - block.source)[:, :, block.source : block.source + block.length]
             span = slice(block.target, block.target + block.length)
             torch.testing.assert_close(layer.keys[:, :, span], moved, atol=1e-5, rtol=0)
             assert torch.equal(layer.values[0, :, span], values[:, block.source : block.source + block.length])
-    assert cache._plans[0].reused > 70
+    assert cache._outcome.plans[0].reused > 70
 
 
 # Errors that fall with the number of slots
@@ -143,7 +143,7 @@ def test_repaired_positions_stay_in_order_before_the_last_token(correction: Posi
     query = [torch.randn(4, 8, generator=torch.Generator().manual_seed(1)) for _ in keys]
     slots = SlotCompressor(24).compress([own[:, :-1] for own in keys], [own[:, :-1] for own in keys], query, 81)
     moved = correction.shifted(slots, delta)
-    for positions in moved.positions:
+    for positions in (layer.positions for layer in moved.layers):
         assert bool((positions == positions.round()).all())
         assert bool((positions.diff(dim=-1) >= 1).all())
         assert float(positions.max()) < moved.length - 1
@@ -179,7 +179,7 @@ def test_a_prompts_slots_are_made_of_its_own_tokens_and_those_before_the_tail() 
         before: list[Any] = [(keys[:, :-3], values[:, :-3]) for keys, values in states.layers]
         query = [torch.ones_like(each) for each in states.queries]
         slots.append(SlotCompressor(16).compress([k for k, _ in before], [v for _, v in before], query, 107, states.scaling))
-    for one, other in zip(slots[0].layers(), slots[1].layers(), strict=True):
+    for one, other in zip(slots[0].layers, slots[1].layers, strict=True):
         assert isinstance(one, LayerSlots)
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(one, other, strict=True))
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-from hf_kvcaches.warmstart.compressor import SlotCompressor
-from hf_kvcaches.warmstart.slots import LayerSlots, Slots
+from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import tiny
 from tests.warmstart.prompts import attend, geometries, made_up, read
 
@@ -24,12 +24,12 @@ def random_slots(*shapes: tuple[int, int, int], length: int = 50) -> Slots:
     for heads, slots, dim in shapes:
         positions = torch.rand(heads, slots).sort(-1).values * (length - 1)
         layers.append(LayerSlots(torch.randn(heads, slots, dim), torch.randn(heads, slots, dim), positions, torch.rand(heads, slots) + 1))
-    return Slots.from_layers(layers, length)
+    return Slots(layers, length)
 
 
 def same(one: Slots, other: Slots) -> bool:
     return one.length == other.length and all(
-        torch.equal(a, b) for x, y in zip(one.layers(), other.layers(), strict=True) for a, b in zip(x, y, strict=True)
+        torch.equal(a, b) for x, y in zip(one.layers, other.layers, strict=True) for a, b in zip(x, y, strict=True)
     )
 
 
@@ -56,16 +56,10 @@ def test_stored_slots_that_do_not_fit_together_are_refused(damage: str) -> None:
         Slots.of(stored, 50)
 
 
-def test_bytes_are_those_of_all_tensors() -> None:
-    assert random_slots((2, 4, 8), (1, 4, 16)).bytes == 4 * (2 * 4 * (8 + 8 + 2) + 4 * (16 + 16 + 2))
-
-
 def test_slots_that_do_not_fit_together_are_refused() -> None:
     slots = random_slots((2, 4, 8))
     with pytest.raises(ConfigError, match="layer 0: expected keys and values"):
-        dataclasses.replace(slots, counts=(torch.ones(2, 3),))
-    with pytest.raises(ConfigError, match="as many layers"):
-        dataclasses.replace(slots, counts=())
+        Slots([slots.layers[0]._replace(counts=torch.ones(2, 3))], 50)
     with pytest.raises(ConfigError, match="length"):
         dataclasses.replace(slots, length=0)
 
@@ -80,9 +74,9 @@ def test_attention_over_shifted_slots_is_attention_at_the_source(delta: int, see
     slots = SlotCompressor(8, layout).compress(*prompt.before(1))
     moved = slots.shifted(delta, [geometry])
     query = geometry.shift(prompt.query[0][None, :, None], delta)[0, :, 0]
-    before, after = attend(next(slots.layers()), prompt.query[0]), attend(next(moved.layers()), query)
+    before, after = attend(slots.layers[0], prompt.query[0]), attend(moved.layers[0], query)
     torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(moved.offsets[0], slots.offsets[0], atol=1e-3, rtol=0)
+    torch.testing.assert_close(moved.length - moved.layers[0].positions, slots.length - slots.layers[0].positions, atol=1e-3, rtol=0)
     assert moved.length == 41 + delta
 
 
@@ -96,7 +90,7 @@ def test_shifted_slots_are_the_slots_of_shifted_tokens(layout: str) -> None:
     keys = [geometry.shift(own[None], 17)[0] for geometry, own in zip(where, keys, strict=True)]
     query = [geometry.shift(own[None, :, None], 17)[0, :, 0] for geometry, own in zip(where, query, strict=True)]
     fresh = compressor.compress(keys, values, query, length)
-    for one, other in zip(shifted.layers(), fresh.layers(), strict=True):
+    for one, other in zip(shifted.layers, fresh.layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(one.positions, other.positions + 17, atol=1e-3, rtol=0)
 

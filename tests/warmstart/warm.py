@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary, compat
-from hf_kvcaches.warmstart.slots import Slots
+from hf_kvcaches.warmstart.summaries.slots import Slots
 from tests import tiny
 
 # Lets everything through, and what only asks for enough tokens.
@@ -71,7 +71,7 @@ def forced(model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None 
 
 def taken(cache: WarmStartCache, row: int = 0) -> dict[int, int]:
     """For each place of a row that is reused, where it stood in the neighbour."""
-    return {b.target + n: b.source + n for b in cache._plans[row].blocks for n in range(b.length)}
+    return {b.target + n: b.source + n for b in cache._outcome.plans[row].blocks for n in range(b.length)}
 
 
 @contextlib.contextmanager
@@ -121,7 +121,7 @@ def behind_slots(model: PreTrainedModel, slots: Slots, ids: torch.Tensor, first:
             [(keys[h, s], values[h, s], float(counts[h, s]), round(float(positions[h, s]))) for s in range(keys.shape[1])]
             for h in range(keys.shape[0])
         ]
-        for keys, values, positions, counts in slots.layers()
+        for keys, values, positions, counts in slots.layers
     ]
     logits = []
     for place, token in enumerate(ids.tolist(), first):
