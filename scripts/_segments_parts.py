@@ -25,7 +25,7 @@ from hf_kvcaches.core.splicing.codec import LayerStates
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.kernels.splice import Packed, splice
 from hf_kvcaches.kernels.splice_reference import splice as splice_reference
-from hf_kvcaches.segments.index import NEAR, SegmentIndex
+from hf_kvcaches.segments.index import BANDS, WIDTH, SegmentIndex
 from hf_kvcaches.segments.records import Chain, Record
 from hf_kvcaches.stores.signatures import SignatureIndex
 
@@ -48,7 +48,7 @@ class ManySegments:
         self.random = np.random.default_rng(0)
         shares = 1 / np.arange(10, VOCABULARY + 10)
         self._shares = np.cumsum(shares) / shares.sum()
-        self.index, self.similar = SegmentIndex(), SignatureIndex(NEAR)
+        self.index, self.similar = SegmentIndex(), SignatureIndex(BANDS, WIDTH)
         self.seconds: dict[str, list[float]] = {"one to the index": [], "one to the signatures": []}
         self.prompts = [self.prompt() for _ in range(max(2 * SEGMENTS, count // SEGMENTS))]
         self.cuts = [self._cuts() for _ in self.prompts]
