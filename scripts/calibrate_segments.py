@@ -15,12 +15,13 @@ import argparse
 import time
 from pathlib import Path
 
+from _segments_break_even import BreakEven, measure_break_even
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import environment, show, table
 from shared.texts import read_prompts
 
 from hf_kvcaches import KVCacheError, SegmentPolicy
-from hf_kvcaches.segments.calibration import BreakEven, calibrate, measure_break_even
+from hf_kvcaches.segments.calibration import calibrate
 
 
 def settings_table(policy: SegmentPolicy) -> str:

@@ -213,7 +213,7 @@ class SegmentStore:
                 continue
             if not self.catalog.put(record.key, record.to_dict(), tensors):
                 break
-        findings = self.experience.untold()
+        findings = self.experience.unstored()
         if findings:
             key = hashlib.blake2b(repr(findings).encode(), digest_size=16).hexdigest()
             self.catalog.put(key, {"experience": findings, "created": time.time()}, {"none": torch.zeros(1)}, reported=False)
