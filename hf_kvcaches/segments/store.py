@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -60,13 +60,11 @@ class NewSegment(NamedTuple):
 
     Args:
         layers: Keys and values of the lowest layers, or all.
-        encoded: What `codec.encode` would give, where it is at hand.
     """
 
     record: Record
     layers: Sequence[LayerStates]
     hidden: Mapping[int, torch.Tensor]
-    encoded: tuple[Mapping[str, torch.Tensor], dict[str, Any]] | None = None
 
 
 class SegmentStore:
@@ -199,19 +197,18 @@ class SegmentStore:
             segments: What is there already is left alone.
         """
         # The last first: of two that are worth the same the older one is evicted, and a prompt without its start is not found.
-        for record, layers, hidden, encoded in reversed(segments):
+        for record, layers, hidden in reversed(segments):
             with self.catalog.lock:
                 if record.key in self.catalog.worth.sizes:
                     continue
             try:
-                tensors, stored = codec.encode(layers, hidden, self.quantization) if encoded is None else encoded
+                tensors, stored = codec.encode(layers, hidden, self.quantization)
             except ConfigError as error:  # not finite
                 self.catalog.warn_once("unfinite", f"A segment was not stored: {error}")
                 continue
-            record.stored.update(stored)
             if self.max_bytes is not None and sum(tensor.nbytes for tensor in tensors.values()) > self.max_bytes:
                 continue
-            if not self.catalog.put(record.key, record.to_dict(), tensors):
+            if not self.catalog.put(record.key, replace(record, stored=stored).to_dict(), tensors):
                 break
         findings = self.experience.unstored()
         if findings:

@@ -19,7 +19,7 @@ from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.admission import Places, Plan, PlannedSpan, plan_row
 from hf_kvcaches.segments.index import StoredSpan
 from hf_kvcaches.segments.records import Chain
-from hf_kvcaches.segments.remembering import Hidden, NewRow
+from hf_kvcaches.segments.remembering import Hidden, NewPrompt, NewRow
 from hf_kvcaches.segments.resembling import Resembling
 from hf_kvcaches.segments.scope import scope_of
 from hf_kvcaches.segments.stages import Stages
@@ -100,8 +100,8 @@ class Taking:
         with store.reading():
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows, stages)
-        rows_to_store = [row for row in new if row.plan.prefix < len(row.ids)]
-        cache.remembering.expect(rows_to_store, scope, cache.reader, total, confirmation(cache.model, identity))
+        new_rows = tuple(row for row in new if row.plan.prefix < len(row.ids))
+        cache.remembering.expect(NewPrompt(new_rows, scope, cache.reader, total, confirmation(cache.model, identity)))
         return taken
 
     def _look_up(self, identity: Identity, padding: Sequence[int]) -> tuple[str, list[PromptRow]]:
