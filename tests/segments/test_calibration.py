@@ -101,7 +101,7 @@ def test_the_best_keeps_the_bound_has_a_gate_and_is_the_strictest_of_those_that_
         answers = [Answered(kl, saved, 10, 0, None, (), 100)]
         return Measured(Setting(SegmentPolicy(similarity=1.01, **policy), "int8"), {"all": answers})
 
-    sweep = _Sweep(None, None, {}, 1, 0.05, 0.04, "int8", False)
+    sweep = _Sweep(None, None, {}, 1, 0.05, 0.04, "int8", None)
     loose, strict = measured(0.02, 0.62, probe=0.5), measured(0.02, 0.6, probe=0.9)
     sweep.done = [
         measured(0.0, 0.1, probe=1.01),
