@@ -114,7 +114,7 @@ def _segments(row: NewRow, buffers: Buffers, prompt: NewPrompt, depth: int | Non
         depth: Of the store.
     """
     begin, ids, reader = row.plan.prefix, row.ids.astype(np.int64), prompt.reader
-    edges = {begin, len(ids), *(span.start for span in reader.discovery.spans(ids, row.given))}
+    edges = {begin, len(ids), *(start for start, _ in reader.discovery.spans(ids, row.given))}
     edges.update(edge for part in row.plan.parts for edge in (part.start, part.stop))
     bounds = list(pairwise(sorted(edge for edge in edges if begin <= edge <= len(ids))))
     signatures = reader.signer.of(ids, bounds)

@@ -34,15 +34,17 @@ class Resembling:
             gaps: Where to look, as (start, stop).
             shortest: Gaps and stretches with fewer tokens are not worth it.
         """
-        wanted = [gap for gap in gaps if gap[1] - gap[0] >= shortest]
-        if not wanted:
+        long_gaps = [gap for gap in gaps if gap[1] - gap[0] >= shortest]
+        if not long_gaps:
             return []
         wide = ids.astype(np.int64)
+        given = [span for span in self.given if span[1] <= len(ids)]
+        # What of a gap lies in a span, and the span.
         spans = [
-            (max(span.start, start), min(span.stop, stop), span.start, span.stop)
-            for span in self.reader.discovery.spans(wide, [each for each in self.given if each[1] <= len(ids)])
-            for start, stop in wanted
-            if min(span.stop, stop) - max(span.start, start) >= shortest
+            (max(span[0], start), min(span[1], stop), *span)
+            for span in self.reader.discovery.spans(wide, given)
+            for start, stop in long_gaps
+            if min(span[1], stop) - max(span[0], start) >= shortest
         ]
         # The signature is that of the whole span, as it was when the like of it was stored.
         signatures = self.reader.signer.of(wide, [span[2:] for span in spans])
