@@ -1,4 +1,4 @@
-"""Finding stored segments: by what stands left of them, by what they hold, and by what they resemble."""
+"""Looking up stored segments: by the tokens before them, by their own, and by likeness."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class StoredSpan(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of a prompt that stood so in an earlier one, and hence have the same neighbours for longer and longer.
+    """Consecutive tokens of a prompt that were consecutive in an earlier one.
 
     Args:
         pieces: Without gaps, in order; each stored behind the one before.
@@ -141,14 +141,14 @@ class SegmentIndex:
         Args:
             chain: The name of its first `start` tokens.
         """
-        whole = self._prefix_spans(ids, chain, start, exact_only)
-        end = max((piece.stop for piece in whole), default=start)
+        spans = self._prefix_spans(ids, chain, start, exact_only)
+        end = max((span.stop for span in spans), default=start)
         pieces: list[StoredSpan] = []
         place = start
         while place < end:
-            # What is exact is better than what goes on longer, for the rest can be taken from the other.
-            covering = [piece for piece in whole if piece.start <= place < piece.stop]
-            best = max(covering, key=lambda piece: (piece.record.origin == "exact", piece.stop))
+            # An exact span is better than a longer one, for the rest can be taken from the longer one.
+            covering = [span for span in spans if span.start <= place < span.stop]
+            best = max(covering, key=lambda span: (span.record.origin == "exact", span.stop))
             pieces.append(StoredSpan(place, best.stop, best.record, place - best.start))
             place = best.stop
         return pieces, chain.extend(ids[start:end])
@@ -189,8 +189,8 @@ class SegmentIndex:
         return [self.records[key] for key in self._signatures.near(signature)]
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
-        """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps."""
-        found: list[Run] = []
+        """Verbatim runs of a row that earlier rows had at any index, from left to right and without overlaps."""
+        runs: list[Run] = []
         numbers = anchors(ids[start:]).tolist()
         place, free = start, start
         while place - start < len(numbers):
@@ -199,9 +199,9 @@ class SegmentIndex:
             if run is None or len(run) < shortest:
                 place += 1
                 continue
-            found.append(run)
+            runs.append(run)
             place = free = run.stop
-        return found
+        return runs
 
     def _longest(self, ids: Ids, place: int, free: int, alike: Iterable[tuple[str, int]]) -> Run | None:
         """The longest run through a place, not beginning before `free`."""
@@ -229,10 +229,10 @@ class SegmentIndex:
             return None
         pieces = [StoredSpan(place - back, place + ahead, record, offset - back)]
         while offset + ahead == len(record) and pieces[-1].stop < len(ids):
-            found = self._fresh_after(record.right, ids[pieces[-1].stop :])
-            if found is None:
+            continuation = self._fresh_after(record.right, ids[pieces[-1].stop :])
+            if continuation is None:
                 break
-            record, ahead = found
+            record, ahead = continuation
             offset = 0
             pieces.append(StoredSpan(pieces[-1].stop, pieces[-1].stop + ahead, record, 0))
         return Run(tuple(pieces))

@@ -1,4 +1,4 @@
-"""Near-identical segments: what a prompt shares with a stored segment of which a date, an id or a word is another."""
+"""Near-identical segments: what a prompt shares with a stored segment in which a date, an id or a word differs."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class Resembling:
         # The signature is that of the whole span, as it was when the like of it was stored.
         signatures = self.reader.signer.of(wide, [span[2:] for span in spans])
         surroundings = self.reader.signer.left_of(wide, [span[2] for span in spans])
-        found = []
+        runs: list[Run] = []
         for (start, stop, _, _), signature, around in zip(spans, signatures, surroundings, strict=True):
-            found += self._aligned(ids, start, stop, self._closest(signature, around), shortest)
-        return sorted(found, key=lambda run: run.start)
+            runs += self._aligned(ids, start, stop, self._closest(signature, around), shortest)
+        return sorted(runs, key=lambda run: run.start)
 
     def _closest(self, signature: Signature, around: Signature) -> list[Record]:
         """Stored segments, the most similar first; where two are alike, the one in similar surroundings."""
