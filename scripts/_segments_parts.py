@@ -17,7 +17,7 @@ from shared.results import Row
 from shared.timing import spread
 
 from hf_kvcaches import SegmentPolicy, SegmentStore
-from hf_kvcaches.segments.index import NEAR, SegmentIndex
+from hf_kvcaches.segments.index import BANDS, WIDTH, SegmentIndex
 from hf_kvcaches.segments.records import Chain, Record
 from hf_kvcaches.stores.signatures import SignatureIndex
 
@@ -59,9 +59,9 @@ def lookups(segments: int, calls: int) -> Iterator[Row]:
         yield row | spread("time", seconds, 1e3)
 
 
-def stored(prompts: Any, signatures: Any) -> tuple[SegmentIndex, SignatureIndex[str]]:
+def stored(prompts: Any, signatures: Any) -> tuple[SegmentIndex, SignatureIndex]:
     """Indices of all segments of prompts."""
-    index, similar = SegmentIndex(), SignatureIndex(NEAR)
+    index, similar = SegmentIndex(), SignatureIndex(BANDS, WIDTH)
     rest = iter(signatures)
     for prompt in prompts:
         chain, ids = Chain(), prompt.reshape(-1)

@@ -4,7 +4,7 @@
 
 A line of the file is one prompt: a string, a list of token ids, or an object with one of these under "prompt"; in the order in which
 they came, since later ones reuse what earlier ones stored. Without a file, generated requests of agents are taken. Printed are all settings
-that were measured, and how often a segment must come again on this computer for storing it to pay.
+that were measured.
 """
 
 from __future__ import annotations
@@ -14,17 +14,10 @@ import time
 from pathlib import Path
 
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import environment, show_measured, table
+from shared.results import show_measured
 from shared.texts import read_prompts
 
-from hf_kvcaches import KVCacheError
-from hf_kvcaches.segments.calibration import BreakEven, calibrate, measure_break_even
-
-
-def break_even_table(rows: list[BreakEven]) -> str:
-    """Seconds in milliseconds, and the number of uses from which on storing pays."""
-    lines = [[str(row.tokens), *(f"{1e3 * seconds:.1f}" for seconds in row[1:4]), f"{row.times:.2f}"] for row in rows]
-    return table(["tokens", "storing, ms", "prefill with reuse, ms", "without, ms", "pays from uses"], lines)
+from hf_kvcaches.segments.calibration import calibrate
 
 
 def parse() -> argparse.Namespace:
@@ -42,8 +35,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    device = begin(args)
-    model, tokenizer = load(args.model, device)
+    model, tokenizer = load(args.model, begin(args))
     if args.prompts is None:
         from _segments_quality import calibration_prompts
 
@@ -56,14 +48,6 @@ def main() -> None:
     seconds = time.perf_counter() - began
     policy.save_pretrained(args.out)
     print(f"{show_measured(policy.measured)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")
-    ids = [token for group in prompts.values() for prompt in group for token in prompt]
-    try:
-        rows = measure_break_even(model, tokenizer, ids)
-    except KVCacheError as error:  # too few tokens
-        print(f"Break-even was not measured. {error}")
-        return
-    where = environment(device)
-    print(f"{break_even_table(rows)}\non {where['hardware']}, {where['threads']} threads")
 
 
 if __name__ == "__main__":

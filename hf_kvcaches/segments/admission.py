@@ -1,8 +1,7 @@
-"""Which stored segments may stand in for a prompt's tokens, and how much of them is run again.
+"""Which stored segments are reused for a prompt's tokens, and how many of these are recomputed.
 
-A row of a prompt becomes parts. Its start, as far as an earlier row had the same one, is taken as it is. What else stood in an earlier row
-is a *run*: consecutive tokens with other tokens before them. A run is let in by its depth guard, as repaired, or after a probe, and is
-computed otherwise.
+A row of a prompt becomes parts. Its prefix, as far as an earlier row had the same one, is reused as it is. Other consecutive tokens that an
+earlier row had after another text are a *run*. A run is admitted by its depth guard, as repaired, or by a probe, and is computed otherwise.
 """
 
 from __future__ import annotations
@@ -145,8 +144,8 @@ def _affordable(parts: Sequence[PlannedSpan], tokens: int, policy: SegmentPolicy
     refused = {id(part) for part in probed[allowed:]}
     kept: list[PlannedSpan] = []
     for part in parts:
-        for each in part.instead if id(part) in refused else (part,):
-            _add(kept, each)
+        for admitted in part.instead if id(part) in refused else (part,):
+            _add(kept, admitted)
     return kept
 
 
@@ -207,13 +206,13 @@ def _admitted(
     alike = similarity(before, ids[: run.start])
     if alike >= policy.similarity:
         return [part]
-    known = False if policy.probe > 1 or layers <= policy.check_layer else None
-    if known is None and verdict is not None:
-        known = verdict(ids[run.start : run.stop], alike)
-    if known:
+    passed = False if policy.probe > 1 or layers <= policy.check_layer else None
+    if passed is None and verdict is not None:
+        passed = verdict(ids[run.start : run.stop], alike)
+    if passed:
         return [replace(part, tier="probed")]
     guarded = _guarded(run, same, policy, layers)
-    return guarded if known is False else [replace(part, tier="probed", probe=True, similarity=alike, instead=tuple(guarded))]
+    return guarded if passed is False else [replace(part, tier="probed", probe=True, similarity=alike, instead=tuple(guarded))]
 
 
 def _guarded(run: Run, same: int, policy: SegmentPolicy, layers: int) -> list[PlannedSpan]:

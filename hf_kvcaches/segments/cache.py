@@ -26,11 +26,11 @@ from hf_kvcaches.segments.taking import Taking
 
 
 class ReusedSpan(NamedTuple):
-    """Consecutive tokens of a prompt that came about alike.
+    """Consecutive tokens of a prompt of one tier.
 
     Args:
-        start: The first token's place in its row, padding not counted.
-        repaired: How many of them were run again although they are stored.
+        start: The first token's index in its row, padding not counted.
+        repaired: How many stored tokens were run again.
         depth: Up to this layer they are reused; None: all layers.
         segments: The stored segments' ids, for `SegmentStore.pin` and `delete`.
     """
@@ -46,11 +46,11 @@ class ReusedSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class SegmentReport(CacheReport):
-    """What a `SegmentReuseCache` holds, and what became of the prompts that it was fed.
+    """What a `SegmentReuseCache` holds, and how its prompts were filled in.
 
     Args:
         reused_tokens: Tokens of prompts that were not run, in all rows.
-        repaired_tokens: That are stored, and were run again in their new context.
+        repaired_tokens: Stored tokens that were run again in their new context.
         computed_tokens: All others.
         tiers: Tokens by tier.
         flops_saved: Share of the operations in the decoder layers that a prefill without reuse needs.
@@ -148,24 +148,13 @@ class SegmentReuseCache(SplicingCache):
         return Taking(self, call).take()
 
     def earlier_parts(self, row: int) -> tuple[PlannedSpan, ...]:
-        """What became of a row's earlier prompts. Where rows have been exchanged, any approximation counts for all.
-
-        Args:
-            row: Of the batch.
-        """
+        """The plan of a row's earlier prompts. Where rows have been exchanged, any approximation counts for all."""
         if not self.exchanged:
             return tuple(part for number, part in self._parts if number == row)
         return tuple(replace(part, start=0) for _, part in self._parts if part.tier != "exact" and part.pieces)
 
     def note(self, row: int, parts: tuple[PlannedSpan, ...], cost: float, whole: float) -> None:
-        """Counts what became of a row's prompt.
-
-        Args:
-            row: Of the batch.
-            parts: Of its plan, as carried out.
-            cost: Operations that were needed.
-            whole: Operations that a prefill without reuse needs.
-        """
+        """Counts an executed plan of a row, its operations, and those of a prefill without reuse."""
         self._parts += [(row, part) for part in parts]
         self._flops[0] += cost
         self._flops[1] += whole
@@ -223,7 +212,7 @@ class SegmentReuseCache(SplicingCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self.remembering.release()
         # These are shared, not copied.
-        memo |= {id(each): each for each in (self.tokenizer, self.reader, self.policy, self.rotation)}
+        memo |= {id(part): part for part in (self.tokenizer, self.reader, self.policy, self.rotation)}
         memo[id(self.remembering)] = None
         copied = super().__deepcopy__(memo)
         copied._watch()

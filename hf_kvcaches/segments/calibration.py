@@ -1,4 +1,4 @@
-"""Which settings of `SegmentPolicy` save most for a model and its prompts, and how often a segment must come again to pay.
+"""Which settings of `SegmentPolicy` save most for a model and its prompts.
 
 Prompts go through a store one after another, as they came. The last tokens of each are withheld and asked for: how much their
 distributions differ from those without reuse is what a setting costs.
@@ -7,11 +7,9 @@ distributions differ from those without reuse is what a setting costs.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +19,6 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.core.splicing.codec import Quantization
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.segments.cache import SegmentReuseCache
@@ -113,26 +110,26 @@ class Measured(NamedTuple):
     @property
     def kl(self) -> float:
         """Of the worst series: the mean over those prompts in which something stood behind another text."""
-        touched = [[each.kl for each in answers if each.approximate] for answers in self.series.values()]
-        return max((statistics.fmean(kls) for kls in touched if kls), default=0.0)
+        kls = [[answer.kl for answer in answers if answer.approximate] for answers in self.series.values()]
+        return max((statistics.fmean(series) for series in kls if series), default=0.0)
 
     @property
     def saved(self) -> float:
         """The mean over the series, so that a long one counts no more."""
-        return statistics.fmean(statistics.fmean(each.saved for each in answers) for answers in self.series.values())
+        return statistics.fmean(statistics.fmean(answer.saved for answer in answers) for answers in self.series.values())
 
     def row(self, chosen: bool) -> dict[str, Any]:
         """Plain values, for `SegmentPolicy.measured`."""
-        answers = [each for own in self.series.values() for each in own]
-        kls = sorted(each.kl for each in answers if each.approximate) or [0.0]
-        let_in, refused = (sum(getattr(each, name) for each in answers) for name in ("approximate", "refused"))
+        answers = [answer for series in self.series.values() for answer in series]
+        kls = sorted(answer.kl for answer in answers if answer.approximate) or [0.0]
+        admitted, refused = sum(answer.approximate for answer in answers), sum(answer.refused for answer in answers)
         return {
             **self.setting.row(),
             "saved": self.saved,
             "kl": self.kl,
             "kl_p99": kls[min(len(kls) - 1, int(0.99 * len(kls)))],
             "kl_max": kls[-1],
-            "accepted": let_in / (let_in + refused) if let_in + refused else 0.0,
+            "accepted": admitted / (admitted + refused) if admitted + refused else 0.0,
             "chosen": chosen,
         }
 
@@ -179,11 +176,11 @@ def calibrate(
     depths = [depth for depth in depths if 1 <= depth < layers]
     if not depths:
         raise ConfigError.of("check_layers", f"layers from 1 to {layers - 1}", check_layers)
-    sweep = _Sweep(model, tokenizer, series, asked, bound, slack, quantization, progress)
-    with sweep.bar:
+    with tqdm(desc="Calibrating", unit=" prompts", disable=not progress) as bar:
+        sweep = _Sweep(model, tokenizer, series, asked, bound, slack, quantization, bar)
         sweep.all_of(depths)
     best = sweep.best()
-    rows = tuple(each.row(each is best) for each in sweep.done)
+    rows = tuple(measured.row(measured is best) for measured in sweep.done)
     policy = replace(best.setting.policy, bound=float(bound), measured=rows)
     object.__setattr__(policy, "fingerprint", ModelFingerprint.of(model, tokenizer, any_precision=True))
     return policy
@@ -192,35 +189,30 @@ def calibrate(
 def _series(prompts: Sequence[Tokens] | Series, asked: int) -> dict[str, list[list[int]]]:
     asked = whole_number("asked", asked, 1)
     named = dict(prompts) if isinstance(prompts, Mapping) else {"prompts": prompts}
-    series = {name: [[int(token) for token in ids] for ids in own] for name, own in named.items()}
-    if not series or any(len(own) < 2 for own in series.values()):
-        raise ConfigError.of("prompts", "at least two in each series", {name: len(own) for name, own in series.items()})
-    for own in series.values():
-        for ids in own:
+    series = {name: [[int(token) for token in ids] for ids in texts] for name, texts in named.items()}
+    if not series or any(len(texts) < 2 for texts in series.values()):
+        raise ConfigError.of("prompts", "at least two in each series", {name: len(texts) for name, texts in series.items()})
+    for texts in series.values():
+        for ids in texts:
             if len(ids) < asked + 2:
                 raise ConfigError.of("prompts", f"at least {asked + 2} tokens in each", len(ids), "Or ask for fewer tokens.")
     return series
 
 
+@dataclass
 class _Sweep:
     """The settings that have been measured so far, and what is needed to measure one more."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: Any,
-        series: dict[str, list[list[int]]],
-        asked: int,
-        bound: float,
-        slack: float,
-        quantization: Quantization,
-        progress: bool,
-    ) -> None:
-        self.model, self.tokenizer, self.series, self.asked = model, tokenizer, series, asked
-        self.bound, self.slack, self.quantization = bound, slack, quantization
-        self.done: list[Measured] = []
-        self.expected: dict[tuple[str, int], torch.Tensor] = {}
-        self.bar = tqdm(desc="Calibrating", unit=" prompts", disable=not progress)
+    model: PreTrainedModel
+    tokenizer: Any
+    series: dict[str, list[list[int]]]
+    asked: int
+    bound: float
+    slack: float
+    quantization: Quantization
+    bar: tqdm[Any]
+    done: list[Measured] = field(default_factory=list)
+    expected: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     def all_of(self, depths: Iterable[int]) -> None:
         """Measures everything, one kind of setting after the other."""
@@ -246,11 +238,11 @@ class _Sweep:
 
     def best(self) -> Measured:
         """Of all that keep the bound and save about most: the least divergence, and where that is about the same the strictest."""
-        own = [each for each in self.done if each.setting.quantization == self.quantization]
+        comparable = [measured for measured in self.done if measured.setting.quantization == self.quantization]
         # The first lets nothing in, and so has no divergence. Probes that let everything in are no guard against what these prompts lack.
-        held = [each for each in own if each.kl <= self.bound and each.setting.policy.probe > _THRESHOLDS[0]]
-        most = max(each.saved for each in held)
-        return min((each for each in held if each.saved >= most - self.slack), key=self._looseness)
+        bounded = [measured for measured in comparable if measured.kl <= self.bound and measured.setting.policy.probe > _THRESHOLDS[0]]
+        most = max(measured.saved for measured in bounded)
+        return min((measured for measured in bounded if measured.saved >= most - self.slack), key=self._looseness)
 
     def _looseness(self, measured: Measured) -> tuple[float, ...]:
         policy = measured.setting.policy
@@ -258,16 +250,16 @@ class _Sweep:
         kl = round(measured.kl / self.bound / _SAME) if self.bound else 0
         # A later layer has seen more of what differs to the left.
         strictness = (policy.probe > 1, policy.check_layer, policy.probe, policy.similarity, window or float("inf"), policy.repair)
-        return (kl, *(-each for each in strictness), -measured.saved)
+        return (kl, *(-number for number in strictness), -measured.saved)
 
     def measure(self, policy: SegmentPolicy, quantization: Quantization | str = "") -> Measured:
         """Runs all prompts, if that has not been done with these settings."""
         setting = Setting(policy, self.quantization if quantization == "" else quantization)  # type: ignore[arg-type]
-        known = next((each for each in self.done if each.setting.row() == setting.row()), None)
-        if known is None:
-            known = Measured(setting, {name: self._replay(name, setting) for name in self.series})
-            self.done.append(known)
-        return known
+        measured = next((measured for measured in self.done if measured.setting.row() == setting.row()), None)
+        if measured is None:
+            measured = Measured(setting, {name: self._replay(name, setting) for name in self.series})
+            self.done.append(measured)
+        return measured
 
     def _try(self, **changes: Any) -> None:
         self.measure(replace(self.best().setting.policy, **changes))
@@ -292,8 +284,8 @@ class _Sweep:
                 if (name, number) not in self.expected:
                     self.expected[name, number] = next_tokens(self.model, prompt, asked).cpu()
                 cache = SegmentReuseCache(self.model, store, self.tokenizer, policy=setting.policy)
-                found = next_tokens(self.model, prompt, asked, cache).cpu()
-                answers.append(_answered(cache, len(prompt), divergence(self.expected[name, number], found)))
+                logits = next_tokens(self.model, prompt, asked, cache).cpu()
+                answers.append(_answered(cache, len(prompt), divergence(self.expected[name, number], logits)))
                 self.bar.update()
         return answers
 
@@ -319,94 +311,9 @@ def _foreseen(opened: Measured, threshold: float) -> tuple[float, float]:
     """
     kls, saved = [], []
     for answers in opened.series.values():
-        passed = [each.kl for each in answers if each.approximate and (each.lowest is None or each.lowest >= threshold)]
+        passed = [answer.kl for answer in answers if answer.approximate and (answer.lowest is None or answer.lowest >= threshold)]
         kls.append(statistics.fmean(passed) if passed else 0.0)
         kept = 1 - opened.setting.policy.repair
-        lost = (kept * sum(length for score, length in each.scores if score < threshold) / each.tokens for each in answers)
-        saved.append(statistics.fmean(each.saved for each in answers) - statistics.fmean(lost))
+        lost = (kept * sum(length for score, length in answer.scores if score < threshold) / answer.tokens for answer in answers)
+        saved.append(statistics.fmean(answer.saved for answer in answers) - statistics.fmean(lost))
     return max(kls), statistics.fmean(saved)
-
-
-class BreakEven(NamedTuple):
-    """What a segment costs on this computer, in seconds.
-
-    Args:
-        storing: Writing it into the store, after the first token.
-        reusing: A prefill that takes it from the store.
-        computing: A prefill without.
-        times: How often it must come again for storing it to pay; infinite where reuse is no faster.
-    """
-
-    tokens: int
-    storing: float
-    reusing: float
-    computing: float
-    times: float
-
-
-def break_even(storing: float, reusing: float, computing: float) -> float:
-    """How often a segment must come again for storing it to pay: the cost of storing over what each reuse saves.
-
-    Args:
-        storing: Seconds to store it, once.
-        reusing: Seconds each time that it is reused.
-        computing: Seconds each time that it is computed instead.
-    """
-    for name, seconds in (("storing", storing), ("reusing", reusing), ("computing", computing)):
-        if not 0 <= seconds < float("inf"):
-            raise ConfigError.of(name, "a number of seconds of at least 0", seconds)
-    return storing / (computing - reusing) if computing > reusing else float("inf")
-
-
-def measure_break_even(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    ids: Tokens,
-    *,
-    lengths: Sequence[int] = (64, 256, 768),
-    location: str = "memory",
-    quantization: Quantization = "int8",
-    repeats: int = 5,
-) -> list[BreakEven]:
-    """Measures storing, reusing and computing of segments of some lengths; medians.
-
-    Args:
-        ids: A text that segments are taken from, one after the other.
-        location: As for `SegmentStore`, an empty one.
-        repeats: How often each is measured, with segments of its own; one more goes before and does not count.
-    """
-    needed = (repeats + 1) * max(lengths)
-    if len(ids) < needed:
-        raise ConfigError.of("ids", f"at least {needed} tokens", len(ids), "Or measure fewer lengths or repeats.")
-    found = []
-    with closing(SegmentStore(location, quantization=quantization)) as store:
-        for length in lengths:
-            edges = range(0, (repeats + 1) * length + 1, length)
-            timed = [_timed(model, tokenizer, store, [*ids[start:stop], ids[0]]) for start, stop in pairwise(edges)][1:]
-            storing, reusing, computing = (statistics.median(column) for column in zip(*timed, strict=True))
-            found.append(BreakEven(length, storing, reusing, computing, break_even(storing, reusing, computing)))
-    return found
-
-
-def _timed(model: PreTrainedModel, tokenizer: Any, store: SegmentStore, ids: Tokens) -> tuple[float, float, float]:
-    """Seconds of storing, of a prefill with reuse and of one without."""
-    clock = time.perf_counter
-    store.clear()
-    began = clock()
-    _prefill(model, ids, GrowingCache(model.config))
-    computing = clock() - began
-    cache = SegmentReuseCache(model, store, tokenizer, mode="exact")
-    _prefill(model, ids, cache)
-    began = clock()
-    store.flush()
-    storing = clock() - began
-    began = clock()
-    _prefill(model, ids, SegmentReuseCache(model, store, tokenizer, mode="exact"))
-    return storing, clock() - began, computing
-
-
-@torch.no_grad()
-def _prefill(model: PreTrainedModel, ids: Tokens, cache: Any) -> None:
-    device = compat.input_device(model)
-    logits = model(input_ids=torch.tensor([list(ids)], device=device), past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    float(logits[0, -1, 0])  # waits for the device

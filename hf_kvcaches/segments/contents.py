@@ -1,15 +1,20 @@
-"""What a store of segments contains: an index for each scope, and what probes have found."""
+"""What a store of segments contains: an index for each scope, and the results of probes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
 
 from hf_kvcaches.core.splicing import codec
-from hf_kvcaches.segments.experience import Experience, ToldBlobs
+from hf_kvcaches.segments.experience import Experience
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import PERMUTATIONS, Record
 from hf_kvcaches.stores.blobs import Stored
+
+# What blobs with results of probes may be and take in a store; the oldest are evicted.
+_MOST_BLOBS, _MOST_BYTES = 256, 4 << 20
 
 
 class SegmentContents:
@@ -17,27 +22,26 @@ class SegmentContents:
 
     Attributes:
         indices: By scope.
-        experience: What probes have found, in any process.
+        experience: Results of probes, of all processes.
     """
 
     def __init__(self) -> None:
         self.indices: defaultdict[str, SegmentIndex] = defaultdict(SegmentIndex)
         self.experience = Experience()
-        self._told = ToldBlobs()
+        # The blobs with results of probes: when each was made, and its bytes.
+        self._probe_blobs: dict[str, tuple[float, int]] = {}
 
     def add(self, blobs: Sequence[Stored]) -> dict[str, int]:
         tokens = {}
         for blob in blobs:
-            try:
+            with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, OverflowError):
                 tokens[blob.key] = self._add(blob)
-            except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
-                continue
         return tokens
 
     def _add(self, blob: Stored) -> int:
         if "experience" in blob.head:
             self.experience.hear(blob.head["experience"])
-            self._told.add(blob.key, float(blob.head.get("created", 0.0)), blob.bytes)
+            self._probe_blobs[blob.key] = float(blob.head.get("created", 0.0)), blob.bytes
             return 0
         record = Record.from_dict(dict(blob.head))
         codec.check_stored(record.stored)
@@ -49,12 +53,15 @@ class SegmentContents:
 
     def remove(self, keys: Sequence[str]) -> None:
         for key in keys:
-            self._told.remove(key)
+            self._probe_blobs.pop(key, None)
             for index in self.indices.values():
                 index.remove(key)
 
     def expired(self) -> Sequence[str]:
-        return self._told.excess()
+        newest = sorted(self._probe_blobs, key=lambda key: (self._probe_blobs[key][0], key), reverse=True)
+        totals = accumulate(self._probe_blobs[key][1] for key in newest)
+        kept = sum(total <= _MOST_BYTES for total in islice(totals, _MOST_BLOBS))
+        return newest[kept:][::-1]
 
     def record(self, key: str) -> Record | None:
         """A segment's record, or None where there is none."""

@@ -5,29 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.segments.canonical import Ids
-
-
-class TextSpan(NamedTuple):
-    """Tokens `start` to `stop` of a row.
-
-    `kind` is what they are or begin with: "message", "json", "xml", "code", "heading" or "paragraph"; "window" for what was cut by
-    counting; "given" for the caller's own.
-    """
-
-    start: int
-    stop: int
-    kind: str
-
-
-_KINDS = ("paragraph", "message", "json", "xml", "code", "heading", "window", "given")
-_PARAGRAPH, _MESSAGE, _JSON, _XML, _CODE, _HEADING, _WINDOW, _GIVEN = range(len(_KINDS))
 
 # How much a place divides: lines of a block; blocks; and what nothing is put together across.
 _LINE, _BLOCK, _WALL = 1, 2, 3
@@ -82,8 +66,8 @@ class Discovery:
         self._pieces: dict[int, str] = {}
         self._anchor = _anchor(tokenizer)
 
-    def spans(self, ids: Ids, given: Sequence[tuple[int, int]] = ()) -> list[TextSpan]:
-        """The row's spans, in order, without gaps and without overlaps.
+    def spans(self, ids: Ids, given: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+        """Starts and stops of the row's spans, in order, without gaps and without overlaps.
 
         Args:
             ids: Token ids: a list, or an array of one dimension.
@@ -94,19 +78,17 @@ class Discovery:
         if not row:
             return []
         power = np.zeros(len(row) + 1, dtype=np.uint8)
-        kinds = np.zeros(len(row) + 1, dtype=np.uint8)
         if self._tokenizer is not None:
-            self._mark(row, power, kinds)
+            self._mark(row, power)
         power[[0, -1]] = _WALL
         for start, stop in kept:
             power[start + 1 : stop] = 0
             power[[start, stop]] = _WALL
-            kinds[start] = _GIVEN
         places = np.flatnonzero(power)
         long = np.flatnonzero(np.diff(places) >= 2 * self.shortest)
         for edge in (places[long], places[long + 1]):
             power[edge] = np.maximum(power[edge], _BLOCK)
-        return list(self._put_together(places.tolist(), power[places].tolist(), kinds[places].tolist()))
+        return list(self._put_together(places.tolist(), power[places].tolist(), {start for start, _ in kept}))
 
     def text(self, ids: Ids) -> tuple[str, NDArray[np.int64]]:
         """The row's text, and where in it each token begins: `(tokens + 1,)`, the last being the length of the text."""
@@ -133,8 +115,8 @@ class Discovery:
             text = text[len(self._anchor[1]) :]
         return text.replace("\ufffd", chr(_PRIVATE + token % _PRIVATE_SIZE))
 
-    def _mark(self, row: list[int], power: NDArray[np.uint8], kinds: NDArray[np.uint8]) -> None:
-        """Finds the structure of the row's text and writes it down by tokens."""
+    def _mark(self, row: list[int], power: NDArray[np.uint8]) -> None:
+        """Writes how much the structure of the row's text divides at each token."""
         text, offsets = self.text(row)
         # With a line end in front, every line starts behind one.
         text = "\n" + text
@@ -143,51 +125,50 @@ class Discovery:
             found = np.searchsorted(offsets, np.fromiter(places, dtype=np.int64) - 1, side="right") - 1
             return np.maximum(found, 0)
 
-        ranges = sorted((*_code_ranges(text), *_json_ranges(text), *_xml_ranges(text, self._special)), key=lambda range_: range_[0])
+        code = list(_code_ranges(text))
+        ranges = [*code, *_json_ranges(text), *_xml_ranges(text, self._special)]
         starts, stops = (tokens(range_[side] for range_ in ranges) for side in (0, 1))
-        for (_, _, kind), start, stop in zip(ranges, starts.tolist(), stops.tolist(), strict=True):
-            kinds[start:stop] = kind
+        in_code = np.zeros(len(row) + 1, dtype=bool)
+        for start, stop in zip(starts[: len(code)], stops[: len(code)], strict=True):
+            in_code[start:stop] = True
         headings = tokens(match.start(1) for match in _HEADING_LINE.finditer(text))
-        headings = headings[kinds[headings] != _CODE]
-        kinds[headings] = _HEADING
+        headings = headings[~in_code[headings]]
         power[tokens(match.end() for match in _LINE_START.finditer(text))] = _LINE
         for blocks in (tokens(match.end() for match in _BLANK_LINE.finditer(text)), starts, stops, headings):
             power[blocks] = _BLOCK
         if self._separator is not None:
             power[tokens(match.start() for match in self._separator.finditer(text))] = _WALL
         if self._message is not None:
-            messages = tokens(match.start() for match in self._message.finditer(text))
-            power[messages] = _WALL
-            kinds[messages] = _MESSAGE
+            power[tokens(match.start() for match in self._message.finditer(text))] = _WALL
 
-    def _put_together(self, places: list[int], powers: list[int], kinds: list[int]) -> Iterator[TextSpan]:
+    def _put_together(self, places: list[int], powers: list[int], given: set[int]) -> Iterator[tuple[int, int]]:
         """The spans of a row.
 
         Args:
-            places: All places where it may be cut, its two ends among them.
+            places: All indices where it may be cut, its two ends among them.
+            given: Where the caller's spans start.
         """
-        kind_of = dict(zip(places, kinds, strict=True))
         block = [places[0]]
         short: list[int] = []  # the edges of short blocks side by side
         for place, power in zip(places[1:], powers[1:], strict=True):
             block.append(place)
             if power == _LINE:
                 continue
-            if kind_of[block[0]] == _GIVEN:
-                yield TextSpan(block[0], place, "given")
+            if block[0] in given:
+                yield block[0], place
             elif place - block[0] >= self.shortest:
-                yield from self._cut(short, kind_of)
-                yield from self._cut(block, kind_of)
+                yield from self._cut(short)
+                yield from self._cut(block)
                 short = []
             else:
                 short += [place] if short else [block[0], place]
             if power == _WALL:
-                yield from self._cut(short, kind_of)
+                yield from self._cut(short)
                 short = []
             block = [place]
 
-    def _cut(self, edges: list[int], kind_of: dict[int, int]) -> Iterator[TextSpan]:
-        """Puts pieces together until they are long enough, and cuts up what is too long."""
+    def _cut(self, edges: list[int]) -> Iterator[tuple[int, int]]:
+        """Joins lines until they are long enough, and cuts what is too long into windows."""
         cuts = edges[:1]
         for edge in edges[1:]:
             if edge - cuts[-1] >= self.shortest:
@@ -197,10 +178,7 @@ class Discovery:
                 cuts.pop()
             cuts.append(edges[-1])
         for start, stop in pairwise(cuts):
-            if stop - start <= self.longest:
-                yield TextSpan(start, stop, _KINDS[kind_of[start]])
-            else:
-                yield from (TextSpan(at, min(at + self.longest, stop), "window") for at in range(start, stop, self.longest))
+            yield from ((at, min(at + self.longest, stop)) for at in range(start, stop, self.longest))
 
 
 def _as_list(ids: Ids) -> list[int]:
@@ -258,8 +236,8 @@ def _next_line(text: str, place: int) -> int:
 _FENCE = re.compile(r"\n[^\S\n]{0,3}(`{3,}|~{3,})([^\n]*)")
 
 
-def _code_ranges(text: str) -> Iterator[tuple[int, int, int]]:
-    """Fenced code that is closed: start, stop and kind. A fence that names a language opens, even where one is open already."""
+def _code_ranges(text: str) -> Iterator[tuple[int, int]]:
+    """Fenced code that is closed: start and stop. A fence that names a language opens, even where one is open already."""
     opened: re.Match[str] | None = None
     for match in _FENCE.finditer(text):
         if opened is None:
@@ -268,7 +246,7 @@ def _code_ranges(text: str) -> Iterator[tuple[int, int, int]]:
             if match[2].strip():
                 opened = match
             else:
-                yield opened.start(1), _next_line(text, match.end()), _CODE
+                yield opened.start(1), _next_line(text, match.end())
                 opened = None
 
 
@@ -278,8 +256,8 @@ _JSON_START = re.compile(r"\n[^\S\n]*(\{|\[(?=\s*[\[{\"\]]))")
 _JSON_TOKEN = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|[\[\]{}]|"|\n[^\S\n]*\n')
 
 
-def _json_ranges(text: str) -> Iterator[tuple[int, int, int]]:
-    """What begins a line with a bracket and balances, also inside of others: start, stop and kind.
+def _json_ranges(text: str) -> Iterator[tuple[int, int]]:
+    """What begins a line with a bracket and balances, also inside of others: start and stop.
 
     No string goes on over the end of a line. So what a line is does not depend on those before it.
     """
@@ -296,7 +274,7 @@ def _json_ranges(text: str) -> Iterator[tuple[int, int, int]]:
                 stack.append(match.start())
             elif char in "]}" and text[stack[-1]] == ("[" if char == "]" else "{"):
                 if stack[-1] in known:
-                    yield stack[-1], _next_line(text, match.end()), _JSON
+                    yield stack[-1], _next_line(text, match.end())
                 stack.pop()
             elif len(match[0]) == 1 or char == "\n":
                 stack = []
@@ -309,8 +287,8 @@ _XML_START = re.compile(r"\n[^\S\n]*(<[A-Za-z_])")
 _XML_TAG = re.compile(r"<(/?)([A-Za-z_][\w:.-]*)(?:\s[^<>]*|/)?>")
 
 
-def _xml_ranges(text: str, special: frozenset[str]) -> Iterator[tuple[int, int, int]]:
-    """What begins a line with a tag that is closed later, also inside of others: start, stop and kind."""
+def _xml_ranges(text: str, special: frozenset[str]) -> Iterator[tuple[int, int]]:
+    """What begins a line with a tag that is closed later, also inside of others: start and stop."""
     starts = frozenset(match.start(1) for match in _XML_START.finditer(text))
     if not starts:
         return
@@ -330,7 +308,7 @@ def _xml_ranges(text: str, special: frozenset[str]) -> Iterator[tuple[int, int, 
                 if other == name:
                     break
             if start in starts:
-                yield start, _next_line(text, match.end()), _XML
+                yield start, _next_line(text, match.end())
 
 
 _ROLES = ("user", "assistant", "system", "developer", "tool")

@@ -1,8 +1,7 @@
-"""Finding stored segments: by what stands left of them, by what they hold, and by what they resemble."""
+"""Looking up stored segments: by the tokens before them, by their own, and by likeness."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -22,8 +21,8 @@ SHINGLE = 8
 _SEEN_BITS = 2**25
 # How many segments with the same anchor are remembered: the newest.
 ALIKE = 8
-# The similarity from which segments are likely to be found to resemble each other.
-NEAR = 0.5
+# Bands and numbers in each, of the 64 in a signature: segments of a similarity of 0.5 are found more likely than not.
+BANDS, WIDTH = 14, 4
 
 
 class StoredSpan(NamedTuple):
@@ -41,7 +40,7 @@ class StoredSpan(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of a prompt that stood so in an earlier one, and hence have the same neighbours for longer and longer.
+    """Consecutive tokens of a prompt that were consecutive in an earlier one.
 
     Args:
         pieces: Without gaps, in order; each stored behind the one before.
@@ -84,11 +83,10 @@ class SegmentIndex:
 
     def __init__(self) -> None:
         self.records: dict[str, Record] = {}
-        # By all that stands left of them, and their first token.
-        self._behind: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
-        # Where segments begin, in order, and with which tokens.
-        self._places: list[int] = []
-        self._firsts: dict[int, Counter[int]] = {}
+        # By the chain of all tokens before them, and their first token.
+        self._after: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
+        # How many segments start at an index with a token.
+        self._starts: Counter[tuple[int, int]] = Counter()
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
         self._seen = np.zeros(_SEEN_BITS // 8, np.uint8)
         # Made when it is first asked.
@@ -102,11 +100,8 @@ class SegmentIndex:
         if self._signatures is not None and record.signature is not None:
             self._signatures.add(key, record.signature)
         first = int(record.ids[0])
-        self._behind[record.left, first].append(key)
-        if record.start not in self._firsts:
-            insort(self._places, record.start)
-            self._firsts[record.start] = Counter()
-        self._firsts[record.start][first] += 1
+        self._after[record.left, first].append(key)
+        self._starts[record.start, first] += 1
         if record.fresh:
             places, bits = _bits(record.ids)
             np.bitwise_or.at(self._seen, places, bits)
@@ -124,13 +119,12 @@ class SegmentIndex:
         if self._signatures is not None:
             self._signatures.remove(key)
         first = int(record.ids[0])
-        self._behind[record.left, first].remove(key)
-        if not self._behind[record.left, first]:
-            del self._behind[record.left, first]
-        self._firsts[record.start] -= Counter([first])
-        if not self._firsts[record.start]:
-            del self._firsts[record.start]
-            self._places.remove(record.start)
+        self._after[record.left, first].remove(key)
+        if not self._after[record.left, first]:
+            del self._after[record.left, first]
+        self._starts[record.start, first] -= 1
+        if not self._starts[record.start, first]:
+            del self._starts[record.start, first]
         if record.fresh:
             numbers = anchors(record.ids)
             for offset in _anchor_offsets(len(record)):
@@ -147,39 +141,38 @@ class SegmentIndex:
         Args:
             chain: The name of its first `start` tokens.
         """
-        whole = self._from_the_start(ids, chain, start, exact_only)
-        end = max((piece.stop for piece in whole), default=start)
+        spans = self._prefix_spans(ids, chain, start, exact_only)
+        end = max((span.stop for span in spans), default=start)
         pieces: list[StoredSpan] = []
         place = start
         while place < end:
-            # What is exact is better than what goes on longer, for the rest can be taken from the other.
-            covering = [piece for piece in whole if piece.start <= place < piece.stop]
-            best = max(covering, key=lambda piece: (piece.record.origin == "exact", piece.stop))
+            # An exact span is better than a longer one, for the rest can be taken from the longer one.
+            covering = [span for span in spans if span.start <= place < span.stop]
+            best = max(covering, key=lambda span: (span.record.origin == "exact", span.stop))
             pieces.append(StoredSpan(place, best.stop, best.record, place - best.start))
             place = best.stop
         return pieces, chain.extend(ids[start:end])
 
-    def _from_the_start(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> list[StoredSpan]:
-        """All that is stored behind a start of a row and goes on like it.
+    def _prefix_spans(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> list[StoredSpan]:
+        """All that is stored after a prefix of a row and continues like the row.
 
         Rows that were cut differently overlap: those of one batch, of several processes, or stored again after an eviction. So segments are
-        looked for at every place up to which something is stored, and not only where another one ends.
+        looked up at every index up to which something is stored, and not only where another one ends.
         """
-        found: list[StoredSpan] = []
-        end = named = start
-        for place in self._places[bisect_left(self._places, start) :]:
-            if place > end or place >= len(ids):
+        spans: list[StoredSpan] = []
+        stop = hashed = start
+        for index, token in enumerate(ids[start:].tolist(), start):
+            if index > stop:
                 break
-            first = int(ids[place])
-            if first not in self._firsts[place]:
+            if (index, token) not in self._starts:
                 continue
-            chain, named = chain.extend(ids[named:place]), place
-            for key in self._behind.get((chain.name, first), ()):
+            chain, hashed = chain.extend(ids[hashed:index]), index
+            for key in self._after.get((chain.name, token), ()):
                 record = self.records[key]
                 if not exact_only or record.origin == "exact":
-                    found.append(StoredSpan(place, place + common_prefix(record.ids, ids[place:]), record, 0))
-                    end = max(end, found[-1].stop)
-        return found
+                    spans.append(StoredSpan(index, index + common_prefix(record.ids, ids[index:]), record, 0))
+                    stop = max(stop, spans[-1].stop)
+        return spans
 
     def shares_with(self, ids: Ids) -> int:
         """About how many shingles of a stretch stand in stored segments: never too few, sometimes too many."""
@@ -189,15 +182,15 @@ class SegmentIndex:
     def near(self, signature: Signature) -> list[Record]:
         """Segments that resemble one, by the signatures of their canonical texts."""
         if self._signatures is None:
-            self._signatures = SignatureIndex(NEAR)
+            self._signatures = SignatureIndex(BANDS, WIDTH)
             for key, record in self.records.items():
                 if record.signature is not None:
                     self._signatures.add(key, record.signature)
         return [self.records[key] for key in self._signatures.near(signature)]
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
-        """What else of a row stood in earlier ones, verbatim, from left to right and without overlaps."""
-        found: list[Run] = []
+        """Verbatim runs of a row that earlier rows had at any index, from left to right and without overlaps."""
+        runs: list[Run] = []
         numbers = anchors(ids[start:]).tolist()
         place, free = start, start
         while place - start < len(numbers):
@@ -206,9 +199,9 @@ class SegmentIndex:
             if run is None or len(run) < shortest:
                 place += 1
                 continue
-            found.append(run)
+            runs.append(run)
             place = free = run.stop
-        return found
+        return runs
 
     def _longest(self, ids: Ids, place: int, free: int, alike: Iterable[tuple[str, int]]) -> Run | None:
         """The longest run through a place, not beginning before `free`."""
@@ -236,17 +229,17 @@ class SegmentIndex:
             return None
         pieces = [StoredSpan(place - back, place + ahead, record, offset - back)]
         while offset + ahead == len(record) and pieces[-1].stop < len(ids):
-            found = self._fresh_behind(record.right, ids[pieces[-1].stop :])
-            if found is None:
+            continuation = self._fresh_after(record.right, ids[pieces[-1].stop :])
+            if continuation is None:
                 break
-            record, ahead = found
+            record, ahead = continuation
             offset = 0
             pieces.append(StoredSpan(pieces[-1].stop, pieces[-1].stop + ahead, record, 0))
         return Run(tuple(pieces))
 
-    def _fresh_behind(self, name: str, ids: Ids) -> tuple[Record, int] | None:
+    def _fresh_after(self, name: str, ids: Ids) -> tuple[Record, int] | None:
         best: tuple[Record, int] | None = None
-        for key in self._behind.get((name, int(ids[0])), ()):
+        for key in self._after.get((name, int(ids[0])), ()):
             record = self.records[key]
             shared = common_prefix(record.ids, ids) if record.fresh else 0
             if shared > (best[1] if best else 0):

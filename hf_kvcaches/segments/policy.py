@@ -78,22 +78,12 @@ class SegmentPolicy(Artifact):
         object.__setattr__(self, "measured", tuple(self.measured))
 
     def safe_depth(self, same: int, layers: int) -> int:
-        """How many of the lowest layers may be reused unrepaired.
-
-        Args:
-            same: How many tokens to the left are the same.
-            layers: The model's.
-        """
+        """How many of the lowest layers may be reused unrepaired after `same` equal tokens, of all `layers`."""
         shares = [share for share, tokens in self.guard if same >= tokens]
         return int(max(shares, default=0.0) * layers + 1e-9)
 
     def window(self, depth: int, layers: int) -> int | None:
-        """How many tokens to the left must be the same for `depth` layers to be reused unrepaired; None: all.
-
-        Args:
-            depth: How many of the lowest layers.
-            layers: The model's.
-        """
+        """How many tokens to the left must be equal for the `depth` lowest layers to be reused unrepaired; None: all."""
         if depth <= 0:
             return 0
         return min((tokens for share, tokens in self.guard if int(share * layers + 1e-9) >= depth), default=None)
@@ -118,11 +108,7 @@ class SegmentPolicy(Artifact):
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Reads what `to_json` wrote.
-
-        Args:
-            values: From JSON.
-        """
+        """Reads what `to_json` wrote."""
         fields = dict(values)
         fingerprint = fields.pop("fingerprint")
         policy = cls(**fields)
@@ -140,11 +126,7 @@ class SegmentPolicy(Artifact):
         return "\n".join(lines)
 
     def with_repair(self, repair: float | None) -> SegmentPolicy:
-        """The same with another share to repair.
-
-        Args:
-            repair: The share, or None for the policy's own.
-        """
+        """The same with another share to repair; None: the same."""
         if repair is None:
             return self
         changed = replace(self, repair=repair)

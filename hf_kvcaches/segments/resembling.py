@@ -1,4 +1,4 @@
-"""Near-identical segments: what a prompt shares with a stored segment of which a date, an id or a word is another."""
+"""Near-identical segments: what a prompt shares with a stored segment in which a date, an id or a word differs."""
 
 from __future__ import annotations
 
@@ -34,23 +34,25 @@ class Resembling:
             gaps: Where to look, as (start, stop).
             shortest: Gaps and stretches with fewer tokens are not worth it.
         """
-        wanted = [gap for gap in gaps if gap[1] - gap[0] >= shortest]
-        if not wanted:
+        long_gaps = [gap for gap in gaps if gap[1] - gap[0] >= shortest]
+        if not long_gaps:
             return []
         wide = ids.astype(np.int64)
+        given = [span for span in self.given if span[1] <= len(ids)]
+        # What of a gap lies in a span, and the span.
         spans = [
-            (max(span.start, start), min(span.stop, stop), span.start, span.stop)
-            for span in self.reader.discovery.spans(wide, [each for each in self.given if each[1] <= len(ids)])
-            for start, stop in wanted
-            if min(span.stop, stop) - max(span.start, start) >= shortest
+            (max(span[0], start), min(span[1], stop), *span)
+            for span in self.reader.discovery.spans(wide, given)
+            for start, stop in long_gaps
+            if min(span[1], stop) - max(span[0], start) >= shortest
         ]
         # The signature is that of the whole span, as it was when the like of it was stored.
         signatures = self.reader.signer.of(wide, [span[2:] for span in spans])
         surroundings = self.reader.signer.left_of(wide, [span[2] for span in spans])
-        found = []
+        runs: list[Run] = []
         for (start, stop, _, _), signature, around in zip(spans, signatures, surroundings, strict=True):
-            found += self._aligned(ids, start, stop, self._closest(signature, around), shortest)
-        return sorted(found, key=lambda run: run.start)
+            runs += self._aligned(ids, start, stop, self._closest(signature, around), shortest)
+        return sorted(runs, key=lambda run: run.start)
 
     def _closest(self, signature: Signature, around: Signature) -> list[Record]:
         """Stored segments, the most similar first; where two are alike, the one in similar surroundings."""

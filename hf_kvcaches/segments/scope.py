@@ -21,11 +21,7 @@ FORMAT = 2
 
 
 def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
-    """Refuses a policy that was calibrated for another model.
-
-    Args:
-        policy: Any policy; one without a fingerprint fits all models.
-    """
+    """Refuses a policy that was calibrated for another model. One without a fingerprint fits all models."""
     if policy.fingerprint is not None:
         policy.fingerprint.require_model(model, "The policy", here=require_identity(model, "The policy"))
 
@@ -42,7 +38,7 @@ _readers: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Reader]] = weakre
 
 
 def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: str | None, depth: int | None) -> str:
-    """The name of all that must be the same for a stored segment to be of use."""
+    """A digest of all that must be the same for a stored segment to be of use."""
     parts = (str(FORMAT), identity.digest, _tokenizer_name(tokenizer), str(quantization), str(depth), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
@@ -51,21 +47,20 @@ def _tokenizer_name(tokenizer: Any) -> str:
     """Reading a tokenizer takes longer than a short prompt, so it is read again only where it has visibly changed."""
     if tokenizer is None:
         return ""
-    seen = (len(tokenizer), tokenizer.chat_template, tokenizer.special_tokens_map) if hasattr(tokenizer, "__len__") else None
-    kept = _tokenizers.get(tokenizer)
-    if seen is None or kept is None or kept[0] != seen:
-        kept = (seen, digest_of_tokenizer(tokenizer))
-        _tokenizers[tokenizer] = kept
-    return kept[1]
+    state = (len(tokenizer), tokenizer.chat_template, tokenizer.special_tokens_map) if hasattr(tokenizer, "__len__") else None
+    entry = _tokenizers.get(tokenizer)
+    if state is None or entry is None or entry[0] != state:
+        entry = _tokenizers[tokenizer] = (state, digest_of_tokenizer(tokenizer))
+    return entry[1]
 
 
 _without_tokenizer: dict[tuple[str, ...], Reader] = {}
 
 
 def reader_for(tokenizer: Any, separators: tuple[str, ...]) -> Reader:
-    """One for each tokenizer, because it learns tokens by heart."""
-    known = _without_tokenizer if tokenizer is None else _readers.setdefault(tokenizer, {})
-    if separators not in known:
+    """One for each tokenizer, because it caches the text of tokens."""
+    readers = _without_tokenizer if tokenizer is None else _readers.setdefault(tokenizer, {})
+    if separators not in readers:
         discovery = Discovery(tokenizer, separators=separators, shortest=SHORTEST, longest=LONGEST)
-        known[separators] = Reader(discovery, Signer(None if tokenizer is None else discovery.pieces))
-    return known[separators]
+        readers[separators] = Reader(discovery, Signer(None if tokenizer is None else discovery.pieces))
+    return readers[separators]

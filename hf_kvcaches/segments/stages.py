@@ -1,4 +1,4 @@
-"""A prompt that is run some layers at a time, because tokens join or leave between them.
+"""A prompt that runs some layers at a time, because tokens join or leave between them.
 
 All but the last token is run here. That one is the model's, but where the store keeps hidden states, those of the last token among them.
 
@@ -122,13 +122,13 @@ class Stages:
         parts = [[part for part in row.plan.parts if part.depth == level] for row in self.rows]
         if not any(parts):
             return slots, hidden
-        places = [np.concatenate([np.zeros(0, np.int64), *(part.joining() for part in own)]) for own in parts]
+        places = [np.concatenate([np.zeros(0, np.int64), *(part.joining() for part in row_parts)]) for row_parts in parts]
         new = self._slots(places)
         width = self.cache.config.hidden_size
         states = torch.zeros(len(new), new.shape[1], width, dtype=self.call.model.dtype, device=self.device)
-        for line, own in zip(states, parts, strict=True):
+        for line, row_parts in zip(states, parts, strict=True):
             place = 0
-            for part in own:
+            for part in row_parts:
                 for piece in part.pieces:
                     length = piece.stop - piece.start
                     tensors = self.tensors[piece.record.key]
@@ -166,23 +166,22 @@ class Stages:
         going = self._slots([self._needed(row) for row in self.rows])
         ran = [set(line.tolist()) for line in slots]
         needed = [set((self._needed(row) + row.padding).tolist()) for row in self.rows]
-        late = [np.array(sorted(own - done), np.int64) for own, done in zip(needed, ran, strict=True)]
-        if any(map(len, late)):
-            # What stands behind a refused segment has looked at it already, and runs anew with it.
+        if any(needed_slots - ran_slots for needed_slots, ran_slots in zip(needed, ran, strict=True)):
+            # Tokens after a rejected segment have attended to it already, and run again with it.
             slots, hidden = going, self._run(0, level, going, None)
         return going, self._of(going, slots, hidden)
 
     def _settled(self, part: PlannedSpan, level: int, line: int, row: PromptRow, looked: torch.Tensor, look: Look) -> Sequence[PlannedSpan]:
-        """What becomes of an open part, by the keys that some of its tokens have here."""
+        """The parts that an open part becomes, by the keys that some of its tokens have at this layer."""
         places = torch.from_numpy(_looked_at(part)).to(self.device) + row.padding
-        mine = torch.searchsorted(looked.contiguous(), places)
+        columns = torch.searchsorted(looked.contiguous(), places)
         buffer = self.cache.layers[level].key_buffer
         assert buffer is not None
-        cached, fresh = buffer[line, :, places], look.fresh[line, :, mine]
+        cached, fresh = buffer[line, :, places], look.fresh[line, :, columns]
         deviations = (fresh.float() - cached.float()).norm(dim=-1).norm(dim=0).cpu().numpy()
         passed = True
         if part.probe:
-            asked, asking = mine[:SLICE], mine[SLICE : SLICE + PROBES]
+            asked, asking = columns[:SLICE], columns[SLICE : SLICE + PROBES]
             score = 0.0
             if len(asking) and look.query is not None:
                 score = agreement(look.query[line, :, asking], cached[:, : len(asked)], fresh[:, : len(asked)])

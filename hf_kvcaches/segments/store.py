@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -16,7 +16,6 @@ from hf_kvcaches.core.splicing import codec
 from hf_kvcaches.core.splicing.codec import LayerStates, Quantization
 from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.segments.contents import SegmentContents
-from hf_kvcaches.segments.experience import Experience
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record, Signature
 from hf_kvcaches.segments.writer import Writer
@@ -26,20 +25,19 @@ from hf_kvcaches.stores.catalog import Catalog
 
 @dataclass(frozen=True)
 class StoreReport:
-    """What a store holds and what it was good for, counted by this process.
+    """What a store holds, and what this process did with it.
 
     Args:
-        location: Where it is, without passwords.
-        segments: How many, of all models.
-        tokens: In them.
-        bytes: They take in the back-end.
+        location: Without passwords.
+        segments: Of all models.
+        bytes: What they take in the back-end.
         max_bytes: The cap, or None.
-        pinned: How many segments are never evicted.
+        pinned: Segments that are never evicted.
         written: Segments that this process stored.
-        evicted: That it evicted.
-        damaged: That it found damaged, and deleted.
+        evicted: Segments that it evicted.
+        damaged: Damaged segments that it deleted.
         loads: How often it read tensors.
-        failures: How often the back-end failed it.
+        failures: How often the back-end failed.
     """
 
     location: str
@@ -60,20 +58,18 @@ class NewSegment(NamedTuple):
 
     Args:
         layers: Keys and values of the lowest layers, or all.
-        encoded: What `codec.encode` would give, where it is at hand.
     """
 
     record: Record
     layers: Sequence[LayerStates]
     hidden: Mapping[int, torch.Tensor]
-    encoded: tuple[Mapping[str, torch.Tensor], dict[str, Any]] | None = None
 
 
 class SegmentStore:
     """Where segments live between requests.
 
-    Writing happens in a thread of its own, after the first token of a request; the next request of this process waits for it. Whatever
-    fails (a damaged segment, a full disk, a server that is gone) is a miss, said once as a warning, and never wrong keys.
+    Segments are written in the background, after the first token of a request; the next request of this process waits for it. A failure
+    (a damaged segment, a full disk, a server that is gone) counts as a miss, warns once and never gives wrong keys.
 
     **Sharing.** Processes that open one folder or one Redis see each other's segments. Segments of other models, adapters, tokenizers and
     formats lie beside each other and are never mixed. In Redis, tensors are bytes on a server: whoever can write there can make a
@@ -107,6 +103,7 @@ class SegmentStore:
         self.depth = None if depth is None else whole_number("depth", depth, 1, expected)
         self.location = location
         self.contents = SegmentContents()
+        self.experience = self.contents.experience
         self.catalog = Catalog(location, timeout, max_bytes, self.contents, "segment")
         self._writer = Writer()
         self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -117,35 +114,17 @@ class SegmentStore:
         """The cap, or None."""
         return self.catalog.max_bytes
 
-    @property
-    def experience(self) -> Experience:
-        """What probes have found."""
-        return self.contents.experience
-
     def watch(self, waiting: Any) -> None:
-        """Asks something to `release` what it has to store, before anything is looked up.
-
-        Args:
-            waiting: It is not kept alive.
-        """
+        """Calls `release` of an object before every look-up, and does not keep it alive."""
         with self.catalog.lock:
             self._waiting.add(waiting)
 
     def index(self, scope: str) -> SegmentIndex:
-        """One scope's segments. To be used while `reading`.
-
-        Args:
-            scope: See `Record`.
-        """
+        """One scope's segments, to be used while `reading`."""
         return self.contents.indices[scope]
 
     def near(self, scope: str, signature: Signature) -> list[Record]:
-        """Segments that resemble one, by the signatures of their canonical texts.
-
-        Args:
-            scope: See `Record`.
-            signature: As `Record.signature`.
-        """
+        """Segments of a scope with similar signatures."""
         with self.catalog.lock:
             return self.index(scope).near(signature)
 
@@ -154,10 +133,10 @@ class SegmentStore:
         return self.catalog.lock
 
     def refresh(self, scope: str | None = None) -> None:
-        """Begins a request: writes pending segments, and applies what other processes changed.
+        """Begins a request: writes pending segments, and applies changes of other processes.
 
         Args:
-            scope: Whose segments are wanted; a store that has segments, but none of this scope, warns once.
+            scope: A store that has segments, but none of this scope, warns once.
         """
         self.flush()
         self.catalog.refresh()
@@ -169,11 +148,7 @@ class SegmentStore:
             )
 
     def tensors(self, key: str) -> dict[str, torch.Tensor] | None:
-        """What was stored of a segment, or None where it is gone or damaged. Not to be written to.
-
-        Args:
-            key: The segment's id.
-        """
+        """The tensors of a segment, not to be written to, or None where it is gone or damaged."""
 
         def check(tensors: dict[str, torch.Tensor]) -> None:
             with self.catalog.lock:
@@ -184,36 +159,26 @@ class SegmentStore:
         return self.catalog.read(key, check)
 
     def used(self, key: str, tokens: int) -> None:
-        """Counts the work that a segment saved.
-
-        Args:
-            key: Its id.
-            tokens: That were not computed.
-        """
+        """Counts tokens of a segment that were not computed."""
         self.catalog.used(key, tokens)
 
     def put(self, segments: Sequence[NewSegment]) -> None:
-        """Stores segments now, and evicts others where that makes too many bytes.
-
-        Args:
-            segments: What is there already is left alone.
-        """
+        """Stores segments that are not there yet, and evicts others above the cap."""
         # The last first: of two that are worth the same the older one is evicted, and a prompt without its start is not found.
-        for record, layers, hidden, encoded in reversed(segments):
+        for record, layers, hidden in reversed(segments):
             with self.catalog.lock:
                 if record.key in self.catalog.worth.sizes:
                     continue
             try:
-                tensors, stored = codec.encode(layers, hidden, self.quantization) if encoded is None else encoded
+                tensors, stored = codec.encode(layers, hidden, self.quantization)
             except ConfigError as error:  # not finite
                 self.catalog.warn_once("unfinite", f"A segment was not stored: {error}")
                 continue
-            record.stored.update(stored)
             if self.max_bytes is not None and sum(tensor.nbytes for tensor in tensors.values()) > self.max_bytes:
                 continue
-            if not self.catalog.put(record.key, record.to_dict(), tensors):
+            if not self.catalog.put(record.key, replace(record, stored=stored).to_dict(), tensors):
                 break
-        findings = self.experience.untold()
+        findings = self.experience.unstored()
         if findings:
             key = hashlib.blake2b(repr(findings).encode(), digest_size=16).hexdigest()
             self.catalog.put(key, {"experience": findings, "created": time.time()}, {"none": torch.zeros(1)}, reported=False)
@@ -221,11 +186,7 @@ class SegmentStore:
         self.catalog.refresh()
 
     def later(self, job: Callable[[], None]) -> None:
-        """Runs a job in the store's thread, after those that wait; `refresh` and `flush` wait for it.
-
-        Args:
-            job: The first failure of a job is a warning.
-        """
+        """Runs a job in the background, after earlier ones; `refresh` and `flush` wait for it. The first job that fails warns."""
         warn_once = self.catalog.warn_once
 
         def guarded() -> None:

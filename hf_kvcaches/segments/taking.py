@@ -19,7 +19,7 @@ from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.admission import Places, Plan, PlannedSpan, plan_row
 from hf_kvcaches.segments.index import StoredSpan
 from hf_kvcaches.segments.records import Chain
-from hf_kvcaches.segments.remembering import Hidden, NewRow
+from hf_kvcaches.segments.remembering import Hidden, NewPrompt, NewRow
 from hf_kvcaches.segments.resembling import Resembling
 from hf_kvcaches.segments.scope import scope_of
 from hf_kvcaches.segments.stages import Stages
@@ -59,14 +59,14 @@ class PromptRow:
 
 
 class Taking:
-    """Fills the cache with a prompt's tokens, as far as they are stored, and says what remains."""
+    """Fills the cache with a prompt's tokens, as far as they are stored."""
 
     def __init__(self, cache: SegmentReuseCache, call: PrefillCall) -> None:
         self.cache, self.call = cache, call
         self.tensors: dict[str, Mapping[str, torch.Tensor] | None] = {}
 
     def take(self) -> int:
-        """Does all of it; returns how many of the prompt's tokens are in the cache then."""
+        """Fills the cache; returns how many of the prompt's tokens it has then."""
         cache, store = self.cache, self.cache.store
         padding = cache.padding_of(self.call)
         if padding is None:
@@ -86,7 +86,7 @@ class Taking:
         total = cache.seen + self.call.input_ids.shape[1]
         hidden: dict[int, Hidden] = {}
         stages: Stages | None = None
-        rows = [self._without_trifles(row) for row in rows]
+        rows = [self._worth_reusing(row) for row in rows]
         in_stages = bool(store.cuts or store.depth) and cache.approximates
         if not in_stages and (common := self._common_prefix(rows)) is not None:
             rows = [replace(row, plan=_cut(row.plan, max(common - row.padding, row.begin), len(row.ids) - 1)) for row in rows]
@@ -100,8 +100,8 @@ class Taking:
         with store.reading():
             new = [self._to_store(row, scope, hidden.get(row.number)) for row in rows]
         self._note(rows, stages)
-        rows_to_store = [row for row in new if row.plan.prefix < len(row.ids)]
-        cache.remembering.expect(rows_to_store, scope, cache.reader, total, confirmation(cache.model, identity))
+        new_rows = tuple(row for row in new if row.plan.prefix < len(row.ids))
+        cache.remembering.expect(NewPrompt(new_rows, scope, cache.reader, total, confirmation(cache.model, identity)))
         return taken
 
     def _look_up(self, identity: Identity, padding: Sequence[int]) -> tuple[str, list[PromptRow]]:
@@ -112,7 +112,7 @@ class Taking:
         return scope, self._rows(padding, scope)
 
     def _to_store(self, row: PromptRow, scope: str, hidden: Hidden | None) -> NewRow:
-        """What of a row is new. In a chat that goes on in one cache, that is also what was generated since the last prompt."""
+        """What of a row is to be stored. In a chat in one cache that includes what was generated since the last prompt."""
         cache, plan = self.cache, row.plan
         if row.begin:
             pieces, chain = cache.store.index(scope).prefix(row.ids[: row.begin], Chain(), 0, exact_only=cache.mode == "exact")
@@ -131,8 +131,8 @@ class Taking:
                 ids, begin = slots[pad:], max(cache.seen - pad, 0)
                 given = tuple(cache.given_spans[number]) if cache.given_spans else ()
                 resembling = Resembling(partial(store.near, scope), cache.reader, given)
-                known, layers = Chain().extend(ids[:begin]), len(cache.layers)
-                plan = plan_row(ids[:-1], begin, known, index, cache.policy, mode, layers, resembling, partial(self._verdict, scope))
+                chain, layers = Chain().extend(ids[:begin]), len(cache.layers)
+                plan = plan_row(ids[:-1], begin, chain, index, cache.policy, mode, layers, resembling, partial(self._verdict, scope))
                 rows.append(PromptRow(number, pad, ids, begin, plan))
         return [replace(row, plan=self._loaded(row)) for row in rows]
 
@@ -141,7 +141,7 @@ class Taking:
         return self.cache.store.experience.verdict(scope, policy.check_layer, ids, similarity, policy.probe)
 
     def _loaded(self, row: PromptRow) -> Plan:
-        """The plan as far as the store still has what it needs."""
+        """The plan without segments that the store has lost since the look-up."""
         parts: list[PlannedSpan] = []
         prefix = row.plan.prefix
         for part in row.plan.parts:
@@ -168,8 +168,8 @@ class Taking:
             self.tensors[key] = self.cache.store.tensors(key)
         return self.tensors[key]
 
-    def _without_trifles(self, row: PromptRow) -> PromptRow:
-        """Computes a row of which next to nothing is stored: what little is saved costs more. Only starts are taken to the last token."""
+    def _worth_reusing(self, row: PromptRow) -> PromptRow:
+        """The row, without reuse where too few of its tokens are stored for that to pay. Prefixes alone are always reused."""
         if self.cache.mode == "exact" or not self.cache.approximates:
             return row
         share = (len(row.ids) - row.begin) // SHARE if self.call.input_ids.device.type == "cpu" else 0
@@ -178,7 +178,7 @@ class Taking:
         return replace(row, plan=_cut(replace(row.plan, parts=()), row.begin, len(row.ids) - 1))
 
     def _common_prefix(self, rows: Sequence[PromptRow]) -> int | None:
-        """How many slots of all rows are reused, if nothing behind them is (or could be); None if there is more to do."""
+        """How many slots of all rows are reused, if nothing after them is (or could be); None otherwise."""
         ends = []
         for row in rows:
             parts = row.plan.parts
@@ -204,7 +204,7 @@ class Taking:
         return tuple(loaded)
 
     def _note(self, rows: Sequence[PromptRow], stages: Stages | None) -> None:
-        """Counts what happened, for the report and for the store."""
+        """Counts the executed plans, for the report and for the store."""
         costs = Costs.of(self.cache.model)
         layers = len(self.cache.layers)
         for row in rows:

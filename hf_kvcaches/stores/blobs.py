@@ -9,12 +9,11 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Hashable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, is_number
@@ -26,7 +25,7 @@ TIMEOUT = 1.0
 
 
 class Stored(NamedTuple):
-    """A blob that a store has."""
+    """A blob of a store, without its tensors."""
 
     key: str
     head: dict[str, Any]
@@ -34,7 +33,7 @@ class Stored(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What happened to a store. A key in both was removed first: there is another blob in its place."""
+    """What happened to a store. A key in both was removed first: there is another blob under it now."""
 
     added: list[Stored]
     removed: list[str]
@@ -53,7 +52,7 @@ class BlobStore(ABC):
         place: The location as it may be shown to a user, without passwords.
 
     Attributes:
-        damaged: How many blobs this object has found damaged.
+        damaged: How many damaged blobs this object has deleted.
         complaints: A sentence for each of them.
         unreadable: For each key whose blob can't be used or replaced, though the place can, a sentence why. It is left alone.
     """
@@ -64,30 +63,30 @@ class BlobStore(ABC):
         self.complaints: list[str] = []
         self.unreadable: dict[str, str] = {}
         self._lock = threading.Lock()
-        # Held by `changes` from end to end, so that each change is told to one caller. It reads heads only, never bodies.
-        self._telling = threading.Lock()
-        # What `changes` has told of: the key and what distinguishes the blob from another one of the same key.
-        self._told: dict[str, str] = {}
-        # Keys that `changes` shall look at whatever the place itself tells of.
-        self._touched: set[str] = set()
+        # Held by `changes` from end to end, so that each change is reported once. It reads heads only, never bodies.
+        self._reporting = threading.Lock()
+        # The version of each blob that `changes` has reported.
+        self._reported: dict[str, Hashable] = {}
+        # As `_state` was at the last call of `changes`.
+        self._reported_state: Hashable = None
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
-        """Says that a request begins in this thread: from now on its calls may wait for a server for `timeout` seconds in all."""
+        """Begins a request in this thread: from now on its calls may wait for a server for `timeout` seconds in all."""
 
     @abstractmethod
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         """Stores a blob and returns the bytes it takes. If there is one of this key, it is kept and nothing is written.
 
-        Returns 0 where something stands in the blob's place that can't be used: see `unreadable`.
+        Returns 0 where a blob can neither be read nor replaced: see `unreadable`.
 
         Args:
             key: Hexadecimal digits in small letters, such as a digest of what the tensors were made from.
-            head: A small dict that comes back from JSON as it was. `changes` hands it out without reading the tensors.
+            head: A small dict that comes back from JSON as it was. `changes` gives it without reading the tensors.
         """
 
     @abstractmethod
     def tensors(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors of a blob, all bits of them as they were put; the caller must not write to them.
+        """The tensors of a blob, bit-equal to what was put; the caller must not write to them.
 
         None if there is no such blob (any more), or if it was damaged: then it has been deleted and is complained about.
         """
@@ -97,19 +96,23 @@ class BlobStore(ABC):
         return self._remove(checked_key(key))
 
     def changes(self) -> Changes:
-        """What came and went, by whatever process, since this object's last call; at the first call all that is there.
+        """What any process added and removed since this object's last call; at the first call all blobs are added.
 
         Blobs with damaged heads are deleted and complained about, and not among the result.
         """
-        with self._telling:
-            with self._lock:
-                touched, self._touched = self._touched, set()
-            try:
-                return self._news(self._look(touched))
-            except BaseException:
-                with self._lock:
-                    self._touched |= touched
-                raise
+        with self._reporting:
+            state = self._state()
+            if state is not None and state == self._reported_state:
+                return Changes([], [])
+            versions = self._versions()
+            removed = [key for key, version in self._reported.items() if versions.get(key) != version]
+            new = {key: version for key, version in versions.items() if self._reported.get(key) != version}
+            added = self._read_heads(new)
+            for key in removed:
+                del self._reported[key]
+            self._reported.update((blob.key, new[blob.key]) for blob in added)
+            self._reported_state = state
+            return Changes(added, removed)
 
     @abstractmethod
     def pin(self, key: str, pinned: bool = True) -> None:
@@ -123,50 +126,33 @@ class BlobStore(ABC):
     def clear(self) -> None:
         """Deletes all blobs and pins."""
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
-        """Lets go of connections. What is stored stays, unless it is in memory."""
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Closes connections. What is stored stays, unless it is in memory."""
+
+    def _state(self) -> Hashable:
+        """What changes with every blob that comes or goes, and is read faster than all versions; None where that is not known."""
+        return None
 
     @abstractmethod
-    def _look(self, touched: set[str]) -> dict[str, tuple[str, Stored] | None]:
-        """What there is now at keys that may have changed: what distinguishes the blob from others, and the blob; None: nothing.
+    def _versions(self) -> dict[str, Hashable]:
+        """All keys, with what tells a blob from any other one under its key."""
 
-        If it raises, the next call starts where this one did.
-        """
+    @abstractmethod
+    def _read_heads(self, versions: Mapping[str, Hashable]) -> list[Stored]:
+        """The blobs under these keys that are whole; damaged ones are discarded."""
 
     @abstractmethod
     def _remove(self, key: str) -> bool:
-        """`delete`, of a key that was checked or found."""
-
-    def _news(self, found: Mapping[str, tuple[str, Stored] | None]) -> Changes:
-        """What of the found the owner has not been told yet. From now on he has."""
-        news = Changes([], [])
-        for key, now in found.items():
-            before = self._told.pop(key, None)
-            if now is not None:
-                self._told[key] = now[0]
-            if before is not None and (now is None or before != now[0]):
-                news.removed.append(key)
-            if now is not None and before != now[0]:
-                news.added.append(now[1])
-        return news
-
-    def _touch(self, key: str) -> None:
-        with self._lock:
-            self._touched.add(key)
-
-    def _missed(self, key: str) -> None:
-        """A blob is gone. Its end may not have been told of, as when another process had no room to do so."""
-        if key in self._told:
-            self._touch(key)
+        """`delete`, without checking the key."""
 
     def discard(self, key: str, reason: object) -> None:
-        """Deletes what was found damaged, and complains unless another was quicker."""
+        """Deletes a damaged blob, and complains unless another thread or process has deleted it."""
         try:
-            there = self._remove(key)
+            deleted = self._remove(key)
         except StoreUnavailable:
-            # It is found again, and again not handed out.
-            there = True
-        if there:
+            # The next read finds the damage again.
+            deleted = True
+        if deleted:
             self._complain(key, reason)
 
     def _complain(self, key: str, reason: object) -> None:
@@ -175,27 +161,15 @@ class BlobStore(ABC):
             self.complaints.append(f"{self.place}: the blob {key} was damaged, {reason}. It has been deleted.")
 
 
-class _Kept(NamedTuple):
-    """A blob in memory. The number sets it apart from others that had its key."""
-
+class _MemoryBlob(NamedTuple):
     head: str
     tensors: dict[str, Tensor]
-    whole: Tensor
     crc32: int
-    bytes: int
-    number: int
+    version: int
 
-
-def _side_by_side(tensors: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Copies in one stretch of memory, which is checked much faster than many small ones, and the stretch."""
-    # Each begins where any type may begin.
-    starts = list(accumulate((-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()), initial=0))
-    whole = torch.zeros(starts[-1], dtype=torch.uint8)
-    copies = {}
-    for (name, tensor), start in zip(tensors.items(), starts, strict=False):
-        copies[name] = whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        copies[name].copy_(tensor)
-    return whole, copies
+    @property
+    def stored_bytes(self) -> int:
+        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class MemoryBlobs(BlobStore):
@@ -203,39 +177,35 @@ class MemoryBlobs(BlobStore):
 
     def __init__(self) -> None:
         super().__init__("memory")
-        self._kept: dict[str, _Kept] = {}
+        self._blobs: dict[str, _MemoryBlob] = {}
         self._pins: set[str] = set()
-        self._number = 0
+        self._numbers = count()
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        present = self._kept.get(checked_key(key))
-        if present is not None:
-            return present.bytes
-        written = head_as_json(head)
-        whole, copies = _side_by_side(dense(tensors))
-        size = len(written) + sum(tensor.nbytes for tensor in copies.values())
-        crc32 = crc32_of([as_bytes(whole)])
-        with self._lock:
-            self._number += 1
-            self._touched.add(key)
-            return self._kept.setdefault(key, _Kept(written, copies, whole, crc32, size, self._number)).bytes
+        blob = self._blobs.get(checked_key(key))
+        if blob is None:
+            written = head_as_json(head)
+            copies = {name: tensor.clone() for name, tensor in dense(tensors).items()}
+            blob = _MemoryBlob(written, copies, _crc32(copies), next(self._numbers))
+            with self._lock:
+                blob = self._blobs.setdefault(key, blob)
+        return blob.stored_bytes
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
-        kept = self._kept.get(checked_key(key))
-        if kept is None:
+        blob = self._blobs.get(checked_key(key))
+        if blob is None:
             return None
-        # Someone one may have written into what was handed out.
-        if crc32_of([as_bytes(kept.whole)]) != kept.crc32:
+        # A reader may have written to the tensors that it got.
+        if _crc32(blob.tensors) != blob.crc32:
             with self._lock:
-                mine = self._kept.get(key) is kept
-                if mine:
-                    del self._kept[key]
-                    self._touched.add(key)
-            if mine:
+                deleted = self._blobs.get(key) is blob
+                if deleted:
+                    del self._blobs[key]
+            if deleted:
                 self._complain(key, "the checksum of its tensors is wrong")
             return None
-        # Aliases, so that a caller who reshapes one in place reshapes his own.
-        return {name: tensor.detach() for name, tensor in kept.tensors.items()}
+        # Aliases, so that a reader may reshape them in place.
+        return {name: tensor.detach() for name, tensor in blob.tensors.items()}
 
     def pin(self, key: str, pinned: bool = True) -> None:
         with self._lock:
@@ -247,20 +217,23 @@ class MemoryBlobs(BlobStore):
 
     def clear(self) -> None:
         with self._lock:
-            self._touched.update(self._kept)
-            self._kept.clear()
+            self._blobs.clear()
             self._pins.clear()
 
-    def _look(self, touched: set[str]) -> dict[str, tuple[str, Stored] | None]:
-        found = {key: self._kept.get(key) for key in touched}
-        return {
-            key: None if kept is None else (str(kept.number), Stored(key, json.loads(kept.head), kept.bytes)) for key, kept in found.items()
-        }
+    def _versions(self) -> dict[str, Hashable]:
+        return {key: blob.version for key, blob in self._blobs.copy().items()}
+
+    def _read_heads(self, versions: Mapping[str, Hashable]) -> list[Stored]:
+        blobs = ((key, self._blobs.get(key)) for key in versions)
+        return [Stored(key, json.loads(blob.head), blob.stored_bytes) for key, blob in blobs if blob is not None]
 
     def _remove(self, key: str) -> bool:
         with self._lock:
-            self._touched.add(key)
-            return self._kept.pop(key, None) is not None
+            return self._blobs.pop(key, None) is not None
+
+
+def _crc32(tensors: Mapping[str, Tensor]) -> int:
+    return crc32_of(map(as_bytes, tensors.values()))
 
 
 def open_blobs(location: str, timeout: float = TIMEOUT) -> BlobStore:

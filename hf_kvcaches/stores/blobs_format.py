@@ -22,7 +22,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +41,8 @@ _OPENING = b'{"__metadata__":{"check":"'
 _CHECK = slice(_LENGTH + len(_OPENING), _LENGTH + len(_OPENING) + 64)
 # The body starts at a multiple of this many bytes, and with it the first tensor: a cache line.
 _ALIGNMENT = 64
+# Bytes to read at first for a header. Most are shorter.
+FIRST_BYTES = 8 << 10
 
 
 class Encoded(NamedTuple):
@@ -53,6 +55,11 @@ class Encoded(NamedTuple):
     def size(self) -> int:
         """Bytes of the whole."""
         return len(self.header) + sum(len(piece) for piece in self.body)
+
+    @property
+    def check(self) -> str:
+        """As in `Header`."""
+        return self.header[_CHECK].decode()
 
 
 class Header(NamedTuple):
@@ -191,6 +198,20 @@ def read_header(key: str, header: bytes | memoryview) -> Header:
         return Header(head, metadata["check"], int(metadata["crc32"], 16), places, len(header), size)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"its header makes no sense: {error}") from error
+
+
+def complete_header(key: str, first: bytes, size: int, read: Callable[[int], bytes]) -> Header:
+    """The header of a blob of which some bytes were read; an `ArtifactError` where it can't be trusted, or says another size.
+
+    Args:
+        first: Its first `FIRST_BYTES`.
+        read: Gives the first bytes, as many as it is called with.
+    """
+    length = header_length(first, size)
+    header = read_header(key, first[:length] if length <= len(first) else read(length))
+    if header.size != size:
+        raise ArtifactError(f"it has {size} bytes of {header.size}")
+    return header
 
 
 def decode(key: str, content: Any) -> dict[str, Tensor]:

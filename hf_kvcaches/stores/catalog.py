@@ -1,4 +1,4 @@
-"""What a store of blobs contains, kept in step with other processes and within a cap."""
+"""The contents of a store of blobs, in step with other processes and within a cap."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ class Contents(Protocol):
 
 
 class Catalog:
-    """The blobs of one place with their worth: reads them, follows changes of other processes, and evicts above a cap.
+    """The blobs of one place with their worth: reads them, applies changes of other processes, and evicts above a cap.
 
-    A failed or damaged read is a miss, and each kind of failure warns once. What the caller asks for explicitly (`delete`, `pin`, `clear`)
-    raises `StoreUnavailable` instead.
+    A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `StoreUnavailable`.
 
     Args:
         max_bytes: The cap, a number or such as `"4GiB"`; None for none.
         noun: What a blob is to a user, such as "segment".
 
     Attributes:
-        lock: The contents don't change while it is held. Nothing that may wait for a server is called under it.
-        counts: What this process did: blobs written, evicted, reads of tensors and failures of the place.
+        lock: The contents change under it alone. Nothing that may wait for a server is called under it.
+        counts: Reads of tensors, blobs written and evicted by this process, and failures of the place.
     """
 
     def __init__(self, location: str, timeout: float, max_bytes: int | str | None, contents: Contents, noun: str) -> None:

@@ -20,12 +20,13 @@ from hf_kvcaches.errors import ConfigError
 TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"
 
 
-def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Path], None]) -> None:
+def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Path], None], *, sync: bool = True) -> None:
     """Writes a file so that a crash at any moment leaves either the old or the new one, complete.
 
     Args:
         path: The file. Its folder must exist.
         content: The bytes, or a function that writes them to the temporary path that it is given.
+        sync: Whether that holds for a power cut too.
     """
     target = Path(path)
     temporary = temporary_beside(target)
@@ -34,7 +35,10 @@ def write_atomically(path: str | os.PathLike[str], content: bytes | Callable[[Pa
             content(temporary)
         else:
             temporary.write_bytes(content)
-        move_into_place(temporary, target)
+        if sync:
+            move_into_place(temporary, target)
+        else:
+            os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -8,8 +8,6 @@ Mining of Massive Datasets, 3.4).
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,8 +17,8 @@ from hf_kvcaches.errors import ConfigError, whole_number
 
 Hashes = NDArray[np.uint32]
 
-# Hashes times permutations that are worked on at a time: small enough to stay in a core's cache.
-_AT_ONCE = 1 << 18
+# Hashes that are permuted at a time: small enough for the result to stay in a core's cache.
+_AT_ONCE = 1 << 12
 _EMPTY = np.uint32(0xFFFFFFFF)
 _MOST = (1 << 32) - 1
 
@@ -44,7 +42,7 @@ class MinHasher:
         self._offsets = random.randint(0, 1 << 32, permutations, dtype=np.uint32)
 
     def signatures(self, sets: Sequence[Hashes]) -> Hashes:
-        """One signature for each set: `(sets, permutations)`. An empty set's is the largest number at all places.
+        """One signature for each set: `(sets, permutations)`. An empty set's is the largest number everywhere.
 
         Args:
             sets: Arrays of uint32, of one dimension. What comes twice counts once.
@@ -52,25 +50,16 @@ class MinHasher:
         for hashes in sets:
             if not isinstance(hashes, np.ndarray) or hashes.dtype != np.uint32 or hashes.ndim != 1:
                 raise ConfigError.of("sets", "arrays of uint32 with one dimension", getattr(hashes, "dtype", type(hashes).__name__))
-        out = np.full((len(sets), self.permutations), _EMPTY, dtype=np.uint32)
-        some = [index for index, hashes in enumerate(sets) if len(hashes)]
-        room = max(_AT_ONCE // self.permutations, 1)
-        first = 0
-        while first < len(some):
-            last, total = first, 0
-            while last < len(some) and (last == first or total + len(sets[some[last]]) <= room):
-                total += len(sets[some[last]])
-                last += 1
-            out[some[first:last]] = self._smallest([sets[index] for index in some[first:last]])
-            first = last
-        return out
+        return np.stack([self._signature(hashes) for hashes in sets]) if sets else np.zeros((0, self.permutations), np.uint32)
 
-    def _smallest(self, sets: list[Hashes]) -> Hashes:
-        starts = np.cumsum([0, *(len(hashes) for hashes in sets[:-1])])
-        mixed = _mixed(np.concatenate(sets) if len(sets) > 1 else sets[0])
-        sent = np.multiply.outer(self._factors, mixed)
-        sent += self._offsets[:, None]
-        return np.minimum.reduceat(sent, starts, axis=1).T
+    def _signature(self, hashes: Hashes) -> Hashes:
+        smallest = np.full(self.permutations, _EMPTY)
+        mixed = _mixed(hashes)
+        for start in range(0, len(mixed), _AT_ONCE):
+            permuted = np.multiply.outer(self._factors, mixed[start : start + _AT_ONCE])
+            permuted += self._offsets[:, None]
+            np.minimum(smallest, permuted.min(axis=1), out=smallest)
+        return smallest
 
     @staticmethod
     def jaccard(a: Hashes, b: Hashes) -> NDArray[np.float64]:
@@ -87,42 +76,36 @@ class MinHasher:
 
 
 class SignatureIndex:
-    """Near-duplicates by their signatures, in this process: locality-sensitive hashing. Any thread may call any method.
+    """Near-duplicates by their signatures: locality-sensitive hashing, in memory. The caller locks it.
 
     Args:
-        threshold: The similarity at which finding becomes more likely than not.
+        bands: Buckets that a signature is put into. Sets of similarity s share one of b bands of r numbers with a probability of
+            1 - (1 - s^r)^b, which is steepest near s = (1 / b)^(1 / r).
+        width: Numbers of a signature that name a bucket.
     """
 
-    def __init__(self, threshold: float = 0.5, permutations: int = 64) -> None:
-        self.permutations = whole_number("permutations", permutations, 2, "a whole number of at least 2", most=_MOST)
-        if not isinstance(threshold, int | float) or not 0 < threshold < 1:
-            raise ConfigError.of("threshold", "a similarity between 0 and 1", threshold)
-        bands, self._width = _layout(float(threshold), permutations)
-        if bands < 2:
-            hint = "Take more permutations or a lower threshold."
-            raise ConfigError.of("threshold", f"one that {permutations} permutations can tell", threshold, hint)
-        # For each band the keys by their numbers in it.
+    def __init__(self, bands: int, width: int) -> None:
         self._bands: list[dict[bytes, set[str]]] = [{} for _ in range(bands)]
+        self._width = width
         self._buckets: dict[str, list[bytes]] = {}
-        self._lock = threading.Lock()
 
     def add(self, key: str, signature: Hashes) -> None:
-        """Puts a key in, or moves it to another signature if it is there.
+        """Adds a key, or moves it to another signature.
 
         Args:
             signature: `(permutations,)`.
         """
-        buckets = self._cut(signature)
-        with self._lock:
-            self._remove(key)
-            self._buckets[key] = buckets
-            for band, bucket in zip(self._bands, buckets, strict=True):
-                band.setdefault(bucket, set()).add(key)
+        self.remove(key)
+        self._buckets[key] = self._cut(signature)
+        for band, bucket in zip(self._bands, self._buckets[key], strict=True):
+            band.setdefault(bucket, set()).add(key)
 
     def remove(self, key: str) -> None:
-        """Takes a key out. Nothing happens if it isn't there."""
-        with self._lock:
-            self._remove(key)
+        """Removes a key; an unknown one is ignored."""
+        for band, bucket in zip(self._bands, self._buckets.pop(key, ()), strict=False):
+            band[bucket].discard(key)
+            if not band[bucket]:
+                del band[bucket]
 
     def near(self, signature: Hashes) -> list[str]:
         """The keys whose signatures share a bucket with this one, in no order.
@@ -130,45 +113,14 @@ class SignatureIndex:
         Args:
             signature: `(permutations,)`.
         """
-        buckets = self._cut(signature)
-        with self._lock:
-            return list(set().union(*(band.get(bucket, ()) for band, bucket in zip(self._bands, buckets, strict=True))))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._buckets
+        return list(set().union(*(band.get(bucket, ()) for band, bucket in zip(self._bands, self._cut(signature), strict=True))))
 
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def _remove(self, key: str) -> None:
-        for band, bucket in zip(self._bands, self._buckets.pop(key, ()), strict=False):
-            band[bucket].discard(key)
-            if not band[bucket]:
-                del band[bucket]
-
     def _cut(self, signature: Hashes) -> list[bytes]:
-        """The bucket in each band: so many of the numbers."""
-        if not isinstance(signature, np.ndarray) or signature.dtype != np.uint32 or signature.shape != (self.permutations,):
-            got = (getattr(signature, "shape", type(signature).__name__), getattr(signature, "dtype", None))
-            raise ConfigError.of("signature", f"an array of {self.permutations} uint32", got, "Make it with MinHasher.signatures.")
         content, step = signature.tobytes(), self._width * signature.itemsize
         return [content[band * step : (band + 1) * step] for band in range(len(self._bands))]
-
-
-@functools.cache
-def _layout(threshold: float, permutations: int) -> tuple[int, int]:
-    """Bands and numbers in each, for which the chances to find the unlike and to miss the like add up to least.
-
-    Sets of similarity s share one of b bands of r numbers with a probability of 1 - (1 - s^r)^b.
-    """
-    similarity = (np.arange(1000) + 0.5) / 1000
-    below = similarity < threshold
-    costs = {}
-    for bands in range(1, permutations + 1):
-        for width in range(1, permutations // bands + 1):
-            missed = (1 - similarity**width) ** bands
-            costs[bands, width] = float(np.where(below, 1 - missed, missed).sum())
-    return min(costs, key=lambda layout: costs[layout])
 
 
 def _mixed(hashes: Hashes) -> Hashes:

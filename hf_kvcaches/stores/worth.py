@@ -1,8 +1,7 @@
-"""Which blobs a full store can do without: those that saved least work a byte, and not lately."""
+"""Which blobs a full store evicts: those that saved the least work per byte, and not lately."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Collection
 
 
@@ -23,7 +22,7 @@ class Worth:
         self._uses = 0
 
     def add(self, key: str, size: int, tokens: int) -> None:
-        """Counts a blob in."""
+        """Adds a blob."""
         if key in self.sizes:
             return
         self.sizes[key] = size
@@ -32,33 +31,26 @@ class Worth:
         self.used(key, tokens)
 
     def used(self, key: str, tokens: int) -> None:
-        """Counts work that a blob saved.
-
-        Args:
-            key: Its id; what is not there any more is ignored.
-        """
+        """Counts work that a blob saved; an evicted blob is ignored."""
         if key in self.sizes:
             self._uses += 1
             self._saved[key] += tokens
             self._rank[key] = (self._clock + self._saved[key] / max(self.sizes[key], 1), self._uses)
 
     def remove(self, key: str) -> None:
-        """Counts a blob out."""
+        """Removes a blob, if it is there."""
         size = self.sizes.pop(key, None)
         if size is not None:
             self.total -= size
             del self._saved[key], self._rank[key]
 
     def least(self, excess: int, keep: Collection[str]) -> list[str]:
-        """What to evict, the least worth first."""
-        if excess <= 0:
-            return []
-        ranked = [(rank, key) for key, rank in self._rank.items() if key not in keep]
-        heapq.heapify(ranked)
-        leaving = []
-        while ranked and excess > 0:
-            (worth, _), key = heapq.heappop(ranked)
-            leaving.append(key)
+        """Blobs to evict to free `excess` bytes, the least worth first."""
+        victims: list[str] = []
+        for key in sorted(self._rank.keys() - set(keep), key=self._rank.__getitem__):
+            if excess <= 0:
+                break
+            victims.append(key)
             excess -= self.sizes[key]
-            self._clock = max(self._clock, worth)
-        return leaving
+            self._clock = max(self._clock, self._rank[key][0])
+        return victims

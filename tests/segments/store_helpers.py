@@ -111,8 +111,7 @@ def real_bytes(location: str) -> int:
     url, _, prefix = location.partition("?prefix=")
     client = redis.Redis.from_url(url)
     prefix = prefix or "hf_kvcaches"
-    bodies = sum(client.strlen(key) for key in client.keys(f"{prefix}:body:*"))
-    return int(bodies + sum(len(head) for head in client.hvals(f"{prefix}:heads")))
+    return int(sum(client.strlen(key) for key in client.keys(f"{prefix}:body:*")))
 
 
 # What other processes do.

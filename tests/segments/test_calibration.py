@@ -18,10 +18,8 @@ from hf_kvcaches.segments.calibration import (
     Setting,
     _foreseen,
     _Sweep,
-    break_even,
     calibrate,
     divergence,
-    measure_break_even,
     next_tokens,
 )
 from tests import tiny
@@ -103,7 +101,7 @@ def test_the_best_keeps_the_bound_has_a_gate_and_is_the_strictest_of_those_that_
         answers = [Answered(kl, saved, 10, 0, None, (), 100)]
         return Measured(Setting(SegmentPolicy(similarity=1.01, **policy), "int8"), {"all": answers})
 
-    sweep = _Sweep(None, None, {}, 1, 0.05, 0.04, "int8", False)
+    sweep = _Sweep(None, None, {}, 1, 0.05, 0.04, "int8", None)
     loose, strict = measured(0.02, 0.62, probe=0.5), measured(0.02, 0.6, probe=0.9)
     sweep.done = [
         measured(0.0, 0.1, probe=1.01),
@@ -198,23 +196,3 @@ def test_looking_at_keys_counts_as_work(model):
     gap = saved["first", "approximate"] - saved["first", "auto"]
     assert gap == pytest.approx(len(probed["auto"]) * 5 * 2 / (4 * len(PROMPTS[1])), rel=0.2)
     assert saved["first", "approximate"] - saved["deviation", "approximate"] > 3 * gap
-
-
-def test_break_even_is_the_cost_of_storing_over_what_a_reuse_saves():
-    assert break_even(storing=3.0, reusing=0.5, computing=2.0) == 2.0
-    assert break_even(storing=0.0, reusing=0.5, computing=2.0) == 0.0
-    assert break_even(storing=1.0, reusing=2.0, computing=2.0) == math.inf
-    with pytest.raises(ConfigError, match="storing"):
-        break_even(-1.0, 0.0, 1.0)
-    with pytest.raises(ConfigError, match="computing"):
-        break_even(1.0, 0.0, math.nan)
-
-
-def test_break_even_is_measured_for_each_length(model):
-    rows = measure_break_even(model, None, tiny.ids(1, 120)[0].tolist(), lengths=(20, 40), repeats=2)
-    assert [row.tokens for row in rows] == [20, 40]
-    for row in rows:
-        assert min(row.storing, row.reusing, row.computing) > 0
-        assert row.times == break_even(row.storing, row.reusing, row.computing)
-    with pytest.raises(ConfigError, match="at least 120 tokens"):
-        measure_break_even(model, None, tiny.ids(1, 119)[0].tolist(), lengths=(20, 40), repeats=2)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.segments.discovery import Discovery, TextSpan
+from hf_kvcaches.segments.discovery import Discovery
 from tests import testbed
 from tests.costs import seconds
 
@@ -85,17 +85,17 @@ def encoded(text: str, tokenizer: Any = None) -> list[int]:
     return list((tokenizer or tokenizer_of_testbed()).encode(text, add_special_tokens=False))
 
 
-def texts_of(discovery: Discovery, text: str, tokenizer: Any = None) -> list[tuple[str, str]]:
-    """The spans of a text as (kind, text)."""
+def texts_of(discovery: Discovery, text: str, tokenizer: Any = None) -> list[str]:
+    """The texts of the spans."""
     ids = encoded(text, tokenizer)
     pieces = discovery.pieces(ids)
-    return [(span.kind, "".join(pieces[span.start : span.stop])) for span in discovery.spans(ids)]
+    return ["".join(pieces[start:stop]) for start, stop in discovery.spans(ids)]
 
 
-def assert_partition(spans: list[TextSpan], length: int) -> None:
-    assert [span.start for span in spans] == [0, *(span.stop for span in spans)][: len(spans)]
-    assert (spans[-1].stop if spans else 0) == length
-    assert all(span.start < span.stop for span in spans)
+def assert_partition(spans: list[tuple[int, int]], length: int) -> None:
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans)][: len(spans)]
+    assert (spans[-1][1] if spans else 0) == length
+    assert all(start < stop for start, stop in spans)
 
 
 # --- the rule ------------------------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_spans_follow_from_lines_blocks_and_walls_as_the_docstring_says(sections
     shortest, longest = sizes
     spans = Discovery(bytes_only(), separators=["@"], shortest=shortest, longest=longest).spans(encoded(text, bytes_only()))
     expected = slow_spans([[[len(line) for line in block] for block in section] for section in lines], shortest, longest)
-    assert [span.stop - span.start for span in spans] == expected
+    assert [stop - start for start, stop in spans] == expected
 
 
 # Their first and last blocks, between blank lines, are long enough to stand for themselves.
@@ -191,11 +191,11 @@ def discovery_of(shortest: int, longest: int) -> Discovery:
 def test_a_block_is_cut_in_the_same_way_wherever_it_stands(chosen: list[str], longest: int) -> None:
     discovery = discovery_of(16, longest)
     row: list[int] = []
-    alone: list[TextSpan] = []
+    alone: list[tuple[int, int]] = []
     for text in chosen:
         ids = encoded(text)
         if text in LONG:
-            alone += [TextSpan(span.start + len(row), span.stop + len(row), span.kind) for span in discovery.spans(ids)]
+            alone += [(start + len(row), stop + len(row)) for start, stop in discovery.spans(ids)]
         row += ids
     spans = discovery.spans(row)
     assert_partition(spans, len(row))
@@ -215,17 +215,15 @@ def test_any_row_falls_into_spans_and_given_ones_are_kept(texts: list[str], odd:
     given_spans = list(zip(edges[::2], edges[1::2], strict=False))
     spans = discovery.spans(ids, given_spans[::-1])
     assert_partition(spans, len(ids))
-    assert [span[:2] for span in spans if span.kind == "given"] == [pair for pair in given_spans if pair[0] < pair[1]]
-    assert all(span.stop - span.start <= 40 for span in spans if span.kind != "given")
+    walls = [pair for pair in given_spans if pair[0] < pair[1]]
+    assert [span for span in spans if span in walls] == walls
+    assert all(stop - start <= 40 for start, stop in spans if (start, stop) not in walls)
     assert discovery.spans(np.array(ids, dtype=np.int64), given_spans) == spans
     # What stands between two given spans is cut as if there were nothing else, up to the structure that goes across.
     if not with_tokenizer:
-        walls = [pair for pair in given_spans if pair[0] < pair[1]]
         for before, after in itertools.pairwise([(0, 0), *walls, (len(ids), len(ids))]):
-            gap = [span for span in spans if before[1] <= span.start < after[0]]
-            assert [span.stop - span.start for span in gap] == [
-                span.stop - span.start for span in discovery.spans(ids[before[1] : after[0]])
-            ]
+            gap = [stop - start for start, stop in spans if before[1] <= start < after[0]]
+            assert gap == [stop - start for start, stop in discovery.spans(ids[before[1] : after[0]])]
 
 
 # --- structure -----------------------------------------------------------------------------------------------------------------------
@@ -240,35 +238,34 @@ def test_a_prompt_with_everything_is_cut_where_a_reader_would() -> None:
     messages = [{"role": "system", "content": told}, {"role": "user", "content": asked}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert texts_of(discovery, text, tokenizer) == [
-        ("message", "<|im_start|>system\nYou are a careful assistant who reads.\n\n"),
-        ("heading", "# Tools\nAll of them are listed below, in order.\n\n"),
-        ("json", '{"name": "find", "place": "here"}\n'),
-        ("paragraph", "<|im_end|>\n"),
-        ("message", "<|im_start|>user\n"),
-        ("xml", "<note>\nThe lion is red and the bear is green.\n</note>\n"),
-        ("code", "```\nx = find(1, 2)\n```\n"),
-        ("paragraph", "What is x?<|im_end|>\n"),
-        ("message", "<|im_start|>assistant\n"),
+        "<|im_start|>system\nYou are a careful assistant who reads.\n\n",
+        "# Tools\nAll of them are listed below, in order.\n\n",
+        '{"name": "find", "place": "here"}\n',
+        "<|im_end|>\n",
+        "<|im_start|>user\n",
+        "<note>\nThe lion is red and the bear is green.\n</note>\n",
+        "```\nx = find(1, 2)\n```\n",
+        "What is x?<|im_end|>\n",
+        "<|im_start|>assistant\n",
     ]
 
 
 WHOLE = [
-    ("json", '{"a": "}"}'),
-    ("json", '{"a": "\\"}", "b": [1, {"c": 2}]}'),
-    ("json", '  [{"a": 1},\n   {"b": 2}]'),
-    ("json", '{\n"a": [\n1\n]\n},'),
-    ("xml", "<a>b</a>"),
-    ("xml", "<ns:a-b c='d'>\n<a>\n<ns:a-b>x</ns:a-b>\n</ns:a-b>"),
-    ("xml", "<ul>\n<li>x<br/>\n<li>y</li>\n</ul>"),
-    ("code", "```\nx\n```"),
-    ("code", "```py\n# x\n```"),
-    ("code", "~~~\n```\n~~~"),
-    ("code", "````\n```\nx\n```\n````"),
-    ("heading", "### x y"),
+    '{"a": "}"}',
+    '{"a": "\\"}", "b": [1, {"c": 2}]}',
+    '  [{"a": 1},\n   {"b": 2}]',
+    '{\n"a": [\n1\n]\n},',
+    "<a>b</a>",
+    "<ns:a-b c='d'>\n<a>\n<ns:a-b>x</ns:a-b>\n</ns:a-b>",
+    "<ul>\n<li>x<br/>\n<li>y</li>\n</ul>",
+    "```\nx\n```",
+    "```py\n# x\n```",
+    "~~~\n```\n~~~",
+    "````\n```\nx\n```\n````",
 ]
 BROKEN = [
     '{"a": 1',
-    '{"a": "1}\n',
+    '{"a": "1}',
     "{ ]",
     '{\n\n"a": 1}',
     "[1] See the first of them",
@@ -286,56 +283,58 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("kind_and_text", WHOLE)
-def test_what_is_whole_is_a_block_of_its_kind(kind_and_text: tuple[str, str]) -> None:
-    kind, text = kind_and_text
-    found = texts_of(Discovery(bytes_only(), shortest=1, longest=1000), f"before\n{text}\nafter", bytes_only())
-    assert found[0] == ("paragraph", "before\n" + text[: len(text) - len(text.lstrip())])
-    assert found[-1] == ("paragraph", "after")
-    assert {kind for kind, _ in found[1:-1]} == {kind}
-    assert "".join(text for _, text in found[1:-1]) == text.lstrip() + "\n"
+# A line that is a span by itself, next to which shorter lines are joined with each other.
+LINE = "x" * 60 + "\n"
+
+
+@pytest.mark.parametrize("text", WHOLE)
+def test_what_is_whole_is_a_block(text: str) -> None:
+    spans = texts_of(Discovery(bytes_only(), shortest=48, longest=1000), f"{LINE}{text}\n{LINE}", bytes_only())
+    assert spans[0] == LINE + text[: len(text) - len(text.lstrip())]
+    assert spans[-1] == LINE
+    assert "".join(spans[1:-1]) == text.lstrip() + "\n"
 
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_what_is_not_whole_is_text(text: str) -> None:
-    found = texts_of(Discovery(bytes_only(), shortest=1, longest=1000), f"before\n{text}\nafter", bytes_only())
-    assert {kind for kind, _ in found} == {"paragraph"}
+    spans = texts_of(Discovery(bytes_only(), shortest=48, longest=1000), f"{LINE}{text}\n{LINE}", bytes_only())
+    assert spans[-1] != LINE
 
 
 def test_elements_of_a_list_are_blocks_so_that_their_order_does_not_matter() -> None:
     tools = [f'  {{\n    "name": "tool {name}",\n    "about": "does {name}"\n  }}' for name in ("one", "two", "three")]
     discovery = Discovery(bytes_only(), shortest=10, longest=1000)
     found = [set(texts_of(discovery, "[\n" + ",\n".join(some) + "\n]\n", bytes_only())) for some in (tools, tools[::-1])]
-    assert sum("tool" in text and text.count("tool") == 1 for _, text in found[0] & found[1]) >= 1
-    assert not any(text.count("tool") > 1 for _, text in found[0] | found[1])
+    assert sum("tool" in text and text.count("tool") == 1 for text in found[0] & found[1]) >= 1
+    assert not any(text.count("tool") > 1 for text in found[0] | found[1])
 
 
 def test_a_fence_that_names_a_language_opens_whatever_was_left_open_before() -> None:
-    found = texts_of(Discovery(bytes_only(), shortest=1, longest=1000), "```\nx\n```py\ny\n```\nz", bytes_only())
-    assert [text for kind, text in found if kind == "code"] == ["```py\n", "y\n", "```\n"]
+    text = f"```\nx\n{LINE}```py\ny\n```\n{LINE}"
+    assert texts_of(Discovery(bytes_only(), shortest=48, longest=1000), text, bytes_only())[1:] == ["```py\ny\n```\n", LINE]
 
 
 def test_a_place_inside_of_a_token_counts_as_before_it() -> None:
     discovery = Discovery(tokenizer_of_testbed(), shortest=1)
     [token] = encoded(" the")
     assert discovery.pieces([token]) == [" the"]
-    assert [text for _, text in texts_of(discovery, "one two\n\n the\n\n the")] == ["one two\n\n", " the\n\n", " the"]
+    assert texts_of(discovery, "one two\n\n the\n\n the") == ["one two\n\n", " the\n\n", " the"]
 
 
 def test_separators_stay_with_what_follows_them_and_nothing_is_put_together_across() -> None:
     discovery = Discovery(bytes_only(), separators=["##", "###", "\n@"], shortest=10)
     found = texts_of(discovery, "one two three four###a#b##c\n@ five six seven", bytes_only())
-    assert [text for _, text in found] == ["one two three four", "###a#b", "##c", "\n@ five six seven"]
+    assert found == ["one two three four", "###a#b", "##c", "\n@ five six seven"]
 
 
 def test_without_a_tokenizer_there_are_windows_and_given_spans() -> None:
     spans = Discovery(longest=100, shortest=10).spans(list(range(350)), [(120, 125), (125, 340)])
     assert spans == [
-        TextSpan(0, 100, "window"),
-        TextSpan(100, 120, "window"),
-        TextSpan(120, 125, "given"),
-        TextSpan(125, 340, "given"),
-        TextSpan(340, 350, "paragraph"),
+        (0, 100),
+        (100, 120),
+        (120, 125),
+        (125, 340),
+        (340, 350),
     ]
 
 
@@ -389,15 +388,14 @@ def test_every_message_begins_a_span(template: str, special: list[str], roles: t
     discovery = Discovery(tokenizer)
     ids = encoded(text, tokenizer)
     pieces = discovery.pieces(ids)
-    spans = ["".join(pieces[span.start : span.stop]) for span in discovery.spans(ids)]
+    spans = ["".join(pieces[start:stop]) for start, stop in discovery.spans(ids)]
     for content in contents:
         [holding] = [span for span in spans if content in span]
         assert not any(other in holding for other in contents if other != content)
 
 
 def test_special_tokens_are_no_tags() -> None:
-    found = texts_of(discovery_of(16, 128), "<s>one two three\nfour</s>\nfive")
-    assert {kind for kind, _ in found} == {"paragraph"}
+    assert len(texts_of(discovery_of(16, 128), "<s>one two three\nfour</s>\n" + "five " * 10)) == 1
 
 
 # --- text ----------------------------------------------------------------------------------------------------------------------------
@@ -435,8 +433,8 @@ def test_unknown_ids_and_no_ids_have_no_text() -> None:
 def test_structure_is_found_where_line_ends_are_bytes() -> None:
     tokenizer = sentencepiece_like()
     found = texts_of(Discovery(tokenizer, shortest=4), "one of the things\n\n# Title of it all\nis here and there", tokenizer)
-    assert [kind for kind, _ in found] == ["paragraph", "heading", "paragraph"]
-    assert found[1][1].startswith("#")
+    assert len(found) == 3
+    assert found[1].startswith("#")
 
 
 # --- refusals, and time --------------------------------------------------------------------------------------------------------------

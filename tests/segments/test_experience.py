@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
-from hf_kvcaches.segments import experience
+from hf_kvcaches.segments import contents, experience
 from hf_kvcaches.segments.experience import KNOWN_BY, Experience
 from tests import tiny
 
@@ -88,11 +88,11 @@ def test_a_segment_is_probed_once_in_surroundings_like_these(threshold, tier):
 
 def test_what_is_told_is_heard_by_another_and_told_once():
     one, other = learned([(0.4, 0.99), (0.1, 0.2)]), Experience()
-    told = one.untold()
-    assert one.untold() == []
+    told = one.unstored()
+    assert one.unstored() == []
     other.hear(json.loads(json.dumps(told)))
     other.hear(told)
-    assert other.untold() == []
+    assert other.unstored() == []
     for similarity in (0.0, 0.1, 0.4, 0.9):
         assert other.verdict("a", 1, IDS, similarity, 0.9) == one.verdict("a", 1, IDS, similarity, 0.9)
 
@@ -120,7 +120,7 @@ def test_stores_of_one_place_share_what_probes_found(place, tmp_path, redis_loca
 
 
 def test_blobs_that_tell_of_probes_are_bounded_in_number_and_bytes_and_the_oldest_go(location, monkeypatch):
-    monkeypatch.setattr(experience, "_MOST_BLOBS", 5)
+    monkeypatch.setattr(contents, "_MOST_BLOBS", 5)
     store = SegmentStore(location, quantization=None)
     heads = 0
     for number in range(20):
@@ -135,16 +135,16 @@ def test_blobs_that_tell_of_probes_are_bounded_in_number_and_bytes_and_the_oldes
     other.refresh()
     known = [other.experience.verdict("scope", 1, np.full(8, number, np.uint32), 0.5, 0.9) for number in range(20)]
     assert known == [None] * 15 + [True] * 5
-    monkeypatch.setattr(experience, "_MOST_BYTES", store.catalog.worth.total - 1)
+    monkeypatch.setattr(contents, "_MOST_BYTES", store.catalog.worth.total - 1)
     other.refresh()
     store.refresh()
     assert len(store.catalog.worth.sizes) == len(other.catalog.worth.sizes) == 4
 
 
 def test_no_more_findings_than_a_blob_is_to_hold_wait_to_be_told(monkeypatch):
-    monkeypatch.setattr(experience, "_UNTOLD", 3)
+    monkeypatch.setattr(experience, "_UNSTORED", 3)
     known = learned([(number / 10, 1.0) for number in range(10)])
-    assert [row[3] for row in known.untold()] == [0.7, 0.8, 0.9]
+    assert [row[3] for row in known.unstored()] == [0.7, 0.8, 0.9]
 
 
 def test_experience_is_evicted_before_segments():

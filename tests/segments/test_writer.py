@@ -101,7 +101,7 @@ def test_a_job_may_come_while_another_is_being_added_by_the_same_thread():
     writer, done = Writer(), []
 
     def twice() -> None:
-        with writer._changed:
+        with writer._running:
             writer.add(lambda: done.append(1))
             writer.add(lambda: done.append(2))
         writer.wait()

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from hf_kvcaches.stores import blobs_disk
 from hf_kvcaches.stores.blobs import open_blobs
-from hf_kvcaches.stores.blobs_disk import JOURNAL
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX
 from tests.stores.blob_helpers import HEAD, Follower, blob, key_of, same
 
@@ -74,7 +73,7 @@ def test_clear_deletes_all_but_a_folder(tmp_path):
     store.clear()
     assert not store.delete(KEY)
     assert store.changes() == ([], [])
-    assert {path.name for path in tmp_path.iterdir()} == {JOURNAL, f"{KEY}.kvblob"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{KEY}.kvblob"}
 
 
 def test_what_was_in_the_way_is_a_blob_again_when_it_has_gone(tmp_path):
@@ -121,28 +120,6 @@ def test_a_blob_behind_a_link_is_a_blob_and_a_link_to_nothing_is_none(tmp_path):
     assert store.changes() == ([], [KEY])
     assert store.put(KEY, HEAD, blob(1)) > 0
     assert same(store.tensors(KEY), blob(1))
-
-
-@pytest.mark.parametrize("what", ["folder", "FIFO", "link to itself", "link to a device", "file without permission"])
-def test_whatever_stands_in_the_journals_place_others_see_what_is_put_and_deleted(tmp_path, what):
-    IN_THE_WAY[what](tmp_path / JOURNAL)
-    first, second = (Follower(open_blobs(f"disk:{tmp_path}")) for _ in range(2))
-    for number in range(3):
-        first.store.put(key_of(number), HEAD, blob(number))
-        second.follow()
-    second.store.delete(key_of(0))
-    first.follow()
-    second.follow()
-    assert set(first.known) == set(second.known) == {key_of(1), key_of(2)}
-
-
-def test_a_journal_that_was_made_endless_is_not_read(tmp_path):
-    store = open_blobs(f"disk:{tmp_path}")
-    store.changes()
-    with open(tmp_path / JOURNAL, "r+b") as journal:
-        journal.truncate(1 << 40)
-    open_blobs(f"disk:{tmp_path}").put(KEY, HEAD, blob())
-    assert [stored.key for stored in store.changes().added] == [KEY]
 
 
 def test_safetensors_files_and_all_else_that_others_have_put_there_stay_as_they_are(tmp_path):

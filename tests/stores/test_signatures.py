@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,7 +37,7 @@ def slow_signature(hashes: list[int], permutations: int, seed: int) -> list[int]
     lists=st.lists(HASHES, max_size=6),
     permutations=st.sampled_from([1, 3, 64]),
     seed=st.integers(0, 5),
-    room=st.sampled_from([1, 70, 1 << 18]),
+    room=st.sampled_from([1, 7, 1 << 12]),
 )
 def test_signatures_are_those_of_the_slow_loop_however_many_fit_at_once(
     lists: list[list[int]], permutations: int, seed: int, room: int
@@ -114,7 +111,7 @@ KEYS = st.sampled_from(["a", "b", "é", "an id with spaces", ""])
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["add", "remove", "near"]), KEYS, SIGNATURES), max_size=12))
 def test_the_index_finds_exactly_what_shares_a_band(steps: list) -> None:
-    index = SignatureIndex(permutations=16)
+    index = SignatureIndex(5, 3)
     bands = bands_of(0.5, 16)
     held: dict[str, np.ndarray] = {}
     for step, key, signature in steps:
@@ -128,25 +125,13 @@ def test_the_index_finds_exactly_what_shares_a_band(steps: list) -> None:
         assert len(found) == len(set(found))
         assert set(found) == {other for other, theirs in held.items() if any((theirs[b] == signature[b]).all() for b in bands)}
         assert len(index) == len(held)
-        assert (key in index) == (key in held)
-
-
-@pytest.mark.parametrize(("threshold", "permutations"), [(0.5, 64), (0.5, 16), (0.3, 64), (0.8, 128), (0.9, 32)])
-def test_bands_are_those_of_datasketch(threshold: float, permutations: int) -> None:
-    bands = bands_of(threshold, permutations)
-    index = SignatureIndex(threshold, permutations)
-    index.add("key", np.zeros(permutations, np.uint32))
-    for band in [*bands, slice(bands[-1].stop, permutations)]:
-        other = np.ones(permutations, np.uint32)
-        other[band] = 0
-        assert index.near(other) == (["key"] if band in bands else [])
 
 
 def test_near_duplicates_are_found_among_many_and_strangers_are_not() -> None:
     random = np.random.RandomState(0)
     pools = random.randint(0, 2**32, (200, 120), dtype=np.uint32)
     hasher = MinHasher(64)
-    index = SignatureIndex()
+    index = SignatureIndex(14, 4)
     for number, made in enumerate(hasher.signatures(list(pools))):
         index.add(str(number), made)
     nearly = hasher.signatures([np.concatenate([pool[:108], random.randint(0, 2**32, 12, dtype=np.uint32)]) for pool in pools[:50]])
@@ -156,59 +141,6 @@ def test_near_duplicates_are_found_among_many_and_strangers_are_not() -> None:
 
 
 def test_removing_what_is_not_there_does_nothing() -> None:
-    index = SignatureIndex()
+    index = SignatureIndex(14, 4)
     index.remove("nobody")
     assert len(index) == 0
-    assert "nobody" not in index
-
-
-def test_threads_may_share_an_index() -> None:
-    index = SignatureIndex()
-    made = MinHasher().signatures(as_sets([[number // 16] for number in range(64)]))
-    failures: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for key in range(number, 64, 4):
-                index.add(str(key), made[key])
-                assert str(key) in index.near(made[key])
-            for key in range(number, 64, 8):
-                index.remove(str(key))
-        except BaseException as error:
-            failures.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work, args=[number]) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert failures == []
-    assert sorted(key for signature in made[::16] for key in index.near(signature)) == sorted(str(key) for key in range(64) if key % 8 > 3)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"threshold": 0}, "threshold: expected a similarity"),
-        ({"threshold": 1.5}, "threshold: expected a similarity"),
-        ({"threshold": "0.5"}, "threshold: expected a similarity"),
-        ({"threshold": 0.99, "permutations": 4}, "more permutations or a lower threshold"),
-        ({"permutations": 1}, "permutations: expected"),
-    ],
-)
-def test_an_index_refuses_what_makes_no_sense(changes: dict, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        SignatureIndex(**changes)
-
-
-@pytest.mark.parametrize("wrong", [[1] * 64, np.zeros(64, np.uint64), np.zeros(63, np.uint32), np.zeros((1, 64), np.uint32)])
-def test_a_signature_of_another_shape_or_type_is_refused(wrong: object) -> None:
-    index = SignatureIndex()
-    for call in (lambda: index.near(wrong), lambda: index.add("key", wrong)):
-        with pytest.raises(ConfigError, match="signature: expected an array of 64 uint32"):
-            call()
