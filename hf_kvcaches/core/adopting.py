@@ -30,11 +30,13 @@ class LastQueries:
         states: (batch, heads, queries, head_dim), as the model rotated them.
         scaling: What the model's attention multiplies the scores with. Some models scale queries before, and pass 1.
         softcap: Bound of the scores, or None.
+        sink_logits: A learned score for each head that takes a share of the weights, (heads,), or None.
     """
 
     states: torch.Tensor
     scaling: float
     softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
 
 
 class AdoptingCache(KVCache):

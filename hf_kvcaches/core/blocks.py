@@ -46,6 +46,7 @@ def block_attention(
     *,
     softcap: float | None = None,
     bias: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     observers: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Attention of new tokens over slots and themselves, and the sum of what each key got from some of them.
@@ -57,6 +58,7 @@ def block_attention(
         visible: Who sees whom.
         softcap: Bound of the scores, or None.
         bias: Added to the scores, (batch or 1, heads or 1, tokens, kept + tokens), or None.
+        sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing, or None.
         observers: 1 for queries that are observed, (batch or 1, tokens), or None for none.
 
     Returns:
@@ -80,7 +82,10 @@ def block_attention(
             scores = scores + (own.unflatten(1, (kv_heads, group)) if own.shape[1] == heads else own[:, :, None])
         allowed = visible.rows(start, stop, keys.device)[:, :, None]
         # A query that sees nothing (padding) gets zeros, as from sdpa.
-        weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num(0.0)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if sink_logits is not None:
+            scores = torch.cat([scores, sink_logits.float().view(1, kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+        weights = scores.softmax(-1).nan_to_num(0.0)[..., :reach]
         if values is not None:
             outputs.append(torch.matmul(weights.to(values.dtype), values[:, :, None, :reach]))
         if observed is not None and observers is not None:

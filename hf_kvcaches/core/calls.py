@@ -42,9 +42,20 @@ class Call:
         """Added to the scores, (batch or 1, heads or 1, queries, tokens seen)."""
         return self.options.get("position_bias")
 
-    def check(self, cache: str) -> None:
-        """Refuses what a cache that answers queries itself leaves out."""
+    @property
+    def sink_logits(self) -> torch.Tensor | None:
+        """A learned score for each head that takes a share of the weights and gives nothing, (heads,)."""
+        return self.options.get("s_aux")
+
+    def check(self, cache: str, *, sinks: bool = False) -> None:
+        """Refuses what a cache that answers queries itself leaves out.
+
+        Args:
+            sinks: Whether it knows learned sinks.
+        """
         for name in ("s_aux", "head_mask", "cu_seq_lens_q"):
+            if sinks and name == "s_aux":
+                continue
             if self.options.get(name) is not None:
                 raise UnsupportedError(f"{cache} does not support attention with {name}. Use another cache with this model.")
         if self.options.get("dropout"):

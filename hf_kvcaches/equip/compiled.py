@@ -333,6 +333,7 @@ def _step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: to
         far=None if far_query is None else far,
         far_query=far_query,
         softcap=call.softcap,
+        sink_logits=call.sink_logits,
         backend="torch",
     )
     return output

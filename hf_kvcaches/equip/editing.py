@@ -177,6 +177,7 @@ def insert_block(
         call.scaling,
         visible,
         softcap=call.softcap,
+        sink_logits=call.sink_logits,
         observers=observers(layer.window(tokens), None, tokens, keys.device) if observe else None,
     )
     assert output is not None

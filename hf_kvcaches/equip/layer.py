@@ -59,7 +59,7 @@ class EquipLayer(PlacedSlots):
             keys: (batch, kv_heads, tokens, head_dim), likewise.
             call: What else the model said.
         """
-        call.check("EquipCache")
+        call.check("EquipCache", sinks=True)
         if torch.compiler.is_compiling():
             return compiled.attend(self, query, keys, values, call)
         tokens = keys.shape[-2]

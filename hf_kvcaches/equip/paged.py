@@ -256,7 +256,7 @@ class PagedEquipLayer(PagedStorage, EquipLayer):
         book.layers.append(LayerPages(settings.budget))
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
-        call.check("EquipCache")
+        call.check("EquipCache", sinks=True)
         self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
         rows, tokens = keys.shape[0], keys.shape[-2]
         running = self.enter(call, tokens, keys.device)

@@ -93,7 +93,7 @@ class PlacedSlots(SlotState):
             query: (batch, heads, 1, head_dim).
             ranks: The places of keys that are kept without rotation, or None.
         """
-        return self.attend_slots(query, self.used, call.scaling, softcap=call.softcap, ranks=ranks, **options)
+        return self.attend_slots(query, self.used, call.scaling, softcap=call.softcap, sink_logits=call.sink_logits, ranks=ranks, **options)
 
     def mix_dead_rows(
         self, live: torch.Tensor, index: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -145,6 +145,7 @@ def _attend(
             call.scaling,
             visible,
             softcap=call.softcap,
+            sink_logits=call.sink_logits,
             bias=_block_bias(layer, call, tokens),
             observers=watch,
         )
@@ -175,6 +176,7 @@ def observed_by(layer: EquipLayer, queries: LastQueries | None, keys: torch.Tens
         queries.scaling,
         Visibility(slots, earlier, new),
         softcap=queries.softcap,
+        sink_logits=queries.sink_logits,
         observers=observers(window, new, count, keys.device),
     )
     return observed

@@ -61,6 +61,7 @@ def turn_ring(
         far=None if far_query is None else sinks,
         far_query=far_query,
         softcap=call.softcap,
+        sink_logits=call.sink_logits,
         backend=layer.backend,
         check=False,
     )[0]
@@ -291,6 +292,7 @@ def _attend_with_bias(
         call.scaling,
         visible,
         softcap=call.softcap,
+        sink_logits=call.sink_logits,
         bias=torch.nn.functional.pad(bias, (0, 1)),
         observers=torch.ones(1, 1, device=query.device) if layer.policy.observes != 0 else None,
     )

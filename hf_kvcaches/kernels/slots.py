@@ -45,6 +45,7 @@ class SlotOptions(NamedTuple):
     far_query: torch.Tensor | None = None
     rotation: RotationTables | None = None
     softcap: float | None = None
+    sink_logits: torch.Tensor | None = None
     want_weights: bool = False
 
 
@@ -59,6 +60,7 @@ def slot_attention(
     far_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
     want_weights: bool = False,
     backend: Backend = "auto",
     check: bool = True,
@@ -77,13 +79,14 @@ def slot_attention(
         far_query: The same query rotated into the frame of the far slots; comes with `far`.
         rotation: For keys that are stored unrotated: the rotation to apply on the way.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
+        sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing: a learned sink.
         backend: See the module.
         check: Whether to look at the arguments first, which takes as long as a small product. Not for tensors that fit by construction.
 
     Returns:
         The output, (batch, 1, heads, value_dim), and None or float32 weights, (batch, kv_heads, slots): mean over the heads of a group.
     """
-    options = SlotOptions(valid, far, far_query, rotation, softcap, want_weights)
+    options = SlotOptions(valid, far, far_query, rotation, softcap, sink_logits, want_weights)
     if check:
         _check_attention(query, keys, values, None, options)
     backend = choose(backend, query, keys, values)
@@ -108,6 +111,7 @@ def paged_attention(
     far_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
     want_weights: bool = False,
     backend: Backend = "auto",
 ) -> Attended:
@@ -121,7 +125,7 @@ def paged_attention(
         tables: The pages of each row, (batch, blocks), int32 or int64; -1 where a row has none, whose slots must be invalid.
         valid: It also says how many slots there are: at most blocks * page.
     """
-    options = SlotOptions(valid, far, far_query, rotation, softcap, want_weights)
+    options = SlotOptions(valid, far, far_query, rotation, softcap, sink_logits, want_weights)
     slots = _check_attention(query, key_pages, value_pages, tables, options)
     backend = choose(backend, query, key_pages, value_pages)
     if backend == "reference":
@@ -208,7 +212,7 @@ def write_pages(
 
 
 def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: SlotOptions) -> Attended:
-    valid, far, far_query, rotation, softcap, want_weights = options
+    valid, far, far_query, rotation, softcap, sink_logits, want_weights = options
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
     group = heads // kv_heads
@@ -229,19 +233,27 @@ def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     exact = torch.float32 if want_weights and scores.dtype.itemsize < 4 else None
+    sinks = None if sink_logits is None else sink_logits.to(scores.dtype).view(1, kv_heads, group, 1)
     if valid is None:
-        weights = scores.softmax(-1, dtype=exact)
+        weights = _softmax(scores.view(batch, kv_heads, group, slots), sinks, exact).flatten(0, 1)
     else:
         # A finite number, and zeros afterwards: a row without any valid slot gives zeros, and its gradient too.
         hidden = ~valid.unsqueeze(2)
         scores = scores.view(batch, kv_heads, group, slots).masked_fill(hidden, torch.finfo(scores.dtype).min)
-        weights = scores.softmax(-1, dtype=exact).masked_fill(hidden, 0).flatten(0, 1)
+        weights = _softmax(scores, sinks, exact).masked_fill(hidden, 0).flatten(0, 1)
     output = torch.bmm(weights if exact is None else weights.to(values.dtype), values.flatten(0, 1))
     output = output.view(batch, 1, heads, values.shape[-1])
     if not want_weights:
         return output, None
     weights = (weights if group == 1 else weights.mean(1)).view(batch, kv_heads, slots)
     return output, weights.float()
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
+    """The weights of slots, (batch, kv_heads, group, slots), beside a sink that takes a share, (1, kv_heads, group, 1)."""
+    if sinks is None:
+        return scores.softmax(-1, dtype=dtype)
+    return torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1).softmax(-1, dtype=dtype)[..., :-1]
 
 
 def _scores(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -275,6 +287,8 @@ def _check_attention(
         raise ConfigError.of("far", f"a mask or a number from 0 to {slots}", far)
     if far_query is not None:
         check_tensor("far_query", far_query, query.shape, query.dtype)
+    if options.sink_logits is not None:
+        check_tensor("sink_logits", options.sink_logits, (query.shape[1],))
     if rotation is not None:
         check_mask("rotation.positions", rotation.positions, shape, INTEGERS)
         check_tensor("rotation.sin", rotation.sin, rotation.cos.shape, rotation.cos.dtype)

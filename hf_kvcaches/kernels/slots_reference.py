@@ -24,6 +24,7 @@ def slot_attention(
     far_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
+    sink_logits: torch.Tensor | None = None,
     want_weights: bool = False,
 ) -> Attended:
     """Attention, one query head and slot at a time."""
@@ -46,7 +47,8 @@ def slot_attention(
             score = asking[b, head, 0].double() @ key * scaling
             scores.append(score if softcap is None else softcap * torch.tanh(score / softcap))
         if visible:
-            share = torch.stack(scores).softmax(0)
+            sink = [] if sink_logits is None else [sink_logits[head].double()]
+            share = torch.stack(scores + sink).softmax(0)[: len(scores)]
             output[b, 0, head] = share @ values[b, h, visible].double()
             weights[b, h, visible] += share / (heads // kv_heads)
     return output.to(query.dtype), weights.float() if want_weights else None

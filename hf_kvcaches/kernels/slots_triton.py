@@ -90,7 +90,7 @@ def _block_scores(
 
 @triton.jit
 def attend_kernel(
-    query, far_query, keys, values, tables, valid, far, rotation, parts, stats, raw, scaling, softcap, slots, chunk,
+    query, far_query, sinks, keys, values, tables, valid, far, rotation, parts, stats, raw, scaling, softcap, slots, chunk,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -99,7 +99,8 @@ def attend_kernel(
 
     `keys`, `values`: (pointer, strides of the first three dimensions). `tables`: None or (pointer, stride). `valid`: None or (pointer,
     strides). `far`: None, (number,) or (pointer, strides). `rotation`: None or ((positions, strides), (cos, sin)).
-    `parts`, `stats`: as `combine_kernel` reads them. `raw`: None or the scores to store, (batch * heads, slots), float32.
+    `sinks`: None or (query heads,). `parts`, `stats`: as `combine_kernel` reads them.
+    `raw`: None or the scores to store, (batch * heads, slots), float32.
     """
     row = tl.program_id(0).to(tl.int64)
     b, h = row // KV_HEADS, row % KV_HEADS
@@ -111,6 +112,11 @@ def attend_kernel(
     highest = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     sums = tl.zeros([HEADS, VALUE_PAD], tl.float32)
+    if sinks is not None:
+        # Of all programs that share the slots the first one counts the sink.
+        sink = tl.load(sinks + h * GROUP + heads, mask=heads < GROUP, other=float("-inf")).to(tl.float32)
+        highest = tl.where(tl.program_id(1) == 0, sink, highest)
+        total = tl.where((tl.program_id(1) == 0) & (heads < GROUP), 1.0, total)
     begin = tl.program_id(1) * chunk
     end = tl.minimum(begin + chunk, slots)
     for start in range(begin, end, BLOCK):
@@ -191,7 +197,7 @@ def attend(
         splits: How many programs share the slots of a row and KV head; None: enough to fill the GPU.
         block: Slots that a program takes at a time, a power of two from 16 on; None: what fits into registers.
     """
-    valid, far, far_query, rotation, softcap, want_weights = options
+    valid, far, far_query, rotation, softcap, sink_logits, want_weights = options
     batch, heads, _, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[3]
     group, rows = heads // kv_heads, batch * kv_heads
@@ -203,6 +209,7 @@ def attend(
     attend_kernel[(rows, splits)](
         query.contiguous(),
         None if far_query is None else far_query.contiguous(),
+        None if sink_logits is None else sink_logits.contiguous(),
         *strided_or_none(keys, values),
         None if tables is None else (tables.contiguous(), tables.shape[1]),
         None if valid is None else strided(valid, shape),

@@ -35,10 +35,14 @@ class Case(Draws):
         self.valid = self.some()
         self.keys[~self.valid], self.values[~self.valid] = poison, poison
 
-    def options(self, valid: bool, far: str, turn: str, softcap: float | None = None, want_weights: bool = True) -> dict[str, Any]:
+    def options(
+        self, valid: bool, far: str, turn: str, softcap: float | None = None, want_weights: bool = True, sinks: bool = False
+    ) -> dict[str, Any]:
         """Keyword arguments: `far` is "", "count" or "mask"; `turn` is "", "half" or "interleaved"."""
         slots, dim = self.shape[2], self.keys.shape[3]
         given: dict[str, Any] = {"softcap": softcap, "want_weights": want_weights, "valid": self.valid if valid else None}
+        if sinks:
+            given["sink_logits"] = self.randn(self.query.shape[1]) * 2
         if far:
             mask = torch.rand((1, *self.shape[1:]), generator=self.generator) < 0.4
             given |= {"far": slots // 3 if far == "count" else mask, "far_query": self.far_query}

@@ -37,6 +37,7 @@ OPTIONS = {
     "turn": st.sampled_from(["", "half", "interleaved"]),
     "softcap": st.sampled_from([None, 2.0]),
     "want_weights": st.booleans(),
+    "sinks": st.booleans(),
 }
 FEW = settings(max_examples=10, deadline=None, derandomize=True)
 

@@ -31,6 +31,7 @@ OPTIONS = {
     "turn": st.sampled_from(["", "half", "interleaved"]),
     "softcap": st.sampled_from([None, 2.0]),
     "want_weights": st.booleans(),
+    "sinks": st.booleans(),
 }
 
 

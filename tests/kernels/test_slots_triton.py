@@ -29,6 +29,7 @@ def attend_variants():
         mask = ("*u8", *STRIDES)
         yield {
             **dict.fromkeys(("query", "far_query"), tensor),
+            "sinks": tensor if rich else None,
             **dict.fromkeys(("keys", "values"), (tensor, *STRIDES)),
             **dict.fromkeys(("parts", "stats"), "*fp32"),
             "raw": "*fp32" if rich else None,

@@ -1,0 +1,132 @@
+"""Models that learned a sink for each head (gpt-oss) keep their sinks when tokens are pruned."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, GptOssConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.models.gpt_oss.modeling_gpt_oss import apply_rotary_pos_emb
+
+from hf_kvcaches import EquipCache
+from hf_kvcaches.core.adopting import LastQueries
+from hf_kvcaches.equip.policies import SnapKVPolicy
+from tests import tiny
+from tests.equip.test_compress import feed, padded, positions_of
+
+PROMPT, STEPS = 30, 8
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterable[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    made = tiny.build(
+        GptOssConfig(
+            vocab_size=tiny.VOCABULARY,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=8,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            max_position_embeddings=256,
+            initializer_range=0.3,
+            pad_token_id=0,
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        )
+    )
+    with torch.no_grad():
+        for layer in made.model.layers:
+            layer.self_attn.sinks.copy_(torch.tensor([2.0, -1.0, 3.0, 0.5]))
+    return made
+
+
+def steps(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits after a prompt and after each token behind it."""
+    parts = [feed(model, cache, ids[:, :PROMPT], None if mask is None else mask[:, :PROMPT])[:, -1:]]
+    for step in range(PROMPT, ids.shape[1]):
+        parts.append(feed(model, cache, ids[:, step : step + 1], None if mask is None else mask[:, : step + 1]))
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "compactor", "tova"])
+@pytest.mark.parametrize("padding", [(), (7, 0)], ids=["whole", "padded"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_with_room_for_all_the_logits_are_those_of_the_full_cache(model, policy, padding, paged):
+    ids, mask = padded(2, PROMPT + STEPS, *padding)
+    cache = EquipCache(model, policy, 64, page_size=8 if paged else None)
+    torch.testing.assert_close(
+        steps(model, cache, ids, mask), steps(model, DynamicCache(config=model.config), ids, mask), atol=2e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+def test_pruned_slots_are_attended_beside_the_sinks(model, policy):
+    ids = tiny.ids(1, PROMPT + 1, seed=2)
+    cache, past = EquipCache(model, policy, 12, positions="original"), DynamicCache(config=model.config)
+    for one in (cache, past):
+        feed(model, one, ids[:, :PROMPT])
+    found = feed(model, cache, ids[:, PROMPT:])
+    for index, layer in enumerate(past.layers):
+        if type(layer) is DynamicLayer:
+            # The token that came is in the kept ones, and the full cache takes it itself.
+            rows = [torch.tensor(positions_of(cache, index, 0, head)[:-1])[None, :, None].expand(-1, -1, 16) for head in range(2)]
+            index_of = torch.stack(rows, 1)
+            layer.keys, layer.values = layer.keys.gather(2, index_of), layer.values.gather(2, index_of)
+    eager = copy.deepcopy(model)
+    # A single query sees every slot, whatever the mask for all tokens says.
+    mask = {"full_attention": None, "sliding_attention": None}
+    expected = eager(input_ids=ids[:, PROMPT:], attention_mask=mask, position_ids=torch.tensor([[PROMPT]]), past_key_values=past).logits
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "tova"])
+def test_an_adopted_prompt_is_scored_as_a_prefill(model, policy):
+    chosen = SnapKVPolicy(window=4, kernel_size=3) if policy == "snapkv" else policy
+    ids = tiny.ids(1, PROMPT, seed=3)
+    past, queries = DynamicCache(config=model.config), []
+    prefilled = EquipCache(model, chosen, 12)
+    feed(model, prefilled, ids)
+    handles = [
+        layer.self_attn.q_proj.register_forward_hook(lambda module, args, output: queries.append(output)) for layer in model.model.layers
+    ]
+    try:
+        feed(model, past, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+    tables = model.model.rotary_emb(torch.zeros(1), torch.arange(PROMPT)[None])
+    last = []
+    for layer, states in zip(model.model.layers, queries, strict=True):
+        rotated = apply_rotary_pos_emb(
+            states.unflatten(-1, (4, 16)).transpose(1, 2), states.unflatten(-1, (4, 16)).transpose(1, 2), *tables
+        )[0]
+        last.append(LastQueries(rotated, layer.self_attn.scaling, sink_logits=layer.self_attn.sinks))
+    adopted = EquipCache.from_cache(past, model, chosen, 12, queries=last)
+    for layer in (1, 3):
+        for head in range(2):
+            assert positions_of(adopted, layer, 0, head) == positions_of(prefilled, layer, 0, head)
+
+
+def test_kvzip_and_generate_work_too(model):
+    ids = tiny.ids(1, PROMPT, seed=4)
+    cache = EquipCache(model, "kvzip", 12)
+    feed(model, cache, ids)
+    cache.compress(model, input_ids=ids)
+    output = model.generate(torch.cat([ids, tiny.ids(1, 3, seed=5)], 1), past_key_values=cache, max_new_tokens=4)
+    assert output.shape[1] == PROMPT + 7
+    beams = model.generate(ids, past_key_values=EquipCache(model, "h2o", 12), max_new_tokens=4, num_beams=2, do_sample=False)
+    assert beams.shape[1] == PROMPT + 4
