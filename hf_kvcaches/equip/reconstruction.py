@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Reconstruction:
     """The most that any query of the repeated context gave to each slot of one layer; the layer takes none of these tokens.
 
-    Weights are shared among a repeated chunk and the chunk itself, as in the paper: no table of all tokens by all tokens is made.
+    Weights are shared among the tokens of the repeated chunk: no table of all tokens by all tokens is made.
 
     Attributes:
         span: The positions of the chunk that is repeated, from the first one up to the one behind the last.
@@ -44,7 +44,7 @@ class Reconstruction:
         positions = layer.slot_positions()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
         inside = (positions >= self.span[0]) & (positions < self.span[1])
         columns = inside.any(0).any(0).nonzero()[:, 0]
-        self._observe(inside, columns, query, torch.cat([held[:, :, columns], keys], 2), call, running)
+        self._observe(inside, columns, query, held[:, :, columns], call, running.valid)
         kept = int(columns[-1]) + 1 if columns.numel() else 0
         visible = Visibility((positions[..., :kept] >= 0) & (positions[..., :kept] < self.span[1]), kept, running.valid)
         keys, values = (torch.cat([past[:, :, :kept], new], 2) for past, new in ((held, keys), (layer.held_now()[1], values)))
@@ -60,23 +60,24 @@ class Reconstruction:
         return result
 
     def _observe(
-        self, inside: torch.Tensor, columns: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, call: Call, running: TurningPass
+        self, inside: torch.Tensor, columns: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, call: Call, valid: torch.Tensor | None
     ) -> None:
         """Notes what the chunk's slots get of its repetition.
 
         Args:
             inside: True for slots of the chunk, (batch, 1, slots).
             columns: Where these are in any row.
-            keys: In these slots, and the new ones, (batch, kv_heads, slots + tokens, head_dim), in one frame with the queries.
+            keys: In these slots, (batch, kv_heads, columns, head_dim), in one frame with the queries.
+            valid: True where a repeated token is real, (batch, tokens), or None for all.
         """
         grouped = (query * call.scaling).unflatten(1, (keys.shape[1], -1))
         scores = (grouped @ keys[:, :, None].mT).float()
         if call.softcap is not None:
             scores = call.softcap * torch.tanh(scores / call.softcap)
-        visible = Visibility(inside[..., columns], len(columns), running.valid).rows(0, query.shape[2], keys.device)[:, :, None]
-        weights = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min).softmax(-1)[..., : len(columns)]
-        if running.valid is not None:
-            weights = weights * running.valid[:, None, None, :, None]
+        hidden = ~inside[:, :, None, None, columns]
+        weights = (scores.masked_fill_(hidden, torch.finfo(scores.dtype).min) if bool(hidden.any()) else scores).softmax(-1)
+        if valid is not None:
+            weights = weights.masked_fill(hidden, 0.0) * valid[:, None, None, :, None]
         self.received[..., columns] = torch.maximum(self.received[..., columns], weights.amax((2, 3)))
 
 

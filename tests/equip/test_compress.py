@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches import EquipCache
 from hf_kvcaches.equip.pages import PagePool
-from hf_kvcaches.equip.policies import SnapKVPolicy
+from hf_kvcaches.equip.policies import KVZipPolicy, SnapKVPolicy
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 
@@ -197,14 +197,21 @@ def test_compress_refuses_an_empty_cache_and_positions_that_are_not_there(model)
 # kvzip
 
 
-def reconstruction(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    """What each token of a context gets while it is read again, by the model's own attention: (kv_heads, tokens) of each layer."""
+def reconstruction(model: PreTrainedModel, ids: torch.Tensor, chunk: int = 512) -> list[torch.Tensor]:
+    """What each token of a context gets of its chunk's repetition, by the model's own attention: (kv_heads, tokens) of each layer."""
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
-    groups = model.config.num_attention_heads // model.config.num_key_value_heads
-    weights = eager(input_ids=torch.cat([ids, ids], 1), output_attentions=True).attentions
-    tokens = ids.shape[1]
-    return [layer[0, :, tokens:, :tokens].amax(1).unflatten(0, (-1, groups)).amax(1) for layer in weights]
+    groups, tokens = model.config.num_attention_heads // model.config.num_key_value_heads, ids.shape[1]
+    parts = []
+    for start in range(0, tokens, chunk):
+        part, past = ids[:, start : start + chunk], DynamicCache(config=model.config)
+        stop = start + part.shape[1]
+        eager(input_ids=ids[:, :stop], past_key_values=past)
+        places = torch.arange(tokens, tokens + part.shape[1])[None]
+        weights = eager(input_ids=part, position_ids=places, past_key_values=past, output_attentions=True).attentions
+        shares = [layer[0, :, :, start:stop] / layer[0, :, :, start:stop].sum(-1, keepdim=True) for layer in weights]
+        parts.append([share.amax(1).unflatten(0, (-1, groups)).amax(1) for share in shares])
+    return [torch.cat(layer, 1) for layer in zip(*parts, strict=True)]
 
 
 def kept_by(scores: torch.Tensor, budget: int, sinks: int, recent: int) -> list[int]:
@@ -215,15 +222,16 @@ def kept_by(scores: torch.Tensor, budget: int, sinks: int, recent: int) -> list[
 
 @pytest.mark.parametrize("parts", [(CONTEXT,), (16, 16, 8)], ids=["at once", "in parts"])
 @pytest.mark.parametrize("positions", ["compact", "original"])
-def test_kvzip_keeps_what_the_model_looks_at_when_it_reads_the_context_again(model, parts, positions):
+@pytest.mark.parametrize("chunk", [512, 15])
+def test_kvzip_keeps_what_the_model_looks_at_when_it_reads_the_context_again(model, parts, positions, chunk):
     ids = tiny.ids(1, CONTEXT, seed=11)
-    cache = EquipCache(model, "kvzip", 16, recent=3, positions=positions)
+    cache = EquipCache(model, KVZipPolicy(deferred=chunk), 16, recent=3, positions=positions)
     for part in ids.split(parts, 1):
         feed(model, cache, part)
     assert len(positions_of(cache)) == CONTEXT
     cache.compress(model, input_ids=ids)
     assert cache.seen == CONTEXT
-    for layer, scores in enumerate(reconstruction(model, ids)):
+    for layer, scores in enumerate(reconstruction(model, ids, chunk)):
         for head in range(2):
             assert positions_of(cache, layer, 0, head) == kept_by(scores[head], 16, 4, 3)
 

@@ -22,12 +22,12 @@ class KVZipPolicy(Policy):
     the others; the paper shares one budget among all heads of all layers. Tokens that come after are kept before anything of the context.
 
     Args:
-        deferred: Tokens that are fed again at a time, and share one softmax with their repetition.
+        deferred: Tokens that are fed again at a time, and share one softmax.
     """
 
     name = "kvzip"
     directions = False
-    deferred: int = 384
+    deferred: int = 512
 
     def __post_init__(self) -> None:
         check_count(self, "deferred", 1)
