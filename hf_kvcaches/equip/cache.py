@@ -47,7 +47,8 @@ class EquipCache(AnsweringCache):
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
-        policy: "streaming", "h2o", "tova", "snapkv", "lagkv", "knorm", "random", or a `Policy`.
+        policy: "compactor", "leverage", "cur", "keydiff", "expected_attention", "kvzip", "streaming", "h2o", "tova", "snapkv", "lagkv", "knorm",
+            "random", "chunk", "block", "critical", or a `Policy`.
         budget: Tokens to keep: a number, a fraction of the (longest) prompt, or one of these for each layer. The prompt is what the first
             call brings: with `prefill_chunk_size` the first chunk, so give a number there.
         sinks: First tokens of each row that always stay.
@@ -122,6 +123,9 @@ class EquipCache(AnsweringCache):
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
+        if self.policy.unrotates and (geometry.kind == "unknown" or geometry.refusal is not None):
+            why = geometry.refusal or "how this model rotates its keys is not known"
+            raise UnsupportedError(f"policy: {self.policy.name!r} looks at keys before their rotation, and {why}. Use 'cur' or 'keydiff'.")
         options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if self._book is None:

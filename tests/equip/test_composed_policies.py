@@ -225,3 +225,13 @@ def test_a_policy_sees_its_budget_the_attention_and_what_that_is_called_with(mod
     assert first.module is model.model.layers[0].self_attn
     assert first.inputs is not None
     assert first.inputs["hidden_states"].shape == (1, TOKENS, 32)
+
+
+@pytest.mark.parametrize("policy", ["compactor", "leverage", "expected_attention", ChunkPolicy("leverage")], ids=repr)
+def test_a_policy_that_unrotates_keys_is_refused_where_their_angles_are_not_known(policy):
+    model = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
+    with pytest.raises(UnsupportedError, match="'cur' or 'keydiff'"):
+        EquipCache(model, policy, 16, positions="original")
+    cache = EquipCache(model, "cur", 16, positions="original")
+    feed(model, cache, tiny.ids(1, TOKENS))
+    assert len(positions_of(cache)) == 16

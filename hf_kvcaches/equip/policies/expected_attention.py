@@ -29,6 +29,7 @@ class ExpectedAttentionPolicy(PeriodicPolicy):
     """
 
     name = "expected_attention"
+    unrotates = True
     queries = 64
     sees_block = True
     future: int = 512

@@ -26,6 +26,7 @@ class LeveragePolicy(PeriodicPolicy):
     """
 
     name = "leverage"
+    unrotates = True
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return leverage(tokens)
