@@ -49,6 +49,11 @@ def resolve_budgets(budget: int | float | Sequence[int | float], layers: int) ->
     return (_check("budget", budget),) * layers
 
 
+def one_budget(name: str, budget: Any) -> int | float:
+    """A budget that is a single number, checked, as a plain number."""
+    return _check(name, int(budget) if isinstance(budget, Integral) and not isinstance(budget, bool) else budget)
+
+
 def _check(name: str, budget: Any) -> int | float:
     whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
     if whole or (isinstance(budget, float) and 0 < budget <= 1):

@@ -12,7 +12,7 @@ from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing, pruning
-from hf_kvcaches.equip.budgets import check_budget, plain_budget, resolve_budgets
+from hf_kvcaches.equip.budgets import check_budget, one_budget, plain_budget, resolve_budgets
 from hf_kvcaches.equip.frames import Frames, Scheme, TurningPass
 from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.layer import EquipLayer
@@ -47,8 +47,8 @@ class EquipCache(AnsweringCache):
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
-        policy: "compactor", "leverage", "cur", "keydiff", "expected_attention", "kvzip", "streaming", "h2o", "tova", "snapkv", "lagkv", "knorm",
-            "random", "chunk", "block", "critical", or a `Policy`.
+        policy: "compactor", "leverage", "cur", "keydiff", "expected_attention", "kvzip", "streaming", "h2o", "tova", "snapkv", "lagkv",
+            "knorm", "random", "chunk", "block", "critical", or a `Policy`.
         budget: Tokens to keep: a number, a fraction of the (longest) prompt, or one of these for each layer. The prompt is what the first
             call brings: with `prefill_chunk_size` the first chunk, so give a number there.
         sinks: First tokens of each row that always stay.
@@ -99,8 +99,8 @@ class EquipCache(AnsweringCache):
         if self.policy.mixes_heads:
             require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
         page_size = None if page_size is None else check_page_size(page_size)
-        one_budget = not self.policy.deferred and decode_budget is None and question_start is None
-        if not one_budget and (page_size is not None or pool is not None):
+        single = not self.policy.deferred and decode_budget is None and question_start is None
+        if not single and (page_size is not None or pool is not None):
             raise UnsupportedError(
                 "page_size, pool: pages are taken for one budget that holds from the prompt on. Leave them out, or decode_budget, "
                 "question_start and policies that wait for compress."
@@ -327,5 +327,11 @@ def _check_options(options: dict[str, Any]) -> None:
         if value is None and name == "recent":
             continue
         options[name] = whole_number(name, value, 0, "a number of tokens, 0 or more")
+    if options["decode_budget"] is not None:
+        options["decode_budget"] = one_budget("decode_budget", options["decode_budget"])
+    if options["question_start"] is not None:
+        options["question_start"] = whole_number(
+            "question_start", options["question_start"], -(1 << 40), "the index of a token of the prompt"
+        )
     if options["positions"] == "original" and options["rope"] not in ("auto",):
         raise ConfigError.of("rope", "'auto' where positions='original'", options["rope"], "Original positions are never turned.")

@@ -347,3 +347,12 @@ def test_pages_are_refused_with_more_than_one_budget(model, options):
     for pages in ({"page_size": 16}, {"pool": PagePool(model, pages=8, page_size=16)}):
         with pytest.raises(UnsupportedError, match="pages"):
             EquipCache(model, **{"policy": "streaming", "budget": 32, **options, **pages})
+
+
+WRONG = {"decode_budget": (0, "64", 1.5, True, [64, 64]), "question_start": (1.5, "end", True)}
+
+
+@pytest.mark.parametrize("options", [{name: value} for name, values in WRONG.items() for value in values], ids=str)
+def test_options_of_a_wrong_kind_are_refused_when_the_cache_is_made(model, options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        EquipCache(model, "streaming", 32, **options)

@@ -19,8 +19,8 @@ class CompactorPolicy(PeriodicPolicy):
     Compactor (Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv 2507.08143): leverage scores, and the
     attention of a block's queries to the keys of their chunk without a causal mask, times the length of the value, pooled over neighbours.
 
-    **Departs from the paper**: leverage as in `LeveragePolicy`; both halves are standardised over a row's heads and tokens and added with a
-    fixed weight. Tokens that come singly or from another cache are scored by leverage alone, and so is what was kept of earlier blocks.
+    **Departs from the paper**: leverage as in `LeveragePolicy`; both halves are standardised over a head's tokens and added with a fixed
+    weight. Tokens that come singly or from another cache are scored by leverage alone, and so is what was kept of earlier blocks.
 
     Args:
         weight: Of leverage; attention has 1.
@@ -93,8 +93,8 @@ def _picked(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _standard(scores: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """Scores with mean 0 and deviation 1 over the real tokens of all heads of a row."""
-    count = real.sum((1, 2), keepdim=True).clamp(min=1)
-    mean = scores.masked_fill(~real, 0.0).sum((1, 2), keepdim=True) / count
-    spread = ((scores - mean).masked_fill(~real, 0.0).square().sum((1, 2), keepdim=True) / count).sqrt()
+    """Scores with mean 0 and deviation 1 over the real tokens of a head."""
+    count = real.sum(-1, keepdim=True).clamp(min=1)
+    mean = scores.masked_fill(~real, 0.0).sum(-1, keepdim=True) / count
+    spread = ((scores - mean).masked_fill(~real, 0.0).square().sum(-1, keepdim=True) / count).sqrt()
     return (scores - mean) / spread.clamp(min=1e-6)
