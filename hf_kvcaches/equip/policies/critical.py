@@ -33,6 +33,8 @@ class CriticalPolicy(WrappingPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # The projection adds up what all heads give, and a process may have some of them only.
+        object.__setattr__(self, "mixes_heads", True)
         for name, most in (("share", 1.0), ("epsilon", float("inf"))):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= most:
