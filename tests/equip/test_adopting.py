@@ -222,7 +222,7 @@ def test_policies_that_observe_queries_are_given_them(policy: str, padded: bool,
 def test_policies_that_observe_queries_are_refused_without(policy: str) -> None:
     model = models.tiny("llama")
     past = prefilled(models.twin_of(model), text(PROMPT))
-    with pytest.raises(UnsupportedError, match=r"attention of .* Use .*'knorm', 'lagkv' or 'streaming'"):
+    with pytest.raises(UnsupportedError, match=r"queries, which stored keys and values don't have. Use .*'lagkv' or 'streaming'"):
         EquipCache.from_cache(past, model, policy)
     assert EquipCache(model, policy).adopt_refused()
     assert not EquipCache(model, "knorm").adopt_refused()

@@ -224,6 +224,8 @@ class LeverageReference(PeriodicReference):
     def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
         keys = geometry.unrotate(head.given[None, None], head.ranks)[0, 0].double()
         counted = head.ranks >= self.sinks
+        if counted.sum() < 2:  # nothing stands out
+            return torch.zeros(len(keys))
         keys = (keys - keys[counted].mean(0)) * counted[:, None]
         moments = keys.T @ keys
         ridge = 1e-2 * moments.diagonal().mean() * torch.eye(len(moments), dtype=torch.float64)

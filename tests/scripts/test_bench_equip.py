@@ -68,7 +68,9 @@ def test_what_its_file_has_already_is_not_measured_again(quick, tmp_path):
     path.write_text("".join(line for line in lines if ",flat,h2o,compact," not in line), encoding="utf-8")
     done = bench("--quick", "--csv", path)
     assert "/1 [" in done.stderr, "one of the cells is missing"
-    assert sorted(path.read_text(encoding="utf-8").splitlines(keepends=True)) == sorted(lines)
+    found = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert len(found) == len(lines)
+    assert {line for line in lines if ",flat,h2o,compact," not in line} <= set(found)
 
 
 def test_a_bar_is_judged_by_the_geometric_mean_over_the_cells_of_large_batches(script):

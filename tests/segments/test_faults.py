@@ -57,8 +57,9 @@ def heals(model, folder: Path, damaged: Path, store: SegmentStore) -> None:
     assert damaged.stem in sentences[0]
     assert store.report().damaged == 1
     assert damaged.read_bytes() != content
+    other = opened(folder)
     with said() as sentences:
-        assert right(model, prompt(0), other := opened(folder)).reused == WHOLE
+        assert right(model, prompt(0), other).reused == WHOLE
         other.flush()  # or its thread meets what is damaged next
     assert sentences == []
 

@@ -37,7 +37,8 @@ def leverage(tokens: Tokens) -> torch.Tensor:
     counted = ((tokens.row_index() >= tokens.sinks).float())[..., None]
     keys = tokens.unrotated_keys().detach().float()
     keys = (keys - (keys * counted).sum(2, keepdim=True) / counted.sum(2, keepdim=True).clamp(min=1)) * counted
-    moments = (keys.transpose(2, 3) @ keys).double()
+    precise = keys.double()  # where there are fewer keys than dimensions, the moments say little, and rounding would decide
+    moments = precise.transpose(2, 3) @ precise
     ridge = _RIDGE * moments.diagonal(dim1=2, dim2=3).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
     moments.diagonal(dim1=2, dim2=3).add_(ridge[..., None])
     factor = torch.linalg.cholesky(moments)
