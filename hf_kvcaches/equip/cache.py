@@ -123,16 +123,14 @@ class EquipCache(AnsweringCache):
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
-        if self.policy.unrotates and (geometry.kind == "unknown" or geometry.refusal is not None):
-            why = geometry.refusal or "how this model rotates its keys is not known"
-            raise UnsupportedError(f"policy: {self.policy.name!r} looks at keys before their rotation, and {why}. Use 'cur' or 'keydiff'.")
+        frames = self._make_frames(geometry)
         options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is None:
-            return EquipLayer(settings, self._make_frames(geometry), self.passes, self.config)
-        return PagedEquipLayer(settings, self._make_frames(geometry), self.passes, self.config, self._book)
+            return EquipLayer(settings, frames, self.passes, self.config)
+        return PagedEquipLayer(settings, frames, self.passes, self.config, self._book)
 
     def _make_frames(self, geometry: RotaryGeometry) -> Frames:
         if self._options["positions"] == "original" or geometry.kind in ("learned", "none"):

@@ -84,14 +84,22 @@ class Tokens:
         return torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(stable=True, dim=-1)
 
     def unrotated_keys(self) -> torch.Tensor:
-        """`keys` as they were before their rotation."""
-        return self.keys if self.geometry is None else self.geometry.unrotate(self.keys, self.row_index().clamp(min=0))
+        """`keys` as they were before their rotation; as they are where that is not known."""
+        rotation = self.rotation
+        return self.keys if rotation is None else rotation.unrotate(self.keys, self.row_index().clamp(min=0))
+
+    @property
+    def rotation(self) -> RotaryGeometry | None:
+        """How the model rotates keys, where it does and keys can be brought back."""
+        known = self.geometry is not None and self.geometry.kind == "rope" and self.geometry.refusal is None
+        return self.geometry if known else None
 
     def unrotated_queries(self) -> torch.Tensor:
         """`queries` as they were before their rotation, or an error that says how to get them."""
         if self.queries is None:
             raise UnsupportedError("This policy scores by queries, and these tokens came without. Set `queries` and `sees_block`.")
-        return self.queries if self.geometry is None else self.geometry.unrotate(self.queries, self._query_index().clamp(min=0))
+        rotation = self.rotation
+        return self.queries if rotation is None else rotation.unrotate(self.queries, self._query_index().clamp(min=0))
 
     def counted_queries(self) -> torch.Tensor:
         """True for queries of real tokens that are no sinks, (batch, queries)."""

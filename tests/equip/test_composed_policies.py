@@ -228,10 +228,8 @@ def test_a_policy_sees_its_budget_the_attention_and_what_that_is_called_with(mod
 
 
 @pytest.mark.parametrize("policy", ["compactor", "leverage", "expected_attention", ChunkPolicy("leverage")], ids=repr)
-def test_a_policy_that_unrotates_keys_is_refused_where_their_angles_are_not_known(policy):
+def test_keys_whose_angles_are_not_known_are_scored_as_they_are(policy):
     model = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0})
-    with pytest.raises(UnsupportedError, match="'cur' or 'keydiff'"):
-        EquipCache(model, policy, 16, positions="original")
-    cache = EquipCache(model, "cur", 16, positions="original")
+    cache = EquipCache(model, policy, 16, positions="original")
     feed(model, cache, tiny.ids(1, TOKENS))
     assert len(positions_of(cache)) == 16

@@ -36,7 +36,6 @@ class Policy(ABC):
         queries: How many of the last queries themselves it has to see while decoding; 0: none.
         sees_block: Whether it is shown the queries of a block, where there are any.
         order_only: Whether the oldest token goes whatever it holds, so that no scores are needed.
-        unrotates: Whether it looks at keys or queries before their rotation, which some models' can't be brought back to.
         reads_inputs: Whether it is shown what the model's attention is called with in a block.
         deferred: Tokens that `EquipCache.compress`, up to which a context is kept whole, feeds again at a time; 0 where nothing waits.
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
@@ -50,7 +49,6 @@ class Policy(ABC):
     queries: ClassVar[int] = 0
     sees_block: ClassVar[bool] = False
     order_only: ClassVar[bool] = False
-    unrotates: ClassVar[bool] = False
     reads_inputs: ClassVar[bool] = False
     deferred: int = 0
     always_recent: ClassVar[int] = 0

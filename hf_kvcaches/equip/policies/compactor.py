@@ -28,7 +28,6 @@ class CompactorPolicy(PeriodicPolicy):
     """
 
     name = "compactor"
-    unrotates = True
     sees_block = True
     weight: float = 1.0
     chunk: int = 256

@@ -29,7 +29,6 @@ class ExpectedAttentionPolicy(PeriodicPolicy):
     """
 
     name = "expected_attention"
-    unrotates = True
     queries = 64
     sees_block = True
     future: int = 512
@@ -60,8 +59,8 @@ class ExpectedAttentionPolicy(PeriodicPolicy):
 
     def _ahead(self, tokens: Tokens, rows: torch.Tensor) -> torch.Tensor:
         """Vectors before rotation, rotated to the positions to come, on average."""
-        geometry = tokens.geometry
-        if geometry is None or geometry.kind != "rope":
+        geometry = tokens.rotation
+        if geometry is None:
             return rows
         length = torch.as_tensor(tokens.seen - tokens.first, device=rows.device).view(-1, 1)
         tables = geometry.cos_sin(length + torch.arange(self.future, device=rows.device))

@@ -22,11 +22,10 @@ class LeveragePolicy(PeriodicPolicy):
     is asked.
 
     **Departs from the paper**: leverage is exact, from the second moments of a head's keys, and not from a random sketch; sinks, whose keys
-    are unlike all others, are left out of the moments.
+    are unlike all others, are left out of the moments. Where a model's rotation is not known, keys are taken as they are.
     """
 
     name = "leverage"
-    unrotates = True
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return leverage(tokens)

@@ -12,7 +12,7 @@ from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
 
 # What a policy asks to be shown.
-_DEMANDS = ("observes", "queries", "sees_block", "directions", "unrotates", "reads_inputs", "mixes_heads", "always_recent")
+_DEMANDS = ("observes", "queries", "sees_block", "directions", "reads_inputs", "mixes_heads", "always_recent")
 
 
 @dataclass(frozen=True)
