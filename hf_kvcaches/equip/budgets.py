@@ -31,7 +31,7 @@ def plain_budget(budget: Any) -> int | float | list[int | float]:
         return int(budget) if isinstance(budget, Integral) else budget
     if not isinstance(budget, Sequence) or isinstance(budget, str):
         raise ConfigError.of("budget", "a number of tokens, a fraction of the prompt, or one of these for each layer", budget)
-    return [int(each) if isinstance(each, Integral) and not isinstance(each, bool) else each for each in budget]
+    return [_plain(share) for share in budget]
 
 
 def resolve_budgets(budget: int | float | Sequence[int | float], layers: int) -> tuple[int | float, ...]:
@@ -51,7 +51,12 @@ def resolve_budgets(budget: int | float | Sequence[int | float], layers: int) ->
 
 def one_budget(name: str, budget: Any) -> int | float:
     """A budget that is a single number, checked, as a plain number."""
-    return _check(name, int(budget) if isinstance(budget, Integral) and not isinstance(budget, bool) else budget)
+    return _check(name, _plain(budget))
+
+
+def _plain(budget: Any) -> Any:
+    """NumPy's integers as plain ones."""
+    return int(budget) if isinstance(budget, Integral) and not isinstance(budget, bool) else budget
 
 
 def _check(name: str, budget: Any) -> int | float:

@@ -12,7 +12,7 @@ from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import editing, pruning
-from hf_kvcaches.equip.budgets import check_budget, one_budget, plain_budget, resolve_budgets
+from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
 from hf_kvcaches.equip.frames import Frames, Scheme, TurningPass
 from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.layer import EquipLayer
@@ -120,12 +120,12 @@ class EquipCache(AnsweringCache):
         if not hasattr(self, "_budgets"):
             self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
-        if isinstance(budget, int):  # of a fraction we know more when the prompt is there
-            check_budget(budget, sinks, self.policy.recent(budget, sinks) if recent is None else recent)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
-        frames = self._make_frames(geometry)
         options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
+        if isinstance(budget, int):  # of a fraction we know more when the prompt is there
+            settings.limit_of(0)
+        frames = self._make_frames(geometry)
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is None:

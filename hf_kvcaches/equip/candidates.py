@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_kvcaches.equip.frames import TurningPass
+from hf_kvcaches.equip.tokens import order_of
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.layer import EquipLayer
@@ -22,7 +23,7 @@ class Candidates:
         positions: (batch, 1 or kv_heads, tokens), -1 where there is none.
         stands: At which place a key stands that was rotated, likewise; None where keys have no rotation of ours.
         attention: (batch, kv_heads, tokens), float32, or None.
-        scores: Likewise, NaN for new tokens; None where nothing was scored yet.
+        scores: (batch, 1 or kv_heads, tokens), float32, NaN for new tokens; None where nothing was scored yet.
         queries: Of the new tokens, (batch, heads, tokens, head_dim), or None where the policy is shown none.
     """
 
@@ -97,8 +98,7 @@ def candidates(
 
 def in_order(found: Candidates) -> Candidates:
     """Candidates in order of position, what is empty last."""
-    order = torch.where(found.positions < 0, torch.iinfo(torch.int32).max, found.positions).argsort(stable=True, dim=-1)
-    return found.pick(order)
+    return found.pick(order_of(found.positions))
 
 
 def kept_candidates(layer: EquipLayer) -> Candidates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -255,6 +255,37 @@ def compress(layer: EquipLayer, limit: Limit, upto: int, reconstruction: torch.T
     layer.absorb(_best_of(layer, found, scores, limit, int(held.max())), held)
 
 
+def seen_by_policy(
+    layer: EquipLayer,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    attention: torch.Tensor | None,
+    *,
+    seen: int,
+    queries: torch.Tensor | None,
+    budget: int,
+    module: nn.Module | None,
+    **more: Any,
+) -> Tokens:
+    """What the layer's policy looks at; arguments are those of `Tokens`."""
+    return Tokens(
+        keys,
+        values,
+        positions,
+        attention,
+        seen,
+        layer.settings.sinks,
+        first=0 if layer.first is None else layer.first,
+        queries=queries,
+        scaling=layer.scaling,
+        geometry=layer.settings.geometry,
+        budget=budget,
+        module=module,
+        **more,
+    )
+
+
 def score(layer: EquipLayer, found: Candidates, budget: int, module: nn.Module | None, behind: int = 0) -> torch.Tensor:
     """What the policy says of the candidates, (batch, 1 or kv_heads, tokens).
 
@@ -267,22 +298,18 @@ def score(layer: EquipLayer, found: Candidates, budget: int, module: nn.Module |
         return (found.positions - layer.fed).float()
     queries = layer.queries if found.queries is None else found.queries
     queries = queries[:, :, : queries.shape[2] - behind] if queries is not None and behind else queries
-    first = 0 if layer.first is None else layer.first
     keys = found.keys
     if layer.frames.turns and layer.policy.directions:
         keys = layer.as_rotated(keys, found.positions, found.stands)
-    tokens = Tokens(
+    tokens = seen_by_policy(
+        layer,
         keys,
         found.values,
         found.positions,
         found.attention,
-        layer.fed - behind,
-        layer.settings.sinks,
-        first=first,
+        seen=layer.fed - behind,
         scores=found.scores,
         queries=queries,
-        scaling=layer.scaling,
-        geometry=layer.settings.geometry,
         budget=budget,
         module=module,
         inputs=layer.inputs,

@@ -15,6 +15,7 @@ from hf_kvcaches.equip.compiled import ClockedStorage
 from hf_kvcaches.equip.frames import Frames, TurningPass
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.settings import EquipSettings
+from hf_kvcaches.equip.tokens import order_of
 from hf_kvcaches.errors import ConfigError
 
 UNKNOWN = -2
@@ -425,5 +426,4 @@ def padding_first(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
 
 def place_ranks(positions: torch.Tensor) -> torch.Tensor:
     """Each slot's place in order of position; empty ones come last."""
-    ends = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions)
-    return ends.argsort(stable=True, dim=-1).argsort(-1)
+    return order_of(positions).argsort(-1)

@@ -10,8 +10,9 @@ from torch import nn
 
 from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.frames import TurningPass
+from hf_kvcaches.equip.pruning import seen_by_policy
 from hf_kvcaches.equip.state import UNKNOWN
-from hf_kvcaches.equip.tokens import Tokens, ages
+from hf_kvcaches.equip.tokens import ages
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.slots import slot_attention
 
@@ -326,20 +327,17 @@ def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.T
     first = 0 if layer.first is None else layer.first
     if layer.frames.turns and policy.looks(layer.fed, first, layer.settings.sinks):
         keys = layer.as_rotated(keys, layer.positions[..., :used], layer.standing() if layer.frames.two else None)
-    tokens = Tokens(
+    tokens = seen_by_policy(
+        layer,
         keys,
         values,
         layer.positions[..., :used],
         None if layer.attention is None else layer.attention[..., :used],
-        layer.fed,
-        layer.settings.sinks,
-        complete if isinstance(complete, bool) else True,
-        first,
+        seen=layer.fed,
         queries=layer.queries,
-        scaling=layer.scaling,
-        geometry=layer.settings.geometry,
         budget=layer.slots,
         module=module,
+        complete=complete if isinstance(complete, bool) else True,
     )
     scores = layer.victim_scores()[..., :used]
     if isinstance(complete, bool) or bool(complete.all()):

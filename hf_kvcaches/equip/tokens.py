@@ -80,8 +80,7 @@ class Tokens:
 
     def in_order(self) -> torch.Tensor:
         """The slots of each head in order of position, empty ones last, (batch, kv_heads, slots)."""
-        positions = self.positions.expand(self.keys.shape[:3])
-        return torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(stable=True, dim=-1)
+        return order_of(self.positions.expand(self.keys.shape[:3]))
 
     def unrotated_keys(self) -> torch.Tensor:
         """`keys` as they were before their rotation; as they are where that is not known."""
@@ -125,6 +124,11 @@ class Tokens:
         """Like `positions`, counted from each row's first real token; below 0 for empty slots."""
         first = self.first.view(-1, 1, 1) if isinstance(self.first, torch.Tensor) else self.first
         return torch.where(self.positions < 0, -1, self.positions - first)
+
+
+def order_of(positions: torch.Tensor) -> torch.Tensor:
+    """The slots in order of position, those with -1 last."""
+    return torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(stable=True, dim=-1)
 
 
 def newest_from(positions: torch.Tensor, recent: int) -> torch.Tensor:

@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.policies import CURPolicy, KeyDiffPolicy, LagKVPolicy, LeveragePolicy, SnapKVPolicy
+from tests import tiny
 from tests.conformance import models
+from tests.conformance.driving import feed
 from tests.reference.oracles import ReferenceCache
 from tests.reference.policies import (
     CURReference,
@@ -96,3 +98,21 @@ def held(cache: EquipCache | ReferenceCache) -> list[torch.Tensor]:
         cache: Either kind.
     """
     return [cache.kept_positions(layer).sort(-1).values for layer in range(len(cache.layers))]
+
+
+def feed_all(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """The logits of new tokens that come in one call."""
+    return feed(model, cache, ids, [ids.shape[1]], mask, keep=0)
+
+
+def padded(rows: int, tokens: int, *padding: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids with padding at the start of rows, and the mask."""
+    ids, mask = tiny.ids(rows, tokens, seed=3), torch.ones(rows, tokens, dtype=torch.long)
+    for row, count in enumerate(padding):
+        ids[row, :count], mask[row, :count] = 0, 0
+    return ids, mask
+
+
+def positions_of(cache: EquipCache, layer: int = 0, row: int = 0, head: int = 0) -> list[int]:
+    """Of the tokens that one head of a row keeps."""
+    return sorted(position for position in cache.kept_positions(layer)[row, head].tolist() if position >= 0)

@@ -20,7 +20,8 @@ from hf_kvcaches.equip.policies import BlockPolicy, ChunkPolicy, CriticalPolicy,
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
-from tests.equip.test_compress import feed, padded, positions_of
+from tests.equip.cases import feed_all as feed
+from tests.equip.cases import padded, positions_of
 
 TOKENS = 48
 

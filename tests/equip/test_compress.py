@@ -16,6 +16,8 @@ from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.equip.policies import KVZipPolicy, SnapKVPolicy
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
+from tests.equip.cases import feed_all as feed
+from tests.equip.cases import padded, positions_of
 
 CONTEXT, QUESTION = 40, 7
 
@@ -29,25 +31,6 @@ def _no_grad() -> Iterable[None]:
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return tiny.llama()
-
-
-def padded(rows: int, tokens: int, *padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids with padding at the start of rows, and the mask."""
-    ids, mask = tiny.ids(rows, tokens, seed=3), torch.ones(rows, tokens, dtype=torch.long)
-    for row, count in enumerate(padding):
-        ids[row, :count], mask[row, :count] = 0, 0
-    return ids, mask
-
-
-def feed(model: PreTrainedModel, cache: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """The logits of new tokens."""
-    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-    return model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True).logits
-
-
-def positions_of(cache: EquipCache, layer: int = 0, row: int = 0, head: int = 0) -> list[int]:
-    """Of the tokens that one head of a row keeps."""
-    return sorted(position for position in cache.kept_positions(layer)[row, head].tolist() if position >= 0)
 
 
 @pytest.mark.parametrize("policy", ["streaming", "compactor", "keydiff", "expected_attention", "h2o", "tova"])

@@ -16,7 +16,8 @@ from hf_kvcaches import EquipCache
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.equip.policies import SnapKVPolicy
 from tests import tiny
-from tests.equip.test_compress import feed, padded, positions_of
+from tests.equip.cases import feed_all as feed
+from tests.equip.cases import padded, positions_of
 
 PROMPT, STEPS = 30, 8
 

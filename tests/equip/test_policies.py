@@ -87,24 +87,10 @@ def tokens_of(seed: int, slots: int, *, padding: tuple[int, ...] = (0, 0), heads
     return replace(made, **changes)
 
 
-def at(tokens: Tokens, slots: torch.Tensor) -> Tokens:
-    """The tokens of some slots, (rows, heads, slots), with the rest gone."""
-    wide = lambda states: states.gather(2, slots[..., None].expand(*slots.shape, states.shape[-1]))  # noqa: E731
-    narrow = lambda x: None if x is None else x.expand(tokens.keys.shape[:3]).gather(2, slots)  # noqa: E731
-    return replace(
-        tokens,
-        keys=wide(tokens.keys),
-        values=wide(tokens.values),
-        positions=narrow(tokens.positions),
-        attention=narrow(tokens.attention),
-        scores=narrow(tokens.scores),
-    )
-
-
 def shuffled(tokens: Tokens, seed: int) -> tuple[Tokens, torch.Tensor]:
     """The same tokens in other slots, and where each slot's token was."""
     order = torch.rand(tokens.keys.shape[:3], generator=torch.Generator().manual_seed(seed)).argsort(-1)
-    return at(tokens, order), order
+    return tokens.pick(order), order
 
 
 # What stays, and what goes.
@@ -217,7 +203,7 @@ def test_other_slots_do_not_change_what_a_token_is_worth(policy, seed, slots, da
     expected = scores.gather(-1, order[:, : scores.shape[1]]) if scores.shape[1] == 2 else scores.expand(-1, 2, -1).gather(-1, order)
     if scores.shape[1] == 1:  # one choice for all heads: they hold the same tokens
         same = order[:, :1].expand_as(order)
-        moved, real = at(tokens, same), at(tokens, same).positions >= 0
+        moved, real = tokens.pick(same), tokens.pick(same).positions >= 0
         expected = scores.gather(-1, order[:, :1])
         real = real[:, :1]
     torch.testing.assert_close(policy.checked_score(moved)[real], expected[real])
@@ -280,7 +266,7 @@ def stepped(policy: Policy, tokens: Tokens, budget: int, steps: int, seed: int) 
     scores = policy.checked_score(tokens)
     kept = policy.keep(scores, tokens.positions, budget, sinks_end=first + tokens.sinks, recent=1)
     heads = tokens.keys.shape[1]
-    scores, tokens = scores.gather(-1, kept[:, : scores.shape[1]]).clone(), at(tokens, kept.expand(-1, heads, -1))
+    scores, tokens = scores.gather(-1, kept[:, : scores.shape[1]]).clone(), tokens.pick(kept.expand(-1, heads, -1))
     received = tokens.attention if policy.observes is None else torch.zeros_like(tokens.attention)
     for step in range(1, steps + 1):
         shared = tokens.positions[:, : scores.shape[1]]
@@ -381,7 +367,7 @@ def test_lagkv_scores_a_lag_once_when_the_next_one_is_complete(budget):
 def test_lagkv_in_a_later_block_leaves_what_it_said_and_scores_the_rest():
     policy = LagKVPolicy(lag_size=4)
     whole = tokens_of(4, 26)
-    early = at(whole, torch.arange(14).expand(2, 2, 14))
+    early = whole.pick(torch.arange(14).expand(2, 2, 14))
     early = replace(early, seen=14)
     said = policy.score(early)
     before = torch.cat([said, torch.full((2, 2, 12), torch.nan)], -1)

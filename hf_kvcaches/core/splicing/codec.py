@@ -106,11 +106,6 @@ def check(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], tokens
         raise ArtifactError(f"its tensor {spoilt!r} has infinities or NaN")
 
 
-def part_of(tensors: Mapping[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
-    """What `encode` would have given for some of the tokens, where there are no hidden states: tokens are quantised one by one."""
-    return {name: tensor[:, :, start:stop] for name, tensor in tensors.items()}
-
-
 def _stored(name: str, x: torch.Tensor, quantization: Quantization) -> dict[str, torch.Tensor]:
     """One (layers, heads, tokens, dim) tensor as it is stored. What is not finite is refused: it must not come back elsewhere."""
     if quantization is None:

@@ -192,8 +192,7 @@ class PeriodicPolicy(Policy):
         check_count(self, "interval", 1)
 
     def recent(self, budget: int, sinks: int) -> int:
-        # What is asked next is close to the last tokens; more of them would take the slots of facts.
-        return max(1, min(64, (budget - sinks) // 4))
+        return few_recent(budget, sinks)
 
     def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
         due = (seen - first) % self.interval == 0
@@ -231,6 +230,11 @@ def policy_from_settings(settings: dict[str, Any]) -> Policy:
         why = f"policy: {name!r} is none of this package's ({known}), and a file does not bring the code of another."
         raise UnsupportedError(f"{why} Keep such a cache in memory.")
     return BUILT_IN[name](**parameters)
+
+
+def few_recent(budget: int, sinks: int) -> int:
+    """`Policy.recent` where facts are to stay: what is asked next is close to the last tokens, and more would take slots of facts."""
+    return max(1, min(64, (budget - sinks) // 4))
 
 
 def put_score(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:

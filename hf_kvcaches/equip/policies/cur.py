@@ -35,7 +35,7 @@ class CURPolicy(PeriodicPolicy):
     def score(self, tokens: Tokens) -> torch.Tensor:
         shape = tokens.keys.shape[:3]
         empty = (tokens.positions < 0).expand(shape)
-        order = torch.where(empty, torch.iinfo(tokens.positions.dtype).max, tokens.positions.expand(shape)).argsort(stable=True, dim=-1)
+        order = tokens.in_order()
         shares = [self._shares(part, order, empty) for part in (tokens.keys, tokens.values)]
         return torch.empty_like(shares[0]).scatter_(-1, order, shares[0] * shares[1])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, check_count, put_score
+from hf_kvcaches.equip.policies.base import Policy, check_count, few_recent, put_score
 from hf_kvcaches.equip.tokens import Tokens
 
 
@@ -33,7 +33,7 @@ class KVZipPolicy(Policy):
         check_count(self, "deferred", 1)
 
     def recent(self, budget: int, sinks: int) -> int:
-        return max(1, min(64, (budget - sinks) // 4))
+        return few_recent(budget, sinks)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         if tokens.attention is not None:
