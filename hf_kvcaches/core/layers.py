@@ -31,10 +31,7 @@ class KVLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     is_sliding = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
+    seen: int = 0
 
     @property
     @abstractmethod

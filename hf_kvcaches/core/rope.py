@@ -140,7 +140,7 @@ class RotaryGeometry:
         self._require_angles("cos_sin")
         _require_integers(positions, "positions")
         where = torch.device(device) if device is not None else torch.device("cpu") if isinstance(positions, int) else positions.device
-        return cos_sin(self._frequencies_on(where), positions if isinstance(positions, int) else positions.to(where), dtype)
+        return cos_sin(self.frequencies_on(where), positions if isinstance(positions, int) else positions.to(where), dtype)
 
     def _rotate_by(self, x: torch.Tensor, by: int | torch.Tensor, verb: str, scaling: float) -> torch.Tensor:
         if self.kind == "rope":
@@ -160,7 +160,8 @@ class RotaryGeometry:
         cos, sin = (table * scaling for table in self.cos_sin(by, exact, x.device))
         return rotate_(x.to(exact, copy=True), cos, -sin if verb == "unrotate" else sin, self.layout).to(x.dtype)
 
-    def _frequencies_on(self, device: torch.device) -> torch.Tensor:
+    def frequencies_on(self, device: torch.device) -> torch.Tensor:
+        """`inv_freq` on a device, where a copy stays."""
         if device.type == "cpu":
             return self.inv_freq
         # Kept per device: a copy from the CPU at every decoding step would wait for the device.

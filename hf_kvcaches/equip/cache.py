@@ -11,16 +11,17 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip import editing, pruning
+from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
-from hf_kvcaches.equip.frames import Frames, Scheme, TurningPass
 from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings, resolve_policy
 from hf_kvcaches.equip.reconstruction import reconstruct
+from hf_kvcaches.equip.rotation import KeyRotation, RotatingPass, Scheme
 from hf_kvcaches.equip.settings import EquipSettings
+from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS
 
@@ -34,7 +35,7 @@ class EquipCache(AnsweringCache):
     keys and values lie, so evicting and inserting are one write.
 
     **Departs from the paper**: rotary positions need neither a second cache of rotated keys nor a rotation of all keys a step. Queries are
-    turned instead of keys (`frames.py`), in the memory of keys and values alone; the paper's way is `rope="rotated_keys"`. A
+    rotated instead of keys (`rotation.py`), in the memory of keys and values alone; the paper's way is `rope="rotated_keys"`. A
     prompt attends densely and is pruned when it has been read. Several tokens at once attend to all that was kept and to each other,
     and are pruned then.
 
@@ -65,7 +66,7 @@ class EquipCache(AnsweringCache):
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
-    pass_class = TurningPass
+    pass_class = RotatingPass
 
     def __init__(
         self,
@@ -105,11 +106,13 @@ class EquipCache(AnsweringCache):
                 "page_size, pool: pages are taken for one budget that holds from the prompt on. Leave them out, or decode_budget, "
                 "question_start and policies that wait for compress."
             )
+        if rope == "rotated_keys" and (page_size is not None or pool is not None):
+            raise UnsupportedError("rope: the paper's second cache of rotated keys is not kept on pages. Pass rope='on_read'.")
         if offloading and (page_size is not None or pool is not None):
             raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
-        self._frames: list[Frames] = []
+        self._rotations: list[KeyRotation] = []
         super().__init__(model, offloading=offloading)
         if self.policy.reads_inputs:
             watch_inputs(self.model, self)
@@ -125,34 +128,35 @@ class EquipCache(AnsweringCache):
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)
-        frames = self._make_frames(geometry)
+        rotation = self._make_rotation(geometry)
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
-        if self._book is None:
-            return EquipLayer(settings, frames, self.passes, self.config)
-        return PagedEquipLayer(settings, frames, self.passes, self.config, self._book)
+        if self._book is not None:
+            return PagedEquipLayer(settings, rotation, self.passes, self.config, self._book)
+        store = (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
+        return EquipLayer(settings, rotation, self.passes, self.config, store)
 
-    def _make_frames(self, geometry: RotaryGeometry) -> Frames:
+    def _make_rotation(self, geometry: RotaryGeometry) -> KeyRotation:
         if self._options["positions"] == "original" or geometry.kind in ("learned", "none"):
-            return Frames("given")
+            return KeyRotation("given")
         if geometry.kind != "rope" or geometry.refusal is not None:
             why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
             raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
         scheme: Scheme = self._options["rope"]
         if self._options["rope"] == "auto":
-            # Scored tokens are turned now and then in the far frame, and in half precision each time rounds them. On an accelerator the
-            # kernel can turn all keys while it reads them; elsewhere that takes longer than all the rest.
-            scheme = "frames" if self.policy.order_only or not _turns_for_nothing(self._model) else "on_read"
-        for known in self._frames:  # shared with their tables
+            # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
+            # accelerator a kernel rotates keys while it reads them; elsewhere that takes longer than all the rest.
+            scheme = "frames" if self.policy.order_only or not _rotates_on_read(self._model) else "on_read"
+        for known in self._rotations:  # shared with their tables
             if known.geometry is not None and known.geometry.rotates_like(geometry):
                 return known
-        self._frames.append(Frames(scheme, geometry))
-        return self._frames[-1]
+        self._rotations.append(KeyRotation(scheme, geometry))
+        return self._rotations[-1]
 
     def settings(self) -> dict[str, Any]:
         pages = {} if self.pool is None else {"page_size": self.pool.page_size}
         # What "auto" came to depends on the device, and stored keys are rotated as it was.
-        schemes = {layer.frames.scheme for layer in self._own_layers} - {"given"}
+        schemes = {layer.rotation.scheme for layer in self._own_layers} - {"given"}
         rope = schemes.pop() if schemes else self._options["rope"]
         return {**self._options, "rope": rope, "policy": self.policy.settings(), "budget": self._budget, **pages}
 
@@ -223,7 +227,7 @@ class EquipCache(AnsweringCache):
         layers, behind = self._own_layers, seen - end
         limits = []
         for layer in layers:
-            context = layer.fed - behind - (0 if layer.first is None else int(layer.first.min()))
+            context = layer.seen - behind - (0 if layer.state.first is None else int(layer.state.first.min()))
             limits.append((layer.settings.limit_of(context, behind), context))
         received: Sequence[torch.Tensor | None] = [None] * len(layers)
         if self.policy.deferred:
@@ -232,13 +236,13 @@ class EquipCache(AnsweringCache):
             received = reconstruct(self, base, layers, ids, self.policy.deferred)
         for layer, (limit, context), reconstruction in zip(layers, limits, received, strict=True):
             layer.take_limits(limit, context)
-            pruning.compress(layer, limit, layer.fed - behind, reconstruction)
+            blocks.compress(layer, limit, layer.seen - behind, reconstruction)
             layer.make_final()
 
     def _context(self, input_ids: torch.Tensor | None, tokens: int) -> torch.Tensor:
         """The token ids of the context, (rows, tokens)."""
         ids = self.fed.ids if input_ids is None else input_ids.reshape(-1, input_ids.shape[-1])
-        rows = max(layer.rows for layer in self._own_layers)
+        rows = max(layer.store.shape[0] for layer in self._own_layers)
         if ids.shape[0] != rows or ids.shape[1] < tokens:
             what = f"the ids of the {tokens} tokens of the context in {rows} rows"
             raise ConfigError.of("input_ids", what, tuple(ids.shape), "Pass compress(model, input_ids=...), padding included.")
@@ -286,17 +290,10 @@ class EquipCache(AnsweringCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `torch.compile(fullgraph=True)` can take single tokens: see `compiled.py`."""
+        """Whether `torch.compile(fullgraph=True)` can take single tokens: see `graphs.py`."""
         if self.offloading or self._masks_differ:
             return False
         return all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        # Asked between forward passes: the chance for what compiled ones leave undone.
-        if not torch.compiler.is_compiling() and isinstance(self.layers[layer_idx], EquipLayer) and self.layers[layer_idx].behind:
-            for layer in self._own_layers:
-                layer.thaw()
-        return super().get_seq_length(layer_idx)
 
     @property
     def _own_layers(self) -> list[EquipLayer]:
@@ -310,8 +307,8 @@ class EquipCache(AnsweringCache):
         return layer
 
 
-def _turns_for_nothing(model: Any) -> bool:
-    """Whether keys are read by a kernel that turns them on the way, and are too short to be turned more than once."""
+def _rotates_on_read(model: Any) -> bool:
+    """Whether a kernel rotates keys on the way, and they are too short to be rotated more than once."""
     living = None if model is None else model()
     return living is not None and living.device.type == "cuda" and living.dtype in (torch.float16, torch.bfloat16)
 

@@ -1,7 +1,7 @@
 """Changing a text that is already in the cache: tokens are dropped, what follows moves, and others are put in their place.
 
 What follows a change keeps the keys and values that it had, computed with the old text before it; only its positions are put right
-(Let the Code LLM Edit Itself When You Edit the Code, arXiv 2407.03157). The replacement itself is computed with all that stands before it.
+(Let the Code LLM Edit Itself When You Edit the Code, arXiv 2407.03157). The replacement itself is computed with all that is before it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,16 @@ import torch
 
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip import pruning
-from hf_kvcaches.equip.candidates import Candidates, first_of, in_order, joined, kept_candidates, remember
-from hf_kvcaches.equip.frames import Frames, TurningPass
+from hf_kvcaches.equip import blocks
+from hf_kvcaches.equip.entries import Entries
+from hf_kvcaches.equip.frames import keys_by_rank
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.equip.layer import EquipLayer
-
-
-@dataclass(frozen=True)
-class Insertion:
-    """Tokens on their way into the middle of the text."""
-
-    start: int
+    from hf_kvcaches.equip.rotation import RotatingPass
 
 
 def drop(layer: EquipLayer, gone: torch.Tensor, moved: int = 0, start: int = 0) -> None:
@@ -37,15 +31,14 @@ def drop(layer: EquipLayer, gone: torch.Tensor, moved: int = 0, start: int = 0) 
     Args:
         gone: True for slots to empty, (batch or 1, 1 or kv_heads, slots in use).
     """
-    found = kept_candidates(layer)
-    heads = max(gone.shape[1], found.positions.shape[1])
-    positions = found.positions.to(torch.int32).expand(-1, heads, -1)
-    before = (positions >= 0).sum(-1, keepdim=True)
+    entries = Entries.of(layer)
+    heads = max(gone.shape[1], entries.positions.shape[1])
+    positions = entries.positions.expand(-1, heads, -1)
     positions = torch.where(positions >= start, positions + moved, positions)
     positions = torch.where(gone.expand_as(positions), -1, positions)
-    layer.fed += moved
-    found = in_order(replace(found, positions=positions))
-    layer.absorb(first_of(found, int((positions >= 0).sum(-1).max())), before)
+    layer.state.advance(moved)
+    entries = replace(entries, positions=positions).in_order()
+    blocks.install(layer, entries.first(int(entries.kept().max())))
 
 
 def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) -> None:
@@ -58,7 +51,7 @@ def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) 
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < seen:
         raise ConfigError.of("positions", f"indices from 0 to {seen - 1}, among the tokens seen", positions.tolist())
     for layer in layers:
-        held = layer.kept_positions()[:, : layer.slot_positions().shape[1], : layer.used]
+        held = layer.text_positions()[:, : layer.positions.shape[1]]
         drop(layer, torch.isin(held, positions.to(held.device)))
         layer.make_final()
 
@@ -72,17 +65,18 @@ def edit(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, st
     moved = new_ids.shape[1] - (stop - start)
     _check(cache, layers, start, stop, new_ids)
     shifts = [_shift(layer, cache, index, stop, moved) for index, layer in enumerate(layers)]
-    before = [layer.snapshot() for layer in layers]
+    before = [(layer.state.clone(), layer.store.snapshot()) for layer in layers]
     try:
-        for layer, turn in zip(layers, shifts, strict=True):
-            _open(layer, start, stop, moved, turn)
+        for layer, geometry in zip(layers, shifts, strict=True):
+            _open(layer, start, stop, moved, geometry)
         if new_ids.shape[1]:
             _run(cache, model, layers, start, new_ids)
         for layer in layers:
             layer.make_final()
     except BaseException:
-        for layer, state in zip(layers, before, strict=True):
-            layer.restore(state)
+        for layer, (state, content) in zip(layers, before, strict=True):
+            layer.state = state
+            layer.store.restore(content)
         raise
 
 
@@ -94,18 +88,16 @@ def _check(cache: EquipCache, layers: list[EquipLayer], start: int, stop: int, n
         raise ConfigError.of("start, stop", f"0 <= start <= stop <= {seen}, positions among the tokens seen", (start, stop))
     if len(layers) < len(cache.layers):
         raise UnsupportedError("edit: this model has layers that keep their own window or state, and they can't be edited.")
-    if any(layer.fed != layer.seen for layer in layers):
-        raise UnsupportedError("edit: the counter of tokens seen was set forward, so positions say nothing of the text. Use a new cache.")
-    if any(layer.first is not None for layer in layers):
+    if any(layer.state.first is not None for layer in layers):
         raise UnsupportedError("edit: the rows are padded, so a position is not the same place in all of them. Edit a cache of one row.")
-    rows = layers[0].rows
+    rows = layers[0].store.shape[0]
     if new_ids.shape[0] not in (1, rows):
         raise ConfigError.of("new_ids", f"1 or {rows} rows of token ids", tuple(new_ids.shape))
 
 
 def _shift(layer: EquipLayer, cache: EquipCache, index: int, stop: int, moved: int) -> RotaryGeometry | None:
-    """The angles by which what follows has to be turned where positions are those of the text; None where nothing is."""
-    if layer.frames.turns or moved == 0 or stop >= layer.fed:
+    """The angles by which what follows has to be rotated where positions are those of the text; None where nothing is."""
+    if layer.rotation.compact or moved == 0 or stop >= layer.seen:
         return None
     geometry = RotaryGeometry.from_config(cache.config, layer_idx=index)
     if geometry.kind == "none":
@@ -119,19 +111,18 @@ def _shift(layer: EquipLayer, cache: EquipCache, index: int, stop: int, moved: i
 
 def _open(layer: EquipLayer, start: int, stop: int, moved: int, geometry: RotaryGeometry | None) -> None:
     """Drops the span, and moves what follows."""
-    held = layer.slot_positions()
+    positions = layer.positions
     if geometry is not None:
-        keys, _ = layer.held_now()
-        delta = torch.where(held >= stop, moved, 0)
-        layer.replace_keys(Frames("frames", geometry).by(delta)(keys))
-    drop(layer, (held >= start) & (held < stop), moved, stop)
-    layer.seen += moved
+        keys, values = layer.store.read(layer.state.used())
+        keys = geometry.shift(keys, torch.where(positions >= stop, moved, 0))
+        layer.store.install(keys, values, layer.state.kept_rows(), layer.state.slots)
+    drop(layer, (positions >= start) & (positions < stop), moved, stop)
 
 
 def _run(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, new_ids: torch.Tensor) -> None:
-    ids = new_ids.expand(layers[0].rows, -1)
+    ids = new_ids.expand(layers[0].store.shape[0], -1)
     for layer in layers:
-        layer.inserting = Insertion(start)
+        layer.detour = Insertion(start)
     try:
         with torch.no_grad():
             model(
@@ -142,53 +133,53 @@ def _run(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, ne
             )
     finally:
         for layer in layers:
-            layer.inserting = None
+            layer.detour = None
 
 
-def insert_block(
-    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
-) -> torch.Tensor:
-    """Attention of new tokens in the middle of the text, which then take their slots: (batch, tokens, heads, head_dim).
+@dataclass(frozen=True)
+class Insertion:
+    """Puts new tokens into the middle of the text; what follows has moved already.
 
     Args:
-        layer: Told where they begin (`inserting`); what follows has moved already.
-        query: (batch, heads, tokens, head_dim), as the model rotated them.
-        keys: (batch, kv_heads, tokens, head_dim), likewise.
-        call: What else the model said.
+        start: The position of the first one.
     """
-    assert layer.inserting is not None
-    if call.bias is not None:
-        raise UnsupportedError("edit: this model adds a bias by position to its scores, which can't be opened in the middle.")
-    start, tokens, frames = layer.inserting.start, keys.shape[2], layer.frames
-    held = layer.slot_positions()
-    earlier = (held >= 0) & (held < start)
-    place = earlier.sum(-1, keepdim=True) + torch.arange(tokens, device=keys.device)
-    placed = keys
-    if frames.geometry is not None:
-        turn = running.turn(frames.geometry, place)
-        assert turn is not None
-        query, placed = turn(query), turn(keys)
-    visible = Visibility(earlier, layer.used, None)
-    observe = layer.policy.observes != 0
-    output, observed = block_attention(
-        query,
-        torch.cat([layer.placed_keys(running), placed], 2),
-        torch.cat([layer.held_now()[1], values], 2),
-        call.scaling,
-        visible,
-        softcap=call.softcap,
-        sink_logits=call.sink_logits,
-        observers=observers(layer.window(tokens), None, tokens, keys.device) if observe else None,
-    )
-    assert output is not None
-    stored, stands = placed, place if frames.two else None
-    if frames.unrotated:
-        back = running.turn(frames.geometry, torch.zeros_like(place))  # type: ignore[arg-type]
-        assert back is not None
-        stored = back(keys)
-    positions = torch.arange(start, start + tokens, device=keys.device, dtype=torch.int32).expand(keys.shape[0], 1, -1)
-    new = Candidates(stored, values, positions, None if stands is None else stands.expand(keys.shape[0], -1, -1), None, None, None)
-    found = joined(layer, kept_candidates(layer), new)
-    remember(layer, found, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
-    pruning.lay_out(layer, in_order(found), layer.limit)
-    return output
+
+    start: int
+
+    def attend(
+        self, layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass
+    ) -> torch.Tensor:
+        """Attention over what is before them and themselves, then they take their slots: (batch, tokens, heads, head_dim)."""
+        if call.bias is not None:
+            raise UnsupportedError("edit: this model adds a bias by position to its scores, which can't be opened in the middle.")
+        start, tokens, rotation, used = self.start, keys.shape[2], layer.rotation, layer.state.used()
+        held = layer.positions
+        earlier = (held >= 0) & (held < start)
+        rank = earlier.sum(-1, keepdim=True) + torch.arange(tokens, device=keys.device)
+        ranked = keys
+        if rotation.geometry is not None:
+            to = running.rotation(rotation.geometry, rank)
+            assert to is not None
+            query, ranked = to(query), to(keys)
+        output, observed = block_attention(
+            query,
+            torch.cat([keys_by_rank(layer), ranked], 2),
+            torch.cat([layer.store.read(used)[1], values], 2),
+            call.scaling,
+            Visibility(earlier, used, None),
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
+            observers=observers(layer.window(tokens), None, tokens, keys.device) if layer.policy.observes != 0 else None,
+        )
+        assert output is not None
+        if rotation.unrotated:
+            assert rotation.geometry is not None
+            back = running.rotation(rotation.geometry, torch.zeros_like(rank))
+            assert back is not None
+            ranked = back(keys)
+        positions = torch.arange(start, start + tokens, device=keys.device, dtype=torch.int32).expand(keys.shape[0], 1, -1)
+        rotated_to = rank.expand(keys.shape[0], -1, -1) if rotation.offsets else None
+        entries = Entries(ranked, values, positions, rotated_to).behind(Entries.of(layer))
+        entries = blocks.remember(layer, entries, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
+        blocks.install(layer, blocks.pruned(layer, entries.in_order(), layer.limit))
+        return output

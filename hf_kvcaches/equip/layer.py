@@ -1,39 +1,108 @@
-"""One layer of an `EquipCache`: slots that are overwritten in place, and the attention over them."""
+"""One layer of an `EquipCache`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call, hand_out
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.passes import Passes
-from hf_kvcaches.equip import compiled, editing, pruning, steps
-from hf_kvcaches.equip.frames import Frames, TurningPass
+from hf_kvcaches.equip import blocks, graphs, steps
+from hf_kvcaches.equip.budgets import Limit, slots_for
 from hf_kvcaches.equip.inputs import part_of
-from hf_kvcaches.equip.placing import PlacedSlots
-from hf_kvcaches.equip.reconstruction import Reconstruction
+from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.rollback import Recording
+from hf_kvcaches.equip.rotation import KeyRotation, RotatingPass
 from hf_kvcaches.equip.settings import EquipSettings
+from hf_kvcaches.equip.state import SlotState
+from hf_kvcaches.equip.store import FlatStore
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
-class EquipLayer(PlacedSlots):
-    """Keeps at most a budget of tokens; a new one is written over the one that goes."""
+class Detour(Protocol):
+    """What new tokens do in place of being appended, for the passes of one operation."""
+
+    def attend(
+        self, layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass
+    ) -> torch.Tensor:
+        """The attention of the new tokens, (batch, tokens, heads, head_dim); arguments as in `EquipLayer.attend`."""
+
+
+class EquipLayer(KVLayer):
+    """Keeps at most a budget of tokens; a new one overwrites the eviction victim.
+
+    Attributes:
+        state: Which token each slot holds.
+        store: Their keys and values.
+        rotation: How keys are rotated.
+        recording: What can be taken back, while that is asked for.
+        detour: What the passes of `EquipCache.edit` and `EquipCache.compress` do; else None.
+        inputs: What the model's attention is called with in the running pass, for policies that read it.
+    """
 
     is_croppable = True
     cache_name = "EquipCache"
 
-    def __init__(self, settings: EquipSettings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
-        super().__init__(settings, frames, passes, config)
+    def __init__(
+        self, settings: EquipSettings, rotation: KeyRotation, passes: Passes[RotatingPass], config: PreTrainedConfig, store: FlatStore
+    ) -> None:
+        super().__init__()
+        self.settings, self.rotation, self.passes, self.config, self.store = settings, rotation, passes, config, store
+        self.state = self._empty_state()
         self.recording: Recording | None = None
-        self.inserting: editing.Insertion | None = None
-        self.reconstruction: Reconstruction | None = None
-        self.has_plain_ring = self.policy.order_only and self.has_buffer and not frames.unrotated
+        self.detour: Detour | None = None
+        self.inputs: Mapping[str, Any] | None = None
+
+    def _empty_state(self) -> SlotState:
+        return SlotState(deferring=self.policy.deferred > 0)
+
+    @property
+    def policy(self) -> Policy:
+        """Which tokens stay."""
+        return self.settings.policy
+
+    @property
+    def seen(self) -> int:  # type: ignore[override]
+        """Tokens fed in."""
+        return int(self.state.count())
+
+    @property
+    def kept(self) -> int:
+        return 0 if self.state.positions is None else int(self.state.kept_rows().max())
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """The positions of the tokens in the slots in use, (batch, 1 or kv_heads, slots in use)."""
+        assert self.state.positions is not None
+        return self.state.positions[..., : self.state.used()]
+
+    @property
+    def sinks_end(self) -> int | torch.Tensor:
+        """The position before which tokens are sinks."""
+        return self.settings.sinks + self.state.row_start()
+
+    @property
+    def limit(self) -> Limit:
+        """How many tokens stay of all that came."""
+        return Limit(self.state.slots, self.state.recent)
+
+    def text_positions(self) -> torch.Tensor:
+        """For each slot in use the index of its token in the text, (batch, kv_heads, slots in use)."""
+        return self.kept_positions()[..., : self.state.used()]
+
+    def kept_positions(self) -> torch.Tensor:
+        """For each slot the index of its token in the text, padding included, (batch, kv_heads, slots); -1: empty."""
+        self.state.catch_up()
+        return self.state.text_positions(self.store.shape[1])
+
+    def get_seq_length(self) -> int:
+        return self.state.count()  # type: ignore[return-value]  # a tensor in a graph
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         if torch.compiler.is_compiling():
@@ -43,8 +112,25 @@ class EquipLayer(PlacedSlots):
             return 1, self.seen  # `generate` makes this mask ahead, for a graph to come
         return super().get_mask_sizes(query_length)
 
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether `torch.compile` may take single tokens: see `graphs.py`."""
+        settings, policy = self.settings, self.policy
+        if settings.decode_budget is not None or settings.question_start is not None or self.recording is not None:
+            return False
+        rotates = self.rotation.offsets and not policy.order_only  # as many keys as the victim's position says
+        return policy.in_graphs and self.store.in_graphs and not rotates
+
+    def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Refuses keys and values that can't follow those of the layer, (batch, kv_heads, tokens, head_dim)."""
+        self.store.check(key_states, value_states)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Returns a view that takes the new tokens and attends to all.
+        """Returns a view that takes the new tokens when their queries are answered.
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), as the model rotated them.
@@ -56,82 +142,120 @@ class EquipLayer(PlacedSlots):
 
         Args:
             query: (batch, heads, tokens, head_dim), as the model rotated them.
-            keys: (batch, kv_heads, tokens, head_dim), likewise.
-            call: What else the model said.
+            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
         """
         call.check("EquipCache", sinks=True)
         if torch.compiler.is_compiling():
-            return compiled.attend(self, query, keys, values, call)
+            return graphs.attend(self, query, keys, values, call)
+        self.state.catch_up()
         tokens = keys.shape[-2]
         running = self.enter(call, tokens, keys.device)
-        if self.reconstruction is not None:
-            return self.reconstruction.attend(self, query, keys, values, call, running)
-        if self.deferring and tokens == 1 and self.fed:
+        if self.detour is not None:
+            return self.detour.attend(self, query, keys, values, call, running)
+        if self.state.deferring and tokens == 1 and self.state.seen:
             raise UnsupportedError(
                 f"policy: {self.policy.name!r} prunes in cache.compress(model), which has to be called after the context and before the "
                 "first token that follows. A context may come in several calls of more than one token each."
             )
-        if self.inserting is not None:
-            return editing.insert_block(self, query, keys, values, call, running)
-        if tokens == 1 and self.has_plain_ring and self.recording is None and self.fed:
-            turned = steps.turn_ring(self, query, keys, values, call, running)
-            if not isinstance(turned, bool):
-                self.seen += 1
-                self.wind(True)
-                return turned
-        block = self.passes.block_length(tokens, begun=bool(self.fed), recording=self.recording is not None)
-        if self.recording is not None:
-            self.recording.note(self, running, query, keys, values, call, block)
+        block = self.passes.block_length(tokens, begun=bool(self.state.seen), recording=self.recording is not None)
+        self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
         output = self.take(query, keys, values, call, running, block)
-        self.seen += tokens
-        self.wind(not block and tokens == 1 and running.valid is None)
+        graphs.prepare(self)
         return output
 
-    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: TurningPass, queries: LastQueries | None = None) -> None:
+    def enter(self, call: Call, tokens: int, device: torch.device) -> RotatingPass:
+        """The pass that new tokens belong to."""
+        state = self.state
+        real_before = state.seen if state.first is None else (state.seen - state.first)[:, None]
+        return self.passes.enter(call, state.seen, tokens, device, real_before)
+
+    def take(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass, block: int
+    ) -> torch.Tensor:
+        """Takes new tokens: the first `block` of them together, the others one by one."""
+        outputs = []
+        for start, stop, limit in self._spans(running, block):
+            part, span = running.part(start, stop), slice(start, stop)
+            inputs, self.inputs = self.inputs, part_of(self.inputs, start, stop)
+            if self.recording is not None:
+                self.recording.note_block(self, stop - start)
+            outputs.append(blocks.take_block(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, part, limit))
+            self.inputs = inputs
+        self.inputs = None
+        for index in range(block, keys.shape[-2]):
+            part, span = running.part(index, index + 1), slice(index, index + 1)
+            if self.policy.queries:
+                self.state.scaling = call.scaling
+                self.state.note_queries(LastQueries(query[:, :, span], call.scaling), part.valid, self.policy.queries)
+            outputs.append(steps.step(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, part))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+    def _spans(self, running: RotatingPass, block: int) -> list[tuple[int, int, Limit]]:
+        """The blocks of new tokens with what each is pruned to: a first prompt's question is one of its own."""
+        if not block:
+            return []
+        if self.state.seen:
+            return [(0, block, self.limit)]
+        ends = sorted({0, self.settings.question_in(block), block})
+        first = self.resolve(running, ends[1])
+        return [(start, stop, self.limit if start else first) for start, stop in pairwise(ends)]
+
+    def adopt(self, keys: torch.Tensor, values: torch.Tensor, running: RotatingPass, queries: LastQueries | None = None) -> None:
         """Takes over a prompt's keys and values and prunes them, as after a prefill.
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             queries: The prompt's last ones, as many as the policy observes, or more.
         """
-        observed = pruning.observed_by(self, queries, keys, running)
-        limit = self.resolve(running, running.tokens)
-        pruning.prune_block(self, keys, values, running, limit, observed, queries)
-        self.seen = running.tokens
-        self.wind(False)
+        observed = blocks.observed_by(self, queries, keys, running)
+        blocks.prune_block(self, keys, values, running, self.resolve(running, running.tokens), observed, queries)
+        graphs.prepare(self)
 
-    def enter(self, call: Call, tokens: int, device: torch.device) -> TurningPass:
-        """The pass that new tokens belong to."""
-        counted = self.fed if self.first is None else (self.fed - self.first)[:, None]
-        real_before = counted if self.fed == self.seen else None  # a text that was edited is counted anew
-        return self.passes.enter(call, self.seen, tokens, device, real_before)
+    def resolve(self, running: RotatingPass, tokens: int) -> Limit:
+        """Decides on the number of slots when the first tokens are there; returns what these are pruned to."""
+        prompt = tokens if running.valid is None else int(running.valid[:, :tokens].sum(-1).max())
+        if self.state.deferring:
+            self.state.recent = self.settings.recent or 1
+            return self.limit
+        limit = self.settings.limit_of(prompt)
+        self.take_limits(limit, prompt)
+        return limit
 
-    def take(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass, block: int
-    ) -> torch.Tensor:
-        """`attend` without its bookkeeping."""
-        tokens, outputs = keys.shape[-2], []
-        self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
-        if block:
-            parts, limit = [0, block], self.limit
-            if not self.fed:
-                question = self.settings.question_in(block)
-                parts, limit = sorted({0, question, block}), self.resolve(running, question)
-            inputs = self.inputs
-            for start, stop in pairwise(parts):
-                self.inputs = part_of(inputs, start, stop)
-                own, span = running.part(start, stop), slice(start, stop)
-                outputs.append(pruning.take_block(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, own, limit))
-                limit = self.limit
-            self.inputs = None
-        for index in range(block, tokens):
-            own, span = running.part(index, index + 1), slice(index, index + 1)
-            self.note_queries(LastQueries(query[:, :, span], call.scaling), own.valid)
-            slot = steps.insert(self, keys[:, :, span], values[:, :, span], own)
-            output, weights = steps.attend(self, query[:, :, span], call, own)
-            steps.observe(self, weights, slot, own, call.module)
-            outputs.append(output)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    def take_limits(self, limit: Limit, prompt: int) -> None:
+        """Sets how many slots there are from now on.
+
+        Args:
+            limit: What the prompt is pruned to.
+            prompt: Its tokens, in the longest row.
+        """
+        decode, recent = self.settings.decode_budget, self.settings.recent
+        slots = limit.slots if decode is None else slots_for(decode, prompt)
+        if slots < limit.slots:
+            raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
+        self.state.slots, self.state.deferring = slots, False
+        self.state.recent = self.policy.recent(slots, self.settings.sinks) if recent is None else recent
+
+    def window(self, tokens: int) -> int | None:
+        """How many of a block's last queries the policy observes."""
+        window = self.policy.observes
+        return None if window is None or (self.state.used() and tokens < window) else window
+
+    def reserve_for_step(self) -> None:
+        """Makes room for one more token a row; in a compiled graph for all."""
+        state = self.state
+        used = state.slots if torch.compiler.is_compiling() else (state.seen if state.filled is None else state.filled) + 1
+        self.store.reserve(min(state.slots, used), state.slots)
+        state.reserve(self.store.capacity)
+
+    def own(self, needs_graph: bool) -> None:
+        """Makes sure that tensors may be written in place: not where an autograd graph or inference mode holds on to them."""
+        outside = not torch.is_inference_mode_enabled()
+
+        def owned(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.clone() if needs_graph or (outside and tensor.is_inference()) else tensor
+
+        self.state.map(owned)
+        self.store.own(owned, needs_graph)
 
     def activate_past_recording(self) -> None:
         """From now on tokens can be taken back with `crop`, up to the last crop. Several tokens at once count as so many steps."""
@@ -139,54 +263,84 @@ class EquipLayer(PlacedSlots):
             self.recording = Recording()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last tokens back: slots, scores and the ring are as if they had never come.
+        """Takes the last tokens back: slots and scores are as if they had never come.
 
         Args:
             tokens_to_remove: Minus the number of tokens, as in transformers. 0 only makes final what came.
         """
-        tokens = -int(tokens_to_remove)
+        tokens, state = -int(tokens_to_remove), self.state
         if not 0 <= tokens <= self.seen:
             raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
-        recorded = 0 if self.recording is None else self.recording.tokens
-        if self.recording is not None and (tokens <= recorded or not self._is_whole_ring):
+        state.catch_up()
+        whole = self.policy.order_only and state.filled == state.seen and state.first is None
+        if self.recording is not None and (self.recording.covers(tokens) or not whole):
             self.recording.take_back(self, tokens)
-        elif tokens:
-            self._truncate(tokens)
-            self.write_down()
-
-    @property
-    def _is_whole_ring(self) -> bool:
-        """Whether every token that came is still here, in order, and nothing else is remembered of it."""
-        return self.is_ring and self.fed == self.filled and self.first is None
-
-    def _truncate(self, tokens: int) -> None:
-        if not self._is_whole_ring:
+        elif tokens and not whole:
             raise UnsupportedError(
                 "crop: tokens were pruned or scored, so EquipCache can take back only what it has recorded. "
                 "Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
             )
-        if self.recording is not None:
-            self.recording.clear()
-        self.filled -= tokens
-        self.fed -= tokens
-        self.seen -= tokens
-
-    def reset(self) -> None:
-        super().reset()
-        self.deferring = self.policy.deferred > 0
-        if self.recording is not None:
-            self.recording.clear()
-
-    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super()._map_rows(function)
-        self.forget_recording()
+        elif tokens:
+            blocks.forget_last(self, tokens)
+        self.make_final()
 
     def make_final(self) -> None:
-        """Ends a change that came from outside of a forward pass."""
-        self.forget_recording()
-        self.write_down()
-
-    def forget_recording(self) -> None:
-        """Makes final what came."""
+        """Ends a change that came from outside of a forward pass: what came before can't be taken back any more."""
         if self.recording is not None:
             self.recording.clear()
+        self.store.trim(None if self.state.positions is None else self.state.kept_rows())
+        graphs.prepare(self)
+
+    def owned_tensors(self) -> dict[str, torch.Tensor]:
+        return self.store.tensors() | self.state.tensors()
+
+    def reset(self) -> None:
+        self.state = self._empty_state()
+        self.store.clear()
+        self.is_initialized = False
+        if self.recording is not None:
+            self.recording.clear()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        # Lists and slices too, as with transformers' own layers.
+        self._map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
+
+    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.state.catch_up()
+        self.store.map_rows(function)
+        self.state.map(function, rows=True)
+        if self.state.positions is not None:
+            self.state.filled = self.state.common(self.state.kept_rows())
+        self.make_final()
+
+    def offload(self) -> None:
+        self._move("cpu")
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._move(self.device)
+
+    def _move(self, device: torch.device | str) -> None:
+        for part in (self.state, self.store):
+            part.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        self.state.catch_up()
+        tensors, counters = self.state.export()
+        return tensors | self.store.export(), counters
+
+    def import_state(self, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+        self.reset()
+        names = [name for name in tensors if name in self.store.exported]
+        self.state = SlotState.imported({name: tensor for name, tensor in tensors.items() if name not in names}, values)
+        if names:
+            kept = None if self.state.positions is None else self.state.kept_rows()
+            self.store.take({name: tensors[name] for name in names}, kept)
+            self.lazy_initialization(tensors["keys"], tensors["values"])
+        graphs.prepare(self)

@@ -76,15 +76,14 @@ class PagePool:
         if None not in (*self._heads, *other) and self._heads != other:
             raise ConfigError.of("pool", f"one made for {other[0]} key heads of size {other[1]}", self, "Make a pool with this model.")
 
-    def prepare(self, keys: torch.Tensor, values: torch.Tensor, swapped: int | None = None) -> None:
+    def prepare(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Makes the stores if there are none, and refuses tokens that don't fit into them.
 
         Args:
             keys: (batch, kv_heads, tokens, head_dim).
             values: (batch, kv_heads, tokens, value_dim).
-            swapped: The size of what is kept beside each key, or None for nothing.
         """
-        wanted = {"keys": keys.shape[-1], "values": values.shape[-1]} | ({} if swapped is None else {"swapped": swapped})
+        wanted = {"keys": keys.shape[-1], "values": values.shape[-1]}
         with self._lock:
             held = self.stores.get("keys")
             dtype, device = self.dtype or keys.dtype, _indexed(self.device or keys.device)

@@ -9,13 +9,14 @@ import torch
 from torch.nn import functional
 
 from hf_kvcaches.core.blocks import Visibility, block_attention
-from hf_kvcaches.equip.candidates import block_places
-from hf_kvcaches.equip.frames import TurningPass
+from hf_kvcaches.equip.blocks import block_index
+from hf_kvcaches.equip.frames import keys_for_queries
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.equip.layer import EquipLayer
+    from hf_kvcaches.equip.rotation import RotatingPass
 
 
 class Reconstruction:
@@ -30,24 +31,24 @@ class Reconstruction:
 
     def __init__(self, layer: EquipLayer) -> None:
         self.span = (0, 0)
-        self.received = torch.zeros(layer.rows, layer.kv_heads, layer.used, device=layer.held_on)
+        self.received = torch.zeros(*layer.store.shape, layer.state.used(), device=layer.positions.device)
 
     def attend(
-        self, layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
+        self, layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass
     ) -> torch.Tensor:
         """Attention of repeated tokens over the context and each other, (batch, tokens, heads, head_dim)."""
-        geometry = layer.frames.geometry
-        turn = None if geometry is None else running.turn(geometry, block_places(layer, running))
-        if turn is not None:
-            query, keys = turn(query), turn(keys)
-        held = layer.near_keys(running)
-        positions = layer.slot_positions()[:, :1]  # nothing is pruned yet: all heads hold the same tokens
+        geometry = layer.rotation.geometry
+        to = None if geometry is None else running.rotation(geometry, block_index(layer, running))
+        if to is not None:
+            query, keys = to(query), to(keys)
+        held, held_values = keys_for_queries(layer), layer.store.read(layer.state.used())[1]
+        positions = layer.positions[:, :1]  # nothing is pruned yet: all heads hold the same tokens
         inside = (positions >= self.span[0]) & (positions < self.span[1])
         columns = inside.any(0).any(0).nonzero()[:, 0]
         self._observe(inside, columns, query, held[:, :, columns], call, running.valid)
         kept = int(columns[-1]) + 1 if columns.numel() else 0
         visible = Visibility((positions[..., :kept] >= 0) & (positions[..., :kept] < self.span[1]), kept, running.valid)
-        keys, values = (torch.cat([past[:, :, :kept], new], 2) for past, new in ((held, keys), (layer.held_now()[1], values)))
+        keys, values = (torch.cat([past[:, :, :kept], new], 2) for past, new in ((held, keys), (held_values, values)))
         if call.softcap is None and call.bias is None and call.sink_logits is None:
             mask, group = visible.rows(0, query.shape[2], keys.device), query.shape[1] // keys.shape[1]
             keys, values = (states.repeat_interleave(group, 1) for states in (keys, values))
@@ -96,7 +97,7 @@ def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: to
     passes = [Reconstruction(layer) for layer in layers]
     try:
         for layer, reconstruction in zip(layers, passes, strict=True):
-            layer.reconstruction = reconstruction
+            layer.detour = reconstruction
         for start, part, new in zip(range(0, ids.shape[1], chunk), ids.split(chunk, 1), real.split(chunk, 1), strict=True):
             for reconstruction in passes:
                 reconstruction.span = (start, start + part.shape[1])
@@ -115,7 +116,7 @@ def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: to
         return [reconstruction.received for reconstruction in passes]
     finally:
         for layer in layers:
-            layer.reconstruction = None
+            layer.detour = None
         for index, layer in others.items():
             cache.layers[index] = layer
 
@@ -123,7 +124,8 @@ def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: to
 def real_tokens(layer: EquipLayer, ids: torch.Tensor) -> torch.Tensor:
     """True where a token of a context is no padding, (rows, tokens)."""
     real = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
-    if layer.padding is not None:
-        width = min(layer.padding.shape[1], ids.shape[1])
-        real[:, :width] = layer.padding[:, :width].to(ids.device)
+    padding = layer.state.padding
+    if padding is not None:
+        width = min(padding.shape[1], ids.shape[1])
+        real[:, :width] = padding[:, :width].to(ids.device)
     return real

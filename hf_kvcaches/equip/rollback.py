@@ -3,78 +3,103 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from hf_kvcaches.equip.frames import TurningPass
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
+    from hf_kvcaches.equip.state import SlotState
+
+
+@dataclass
+class Undo:
+    """What a step or a block changed.
+
+    Args:
+        tokens: How many it took.
+        state: As it was before.
+        slot: The slot that a step overwrote, (batch, 1 or kv_heads, 1), with the keys and values in it; None for all of them.
+        states: These, or a snapshot of the store.
+    """
+
+    tokens: int
+    state: SlotState
+    slot: torch.Tensor | None
+    states: Any
+
+    def apply(self, layer: EquipLayer) -> None:
+        """Puts a layer back."""
+        if self.slot is None:
+            layer.store.restore(self.states)
+        else:
+            layer.store.write(self.slot, *self.states)
+        layer.state = self.state
+        layer.state.reserve(layer.store.capacity)
 
 
 class Recording:
-    """What came since the last crop, and the layer as it was before.
-
-    What was overwritten can't be worked out backwards (scores are sums, far keys were turned), so the layer is put back as it was
-    and takes what stays once more: the same operations on the same numbers, bit for bit what it would be had the drafts never come.
-    """
+    """What came since the last crop, as a list of changes to undo."""
 
     def __init__(self) -> None:
-        self._before: dict[str, Any] | None = None
-        self._calls: list[tuple[TurningPass, torch.Tensor, torch.Tensor, torch.Tensor, Call, int]] = []
+        self._undos: list[Undo] = []
+        self._before: SlotState | None = None
 
     @property
     def tokens(self) -> int:
         """How many can be taken back."""
-        return sum(running.tokens for running, *_ in self._calls)
+        return sum(undo.tokens for undo in self._undos)
 
-    def note(
-        self, layer: EquipLayer, running: TurningPass, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, block: int
-    ) -> None:
-        """Remembers a call before the layer takes it."""
-        if self._before is None:
-            self._before = layer.snapshot()
-        self._calls.append((running, query, keys, values, call, block))
+    def begin(self, layer: EquipLayer) -> None:
+        """Notes the state before a step."""
+        self._before = layer.state.clone()
 
-    def take_back(self, layer: EquipLayer, tokens: int) -> None:
-        """Undoes the last tokens, and forgets how to undo those before them.
+    def note_slot(self, layer: EquipLayer, slot: torch.Tensor, *, rotates: bool) -> None:
+        """Notes what a step is going to overwrite.
 
         Args:
-            tokens: How many; 0 only forgets.
+            rotates: Whether it rotates other keys too.
         """
-        before, calls, stay = self._before, self._calls, self.tokens - tokens
-        if stay < 0:
+        assert self._before is not None
+        states = layer.store.snapshot() if rotates else layer.store.at(slot)
+        self._undos.append(Undo(1, self._before, None if rotates else slot, states))
+
+    def note_block(self, layer: EquipLayer, tokens: int) -> None:
+        """Notes everything before a block."""
+        self._undos.append(Undo(tokens, layer.state.clone(), None, layer.store.snapshot()))
+
+    def covers(self, tokens: int) -> bool:
+        """Whether the last tokens are whole entries of the list: steps, or a block with all of its tokens."""
+        return tokens in {0, *accumulate(undo.tokens for undo in reversed(self._undos))}
+
+    def take_back(self, layer: EquipLayer, tokens: int) -> None:
+        """Undoes the last tokens.
+
+        Args:
+            tokens: How many.
+        """
+        if not self.covers(tokens):
             raise UnsupportedError(
                 f"crop: {tokens} tokens are to be taken back, and EquipCache remembers {self.tokens}: those since the last crop. "
                 "Call activate_past_recording() before the tokens that may be taken back, or build the cache anew from the shorter text."
             )
-        self.clear()
-        if not tokens or before is None:
-            return
-        seen = layer.seen - tokens
-        layer.restore(before)
-        for running, query, keys, values, call, block in calls:
-            count = min(stay, running.tokens)
-            if count:
-                span = slice(0, count)
-                layer.take(query[:, :, span], keys[:, :, span], values[:, :, span], call, running.part(0, count), min(block, count))
-            stay -= count
-        layer.seen = seen
+        while tokens:
+            undo = self._undos.pop()
+            undo.apply(layer)
+            tokens -= undo.tokens
 
     def clear(self) -> None:
         """Forgets everything; what comes is recorded anew."""
-        self._before, self._calls = None, []
+        self._undos = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
-        copied = Recording()
-        copied._calls = list(self._calls)  # whose tensors nobody writes to, as a layer does to those that it is given back
-        if self._before is not None:
-            copied._before = {
-                name: value.clone() if isinstance(value, torch.Tensor) else copy.copy(value) for name, value in self._before.items()
-            }
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self)()
+        # What a snapshot holds may be written to once it is restored.
+        copied._undos = [copy.deepcopy(undo, memo) for undo in self._undos]
         return copied
 
     def __reduce__(self) -> tuple[type[Recording], tuple[()]]:

@@ -1,74 +1,51 @@
-"""Whose the slots are, and what each is worth."""
+"""Which token each slot holds, and what it is worth."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
-from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.adopting import LastQueries
-from hf_kvcaches.core.passes import Passes
-from hf_kvcaches.equip.budgets import Limit, slots_for
-from hf_kvcaches.equip.compiled import ClockedStorage
-from hf_kvcaches.equip.frames import Frames, TurningPass
-from hf_kvcaches.equip.policies import Policy
-from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.tokens import order_of
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ArtifactError
 
-UNKNOWN = -2
+# What a slot that is added holds, by field.
+_EMPTY: dict[str, float] = {"positions": -1, "ranks": 0, "scores": 0.0, "attention": 0.0, "gathering": 0.0}
+_COUNTERS = ("seen", "slots", "recent", "filled", "scaling", "deferring")
+_SHARED = ("clock",)
 
 
-class SlotState(ClockedStorage):
-    """Keeps at most a budget of tokens; a new one is written over the one that goes.
+@dataclass
+class SlotState:
+    """The tokens of one layer, slot by slot. Slots are in no order, but the first ones hold the sinks, in order.
 
-    Slots are in no order. `positions` says whose they are: a token's index among those fed in, counted so that the newest has the same
-    in all rows (padding, wherever it was, lies before a row's `first`); -1 is an empty slot. While the oldest token goes and all rows
-    agree, slots are a ring, and there is nothing to be said about them (`positions` is None).
+    A token's position is its index among the tokens seen, counted so that the newest has the same in all rows: padding, wherever it was,
+    lies before a row's `first`.
 
-    Attributes:
-        fed: Tokens that came, padding included. `seen` is what the model is told and may be set forward.
-        filled: Slots in use where all rows agree; they are the first ones. `kept_rows` has the numbers otherwise.
-        offset: How far the near frame is ahead of the far one; `offset_rows` where rows differ.
-        cursor: The ring's oldest slot.
-        oldest_recent: Where a policy scores and all slots are in use, the newest tokens mostly have a ring of their own behind all others:
-            its oldest slot. -1 where they have none, `UNKNOWN` where nobody looked.
+    Args:
+        positions: (batch, 1 or kv_heads, slots), int32; -1: empty.
+        ranks: The slots in order of position, counted from 0, likewise; only where keys are rotated to them for each query.
+        scores: What the policy said, (batch, 1 or kv_heads, slots); None where the oldest token goes, or `attention` is the score.
+        attention: What the observed queries gave to each slot, (batch, kv_heads, slots), float32.
+        gathering: The same of the observation window that is not yet complete.
+        gathered: How many queries are in `gathering`, (batch, 1, 1).
         queries: The last ones, as many as the policy has to see, (batch, heads, queries, head_dim), the newest at the end.
+        first: The position of each row's first real token, (batch,); None where no row is padded.
+        padding: True where a token was real, (batch, tokens seen up to the last padding).
+        clock: `seen` as a tensor, for compiled graphs, which take a number in Python for a constant.
+        seen: Tokens fed in, padding included.
+        slots: How many there may be.
+        recent: How many of the newest tokens are protected.
+        filled: Slots in use where all rows and heads agree: the first ones. None where they differ.
+        scaling: What the model's attention multiplies scores with.
         deferring: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
-        gathered: Queries in `gathering`, the attention of the observation window that is not yet complete, (batch, 1, 1).
+        stale: Whether a compiled graph has moved `clock` since `seen` and `filled` were read from it.
     """
 
-    row_tensors = (
-        "keys",
-        "values",
-        "swapped",
-        "positions",
-        "ranks",
-        "scores",
-        "attention",
-        "gathering",
-        "gathered",
-        "queries",
-        "first",
-        "kept_rows",
-        "offset_rows",
-        "padding",
-    )
-    counters: ClassVar[tuple[str, ...]] = (
-        "seen",
-        "fed",
-        "slots",
-        "recent",
-        "filled",
-        "offset",
-        "cursor",
-        "oldest_recent",
-        "scaling",
-        "deferring",
-    )
-    swapped: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     ranks: torch.Tensor | None = None
     scores: torch.Tensor | None = None
@@ -78,330 +55,179 @@ class SlotState(ClockedStorage):
     queries: torch.Tensor | None = None
     first: torch.Tensor | None = None
     padding: torch.Tensor | None = None
-    inputs: Mapping[str, Any] | None = None
-    """What the model's attention is called with in the pass that goes on, for policies that read it."""
+    clock: torch.Tensor | None = None
+    seen: int = 0
+    slots: int = 0
+    recent: int = 0
+    filled: int | None = 0
+    scaling: float = 1.0
+    deferring: bool = False
+    stale: bool = False
 
-    def __init__(self, settings: EquipSettings, frames: Frames, passes: Passes[TurningPass], config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.settings, self.frames, self.passes, self.config = settings, frames, passes, config
-        self.backend = settings.backend
-        self.fed = self.slots = self.recent = self.filled = self.offset = self.cursor = 0
-        self.oldest_recent = UNKNOWN
-        self.scaling = 1.0
-        self.deferring = self.policy.deferred > 0
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name."""
+        return {field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)}
 
-    @property
-    def policy(self) -> Policy:
-        """Who goes."""
-        return self.settings.policy
+    def clone(self) -> Self:
+        """A copy that shares no tensor."""
+        return replace(self, **{name: tensor.clone() for name, tensor in self.tensors().items()})
 
-    @property
-    def kept(self) -> int:
-        return self.filled if self.kept_rows is None else int(self.kept_rows.max())
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor], *, rows: bool = False) -> None:
+        """Replaces tensors.
 
-    @property
-    def near(self) -> int:
-        """How many of the newest tokens stand in the near frame: those that can't go, and the new one."""
-        # Where the oldest goes, all but the sinks are the newest.
-        return max(1, self.slots - self.settings.sinks if self.policy.order_only else self.recent)
+        Args:
+            rows: Leave out what does not belong to rows.
+        """
+        for name, tensor in self.tensors().items():
+            if not (rows and name in _SHARED):
+                setattr(self, name, function(tensor))
 
-    @property
-    def near_start(self) -> int:
-        """The position from which on tokens stand in the near frame."""
-        return self.fed - self.near
+    def reserve(self, capacity: int) -> None:
+        """Makes room for a number of slots."""
+        for name, fill in _EMPTY.items():
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.shape[-1] < capacity:
+                setattr(self, name, torch.nn.functional.pad(tensor, (0, capacity - tensor.shape[-1]), value=fill))
 
-    @property
-    def sinks_end(self) -> int | torch.Tensor:
-        """The position before which tokens are sinks."""
-        return self.settings.sinks if self.first is None else (self.first + self.settings.sinks)[:, None, None]
+    def count(self) -> int | torch.Tensor:
+        """Tokens seen: a tensor in a compiled graph."""
+        if torch.compiler.is_compiling() and self.clock is not None:
+            return self.clock
+        return int(self.clock) if self.stale and self.clock is not None else self.seen
 
-    def slot_positions(self) -> torch.Tensor:
-        """Whose the slots are, (batch, 1 or kv_heads, slots in use)."""
-        if self.positions is not None:
-            return self.positions[..., : self.used]
-        ranks = self.ring_ranks(self.held_on)
-        start: int | torch.Tensor = 0 if self.first is None else self.first[:, None, None]
-        # The newest is at fed - 1 and the ring has no gaps; nor have the sinks.
-        held = torch.where(ranks < self.settings.sinks, ranks + start, ranks + self.fed - self.filled)
-        return held.expand(self.rows, 1, -1)
+    def catch_up(self) -> None:
+        """Reads the counters anew after compiled steps."""
+        if self.stale:
+            assert self.clock is not None
+            self.seen, self.stale = int(self.clock), False
+            self.filled = self.common(self.kept_rows())
 
-    def ring_ranks(self, device: torch.device) -> torch.Tensor:
-        """Where each slot of the ring stands among those in use, (1, 1, slots in use)."""
-        slot, sinks = torch.arange(self.filled, device=device), self.settings.sinks
-        if self.filled == self.slots:
-            # The oldest of the ring is at the cursor.
-            slot = torch.where(slot < sinks, slot, sinks + (slot - self.cursor) % (self.slots - sinks))
-        return slot[None, None]
+    def advance(self, tokens: int) -> None:
+        """Counts new tokens, or negative ones that are taken back."""
+        if self.clock is not None:
+            self.clock.add_(tokens)
+        if torch.compiler.is_compiling():
+            self.stale = True
+        else:
+            self.seen += tokens
 
-    @property
-    def is_ring(self) -> bool:
-        """Whether slots are taken in turn, the same in all rows."""
-        return self.policy.order_only and self.positions is None
+    def kept_rows(self) -> torch.Tensor:
+        """How many tokens are kept, (batch, 1 or kv_heads, 1)."""
+        assert self.positions is not None
+        return (self.positions >= 0).sum(-1, keepdim=True)
 
-    def find_recents(self) -> None:
-        """Looks whether the newest tokens stand in order in the last slots, and no sink but in the first ones, in all rows and heads."""
-        self.oldest_recent = -1
-        held, start, sinks = self.positions, self.slots - self.near, self.settings.sinks
-        if held is None or self.filled < self.slots or self.kept_rows is not None or self.offset_rows is not None:
-            return
-        # A policy of one's own may choose in another way.
-        if type(self.policy).victim is not Policy.victim or self.policy.order_only or self.frames.unrotated:
-            return
-        newest = torch.arange(self.fed - self.near, self.fed, device=held.device)
-        protected = held < self.sinks_end
-        if bool((held[..., start:] == newest).all() & protected[..., :sinks].all() & ~protected[..., sinks:].any()):
-            self.oldest_recent = start
+    def kept(self) -> int | torch.Tensor:
+        """How many tokens are kept: a number where all rows and heads agree and no graph is compiled, else `kept_rows`."""
+        return self.kept_rows() if self.filled is None or torch.compiler.is_compiling() else self.filled
 
-    @property
-    def compact(self) -> bool:
-        """Whether positions are counted within the cache."""
-        return self.frames.turns
+    @staticmethod
+    def common(numbers: torch.Tensor) -> int | None:
+        """The number that all entries are, or None."""
+        low, high = numbers.aminmax()
+        return int(low) if bool(low == high) else None
 
-    @property
+    def has_room(self) -> bool:
+        """Whether an empty slot is known to take the next token everywhere."""
+        return not torch.compiler.is_compiling() and self.filled is not None and self.filled < self.slots
+
+    def fill_one(self) -> None:
+        """Counts a token that each row has got; a compiled graph leaves that to `catch_up`."""
+        if not torch.compiler.is_compiling() and self.filled is not None:
+            self.filled = min(self.filled + 1, self.slots)
+
     def used(self) -> int:
         """How many slots, from the first on, may hold a token."""
-        return self.filled if self.kept_rows is None else self.capacity
+        if self.positions is None:
+            return 0
+        return self.positions.shape[-1] if self.filled is None or torch.compiler.is_compiling() else self.filled
 
     def holding(self) -> torch.Tensor | None:
         """True for slots in use that hold a token, (batch, 1 or kv_heads, slots in use), or None where all do."""
-        return None if self.kept_rows is None or self.positions is None else self.positions >= 0
+        whole = self.filled is not None and not torch.compiler.is_compiling()
+        return None if whole or self.positions is None else self.positions >= 0
 
-    @property
-    def kept_count(self) -> int | torch.Tensor:
-        """How many tokens are kept: a number, or (batch, 1 or kv_heads, 1)."""
-        return self.filled if self.kept_rows is None else self.kept_rows
+    def row_tokens(self) -> int | torch.Tensor:
+        """How many real tokens each row has seen: a number, or (batch, 1, 1)."""
+        return self.count() if self.first is None else self.count() - self.first[:, None, None]
 
-    @property
-    def place(self) -> int | torch.Tensor:
-        """Where the newest token stands within the cache."""
-        return self.kept_count - 1
+    def row_start(self) -> int | torch.Tensor:
+        """The position of each row's first token: 0, or (batch, 1, 1)."""
+        return 0 if self.first is None else self.first[:, None, None]
 
-    @property
-    def frame_offset(self) -> int | torch.Tensor:
-        """How far the near frame is ahead of the far one: a number, or (batch, 1 or kv_heads, 1)."""
-        return self.offset if self.offset_rows is None else self.offset_rows
+    def find_ranks(self) -> torch.Tensor:
+        """The slots in use in order of position, counted from 0; empty ones last. (batch, 1 or kv_heads, slots in use)."""
+        assert self.positions is not None
+        return order_of(self.positions[..., : self.used()]).argsort(-1)
 
-    def kept_positions(self) -> torch.Tensor:
-        """For each slot the index of its token among all tokens seen, (batch, kv_heads, slots); -1: empty."""
-        if not self.rows:
-            return torch.empty(0, 0, 0, dtype=torch.long)
-        held = self.slot_positions().long()
-        held = torch.nn.functional.pad(held[..., : self.used], (0, self.slots - self.used), value=-1)
-        if self.first is not None and self.padding is not None:
-            held = self._beside_padding(held)
-        return held.expand(-1, self.kv_heads, -1)
-
-    def _beside_padding(self, held: torch.Tensor) -> torch.Tensor:
-        """Positions as indices into the padded text."""
-        assert self.first is not None
-        assert self.padding is not None
-        width = self.padding.shape[1]
-        real = held - self.first[:, None, None]
-        # Real tokens of the padded part first, in order; what came later follows without a gap.
-        places = torch.argsort((~self.padding).to(torch.int8), dim=-1, stable=True)
-        count = self.padding.sum(-1)[:, None, None]
-        inside = torch.take_along_dim(places[:, None], real.clamp(0, width - 1), -1)
-        return torch.where(held < 0, -1, torch.where(real < count, inside, width + real - count))
-
-    def resolve(self, running: TurningPass, tokens: int) -> Limit:
-        """Decides on the number of slots, when the first tokens are there; returns what these are pruned to."""
-        valid = running.valid
-        prompt = tokens if valid is None else int(valid[:, :tokens].sum(-1).max())
-        if self.deferring:
-            self.recent = self.settings.recent or 1
-            return self.limit
-        limit = self.settings.limit_of(prompt)
-        self.take_limits(limit, prompt)
-        return limit
-
-    def take_limits(self, limit: Limit, prompt: int) -> None:
-        """Sets how many slots there are from now on.
+    def pass_over(self, valid: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Counts the padding among new tokens to what lies before a row's first token; returns their positions, -1 for padding.
 
         Args:
-            limit: What the prompt is pruned to.
-            prompt: Its tokens, in the longest row.
+            valid: True where a token is real, (batch, tokens).
+
+        Returns:
+            (batch, 1, tokens).
         """
-        decode, wanted = self.settings.decode_budget, self.settings.recent
-        self.slots = limit.slots if decode is None else slots_for(decode, prompt)
-        if self.slots < limit.slots:
-            raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", self.slots)
-        self.recent = self.policy.recent(self.slots, self.settings.sinks) if wanted is None else wanted
-        self.deferring = False
-
-    @property
-    def limit(self) -> Limit:
-        """What is kept of all that came."""
-        return Limit(self.slots, self.recent)
-
-    def window(self, tokens: int) -> int | None:
-        """How many of a block's last queries the policy observes."""
-        wanted = self.policy.observes
-        return None if wanted is None or (self.used and tokens < wanted) else wanted
-
-    def pass_over(self, valid: torch.Tensor | None, tokens: int) -> torch.Tensor:
-        """The positions of new tokens, (batch or 1, 1, tokens), -1 for padding, which is counted to what lies before a row's first token.
-
-        Args:
-            valid: True where a token is real, (batch, tokens), or None for all.
-        """
-        if valid is None:
-            assert self.is_initialized
-            return torch.arange(self.fed, self.fed + tokens, device=self.device)[None, None]
-        if self.rows:
-            self.leave_ring()
         real = valid.sum(-1)
         pads = tokens - real
         if self.positions is not None:
             self.positions = torch.where(self.positions < 0, -1, self.positions + pads[:, None, None].to(self.positions.dtype))
         self.first = pads if self.first is None else self.first + pads
         before = valid.new_ones(valid.shape[0], 0) if self.padding is None else self.padding
-        before = torch.nn.functional.pad(before, (0, self.fed - before.shape[1]), value=True)
+        before = torch.nn.functional.pad(before, (0, self.seen - before.shape[1]), value=True)
         self.padding = torch.cat([before, valid], 1)
-        places = self.fed + tokens - real[:, None] + valid.cumsum(-1) - 1
-        return torch.where(valid, places, -1)[:, None]
+        positions = self.seen + tokens - real[:, None] + valid.cumsum(-1) - 1
+        return torch.where(valid, positions, -1)[:, None]
 
-    def leave_ring(self) -> None:
-        """Writes down whose the slots are."""
-        if self.positions is None and self.rows:
-            held = self.slot_positions().to(torch.int32)
-            self.positions = torch.nn.functional.pad(held, (0, self.capacity - held.shape[-1]), value=-1).contiguous()
-            if self.frames.unrotated:
-                ranks = self.ring_ranks(self.held_on).to(torch.int32).expand(self.rows, 1, -1)
-                self.ranks = torch.nn.functional.pad(ranks, (0, self.capacity - ranks.shape[-1])).contiguous()
+    def text_positions(self, kv_heads: int) -> torch.Tensor:
+        """For each slot the index of its token in the text as it was fed in, padding included, (batch, kv_heads, slots); -1: empty."""
+        if self.positions is None:
+            return torch.empty(0, 0, 0, dtype=torch.long)
+        held = self.positions.long()[..., : self.slots]
+        held = torch.nn.functional.pad(held, (0, self.slots - held.shape[-1]), value=-1)
+        if self.first is not None and self.padding is not None:
+            width, real = self.padding.shape[1], held - self.first[:, None, None]
+            # Real tokens of the padded part first, in order; what came later follows without a gap.
+            places = torch.argsort((~self.padding).to(torch.int8), dim=-1, stable=True)
+            count = self.padding.sum(-1)[:, None, None]
+            inside = torch.take_along_dim(places[:, None], real.clamp(0, width - 1), -1)
+            held = torch.where(held < 0, -1, torch.where(real < count, inside, width + real - count))
+        return held.expand(-1, kv_heads, -1)
 
-    def make_ragged(self) -> None:
-        """Counts for each row what is kept."""
-        if self.kept_rows is not None:
-            return
-        assert self.positions is not None
-        shape = (*self.positions.shape[:2], 1)
-        self.kept_rows = self.positions.new_full(shape, self.filled, dtype=torch.long)
-        if self.offset_rows is None:
-            self.offset_rows = self.positions.new_full(shape, self.offset, dtype=torch.long)
-
-    def reserve(self, used: int) -> None:
-        super().reserve(used)
-        for name, fill in (("positions", -1), ("ranks", 0), ("scores", 0.0), ("attention", 0.0), ("gathering", 0.0)):
-            held = getattr(self, name)
-            if held is not None and held.shape[-1] < self.capacity:
-                setattr(self, name, torch.nn.functional.pad(held, (0, self.capacity - held.shape[-1]), value=fill))
-
-    def count_evicted(self, tokens: int) -> None:
-        """Says that all rows lost as many tokens."""
-        if self.offset_rows is None:
-            self.offset += tokens
-        else:
-            self.offset_rows = self.offset_rows + tokens
-
-    def count_insertion(self, evicted: torch.Tensor | None, live: torch.Tensor | None) -> None:
-        """Says whether the new tokens took the place of others.
-
-        Args:
-            evicted: Their positions, (batch, 1 or kv_heads, 1), -1 for none; None where no row lost one.
-            live: True for rows with a real token, (batch, 1, 1), or None for all.
-        """
-        if self.kept_rows is None:
-            if evicted is not None:
-                self.count_evicted(1)
-            return
-        assert evicted is not None
-        assert self.offset_rows is not None
-        gone = evicted >= 0
-        came = ~gone
-        if live is not None:
-            gone, came = gone & live, came & live
-        self.offset_rows, self.kept_rows = self.offset_rows + gone, self.kept_rows + came
-
-    def held_now(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the slots in use, as they are kept."""
-        return self.held(self.used)
-
-    def slot_index(self, slot: int | torch.Tensor) -> torch.Tensor:
-        """A slot as (batch, 1 or kv_heads, 1)."""
-        if isinstance(slot, torch.Tensor):
-            return slot
-        assert self.positions is not None
-        return torch.full((*self.positions.shape[:2], 1), slot, device=self.positions.device)
-
-    def victim_scores(self) -> torch.Tensor:
-        """What each slot is worth, (batch, 1 or kv_heads, slots)."""
-        if self.policy.order_only:
-            assert self.positions is not None
-            return (self.positions - self.fed).float()
-        scores = self.attention if self.scores is None else self.scores
-        assert scores is not None
-        return scores
-
-    def set_scores(self, scores: torch.Tensor) -> None:
-        """Keeps what the policy says of the slots in use, unless it is kept already.
-
-        Args:
-            scores: (batch, 1 or kv_heads, slots in use).
-        """
-        held = [tensor.data_ptr() for tensor in (self.attention, self.scores) if tensor is not None]
-        if scores.data_ptr() in held:
-            if self.attention is not None and scores.data_ptr() == self.attention.data_ptr():
-                self.scores = None
-            return
-        self.scores = torch.nn.functional.pad(scores, (0, self.capacity - scores.shape[-1])) if self.capacity > scores.shape[-1] else scores
-
-    def move_scores(self, slot: int, to: torch.Tensor) -> None:
-        """Takes what is remembered of a token along to another slot.
-
-        Args:
-            slot: Where it is, the same everywhere.
-            to: (batch, 1 or kv_heads, 1).
-        """
-        for held in (self.attention, self.gathering, self.scores):
-            if held is not None:
-                held.scatter_(2, to.expand(*held.shape[:2], 1), held[..., slot : slot + 1].clone())
-
-    def note_queries(self, queries: LastQueries, valid: torch.Tensor | None) -> None:
-        """Remembers the last queries, as many as the policy has to see.
+    def note_queries(self, queries: LastQueries, valid: torch.Tensor | None, window: int) -> None:
+        """Remembers the last `window` queries.
 
         Args:
             valid: True where a new token is real, (batch, tokens), or None for all.
         """
-        window, new = self.policy.queries, queries.states.detach()
-        if not window:
-            return
-        self.scaling = queries.scaling
+        new = queries.states.detach()
         before = new.new_zeros(*new.shape[:2], window, new.shape[3]) if self.queries is None else self.queries
         joined = torch.cat([before, new], 2)
         if valid is not None:
             joined = padding_first(joined, torch.cat([valid.new_ones(valid.shape[0], window), valid], 1))
         self.queries = joined[:, :, -window:]
 
-    def add_to_sums(self, weights: torch.Tensor, slot: int) -> None:
-        """`add_attention` for a policy that observes all queries.
-
-        Args:
-            weights: (batch, kv_heads, slots in use), float32.
-            slot: Where the new token is, the same everywhere, whose slot had another's.
-        """
-        assert self.attention is not None
-        self.attention.narrow(2, slot, 1).zero_()
-        self.attention.narrow(2, 0, weights.shape[-1]).add_(weights)
-
-    def add_attention(self, weights: torch.Tensor, index: torch.Tensor) -> torch.Tensor | bool:
+    def add_attention(self, weights: torch.Tensor, slot: torch.Tensor, window: int | None) -> torch.Tensor | bool:
         """Adds one query's attention to what the policy observes; whether its window is complete, of all rows or (batch, 1, 1).
 
         Args:
             weights: (batch, kv_heads, slots in use), float32.
+            slot: Of the new token, (batch, 1 or kv_heads, 1): what it has is the former token's.
+            window: The policy's; None for all queries.
         """
-        used, window = weights.shape[-1], self.policy.observes
+        used = weights.shape[-1]
         assert self.attention is not None
         if window == 1:
             self.attention[..., :used].copy_(weights)
             return True
-        index = index.expand(*weights.shape[:2], 1)
-        self.attention.scatter_(2, index, 0.0)
+        slot = slot.expand(*weights.shape[:2], 1)
+        self.attention.scatter_(2, slot, 0.0)
         if window is None:
             self.attention[..., :used].add_(weights)
             return True
         assert self.gathering is not None
         assert self.gathered is not None
-        self.gathering.scatter_(2, index, 0.0)
+        self.gathering.scatter_(2, slot, 0.0)
         self.gathering[..., :used].add_(weights)
         self.gathered = self.gathered + 1
         complete = self.gathered >= window
@@ -411,6 +237,24 @@ class SlotState(ClockedStorage):
         self.gathering = torch.where(complete, 0.0, self.gathering)
         self.gathered = torch.where(complete, 0, self.gathered)
         return complete
+
+    def export(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors of rows, and counters, for a file."""
+        tensors = {name: tensor for name, tensor in self.tensors().items() if name not in _SHARED}
+        return tensors, {name: getattr(self, name) for name in _COUNTERS}
+
+    @classmethod
+    def imported(cls, tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> SlotState:
+        """What `export` gave."""
+        known = {field.name for field in fields(cls)} - set(_SHARED)
+        wrong = (set(tensors) - known) | (set(counters) ^ set(_COUNTERS))
+        numbers = [number for name, number in counters.items() if name != "filled" or number is not None]
+        if wrong or not all(isinstance(number, int | float) and abs(number) < 1 << 40 for number in numbers):
+            raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {sorted(wrong) or counters}. Save the cache again.")
+        return cls(**tensors, **counters)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return copy.copy(self).clone()
 
 
 def padding_first(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
@@ -422,8 +266,3 @@ def padding_first(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """
     order = valid.to(torch.int8).argsort(dim=1, stable=True)
     return states.gather(2, order[:, None, :, None].expand_as(states))
-
-
-def place_ranks(positions: torch.Tensor) -> torch.Tensor:
-    """Each slot's place in order of position; empty ones come last."""
-    return order_of(positions).argsort(-1)

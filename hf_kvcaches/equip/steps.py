@@ -1,295 +1,178 @@
-"""One new token: the one that goes is overwritten, then the query attends to the slots."""
+"""A decoding step: the new token overwrites the eviction victim, then its query attends to the slots.
+
+Everything is computed on tensors of fixed shapes, so that a compiled graph runs the same code.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hf_kvcaches.core.blocks import Visibility, block_attention
-from hf_kvcaches.equip.frames import TurningPass
-from hf_kvcaches.equip.pruning import seen_by_policy
-from hf_kvcaches.equip.state import UNKNOWN
-from hf_kvcaches.equip.tokens import ages
+from hf_kvcaches.equip.frames import as_model_rotated, keys_for_queries, offset, rotated_to
+from hf_kvcaches.equip.scoring import bias_columns, seen_by_policy
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.kernels.slots import slot_attention
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
 
+_OBSERVED = ("attention", "gathering", "gathered", "scores")
 
-def turn_ring(
-    layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: TurningPass
-) -> bool | torch.Tensor:
-    """`insert` and `attend` at once for a full ring, the usual step of the streaming policy; False where there is more to it.
 
-    What `insert` and `attend` ask of a layer takes as long as the attention of a small model, so here each thing is asked once.
+def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: Any) -> torch.Tensor:
+    """Takes one token a row and attends: (batch, 1, heads, head_dim).
 
     Args:
         query: (batch, heads, 1, head_dim), as the model rotated it.
-        keys: (batch, kv_heads, 1, head_dim), likewise.
+        keys: (batch, kv_heads, 1, head_dim), as the model rotated it.
+        running: A `RotatingPass`, or a `GraphPass`.
     """
-    counters, frames, slots = layer.counters_now(), layer.frames, layer.slots
-    key_buffer, value_buffer = layer.keys, layer.values
-    if counters["filled"] < slots or layer.positions is not None or counters["offset_rows"] is not None or running.valid is not None:
-        return False
-    if counters["offset"] >= frames.limit or torch.is_grad_enabled() or running.allowed is not None or call.bias is not None:
-        return False
-    assert key_buffer is not None
-    assert value_buffer is not None
-    if key_buffer.is_inference() and not torch.is_inference_mode_enabled():
-        return False
-    slot, sinks, far_query = counters["cursor"], layer.settings.sinks, None
-    offset = counters["offset"] + 1
-    if frames.geometry is not None:
-        near = running.turn(frames.geometry, slots - 1 + offset)
-        if sinks:
-            far = running.turn(frames.geometry, slots - 1)
-            far_query = query if far is None else far(query)
-        if near is not None:
-            query, keys = near(query), near(keys)
-    key_buffer.narrow(2, slot, 1).copy_(keys)
-    value_buffer.narrow(2, slot, 1).copy_(values)
-    counters["offset"], counters["cursor"], counters["fed"] = offset, slot + 1 if slot + 1 < slots else sinks, counters["fed"] + 1
-    return slot_attention(
+    state, store, rotation = layer.state, layer.store, layer.rotation
+    live = None if running.valid is None else running.valid[:, None]
+    if layer.recording is not None:
+        layer.recording.begin(layer)
+    if live is not None:
+        state.pass_over(running.valid, 1)
+        state.filled = None
+    seen = state.count()
+    layer.reserve_for_step()
+    assert state.positions is not None
+    slot = layer.policy.victim(
+        victim_scores(layer, seen), state.positions, sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent
+    )
+    if layer.recording is not None:
+        layer.recording.note_slot(layer, slot, rotates=rotation.offsets and not layer.policy.order_only)
+    _evict(layer, slot, live)
+    _take_slot(layer, slot, live, seen)
+    near = index_rotation(layer, running, layer.state.row_tokens() - 1)
+    stored = keys if near is None else near(keys)
+    if rotation.unrotated:
+        assert rotation.geometry is not None
+        stored = running.rotation(rotation.geometry, 0, still=True)(keys)
+    if live is not None:
+        old_keys, old_values = store.at(slot)
+        stored, values = torch.where(live[..., None], stored, old_keys), torch.where(live[..., None], values, old_values)
+    store.write(slot, stored, values)
+    output, weights = _attend(layer, query, near, call, running)
+    _observe(layer, weights, slot, running, call.module)
+    return output
+
+
+def victim_scores(layer: EquipLayer, seen: int | torch.Tensor) -> torch.Tensor:
+    """What each slot is worth, (batch, 1 or kv_heads, slots)."""
+    if layer.policy.order_only:
+        assert layer.state.positions is not None
+        return (layer.state.positions - seen).float()
+    scores = layer.state.attention if layer.state.scores is None else layer.state.scores
+    assert scores is not None
+    return scores
+
+
+def _evict(layer: EquipLayer, slot: torch.Tensor, live: torch.Tensor | None) -> None:
+    """Closes the gap that the token in a slot leaves, where positions are compact and the slot is not empty."""
+    state, sinks = layer.state, layer.settings.sinks
+    if state.has_room() or not (layer.rotation.unrotated or (layer.rotation.offsets and not layer.policy.order_only)):
+        return
+    positions = state.positions
+    assert positions is not None
+    evicted = positions.gather(2, slot)
+    if layer.rotation.offsets:
+        before = (positions < evicted) & (positions >= 0)
+        before[..., :sinks] = False
+        layer.store.rotate_up(before if live is None else before & live)
+    elif state.ranks is not None:
+        behind = (state.ranks > state.ranks.gather(2, slot)) & (evicted >= 0)
+        state.ranks.sub_((behind if live is None else behind & live).to(state.ranks.dtype))
+
+
+def _take_slot(layer: EquipLayer, slot: torch.Tensor, live: torch.Tensor | None, seen: int | torch.Tensor) -> None:
+    """Says that the new token of each row with one is in a slot."""
+    state = layer.state
+    positions = state.positions
+    assert positions is not None
+    new = torch.zeros_like(slot, dtype=positions.dtype) + seen
+    positions.scatter_(2, slot, new if live is None else torch.where(live, new, positions.gather(2, slot)))
+    state.fill_one()
+    if state.ranks is not None:
+        rank = (torch.zeros_like(slot) + (state.kept() - 1)).to(state.ranks.dtype)
+        state.ranks.scatter_(2, slot, rank if live is None else torch.where(live, rank, state.ranks.gather(2, slot)))
+    state.advance(1)
+
+
+def index_rotation(layer: EquipLayer, running: Any, index: int | torch.Tensor) -> Any:
+    """The rotation of new tokens from the model's positions to indices in their rows; None where nothing changes.
+
+    Args:
+        index: Of each row's first new token: a number, or (batch or 1, 1, tokens).
+    """
+    return running.rotation(layer.rotation.geometry, index) if layer.rotation.offsets else None
+
+
+def _attend(layer: EquipLayer, query: torch.Tensor, near: Any, call: Call, running: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one query a row over the slots, and its weights where the policy observes them."""
+    state, rotation, sinks = layer.state, layer.rotation, layer.settings.sinks
+    valid = state.holding()
+    if running.allowed is not None:
+        allowed = _allowed(layer, running.allowed)
+        valid = allowed if valid is None else valid & allowed
+    far_query, ranks = None, None
+    rank, lost = state.kept() - 1, offset(layer)
+    if rotation.unrotated:
+        assert state.ranks is not None
+        ranks = state.ranks[..., : state.used()]
+        query = _rotated(query, running.rotation(rotation.geometry, rank))
+    elif rotation.offsets:
+        if sinks and call.bias is None and not (isinstance(lost, int) and lost == 0):
+            far_query = _rotated(query, running.rotation(rotation.geometry, rank))
+        query = _rotated(query, near)
+    if call.bias is not None:
+        return _attend_with_bias(layer, query, call, valid)
+    return layer.store.attend(
         query,
-        key_buffer,
-        value_buffer,
+        state.used(),
         call.scaling,
-        far=None if far_query is None else sinks,
+        valid=valid,
+        far=None if far_query is None else min(sinks, state.used()),
         far_query=far_query,
+        ranks=ranks,
         softcap=call.softcap,
         sink_logits=call.sink_logits,
-        backend=layer.backend,
-        check=False,
-    )[0]
+        want_weights=layer.policy.observes != 0,
+    )
 
 
-def insert(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass) -> int | torch.Tensor:
-    """Writes one token a row into its slot, over the one that goes where there is no room, and returns the slot.
-
-    Args:
-        keys: (batch, kv_heads, 1, head_dim), as the model rotated them.
-
-    Returns:
-        The slot, where it is the same everywhere; else (batch, 1 or kv_heads, 1).
-    """
-    if layer.frames.two:
-        layer.rebase_if_due()
-    if layer.is_ring and running.valid is None:
-        slot = _turn_ring(layer)
-        layer.write(slot, _arrived(layer, keys, running), values)
-        layer.fed += 1
-        return slot
-    layer.leave_ring()
-    if running.valid is not None:
-        layer.make_ragged()
-    if layer.oldest_recent == UNKNOWN and layer.filled == layer.slots:
-        layer.find_recents()
-    if running.valid is None and layer.oldest_recent >= 0:
-        return _insert_in_turn(layer, keys, values, running)
-    layer.oldest_recent = UNKNOWN if layer.filled < layer.slots else -1
-    return _insert_by_score(layer, keys, values, running)
+def _rotated(query: torch.Tensor, rotation: Any) -> torch.Tensor:
+    rotated: torch.Tensor = query if rotation is None else rotation(query)
+    return rotated
 
 
-def _turn_ring(layer: EquipLayer) -> int:
-    """The slot for a token where the oldest one goes."""
-    filled = layer.filled
-    if filled < layer.slots:
-        layer.filled = filled + 1
-        layer.reserve(filled + 1)
-        return filled
-    slot = layer.cursor
-    layer.cursor = slot + 1 if slot + 1 < layer.slots else layer.settings.sinks
-    layer.count_evicted(1)
-    return slot
-
-
-def _arrived(layer: EquipLayer, keys: torch.Tensor, running: TurningPass) -> torch.Tensor:
-    """New keys in the rotation in which they are kept."""
-    frames = layer.frames
-    if frames.geometry is None:
-        return keys
-    if frames.unrotated:
-        turn = running.turn(frames.geometry, 0, still=True)
-    else:
-        turn = running.turn(frames.geometry, layer.place + layer.frame_offset)
-    return keys if turn is None else turn(keys)
-
-
-def _insert_in_turn(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass) -> int:
-    """As `_insert_by_score`, where the newest tokens have a ring of slots behind all others.
-
-    The one that leaves the ring takes the slot of the one that goes, if that is not itself, and the new one takes its place in the ring.
-    So nothing has to be looked for but the lowest score, and that not among the newest.
-    """
-    slot, start, sinks = layer.oldest_recent, layer.slots - layer.near, layer.settings.sinks
-    positions, scores, leaving = layer.positions, layer.victim_scores(), layer.fed - layer.near
-    assert positions is not None
-    candidates, worth = positions[..., sinks:start], scores[..., sinks:start]
-    if start > sinks:
-        lowest = torch.minimum(worth.amin(-1, keepdim=True), scores[..., slot : slot + 1])
-        oldest, index = ages(candidates, worth > lowest).min(-1, keepdim=True)
-        stays = oldest < torch.iinfo(positions.dtype).max  # the one that leaves the ring
-        if layer.frames.two:
-            layer.turn_back(candidates > torch.where(stays, oldest, leaving), sinks)
-        old_keys, old_values = layer.token_at(slot)
-        if layer.frames.two:
-            key = ("leaves", id(layer.frames.geometry), layer.offset)
-            back = running.shared(key, lambda: layer.frames.by(torch.tensor([-layer.offset - 1], device=positions.device)))
-            old_keys = back(old_keys)
-        # If it goes it is written where it was, before the new one is.
-        target = torch.where(stays, index + sinks, slot)
-        layer.write(target, old_keys, old_values)
-        positions.scatter_(2, target, leaving)
-        layer.move_scores(slot, target)
-    positions[..., slot] = layer.fed
-    layer.count_evicted(1)
-    layer.write(slot, _arrived(layer, keys, running), values)
-    layer.oldest_recent = slot + 1 if slot + 1 < layer.slots else start
-    layer.fed += 1
-    return slot
-
-
-def _insert_by_score(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: TurningPass) -> int | torch.Tensor:
-    live = None if running.valid is None else running.valid[:, None]
-    if live is not None:
-        layer.pass_over(running.valid, 1)
-    if layer.kept_rows is not None:
-        layer.reserve(min(layer.slots, layer.fed + 1))  # no row keeps more than came
-    positions, near_start = layer.positions, layer.near_start + 1
-    assert positions is not None
-    if layer.frames.two:
-        leaving = positions == near_start - 1
-        _promote(layer, leaving if live is None else leaving & live, running)
-    evicted: torch.Tensor | None
-    if layer.kept_rows is None and layer.filled < layer.slots:
-        slot: int | torch.Tensor = layer.filled
-        layer.filled += 1
-        layer.reserve(layer.filled)
-        evicted, index = None, torch.full((positions.shape[0], positions.shape[1], 1), layer.filled - 1, device=positions.device)
-    else:
-        index = slot = layer.policy.victim(
-            layer.victim_scores(),
-            positions,
-            sinks_end=layer.sinks_end,
-            recent_start=layer.fed + 1 - layer.recent,
-        )
-        evicted = positions.gather(2, index)
-    positions = layer.positions
-    if evicted is not None:
-        _close_gap(layer, evicted, index, near_start, live)
-    layer.count_insertion(evicted, live)
-    keys = _arrived(layer, keys, running)
-    if live is not None:
-        keys, values = layer.mix_dead_rows(live, index, keys, values)
-    layer.write(slot, keys, values)
-    assert positions is not None
-    new = torch.full_like(index, layer.fed, dtype=positions.dtype)
-    positions.scatter_(2, index, new if live is None else torch.where(live, new, positions.gather(2, index)))
-    if layer.ranks is not None:
-        place = layer.place if isinstance(layer.place, torch.Tensor) else torch.full_like(index, layer.place)
-        place = place.to(layer.ranks.dtype).expand_as(index)
-        layer.ranks.scatter_(2, index, place if live is None else torch.where(live, place, layer.ranks.gather(2, index)))
-    layer.fed += 1
-    return slot
-
-
-def _promote(layer: EquipLayer, leaving: torch.Tensor, running: TurningPass) -> None:
-    """Turns the token that leaves the recent ones from the near frame into the far one."""
-    offset = layer.frame_offset
-    if isinstance(offset, int):
-        if offset == 0:
-            return
-        key = ("promote", id(layer.frames.geometry), offset)
-        turn = running.shared(key, lambda: layer.frames.by(torch.tensor([-offset], device=leaving.device)))
-    else:
-        turn = layer.frames.by(-offset)
-    index = leaving.int().argmax(-1, keepdim=True)
-    keys = layer.keys_at(index)
-    layer.write_keys(index, torch.where(leaving.any(-1, keepdim=True)[..., None], turn(keys), keys))
-
-
-def _close_gap(layer: EquipLayer, evicted: torch.Tensor, index: torch.Tensor, near_start: int, live: torch.Tensor | None) -> None:
-    """Moves the far tokens behind the evicted one a place back."""
-    positions = layer.positions
-    assert positions is not None
-    if layer.frames.two:
-        behind = (positions > evicted) & (positions < near_start) & (evicted >= 0)
-        layer.turn_back(behind if live is None else behind & live)
-    elif layer.ranks is not None:
-        behind = (layer.ranks > layer.ranks.gather(2, index)) & (evicted >= 0)
-        layer.ranks.sub_((behind if live is None else behind & live).to(layer.ranks.dtype))
-
-
-def attend(layer: EquipLayer, query: torch.Tensor, call: Call, running: TurningPass) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of one query a row over the slots: (batch, 1, heads, head_dim), and its weights where the policy observes them.
-
-    Args:
-        query: (batch, heads, 1, head_dim), as the model rotated it.
-    """
-    valid = layer.holding()
-    if running.allowed is not None:
-        given = _given(layer, running.allowed)
-        valid = given if valid is None else valid & given
-    frames, place, offset = layer.frames, layer.place, layer.frame_offset
-    want = layer.policy.observes != 0
-    if call.bias is not None:
-        return _attend_with_bias(layer, query, call, running, valid)
-    far: int | torch.Tensor | None = None
-    far_query = None
-    ranks = None
-    if frames.geometry is not None and frames.two:
-        near = running.turn(frames.geometry, place + offset)
-        if isinstance(offset, torch.Tensor) or offset:
-            turn = running.turn(frames.geometry, place)
-            far_query = query if turn is None else turn(query)
-            far = layer.far_slots()
-            if isinstance(far, int) and far == 0:
-                far = far_query = None
-        query = query if near is None else near(query)
-    elif frames.geometry is not None:
-        turn = running.turn(frames.geometry, place)
-        query = query if turn is None else turn(query)
-        ranks = layer.slot_ranks(running)
-    return layer.attend_held(query, call, valid=valid, far=far, far_query=far_query, ranks=ranks, want_weights=want)
-
-
-def _given(layer: EquipLayer, allowed: torch.Tensor) -> torch.Tensor:
+def _allowed(layer: EquipLayer, allowed: torch.Tensor) -> torch.Tensor:
     """What a mask of the model's own says about the slots, (batch or 1, 1 or kv_heads, slots)."""
     if allowed.shape[1] != 1:
         raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")
-    held = layer.kept_positions()[:, :, : layer.used].clamp(min=0)
+    held = layer.text_positions().clamp(min=0)
     return allowed[:, :, 0].expand(held.shape[0], held.shape[1], -1).gather(-1, held)
 
 
 def _attend_with_bias(
-    layer: EquipLayer, query: torch.Tensor, call: Call, running: TurningPass, valid: torch.Tensor | None
+    layer: EquipLayer, query: torch.Tensor, call: Call, valid: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention with a bias by position, which is permuted as the slots are."""
-    keys, values = layer.near_keys(running), layer.held_now()[1]
+    used = layer.state.used()
+    keys, values = keys_for_queries(layer), layer.store.read(used)[1]
     assert call.bias is not None
-    held = layer.kept_positions()[:, :, : layer.used].clamp(min=0)
-    if layer.compact:
-        ranks = layer.slot_positions().argsort(-1).argsort(-1)
-        held = (ranks + call.bias.shape[-1] - layer.used).expand_as(held)
-    bias = call.bias.expand(query.shape[0], query.shape[1], -1, -1)
-    held = held.repeat_interleave(query.shape[1] // held.shape[1], 1)
-    bias = bias[:, :, -1:].gather(-1, held[:, :, None])
-    if layer.frames.geometry is not None:
-        target = layer.place + layer.frame_offset if layer.frames.two else layer.place
-        turn = running.turn(layer.frames.geometry, target)
-        query = query if turn is None else turn(query)
+    bias = call.bias.expand(query.shape[0], query.shape[1], -1, -1)[:, :, -1:]
+    bias = bias.gather(-1, bias_columns(layer, call.bias, used, query.shape[1])[:, :, None])
     # Every slot comes "before" the query, whose own token is in one of them.
-    blank = torch.zeros_like(keys[:, :, :1])
-    visible = Visibility(valid, layer.used, torch.zeros(query.shape[0], 1, dtype=torch.bool, device=query.device))
+    visible = Visibility(valid, used, torch.zeros(query.shape[0], 1, dtype=torch.bool, device=query.device))
     output, weights = block_attention(
         query,
-        torch.cat([keys, blank], 2),
-        torch.cat([values, torch.zeros_like(values[:, :, :1])], 2),
+        torch.nn.functional.pad(keys, (0, 0, 0, 1)),
+        torch.nn.functional.pad(values, (0, 0, 0, 1)),
         call.scaling,
         visible,
         softcap=call.softcap,
@@ -301,52 +184,46 @@ def _attend_with_bias(
     return output, None if weights is None else weights[..., :-1]
 
 
-def observe(layer: EquipLayer, weights: torch.Tensor | None, slot: int | torch.Tensor, running: TurningPass, module: nn.Module) -> None:
+def _observe(layer: EquipLayer, weights: torch.Tensor | None, slot: torch.Tensor, running: Any, module: nn.Module) -> None:
     """Remembers what a query gave to each slot, and scores the slots anew.
 
     Args:
-        weights: (batch, kv_heads, slots in use), float32, or None where the policy doesn't look.
+        weights: (batch, kv_heads, slots in use), float32, or None where the policy observes none.
     """
-    policy = layer.policy
+    state, policy = layer.state, layer.policy
     if policy.order_only:
         return
-    if policy.scores_are_sums and layer.scores is None and isinstance(slot, int) and running.valid is None:
-        assert weights is not None
-        layer.add_to_sums(weights.detach(), slot)
-        return
-    index = layer.slot_index(slot)
-    complete: torch.Tensor | bool = True
-    remembered = ("attention", "gathering", "gathered", "scores")
     # Rows without a token have nothing to learn.
-    before = {name: tensor.clone() for name in remembered if running.valid is not None and (tensor := getattr(layer, name)) is not None}
-    if weights is not None:
-        complete = layer.add_attention(weights.detach(), index)
-    keys, values = layer.held_now()
-    assert layer.positions is not None
-    used = layer.used
-    first = 0 if layer.first is None else layer.first
-    if layer.frames.turns and policy.looks(layer.fed, first, layer.settings.sinks):
-        keys = layer.as_rotated(keys, layer.positions[..., :used], layer.standing() if layer.frames.two else None)
+    before = {name: tensor.clone() for name in _OBSERVED if running.valid is not None and (tensor := getattr(state, name)) is not None}
+    complete = state.add_attention(weights.detach(), slot, policy.observes) if weights is not None else True
+    if state.scores is not None:
+        _rescore(layer, slot, module, complete)
+    for name, tensor in before.items():
+        getattr(state, name).copy_(torch.where(running.valid[..., None], getattr(state, name), tensor))
+
+
+def _rescore(layer: EquipLayer, slot: torch.Tensor, module: nn.Module, complete: torch.Tensor | bool) -> None:
+    state, policy = layer.state, layer.policy
+    assert state.scores is not None
+    used, positions, seen = state.used(), layer.positions, state.count()
+    keys, values = layer.store.read(used)
+    if layer.rotation.compact and policy.looks(seen, 0 if state.first is None else state.first, layer.settings.sinks):
+        keys = as_model_rotated(layer, keys, positions, rotated_to(layer))
     tokens = seen_by_policy(
         layer,
         keys,
         values,
-        layer.positions[..., :used],
-        None if layer.attention is None else layer.attention[..., :used],
-        seen=layer.fed,
-        queries=layer.queries,
-        budget=layer.slots,
+        positions,
+        None if state.attention is None else state.attention[..., :used],
+        seen=seen,
+        queries=state.queries,
+        budget=state.slots,
         module=module,
         complete=complete if isinstance(complete, bool) else True,
     )
-    scores = layer.victim_scores()[..., :used]
+    scores = state.scores[..., :used]
     if isinstance(complete, bool) or bool(complete.all()):
-        layer.set_scores(policy.rescore(scores, tokens, index))
+        scores.copy_(policy.rescore(scores, tokens, slot))
     else:
-        waiting = policy.rescore(scores.clone(), replace(tokens, complete=False), index)
-        layer.set_scores(torch.where(complete, policy.rescore(scores, tokens, index), waiting))
-    if running.valid is not None:
-        for name, held in before.items():
-            now = getattr(layer, name)
-            if now is not None:
-                setattr(layer, name, torch.where(running.valid[..., None], now, held))
+        waiting = policy.rescore(scores.clone(), replace(tokens, complete=False), slot)
+        scores.copy_(torch.where(complete, policy.rescore(scores.clone(), tokens, slot), waiting))

@@ -13,6 +13,7 @@ import torch
 
 from hf_kvcaches import enable
 from hf_kvcaches.core.attention import _attend
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.budgets import pyramid_budgets
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.policies import LagKVPolicy, Policy, SnapKVPolicy, policy_from_settings
@@ -283,7 +284,7 @@ def test_a_position_bias_goes_with_its_tokens(policy: str, positions: Any, rope:
     # Any bias at all, which a wrong column would show; by distance within the cache it has to be a function of the distance.
     by_distance = torch.randn(4, total)
     bias = by_distance[:, (torch.arange(total)[:, None] - torch.arange(total)).clamp(min=0)][None]
-    geometry = cache.layers[0].frames.geometry or type(cache)(model, budget=8).layers[0].frames.geometry
+    geometry = RotaryGeometry.from_config(model.config, layer_idx=0)
     start = 0
     for span in spans:
         stop, new = start + span, torch.arange(start, start + span)

@@ -37,7 +37,7 @@ def filled(model: Any, policy: str, ids: torch.Tensor, budget: int = 60, **optio
 
 def state(made: EquipCache) -> dict[str, Any]:
     tensors = {name: tensor.clone() for name, tensor in made.owned_tensors().items()}
-    return tensors | {f"{index}.{name}": getattr(layer, name) for index, layer in enumerate(made.layers) for name in layer.counters}
+    return tensors | {f"{index}": layer.export_state()[1] for index, layer in enumerate(made.layers)}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

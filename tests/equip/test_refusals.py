@@ -14,7 +14,7 @@ from tests.conformance.driving import feed, tokens
 def test_a_saved_cache_comes_back_with_the_rotation_that_it_was_kept_in(monkeypatch, tmp_path) -> None:
     model, text = models.tiny("llama"), tokens(30, seed=1)
     with monkeypatch.context() as patch:
-        patch.setattr(cache_module, "_turns_for_nothing", lambda model: True)  # as on an accelerator in half precision
+        patch.setattr(cache_module, "_rotates_on_read", lambda model: True)  # as on an accelerator in half precision
         cache = EquipCache(model, "h2o", 12)
     feed(model, cache, text, [24, *[1] * 6])
     cache.save(tmp_path / "cache.safetensors")
@@ -64,15 +64,9 @@ def test_an_empty_cache_has_nothing_to_forget_or_to_edit() -> None:
         EquipCache(model, "streaming", None)
 
 
-def test_a_gap_is_forgotten_with_the_text() -> None:
-    model = models.tiny("llama")
-    cache = EquipCache(model, "streaming", 40)
-    assert cache.is_compileable
-    feed(model, cache, tokens(30, seed=1), [30])
-    cache.evict([20])
-    assert not cache.is_compileable
-    cache.reset()
-    assert cache.is_compileable
+def test_the_papers_second_cache_is_not_kept_on_pages() -> None:
+    with pytest.raises(UnsupportedError, match="rope='on_read'"):
+        EquipCache(models.tiny("llama"), "streaming", 40, rope="rotated_keys", page_size=4)
 
 
 def test_a_mask_that_differs_by_head_is_refused() -> None:

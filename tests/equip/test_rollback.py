@@ -24,10 +24,9 @@ def model() -> Any:
 
 def state(cache: EquipCache) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     """All that a sequence owns."""
-    # What has been counted in Python and what by the clock of compiled steps is the same in sum.
-    owned = cache.owned_tensors().items()
-    tensors = {name: tensor.clone() for name, tensor in owned if not name.endswith((".clock", ".origin"))}
-    return tensors, [{name: getattr(layer, name) for name in layer.counters} for layer in cache.layers]
+    # Compiled steps count by a clock, which there is only while steps may be compiled.
+    tensors = {name: tensor.clone() for name, tensor in cache.owned_tensors().items() if not name.endswith(".clock")}
+    return tensors, [layer.export_state()[1] for layer in cache.layers]
 
 
 def assert_same(one: EquipCache, other: tuple[dict[str, torch.Tensor], list[dict[str, Any]]]) -> None:

@@ -26,6 +26,7 @@ class H2OPolicy(Policy):
 
     name = "h2o"
     directions = False
+    in_graphs = True
     observes = None
     average: bool = False
 

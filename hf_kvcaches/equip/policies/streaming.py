@@ -23,6 +23,7 @@ class StreamingPolicy(Policy):
 
     name = "streaming"
     directions = False
+    in_graphs = True
     order_only = True
 
     def recent(self, budget: int, sinks: int) -> int:

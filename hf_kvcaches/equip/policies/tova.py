@@ -21,6 +21,7 @@ class TOVAPolicy(Policy):
 
     name = "tova"
     directions = False
+    in_graphs = True
     mixes_heads = True
     observes = 1
     always_recent = 1

@@ -1,0 +1,105 @@
+"""Kept and new tokens side by side, before some of them are pruned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_kvcaches.equip.frames import rotated_to
+from hf_kvcaches.equip.tokens import order_of
+
+if TYPE_CHECKING:
+    from hf_kvcaches.equip.layer import EquipLayer
+
+_PER_SLOT = ("positions", "rotated_to", "attention", "gathering", "scores")
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Tokens that may stay: those kept, slot by slot, then new ones; or in order of position, what is empty or padding last.
+
+    Args:
+        keys: (batch, kv_heads, tokens, head_dim), as they are kept.
+        values: (batch, kv_heads, tokens, value_dim).
+        positions: (batch, 1 or kv_heads, tokens), int32, -1 where there is none.
+        rotated_to: To which position keys are rotated, likewise; None where they have no rotation of this package.
+        attention: (batch, kv_heads, tokens), float32, or None.
+        gathering: As in `SlotState`.
+        scores: (batch, 1 or kv_heads, tokens), NaN for new tokens; None where nothing was scored yet.
+        queries: Of the new tokens, (batch, heads, tokens, head_dim), or None where the policy is shown none.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    rotated_to: torch.Tensor | None = None
+    attention: torch.Tensor | None = None
+    gathering: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    queries: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, layer: EquipLayer) -> Entries:
+        """What a layer holds, slot by slot."""
+        state, used = layer.state, layer.state.used()
+        keys, values = layer.store.read(used)
+        slots = {name: None if tensor is None else tensor[..., :used] for name in _PER_SLOT[2:] if (tensor := getattr(state, name)) is not None}
+        return cls(keys, values, layer.positions, rotated_to(layer), **slots)
+
+    def pick(self, index: torch.Tensor) -> Entries:
+        """Some of the tokens.
+
+        Args:
+            index: (batch, 1 or kv_heads, tokens to pick).
+        """
+
+        def states(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.gather(2, index[..., None].expand(*tensor.shape[:2], -1, tensor.shape[-1]))
+
+        def numbers(tensor: torch.Tensor) -> torch.Tensor:
+            shape = (tensor.shape[0], max(index.shape[1], tensor.shape[1]), -1)
+            return tensor.expand(shape).gather(2, index.expand(shape))
+
+        picked = {name: numbers(tensor) for name in _PER_SLOT if (tensor := getattr(self, name)) is not None}
+        return replace(self, keys=states(self.keys), values=states(self.values), **picked)
+
+    def first(self, count: int) -> Entries:
+        """The first tokens."""
+        sliced = {name: tensor[..., :count] for name in _PER_SLOT if (tensor := getattr(self, name)) is not None}
+        return replace(self, keys=self.keys[:, :, :count], values=self.values[:, :, :count], **sliced)
+
+    def in_order(self) -> Entries:
+        """In order of position, what is empty last."""
+        return self.pick(order_of(self.positions))
+
+    def kept(self) -> torch.Tensor:
+        """How many there are, (batch, 1 or kv_heads, 1)."""
+        return (self.positions >= 0).sum(-1, keepdim=True)
+
+    def behind(self, old: Entries) -> Entries:
+        """Old tokens, then these new ones."""
+        rows, count = self.keys.shape[0], self.keys.shape[2]
+
+        def joined(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+            if one is None or other is None:
+                return None
+            heads = max(one.shape[1], other.shape[1])
+            return torch.cat([one.expand(rows, heads, -1), other.expand(rows, heads, -1)], -1)
+
+        def padded(tensor: torch.Tensor | None, fill: float) -> torch.Tensor | None:
+            return None if tensor is None else torch.nn.functional.pad(tensor, (0, count), value=fill)
+
+        positions = joined(old.positions, self.positions)
+        assert positions is not None
+        return replace(
+            self,
+            keys=torch.cat([old.keys, self.keys], 2),
+            values=torch.cat([old.values, self.values], 2),
+            positions=positions,
+            rotated_to=joined(old.rotated_to, self.rotated_to),
+            attention=padded(old.attention, 0.0),
+            gathering=padded(old.gathering, 0.0),
+            scores=padded(old.scores, torch.nan),
+        )

@@ -1,0 +1,93 @@
+"""What a policy is shown, and what it says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_kvcaches.core.adopting import LastQueries
+from hf_kvcaches.core.passes import Pass
+from hf_kvcaches.equip.frames import as_model_rotated
+from hf_kvcaches.equip.state import padding_first
+from hf_kvcaches.equip.tokens import Tokens
+
+if TYPE_CHECKING:
+    from hf_kvcaches.equip.entries import Entries
+    from hf_kvcaches.equip.layer import EquipLayer
+
+
+def seen_by_policy(
+    layer: EquipLayer,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    attention: torch.Tensor | None,
+    **more: Any,
+) -> Tokens:
+    """What the layer's policy is shown; arguments are those of `Tokens`."""
+    state, settings = layer.state, layer.settings
+    first = 0 if state.first is None else state.first
+    shared = {"sinks": settings.sinks, "first": first, "scaling": state.scaling, "geometry": settings.geometry}
+    return Tokens(keys, values, positions, attention, **shared, **more)
+
+
+def score(layer: EquipLayer, entries: Entries, budget: int, module: nn.Module | None, after: int = 0) -> torch.Tensor:
+    """What the policy says of entries, (batch, 1 or kv_heads, tokens).
+
+    Args:
+        budget: How many of them will stay.
+        module: The model's attention, where it is asked.
+        after: How many tokens were seen after all entries.
+    """
+    state, policy = layer.state, layer.policy
+    if policy.order_only:
+        return (entries.positions - state.seen).float()
+    queries = state.queries if entries.queries is None else entries.queries
+    queries = queries[:, :, : queries.shape[2] - after] if queries is not None and after else queries
+    keys = as_model_rotated(layer, entries.keys, entries.positions, entries.rotated_to) if policy.directions else entries.keys
+    tokens = seen_by_policy(
+        layer,
+        keys,
+        entries.values,
+        entries.positions,
+        entries.attention,
+        seen=state.seen - after,
+        scores=entries.scores,
+        queries=queries,
+        budget=budget,
+        module=module,
+        inputs=layer.inputs,
+    )
+    return policy.checked_score(tokens)
+
+
+def shown_queries(layer: EquipLayer, queries: LastQueries | None, running: Pass) -> torch.Tensor | None:
+    """The queries of new tokens that the policy is shown, padding first; remembered where it has to see some while decoding."""
+    policy, state = layer.policy, layer.state
+    if queries is None or not (policy.sees_block or policy.queries):
+        return None
+    states = queries.states
+    valid = None if running.valid is None else running.valid[:, -states.shape[2] :]
+    state.scaling = queries.scaling
+    if policy.queries:
+        state.note_queries(queries, valid, policy.queries)
+    if not policy.sees_block:
+        return None
+    return states if valid is None else padding_first(states, valid)
+
+
+def bias_columns(layer: EquipLayer, bias: torch.Tensor, used: int, heads: int) -> torch.Tensor:
+    """For each query head and slot in use the column of a bias by position, (batch, heads, slots).
+
+    Args:
+        bias: Its last column belongs to the newest token, which is in a slot.
+    """
+    if layer.rotation.compact:
+        ranks = layer.state.find_ranks()
+        columns = ranks + bias.shape[-1] - used
+    else:
+        columns = layer.text_positions().clamp(min=0)
+    columns = columns.expand(-1, layer.store.shape[1], -1)
+    return columns.repeat_interleave(heads // columns.shape[1], 1)
