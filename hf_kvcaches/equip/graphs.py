@@ -14,7 +14,6 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.equip import steps
-from hf_kvcaches.equip.entries import Entries
 from hf_kvcaches.equip.rotation import EXACT_UP_TO, Rotation, rotation_between
 from hf_kvcaches.errors import UnsupportedError
 
@@ -54,12 +53,16 @@ def prepare(layer: EquipLayer) -> None:
         state.clock = None
         return
     device = state.positions.device
-    if state.clock is None or state.clock.device != device or state.clock.is_inference():
-        with torch.inference_mode(False):  # it outlives such a mode, in which alone its tensors could be changed
+    with torch.inference_mode(False):  # A graph may run outside of that mode, in which alone the mode's tensors can be changed.
+        if state.clock is None or state.clock.device != device:
             state.clock = torch.zeros((), dtype=torch.long, device=device)
+        for part in (state, store):
+            part.map(lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
     state.clock.fill_(state.seen)
     if layer.rotation.geometry is not None:
         layer.rotation.geometry.frequencies_on(device)
+    if layer.rotation.unrotated:
+        layer.rotation.table(state.slots, device)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:  # Loaded by whoever compiles; loading it takes seconds.
         for tensor in (*store.tensors().values(), *state.tensors().values()):
@@ -112,8 +115,6 @@ def _positions(call: Call, counted: torch.Tensor) -> torch.Tensor:
 
 def _first_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
     """The prompt of a policy that evicts the oldest token: what stays is known without looking at it."""
-    from hf_kvcaches.equip.blocks import install
-
     state, rotation, tokens, sinks = layer.state, layer.rotation, keys.shape[2], layer.settings.sinks
     limit = layer.settings.limit_of(tokens)
     layer.take_limits(limit, tokens)
@@ -126,10 +127,11 @@ def _first_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, val
         stored = running.rotation(rotation.geometry, torch.zeros_like(index))(stored) if rotation.unrotated else keys
     output, _ = previous_attention(call.module, query, keys, values, call.mask, **call.options)
     kept = torch.cat([index[:sinks], index[max(sinks, tokens - limit.slots + sinks) :]])
-    state.clock = torch.full((), tokens, dtype=torch.long, device=keys.device)
-    state.stale = True
-    positions = kept.to(torch.int32).expand(keys.shape[0], 1, -1)
-    to_position = positions if rotation.offsets else None
-    install(layer, Entries(stored.index_select(2, kept), values.index_select(2, kept), positions, to_position))
+    stored, stored_values = stored.index_select(2, kept), values.index_select(2, kept)
+    layer.store.install(stored, stored_values, keys.new_full((keys.shape[0], 1, 1), len(kept), dtype=torch.long), state.slots)
+    state.positions = kept.to(torch.int32).expand(keys.shape[0], 1, -1).contiguous()
+    state.ranks = torch.arange(len(kept), device=keys.device).to(torch.int32).expand_as(state.positions).contiguous()
+    state.ranks = state.ranks if rotation.unrotated else None
+    state.clock, state.stale = torch.full((), tokens, dtype=torch.long, device=keys.device), True
     layer.reserve_for_step()
     return output.to(values.dtype)

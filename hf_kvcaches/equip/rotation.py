@@ -168,14 +168,14 @@ class KeyRotation:
         """The rotations to 0 .. length-1, (length, rotary_dim) each; grows by doubling."""
         table = self._tables.get(device)
         if table is None or table.cos.shape[0] < length:
-            with torch.inference_mode(mode=False):  # a later backward pass may need it
+            with torch.inference_mode(False):  # a later backward pass may need it
                 table = self._tables[device] = self.by(torch.arange(max(64, 2 * length), device=device))
         return table
 
     def up_by_one(self, device: torch.device) -> Rotation:
         """The rotation by one position."""
         if ("one", device) not in self._tables:
-            with torch.inference_mode(mode=False):
+            with torch.inference_mode(False):
                 self._tables["one", device] = self.by(torch.ones(1, dtype=torch.long, device=device))
         return self._tables["one", device]
 
