@@ -13,7 +13,7 @@ from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call, hand_out
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.passes import Passes
-from hf_kvcaches.equip import blocks, graphs, steps
+from hf_kvcaches.equip import blocks, drafts, graphs, steps
 from hf_kvcaches.equip.budgets import Limit, slots_for
 from hf_kvcaches.equip.inputs import part_of
 from hf_kvcaches.equip.policies import Policy
@@ -182,7 +182,12 @@ class EquipLayer(KVLayer):
             outputs.append(blocks.take_block(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, part, limit))
             self.inputs = inputs
         self.inputs = None
-        for index in range(block, keys.shape[-2]):
+        tokens = keys.shape[-2]
+        rest, span = running.part(block, tokens) if block < tokens else None, slice(block, tokens)
+        if rest is not None and drafts.fits(self, tokens - block, call, rest):
+            outputs.append(drafts.take_drafts(self, query[:, :, span], keys[:, :, span], values[:, :, span], call, rest))
+            block = tokens
+        for index in range(block, tokens):
             part, span = running.part(index, index + 1), slice(index, index + 1)
             if self.policy.queries:
                 self.state.scaling = call.scaling

@@ -68,6 +68,21 @@ class Recording:
         states = layer.store.snapshot() if rotates else layer.store.at(slot)
         self._undos.append(Undo(1, self._before, None if rotates else slot, states))
 
+    def note_drafts(self, layer: EquipLayer, slots: torch.Tensor) -> None:
+        """Notes what drafts are going to overwrite, and counts them: one entry each, so that any number can be taken back.
+
+        Args:
+            slots: One after the other, (batch, 1, tokens).
+        """
+        keys, values = layer.store.at(slots)
+        for index in range(slots.shape[-1]):
+            slot, token = slots[..., index : index + 1], slice(index, index + 1)
+            self._undos.append(Undo(1, layer.state.clone(), slot, (keys[:, :, token], values[:, :, token])))
+            assert layer.state.positions is not None
+            layer.state.positions.scatter_(2, slot, layer.state.seen)
+            layer.state.fill_one()
+            layer.state.advance(1)
+
     def note_block(self, layer: EquipLayer, tokens: int) -> None:
         """Notes everything before a block."""
         self._undos.append(Undo(tokens, layer.state.clone(), None, layer.store.snapshot()))
