@@ -42,5 +42,4 @@ class CURPolicy(PeriodicPolicy):
         """Each token's share of its window's squared norms, in order of position."""
         squares = states.detach().float().square().sum(-1).masked_fill(empty, 0.0).gather(-1, order)
         windows = functional.pad(squares, (0, -squares.shape[-1] % self.window)).unflatten(-1, (-1, self.window))
-        totals = windows.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        return (windows / totals).flatten(-2)[..., : squares.shape[-1]]
+        return (windows / windows.sum(-1, keepdim=True).clamp(min=torch.finfo(windows.dtype).tiny)).flatten(-2)[..., : squares.shape[-1]]

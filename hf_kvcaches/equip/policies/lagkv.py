@@ -43,7 +43,8 @@ class LagKVPolicy(Policy):
         return self.score(replace(tokens, scores=scores)) if self.looks(tokens.seen, tokens.first, tokens.sinks) else scores
 
     def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
-        return bool(torch.as_tensor((seen - first - sinks) % self.lag_size == 0).any())
+        due = (seen - first - sinks) % self.lag_size == 0
+        return bool(due.any()) if isinstance(due, torch.Tensor) else due
 
 
 def lag_ranks(keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
