@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StreamingPolicy,
         TOVAPolicy,
     )
+    from hf_kvcaches.equip.query_statistics import QueryStatistics
     from hf_kvcaches.errors import (
         ArtifactError,
         ConfigError,
@@ -88,6 +89,7 @@ _HOMES = {
     "LagKVPolicy": "equip.policies",
     "KeyNormPolicy": "equip.policies",
     "RandomPolicy": "equip.policies",
+    "QueryStatistics": "equip.query_statistics",
     "SegmentPolicy": "segments.policy",
     "SegmentReuseCache": "segments.cache",
     "SegmentStore": "segments.store",
@@ -138,6 +140,7 @@ __all__ = [
     "PagePool",
     "Policy",
     "PoolExhausted",
+    "QueryStatistics",
     "RandomPolicy",
     "RotaryGeometry",
     "SegmentPolicy",

@@ -16,7 +16,7 @@ from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.kernels.slots import write_slots
 from tests import tiny
 from tests.reference.baselines import GatherAppendH2O, RerotateAllStreaming
-from tests.reference.policies import H2OReference, StreamingReference
+from tests.reference.policies import EQUIP, H2OReference, StreamingReference
 
 SLOTS, EVICTED = 1024, 64  # of the paper's table 6
 # (batch, heads, head size): the paper's speedups over H2O and over StreamingLLM on Intel SPR, from the same table
@@ -54,7 +54,7 @@ def prove(shape: Shape, device: torch.device, *, quick: bool = False) -> list[st
     kinds = (("streaming", StreamingReference), ("h2o", H2OReference))
     for (policy, reference), positions, kv_heads in itertools.product(kinds, ("compact", "original"), (2,) if quick else (2, 4)):
         model = tiny.llama(num_key_value_heads=kv_heads)
-        expected = logits_of(model, reference(model, budget=16, positions=positions), ids, 24)
+        expected = logits_of(model, reference(model, budget=16, sinks=SINKS, positions=positions, **EQUIP), ids, 24)
         actual = logits_of(model, EquipCache(model, policy, 16, positions=positions), ids, 24)
         judge(f"{policy} {positions}, tiny model, {kv_heads} KV heads, the reference", expected, actual)
     budget = 32

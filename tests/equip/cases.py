@@ -14,6 +14,7 @@ from tests.conformance import models
 from tests.conformance.driving import feed
 from tests.reference.oracles import ReferenceCache
 from tests.reference.policies import (
+    EQUIP,
     CURReference,
     H2OReference,
     KeyDiffReference,
@@ -27,17 +28,22 @@ from tests.reference.policies import (
 
 BUDGET, SINKS = 16, 4
 
-# For each policy: how EquipCache is told, the reference, and how that is told.
+_PERIODIC = {**EQUIP, "interval": 5, "few_recent": True}
+# For each policy: how EquipCache is told, the reference, and how that is told what EquipCache does otherwise than the paper.
 POLICIES: dict[str, tuple[Any, type[ReferenceCache], dict[str, Any]]] = {
     "streaming": ("streaming", StreamingReference, {}),
-    "h2o": ("h2o", H2OReference, {}),
-    "tova": ("tova", TOVAReference, {}),
-    "snapkv": (SnapKVPolicy(window=6, kernel_size=3), SnapKVReference, {"window": 6, "kernel_size": 3}),
-    "lagkv": (LagKVPolicy(lag_size=4), LagKVReference, {"lag_size": 4}),
-    "knorm": ("knorm", KeyNormReference, {}),
-    "keydiff": (KeyDiffPolicy(interval=5), KeyDiffReference, {"interval": 5}),
-    "leverage": (LeveragePolicy(interval=5), LeverageReference, {"interval": 5}),
-    "cur": (CURPolicy(window=4, interval=5), CURReference, {"window": 4, "interval": 5}),
+    "h2o": ("h2o", H2OReference, EQUIP),
+    "tova": ("tova", TOVAReference, {**EQUIP, "keep_last": True}),
+    "snapkv": (
+        SnapKVPolicy(window=6, kernel_size=3),
+        SnapKVReference,
+        {**EQUIP, "window": 6, "kernel_size": 3, "pooling": "mean"},
+    ),
+    "lagkv": (LagKVPolicy(lag_size=4), LagKVReference, {**EQUIP, "lag_size": 4, "share": None}),
+    "knorm": ("knorm", KeyNormReference, {**EQUIP, "recent": 1, "skip_layers": 0}),
+    "keydiff": (KeyDiffPolicy(interval=5), KeyDiffReference, {**_PERIODIC, "block": None}),
+    "leverage": (LeveragePolicy(interval=5), LeverageReference, {**_PERIODIC, "leave_out_sinks": True, "ridge": 1e-2}),
+    "cur": (CURPolicy(window=4, interval=5), CURReference, {**_PERIODIC, "window": 4}),
 }
 # Positions and the way they are kept.
 COMPACT = ("frames", "on_read", "rotated_keys")

@@ -1,4 +1,6 @@
-"""Pruning caches written down plainly, as oracles: every row of a batch and every key head is a list of tokens of its own.
+"""Pruning caches written down plainly, as oracles: every row of a batch and every head is a list of tokens of its own.
+
+By default they follow the papers; each departure of this package is an option.
 
 Nothing is done in place and nothing is done for all rows at once. Whatever is dropped is left out of a gather, whatever comes is
 appended, and the tokens of a head therefore always stand in order of position. With `positions="compact"` keys are kept without their
@@ -20,6 +22,9 @@ from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.masks import TokenMask
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+UNLIMITED = 1 << 40
+"""A budget for what is never pruned."""
 
 
 @dataclass
@@ -87,8 +92,11 @@ class ReferenceLayer(KVLayer):
     """The layer of all references; a policy writes `rescore`.
 
     Args:
-        cache: The cache, with budget, sinks, recent and positions.
+        cache: The cache and its options.
         geometry: How this layer's keys are rotated.
+
+    Attributes:
+        block: Tokens of a prompt that are taken and pruned at a time; None for all.
     """
 
     first_score: ClassVar[float] = 0.0
@@ -98,6 +106,8 @@ class ReferenceLayer(KVLayer):
         super().__init__()
         self.budget, self.sinks, self.recent = cache.budget, cache.sinks, cache.recent
         self.compact = cache.positions == "compact"
+        self.evict_first, self.while_decoding, self.per_query_head = cache.evict_first, cache.while_decoding, cache.per_query_head
+        self.block: int | None = None
         self.geometry = geometry
         self.kv_heads = 0
         self.rows: list[Row] = []
@@ -156,7 +166,7 @@ class ReferenceLayer(KVLayer):
             scaling: Of the attention scores.
             softcap: Of the attention scores, or None.
         """
-        if step and row.kept == self.budget:
+        if step and self.evict_first and self.while_decoding and row.kept == self.budget:
             row.heads = [head.gather(self._all_but_victim(head)) for head in row.heads]
         before = row.kept
         row.heads = [head.append(fresh) for head, fresh in zip(row.heads, new, strict=True)] if row.heads else new
@@ -168,9 +178,18 @@ class ReferenceLayer(KVLayer):
             outputs.append(probabilities @ head.values.to(probabilities.dtype))
             attention.append(probabilities.mean(0).float())
         self.rescore(row, attention, block=not step)
+        if self.while_decoding or not step:
+            self.prune(row)
+        return torch.cat(outputs).transpose(0, 1)
+
+    def prune(self, row: Row) -> None:
+        """Drops tokens beyond the budget, after queries have attended to them.
+
+        Args:
+            row: With scores.
+        """
         if row.kept > self.budget:
             row.heads = [head.gather(self._best(head)) for head in row.heads]
-        return torch.cat(outputs).transpose(0, 1)
 
     def _probabilities(self, head: Head, queries: torch.Tensor, before: int, scaling: float, softcap: float | None) -> torch.Tensor:
         """Causal attention of the newest tokens' queries to all tokens, (group, new tokens, n)."""
@@ -197,7 +216,7 @@ class ReferenceLayer(KVLayer):
         return torch.tensor([i for i in range(len(head)) if i != victim])
 
     def _best(self, head: Head) -> torch.Tensor:
-        """After a block: what is protected and the highest scores of the rest, `budget` in all."""
+        """What is protected and the highest scores of the rest, `budget` in all."""
         protected = self._protected(head, self.recent)
         scores = head.scores.masked_fill(protected, torch.inf)
         unscored = torch.isposinf(scores)
@@ -232,14 +251,19 @@ class ReferenceView(LayerView):
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         batch, heads, tokens, _ = query.shape
+        if self.layer.per_query_head:
+            group = heads // self.keys.shape[1]
+            self.keys, self.values = (states.repeat_interleave(group, 1) for states in (self.keys, self.values))
+            self.layer.kv_heads = heads
         read = TokenMask.read(mask, self.start, tokens)
         if read.allowed is not None or kwargs.get("position_bias") is not None:
             raise UnsupportedError("The references follow padding alone. Leave other masks and position biases out.")
         real = torch.ones(batch, tokens, dtype=torch.bool) if read.valid is None else read.valid
         output = query.new_zeros(batch, tokens, heads, self.values.shape[-1])
         for b, row in enumerate(self.layer.rows):
-            which = real[b].nonzero()[:, 0]
-            if which.numel():
+            for which in real[b].nonzero()[:, 0].split(self.layer.block or tokens):
+                if not which.numel():
+                    continue
                 new = [self._head(b, h, which, row.real) for h in range(self.layer.kv_heads)]
                 step = tokens == 1 and self.start > 0
                 out = self.layer.take(row, query[b][:, which], new, step, kwargs["scaling"], kwargs.get("softcap"))
@@ -257,41 +281,62 @@ class ReferenceView(LayerView):
 class ReferenceCache(KVCache):
     """The base of the references. No cropping, no other edits: only blocks and steps.
 
+    Options that are None are as in the paper: the class's `paper`.
+
     Args:
         model: A transformers model.
         budget: Tokens to keep.
         sinks: First real tokens that always stay.
-        recent: Newest tokens that always stay; the policy's own number if None.
+        recent: Newest tokens that always stay.
         positions: `"compact"`: kept tokens count from 0 for every query; `"original"`: rotations stay as the model gave them.
+        evict_first: Whether a step evicts before its query attends, and not after.
+        while_decoding: Whether steps evict at all; else the cache grows.
+        per_query_head: Whether each query head keeps tokens of its own; else the attention of heads that share keys is averaged.
     """
 
     needs_attention = True
     layer_class: ClassVar[type[ReferenceLayer]]
+    paper: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, model: Any, *, budget: int, sinks: int = 4, recent: int | None = None, positions: str = "compact") -> None:
-        self.budget, self.sinks, self.positions = budget, sinks, positions
+    def __init__(
+        self,
+        model: Any,
+        *,
+        budget: int,
+        sinks: int | None = None,
+        recent: int | None = None,
+        positions: str = "compact",
+        evict_first: bool | None = None,
+        while_decoding: bool | None = None,
+        per_query_head: bool | None = None,
+    ) -> None:
+        defaults = {"sinks": 0, "evict_first": False, "while_decoding": True, "per_query_head": False, **self.paper}
+        chosen = {"sinks": sinks, "evict_first": evict_first, "while_decoding": while_decoding, "per_query_head": per_query_head}
+        for name, value in chosen.items():
+            setattr(self, name, defaults[name] if value is None else value)
+        self.budget, self.positions = budget, positions
         self.recent = self.default_recent() if recent is None else recent
         if positions not in ("compact", "original"):
             raise ConfigError.of("positions", "'compact' or 'original'", positions)
-        if sinks + max(self.recent, 1) > budget:
-            raise ConfigError.of("budget", f"at least sinks + recent = {sinks + max(self.recent, 1)}", budget)
+        if self.sinks + max(self.recent, 1) > budget:
+            raise ConfigError.of("budget", f"at least sinks + recent = {self.sinks + max(self.recent, 1)}", budget)
         super().__init__(model)
 
     def default_recent(self) -> int:
-        """The policy's own number of recent tokens."""
-        return 1
+        """The paper's number of recent tokens."""
+        return 0
 
     def make_layer(self, layer_idx: int) -> ReferenceLayer:
         return self.layer_class(self, RotaryGeometry.from_config(self.config, layer_idx=layer_idx))
 
     def kept_positions(self, layer_idx: int) -> torch.Tensor:
-        """Which tokens are kept, (batch, kv_heads, budget): ascending positions, then -1 for every slot that is free.
+        """Which tokens are kept, (batch, heads, budget or more): ascending positions, then -1 for every slot that is free.
 
         Args:
             layer_idx: The layer.
         """
         layer = self.layers[layer_idx]
-        found = torch.full((len(layer.rows), layer.kv_heads, self.budget), -1)
+        found = torch.full((len(layer.rows), layer.kv_heads, layer.kept if self.budget >= UNLIMITED else max(layer.kept, self.budget)), -1)
         for b, row in enumerate(layer.rows):
             for h, head in enumerate(row.heads):
                 found[b, h, : len(head)] = head.positions

@@ -1,15 +1,18 @@
-"""One reference for each policy: what it scores tokens by, and nothing else."""
+"""One reference for each policy: the paper's scores, and the paper's way to use them unless an option says otherwise."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.nn import functional
 
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError
-from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
+from tests.reference.oracles import UNLIMITED, Head, ReferenceCache, ReferenceLayer, Row
+
+EQUIP: dict[str, Any] = {"evict_first": True, "while_decoding": True, "per_query_head": False}
+"""The options of `EquipCache`, for all policies."""
 
 
 class StreamingLayer(ReferenceLayer):
@@ -19,7 +22,7 @@ class StreamingLayer(ReferenceLayer):
 
 
 class StreamingReference(ReferenceCache):
-    """Sinks and the newest tokens, shifted and appended.
+    """Sinks and the newest tokens, shifted and appended. A step makes room before it attends.
 
     Args:
         model: As in `ReferenceCache`.
@@ -29,6 +32,7 @@ class StreamingReference(ReferenceCache):
     """
 
     layer_class = StreamingLayer
+    paper: ClassVar[dict[str, Any]] = {"sinks": 4, "evict_first": True}
 
     def __init__(self, model: Any, *, rerotate: bool | None = None, positions: str | None = None, **settings: Any) -> None:
         meant = None if rerotate is None else "compact" if rerotate else "original"
@@ -47,19 +51,16 @@ class H2OLayer(ReferenceLayer):
 
 
 class H2OReference(ReferenceCache):
-    """Heavy hitters: the attention that a token received from all queries since it came."""
+    """Heavy hitters: the attention that a token received from all queries since it came; half of the budget for the newest tokens."""
 
     layer_class = H2OLayer
+    paper: ClassVar[dict[str, Any]] = {"per_query_head": True}
 
     def default_recent(self) -> int:
         return max(1, min(self.budget // 2, self.budget - self.sinks))
 
 
 class TOVALayer(ReferenceLayer):
-    def __init__(self, cache: ReferenceCache, *args: Any) -> None:
-        super().__init__(cache, *args)
-        self.recent = max(self.recent, 1)
-
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
         last = torch.stack([received[-1] for received in attention]).mean(0)
         for head in row.heads:
@@ -67,9 +68,24 @@ class TOVALayer(ReferenceLayer):
 
 
 class TOVAReference(ReferenceCache):
-    """The attention of the last query, one choice for all heads of a layer. The last token of a block always stays."""
+    """The attention of the last query, one choice for all heads of a layer.
+
+    Args:
+        model: As in `ReferenceCache`.
+        keep_last: Whether the last token of a block always stays.
+        **settings: As in `ReferenceCache`.
+    """
 
     layer_class = TOVALayer
+
+    def __init__(self, model: Any, *, keep_last: bool = False, **settings: Any) -> None:
+        self.keep_last = keep_last
+        super().__init__(model, **settings)
+
+    def make_layer(self, layer_idx: int) -> ReferenceLayer:
+        layer = super().make_layer(layer_idx)
+        layer.recent = max(layer.recent, int(self.keep_last))
+        return layer
 
 
 class SnapKVLayer(ReferenceLayer):
@@ -77,7 +93,7 @@ class SnapKVLayer(ReferenceLayer):
 
     def __init__(self, cache: SnapKVReference, *args: Any) -> None:
         super().__init__(cache, *args)
-        self.window, self.kernel_size = cache.window, cache.kernel_size
+        self.window, self.kernel_size, self.pooling = cache.window, cache.kernel_size, cache.pooling
 
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
         # A block is an observation of its own, also where it is shorter than the window.
@@ -93,27 +109,32 @@ class SnapKVLayer(ReferenceLayer):
         scores = torch.full((len(head),), torch.inf)
         earlier = len(head) - self.window
         if earlier > 0:
-            mean = (head.received / self.window)[None, :earlier]
-            scores[:earlier] = functional.avg_pool1d(mean, self.kernel_size, stride=1, padding=self.kernel_size // 2)[0]
+            pool = functional.max_pool1d if self.pooling == "max" else functional.avg_pool1d
+            scores[:earlier] = pool((head.received / self.window)[None, :earlier], self.kernel_size, 1, self.kernel_size // 2)[0]
         return scores
 
 
 class SnapKVReference(ReferenceCache):
-    """The pooled attention of the last queries; observed again each time as many more tokens came.
+    """The pooled attention of a prompt's last queries. While decoding, the paper's cache grows.
 
     Args:
         model: As in `ReferenceCache`.
-        window: How many queries observe, and how many tokens are recent by default.
-        kernel_size: Of the average pool over neighbours; odd.
+        window: How many queries observe, and how many tokens are recent by default. With `while_decoding`, tokens are observed again
+            each time as many have come.
+        kernel_size: Of the pool over neighbours; odd.
+        pooling: "max", as in the paper's experiments, or "mean", the default of its code.
         **settings: As in `ReferenceCache`.
     """
 
     layer_class = SnapKVLayer
+    paper: ClassVar[dict[str, Any]] = {"while_decoding": False, "per_query_head": True}
 
-    def __init__(self, model: Any, *, window: int = 64, kernel_size: int = 5, **settings: Any) -> None:
+    def __init__(self, model: Any, *, window: int = 32, kernel_size: int = 7, pooling: str = "max", **settings: Any) -> None:
         if kernel_size % 2 == 0:
             raise ConfigError.of("kernel_size", "an odd number", kernel_size)
-        self.window, self.kernel_size = window, kernel_size
+        if pooling not in ("max", "mean"):
+            raise ConfigError.of("pooling", "'max' or 'mean'", pooling)
+        self.window, self.kernel_size, self.pooling = window, kernel_size, pooling
         super().__init__(model, **settings)
 
     def default_recent(self) -> int:
@@ -125,7 +146,7 @@ class LagKVLayer(ReferenceLayer):
 
     def __init__(self, cache: LagKVReference, *args: Any) -> None:
         super().__init__(cache, *args)
-        self.lag_size = cache.lag_size
+        self.lag_size, self.share = cache.lag_size, cache.share
 
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
         complete = (row.real - self.sinks) // self.lag_size
@@ -139,26 +160,37 @@ class LagKVLayer(ReferenceLayer):
                     score = (_against(head.given[lag], head.given[following]) + _against(head.values[lag], head.values[following])) / 2
                     head.scores[lag] = score.argsort().argsort() / self.lag_size
 
+    def prune(self, row: Row) -> None:
+        if self.share is None:
+            super().prune(row)
+            return
+        # Ranks below the best are at most (lag_size - kept - 1) / lag_size.
+        lowest = 1 - int(self.share * self.lag_size) / self.lag_size
+        row.heads = [head.gather((head.scores >= lowest - 1e-6).nonzero()[:, 0]) for head in row.heads]
+
 
 class LagKVReference(ReferenceCache):
     """How much keys and values spread over the channels, measured in the range of the lag of tokens after theirs.
 
-    Keys are taken as the model rotated them.
+    Keys are taken as the model rotated them. The paper keeps the same share of each lag, so that its cache grows with the text.
 
     Args:
         model: As in `ReferenceCache`.
+        budget: As in `ReferenceCache`, for `share=None`.
         lag_size: Tokens in a lag; the first one begins after the sinks.
+        share: Of each lag that stays once the next one is complete; None: ranks within the lags are compared, and a budget is kept.
         **settings: As in `ReferenceCache`.
     """
 
     layer_class = LagKVLayer
+    paper: ClassVar[dict[str, Any]] = {"sinks": 16}
 
-    def __init__(self, model: Any, *, lag_size: int = 128, **settings: Any) -> None:
-        self.lag_size = lag_size
-        super().__init__(model, **settings)
+    def __init__(self, model: Any, *, budget: int = UNLIMITED, lag_size: int = 128, share: float | None = 0.25, **settings: Any) -> None:
+        self.lag_size, self.share = lag_size, share
+        super().__init__(model, budget=UNLIMITED if share is not None else budget, **settings)
 
     def default_recent(self) -> int:
-        return max(1, min(2 * self.lag_size, (self.budget - self.sinks) // 2))
+        return 0 if self.share is not None else max(1, min(2 * self.lag_size, (self.budget - self.sinks) // 2))
 
 
 class KeyNormLayer(ReferenceLayer):
@@ -168,9 +200,24 @@ class KeyNormLayer(ReferenceLayer):
 
 
 class KeyNormReference(ReferenceCache):
-    """Small keys stay."""
+    """Small keys stay.
+
+    Args:
+        model: As in `ReferenceCache`.
+        skip_layers: First layers that are never pruned.
+        **settings: As in `ReferenceCache`.
+    """
 
     layer_class = KeyNormLayer
+
+    def __init__(self, model: Any, *, skip_layers: int = 2, **settings: Any) -> None:
+        self.skip_layers = skip_layers
+        super().__init__(model, **settings)
+
+    def make_layer(self, layer_idx: int) -> ReferenceLayer:
+        layer = super().make_layer(layer_idx)
+        layer.budget = UNLIMITED if layer_idx < self.skip_layers else layer.budget
+        return layer
 
 
 class PeriodicLayer(ReferenceLayer):
@@ -180,7 +227,7 @@ class PeriodicLayer(ReferenceLayer):
 
     def __init__(self, cache: PeriodicReference, *args: Any) -> None:
         super().__init__(cache, *args)
-        self.cache = cache
+        self.cache, self.block = cache, cache.block
 
     def rescore(self, row: Row, attention: list[torch.Tensor], block: bool) -> None:
         if block or row.real % self.cache.interval == 0:
@@ -193,25 +240,36 @@ class PeriodicReference(ReferenceCache):
 
     Args:
         model: As in `ReferenceCache`.
-        interval: Tokens between two scorings.
+        interval: Tokens between two scorings while decoding.
+        few_recent: Whether a quarter of the budget, at most 64 tokens, holds the newest ones.
+        block: Tokens of a prompt that are scored and pruned at a time; None for all.
         **settings: As in `ReferenceCache`.
     """
 
     layer_class = PeriodicLayer
 
-    def __init__(self, model: Any, *, interval: int = 64, **settings: Any) -> None:
-        self.interval = interval
+    def __init__(self, model: Any, *, interval: int = 1, few_recent: bool = False, block: int | None = None, **settings: Any) -> None:
+        self.interval, self.few_recent, self.block = interval, few_recent, block
         super().__init__(model, **settings)
 
     def default_recent(self) -> int:
-        return max(1, min(64, (self.budget - self.sinks) // 4))
+        return max(1, min(64, (self.budget - self.sinks) // 4)) if self.few_recent else 0
 
     def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
         raise NotImplementedError
 
 
 class KeyDiffReference(PeriodicReference):
-    """Keys that point elsewhere than the mean direction stay."""
+    """Keys that point elsewhere than the mean direction stay. The paper scores after each token, and a prompt in blocks.
+
+    Args:
+        model: As in `ReferenceCache`.
+        block: As in `PeriodicReference`.
+        **settings: As in `PeriodicReference`.
+    """
+
+    def __init__(self, model: Any, *, block: int | None = 128, **settings: Any) -> None:
+        super().__init__(model, block=block, **settings)
 
     def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
         keys = functional.normalize(head.given.float(), dim=-1)
@@ -219,29 +277,45 @@ class KeyDiffReference(PeriodicReference):
 
 
 class LeverageReference(PeriodicReference):
-    """The diagonal of the hat matrix of centred keys without rotation, sinks left out, with a ridge of a hundredth of their mean square."""
+    """The diagonal of the hat matrix of centered keys without rotation, which the paper's random sketch estimates; for prompts only.
+
+    Args:
+        model: As in `ReferenceCache`.
+        leave_out_sinks: Whether sinks have no part in the mean and the moments, and the score 0.
+        ridge: Added to the moments, as a share of their mean diagonal.
+        **settings: As in `PeriodicReference`.
+    """
+
+    paper: ClassVar[dict[str, Any]] = {"while_decoding": False}
+
+    def __init__(self, model: Any, *, leave_out_sinks: bool = False, ridge: float = 0.0, **settings: Any) -> None:
+        self.leave_out_sinks, self.ridge = leave_out_sinks, ridge
+        super().__init__(model, **settings)
 
     def worth(self, head: Head, geometry: RotaryGeometry) -> torch.Tensor:
         keys = geometry.unrotate(head.given[None, None], head.ranks)[0, 0].double()
-        counted = head.ranks >= self.sinks
+        counted = head.ranks >= (self.sinks if self.leave_out_sinks else 0)
         if counted.sum() < 2:  # nothing stands out
             return torch.zeros(len(keys))
         keys = (keys - keys[counted].mean(0)) * counted[:, None]
         moments = keys.T @ keys
-        ridge = 1e-2 * moments.diagonal().mean() * torch.eye(len(moments), dtype=torch.float64)
-        return (keys @ torch.linalg.inv(moments + ridge) @ keys.T).diagonal().float()
+        ridge = self.ridge * moments.diagonal().mean() * torch.eye(len(moments), dtype=torch.float64)
+        inverse = torch.linalg.inv(moments + ridge) if self.ridge else torch.linalg.pinv(moments, hermitian=True)
+        return (keys @ inverse @ keys.T).diagonal().float()
 
 
 class CURReference(PeriodicReference):
-    """The product of a key's and a value's share of the squared lengths of their window of kept neighbours.
+    """The product of a key's and a value's share of squared lengths, which the paper's random projection estimates; for prompts only.
 
     Args:
         model: As in `ReferenceCache`.
-        window: Neighbours.
+        window: Kept neighbours among which shares are taken; None: all tokens.
         **settings: As in `PeriodicReference`.
     """
 
-    def __init__(self, model: Any, *, window: int = 16, **settings: Any) -> None:
+    paper: ClassVar[dict[str, Any]] = {"while_decoding": False}
+
+    def __init__(self, model: Any, *, window: int | None = None, **settings: Any) -> None:
         self.window = window
         super().__init__(model, **settings)
 
@@ -249,7 +323,7 @@ class CURReference(PeriodicReference):
         parts = []
         for states in (head.given, head.values):
             squares = states.float().square().sum(-1)
-            parts.append(torch.cat([part / part.sum() for part in squares.split(self.window)]))
+            parts.append(torch.cat([part / part.sum() for part in squares.split(self.window or len(squares))]))
         return parts[0] * parts[1]
 
 

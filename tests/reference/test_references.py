@@ -17,9 +17,13 @@ from tests import tiny
 from tests.reference.baselines import FrozenKV, GatherAppendH2O, RerotateAllStreaming, ShiftAppendStreaming
 from tests.reference.oracles import ReferenceCache
 from tests.reference.policies import (
+    EQUIP,
+    CURReference,
     H2OReference,
+    KeyDiffReference,
     KeyNormReference,
     LagKVReference,
+    LeverageReference,
     SnapKVReference,
     StreamingReference,
     TOVAReference,
@@ -27,13 +31,14 @@ from tests.reference.policies import (
 
 pytestmark = pytest.mark.full
 
+# What EquipCache does otherwise than the papers; the papers' own ways are tested at the end.
 EXTRAS: dict[type[ReferenceCache], dict[str, Any]] = {
     StreamingReference: {},
-    H2OReference: {},
-    TOVAReference: {},
-    SnapKVReference: {"window": 4, "kernel_size": 3},
-    LagKVReference: {"lag_size": 4},
-    KeyNormReference: {},
+    H2OReference: EQUIP,
+    TOVAReference: {**EQUIP, "keep_last": True},
+    SnapKVReference: {**EQUIP, "window": 4, "kernel_size": 3, "pooling": "mean"},
+    LagKVReference: {**EQUIP, "lag_size": 4, "share": None},
+    KeyNormReference: {**EQUIP, "skip_layers": 0},
 }
 BUDGET, SINKS, PROMPT, LENGTH = 16, 2, 22, 56
 
@@ -71,7 +76,7 @@ def steps(prompt: int = PROMPT, length: int = LENGTH) -> list[int]:
 
 
 def build(kind: type[ReferenceCache], model: PreTrainedModel, budget: int = BUDGET, **settings: Any) -> ReferenceCache:
-    return kind(model, budget=budget, sinks=SINKS, **EXTRAS[kind], **settings)
+    return kind(model, **{"budget": budget, "sinks": SINKS, **EXTRAS[kind], **settings})
 
 
 def one_layer(**changes: Any) -> PreTrainedModel:
@@ -166,7 +171,7 @@ def test_rows_that_are_not_full_end_in_free_slots() -> None:
     cache = H2OReference(model, budget=8, sinks=1)
     feed(model, cache, ids, [10], mask)
     assert (cache.kept_positions(0)[0] >= 0).all()
-    assert cache.kept_positions(0)[1].tolist() == [[7, 8, 9, -1, -1, -1, -1, -1]] * 2
+    assert cache.kept_positions(0)[1].tolist() == [[7, 8, 9, -1, -1, -1, -1, -1]] * 4  # one for each query head
 
 
 def test_a_left_padded_prompt_may_come_token_by_token() -> None:
@@ -316,7 +321,7 @@ def test_scores_of_a_text_fed_in_steps_are_those_of_the_text_fed_at_once(kind: t
 
 def test_lags_without_a_score_go_last_and_the_oldest_of_them_first() -> None:
     model, ids = tiny.llama(), texts(1, 20)
-    cache = LagKVReference(model, budget=8, sinks=2, recent=2, lag_size=10)
+    cache = LagKVReference(model, budget=8, sinks=2, recent=2, lag_size=10, share=None, evict_first=True)
     feed(model, cache, ids, steps(12, 20))
     assert cache.kept_positions(1)[0].tolist() == [[0, 1, 14, 15, 16, 17, 18, 19]] * 2
 
@@ -378,3 +383,130 @@ def test_frozen_buffers_stay_the_same_tensors(dense: bool, prompt: int) -> None:
 def test_settings_that_can_not_work_are_refused(settings: dict[str, Any], argument: str) -> None:
     with pytest.raises(ConfigError, match=f"^{argument}:"):
         StreamingReference(tiny.llama(), **settings)
+
+
+# As published.
+
+PUBLISHED: dict[type[ReferenceCache], dict[str, Any]] = {
+    StreamingReference: {"budget": BUDGET},
+    H2OReference: {"budget": BUDGET},
+    TOVAReference: {"budget": BUDGET},
+    SnapKVReference: {"budget": BUDGET, "window": 4, "kernel_size": 3},
+    LagKVReference: {"sinks": 2, "lag_size": 4, "share": 0.5},
+    KeyNormReference: {"budget": BUDGET, "skip_layers": 1},
+    KeyDiffReference: {"budget": BUDGET, "block": 6},
+    LeverageReference: {"budget": BUDGET},
+    CURReference: {"budget": BUDGET},
+}
+
+
+def kept_as_published(weights: torch.Tensor, rule: str, recent: int) -> list[list[int]]:
+    """The tokens kept after the prompt and each step where a step evicts after its query, for one head as in `kept_by_hand`.
+
+    Args:
+        weights: (heads, tokens, tokens), full attention, of the heads that decide.
+        rule: "h2o" or "tova".
+        recent: Newest tokens that stay.
+    """
+    kept, score, history = list[int](), dict[int, float](), []
+    for start, stop in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, LENGTH))]:
+        kept = [*kept, *range(start, stop)]
+        given = weights[:, start:stop, kept]
+        got = (given / given.sum(-1, keepdim=True)).mean(0)
+        for token, received in zip(kept, got.T, strict=True):
+            score[token] = float(received[-1]) if rule == "tova" else score.get(token, 0.0) + float(received.sum())
+        old = kept[: len(kept) - recent]
+        kept = sorted(sorted(old, key=lambda t: -score[t])[: BUDGET - recent]) + kept[len(old) :]
+        history.append(kept)
+    return history
+
+
+@pytest.mark.parametrize(("kind", "rule", "recent"), [(H2OReference, "h2o", 8), (TOVAReference, "tova", 0)])
+def test_published_h2o_and_tova_protect_no_sinks_and_evict_after_the_query(kind: type[ReferenceCache], rule: str, recent: int) -> None:
+    ids = texts(1, LENGTH, seed=3)
+    weights = full_attention(ids, num_hidden_layers=1)[0][0]
+    groups = [weights] * 2 if rule == "tova" else list(weights.split(1))  # TOVA: one choice for both key heads; H2O: each query head
+    histories = [kept_as_published(group, rule, recent) for group in groups]
+    model = one_layer()
+    cache = kind(model, budget=BUDGET, positions="original")
+    for index, span in enumerate(steps()):
+        start = sum(steps()[:index])
+        model(ids[:, start : start + span], past_key_values=cache)
+        assert cache.kept_positions(0)[0].tolist() == [history[index] for history in histories]
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+def test_published_snapkv_pools_for_each_query_head_and_grows_while_decoding(pooling: str) -> None:
+    model, ids = tiny.llama(num_hidden_layers=2), texts(1, PROMPT + 3)
+    cache = SnapKVReference(model, budget=BUDGET, window=4, kernel_size=3, pooling=pooling, positions="original")
+    feed(model, cache, ids, [PROMPT, 1, 1, 1])
+    for layer, weights in enumerate(full_attention(ids[:, :PROMPT], num_hidden_layers=2)):
+        for head in range(4):
+            old = weights[0, head, PROMPT - 4 :, : PROMPT - 4].sum(0).tolist()
+            around = [old[max(i - 1, 0) : i + 2] for i in range(len(old))]
+            worth = [max(some) if pooling == "max" else sum(some) for some in around]
+            # A maximum is shared by neighbours: only what is worth more or less than the last one kept is certain.
+            threshold = sorted(worth, reverse=True)[BUDGET - 5]
+            kept = cache.kept_positions(layer)[0, head].tolist()
+            assert len(kept) == BUDGET + 3
+            assert kept[-7:] == list(range(PROMPT - 4, PROMPT + 3))
+            assert {i for i, w in enumerate(worth) if w > threshold + 1e-6} <= set(kept[:-7])
+            assert all(worth[i] >= threshold - 1e-6 for i in kept[:-7])
+
+
+@pytest.mark.parametrize("spans", [[30], steps(9, 30), [9, 9, 1, 1, 10]], ids=["at once", "steps", "blocks"])
+def test_published_lagkv_keeps_a_share_of_each_lag(spans: list[int]) -> None:
+    model, ids = one_layer(), texts(1, 30)
+    held = DynamicCache(config=model.config)
+    feed(model, held, ids, [30])
+    cache = LagKVReference(model, sinks=SINKS, lag_size=4, share=0.5, positions="original")
+    feed(model, cache, ids, spans)
+    for head in range(2):
+        scores = lag_scores(held.layers[0].keys[0, head].tolist(), held.layers[0].values[0, head].tolist(), 4)
+        assert cache.kept_positions(0)[0, head].tolist() == [i for i, score in enumerate(scores) if score >= 0.5]
+
+
+def test_published_key_norms_leave_the_first_layers_whole() -> None:
+    model, ids = tiny.llama(), texts(1, 30)
+    cache = KeyNormReference(model, budget=12)
+    feed(model, cache, ids, steps(22, 30))
+    assert [int((cache.kept_positions(layer)[0, 0] >= 0).sum()) for layer in range(4)] == [30, 30, 12, 12]
+
+
+@both_positions
+def test_published_keydiff_prunes_a_prompt_block_by_block(positions: str) -> None:
+    model, ids = tiny.llama(), texts(1, 32)
+    apart = KeyDiffReference(model, budget=12, block=None, positions=positions)
+    whole = KeyDiffReference(model, budget=12, block=8, positions=positions)
+    torch.testing.assert_close(feed(model, whole, ids, [30, 1, 1]), feed(model, apart, ids, [8, 8, 8, 6, 1, 1]), atol=1e-5, rtol=1e-4)
+    assert all(torch.equal(whole.kept_positions(layer), apart.kept_positions(layer)) for layer in range(4))
+
+
+def test_published_leverage_and_cur_are_formulas_over_the_prompt() -> None:
+    model, ids = tiny.llama(num_hidden_layers=1), texts(1, 40)
+    held = DynamicCache(config=model.config)
+    feed(model, held, ids, [40])
+    keys, values = held.layers[0].keys[0].double(), held.layers[0].values[0].double()
+    leverage = LeverageReference(model, budget=BUDGET, positions="original")
+    feed(model, leverage, ids, [40])
+    plain = leverage.layers[0].geometry.unrotate(keys[None], torch.arange(40))[0]
+    centered = plain - plain.mean(1, keepdim=True)
+    hat = (centered @ torch.linalg.pinv(centered)).diagonal(dim1=-2, dim2=-1)
+    cur = CURReference(model, budget=BUDGET, positions="original")
+    feed(model, cur, ids, [40])
+    for cache, scores in ((leverage, hat), (cur, keys.square().sum(-1) * values.square().sum(-1))):
+        assert torch.equal(cache.kept_positions(0)[0], scores.topk(BUDGET).indices.sort().values)
+
+
+@pytest.mark.parametrize("kind", PUBLISHED, ids=lambda kind: kind.__name__)
+@both_positions
+def test_published_rows_of_a_left_padded_batch_equal_single_rows(kind: type[ReferenceCache], positions: str) -> None:
+    spans = [PROMPT, *[1] * 6, 6, *[1] * 10]
+    model, ids = tiny.llama(num_hidden_layers=2), texts(2, sum(spans))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    logits = feed(model, kind(model, positions=positions, **PUBLISHED[kind]), ids, spans, mask)
+    for row, padding in enumerate([0, 9]):
+        alone = kind(model, positions=positions, **PUBLISHED[kind])
+        expected = feed(model, alone, ids[row : row + 1, padding:], [PROMPT - padding, *spans[1:]])
+        torch.testing.assert_close(logits[row, padding:], expected[0], atol=1e-4, rtol=1e-4)

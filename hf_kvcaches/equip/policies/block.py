@@ -1,4 +1,4 @@
-"""Blocks: a text is pruned as it comes, block by block."""
+"""Block-wise pruning: the text is pruned block by block."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hf_kvcaches.equip.tokens import Tokens
 
 @dataclass(frozen=True)
 class BlockPolicy(WrappingPolicy):
-    """Prunes to the budget after each block of the text, by another policy that sees what is left and the block.
+    """Prunes to the budget after each block of the text, with the scores of another policy over the kept tokens and the block.
 
-    As kvpress's `BlockPress`, and as the paper of KeyDiff prunes: what is kept competes with what comes, and not with what was evicted.
+    KeyDiff (arXiv 2504.15364) prunes prompts in this way, and so does kvpress's `BlockPress`: tokens compete with kept tokens only.
 
     Args:
         size: Tokens of a block.
@@ -30,21 +30,20 @@ class BlockPolicy(WrappingPolicy):
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         order = tokens.in_order()
-        count = order.shape[-1]
-        budget = count if tokens.budget is None else min(tokens.budget, count)
+        budget = order.shape[-1] if tokens.budget is None else min(tokens.budget, order.shape[-1])
         kept, blocks = order[..., :budget], order[..., budget:].split(self.size, -1)
         scores = torch.zeros(order.shape, device=order.device)
         for number, block in enumerate(blocks):
             slots = torch.cat([kept, block], -1)
-            chosen = self._worth(tokens, slots).topk(budget, -1).indices.sort(-1).values
-            kept = slots.gather(-1, chosen)
-            # Evicted tokens are worth less than any that was left, those of early blocks least.
+            best = self._protected_score(tokens, slots).topk(budget, -1).indices.sort(-1).values
+            kept = slots.gather(-1, best)
+            # Evicted tokens score below kept ones, those of early blocks lowest.
             scores.scatter_(-1, slots, float(number - len(blocks))).scatter_(-1, kept, 0.0)
-        ranks = self._worth(tokens, kept).argsort(-1).argsort(-1)
+        ranks = self._protected_score(tokens, kept).argsort(-1).argsort(-1)
         return scores.scatter_(-1, kept, (ranks + 1.0) / (budget + 1))
 
-    def _worth(self, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        """The other policy's scores of some tokens, with +inf for sinks and -inf for empty slots."""
-        part = replace(tokens.pick(slots), budget=None)
-        worth = torch.where(part.row_index() < tokens.sinks, torch.inf, self.inner_score(part))
-        return torch.where(part.positions < 0, -torch.inf, worth)
+    def _protected_score(self, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
+        """The other policy's scores of the tokens in `slots`, +inf for sinks, -inf for empty slots."""
+        subset = replace(tokens.pick(slots), budget=None)
+        scores = torch.where(subset.row_index() < tokens.sinks, torch.inf, self.inner_score(subset))
+        return torch.where(subset.positions < 0, -torch.inf, scores)

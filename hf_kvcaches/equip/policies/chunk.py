@@ -1,4 +1,4 @@
-"""Chunks: as many tokens of each part of the text."""
+"""Chunk-wise pruning: each chunk of the text keeps the same share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 @dataclass(frozen=True)
 class ChunkPolicy(WrappingPolicy):
-    """Keeps the same share of each chunk of the text, chosen by another policy that sees the chunk alone.
-
-    As kvpress's `ChunkPress`. A text with one part that stands out keeps something of the others.
+    """Keeps the same share of each chunk of the text, with the scores of another policy over the chunk alone, as kvpress's `ChunkPress`.
 
     Args:
         size: Tokens of a chunk.
@@ -35,7 +33,6 @@ class ChunkPolicy(WrappingPolicy):
             chunk = tokens.pick(slots)
             real = chunk.positions >= 0
             ranks = torch.where(real, self.inner_score(chunk), -torch.inf).argsort(-1).argsort(-1) + 1.0
-            # From the best, which has 1, down to almost 0: the same shares of all chunks are above any number.
-            shares = 1 - (real.shape[-1] - ranks) / real.sum(-1, keepdim=True).clamp(min=1)
-            scores.scatter_(-1, slots, shares)
+            # From 1 for the best token down to almost 0: any threshold keeps the same share of all chunks.
+            scores.scatter_(-1, slots, 1 - (real.shape[-1] - ranks) / real.sum(-1, keepdim=True).clamp(min=1))
         return scores

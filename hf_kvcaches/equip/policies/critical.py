@@ -1,4 +1,4 @@
-"""CriticalKV: what values do to the output, beside what attention says."""
+"""CriticalKV: what a value contributes to the layer's output, besides its attention."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hf_kvcaches.errors import ConfigError, is_number
 
 @dataclass(frozen=True)
 class CriticalPolicy(WrappingPolicy):
-    """Fills a part of the budget by another policy's scores, and the rest by these times what a token's value does to the output.
+    """Fills a part of the budget by another policy's scores, and the rest by these times the norm of the value in the layer's output.
 
     CriticalKV (Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, arXiv 2502.03805): the error that an
-    evicted token causes is bounded by its attention times the length of its value behind the output projection.
+    evicted token causes is bounded by its attention times the norm of its value behind the output projection.
 
-    **Departs from the paper**: where the projection is not known (keys from another cache) the length of the value itself is taken.
+    **Departs from the paper**: without a projection (keys from another cache) the norm of the value itself is taken.
 
     Args:
-        share: Of the budget that is filled by the other policy alone.
+        share: Of the budget that the other policy alone fills.
         epsilon: Added to scores before they are multiplied.
     """
 
@@ -33,7 +33,7 @@ class CriticalPolicy(WrappingPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The projection adds up what all heads give, and a process may have some of them only.
+        # The projection sums over all heads, and under tensor parallelism a process has some of them only.
         object.__setattr__(self, "mixes_heads", True)
         for name, most in (("share", 1.0), ("epsilon", float("inf"))):
             value = getattr(self, name)
@@ -42,20 +42,17 @@ class CriticalPolicy(WrappingPolicy):
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         scores = torch.where(tokens.positions < 0, -torch.inf, self.inner_score(tokens))
-        endless = scores.isposinf()
-        worth = torch.where(endless, torch.inf, (scores.clamp(min=0) + self.epsilon) * self._lengths(tokens))
+        weighted = torch.where(scores.isposinf(), torch.inf, (scores.clamp(min=0) + self.epsilon) * self._value_norms(tokens))
         first = 0 if tokens.budget is None else int(self.share * min(tokens.budget, scores.shape[-1]))
-        return worth.scatter(-1, scores.topk(first, -1).indices, torch.inf) if first else worth
+        return weighted.scatter(-1, scores.topk(first, -1).indices, torch.inf)
 
-    def _lengths(self, tokens: Tokens) -> torch.Tensor:
-        """The sum of the absolute numbers of each value behind the projection, the mean over a group, (batch, kv_heads, slots)."""
+    def _value_norms(self, tokens: Tokens) -> torch.Tensor:
+        """The L1 norm of each value behind the projection, the mean over a group, (batch, kv_heads, slots)."""
         values = tokens.values.detach().float()
         heads = values.shape[1] * int(getattr(tokens.module, "num_key_value_groups", 1))
         rows = None if tokens.module is None else output_rows(tokens.module, heads, tokens.values.detach())
         if rows is None:
             return values.norm(dim=-1)
         grouped = rows.float().unflatten(0, (values.shape[1], -1))  # (kv_heads, group, value_dim, hidden)
-        lengths = [
-            torch.stack([(values[:, head] @ part).abs().sum(-1) for part in grouped[head]], -1).mean(-1) for head in range(len(grouped))
-        ]
-        return torch.stack(lengths, 1)
+        norms = [torch.stack([(values[:, h] @ part).abs().sum(-1) for part in group]) for h, group in enumerate(grouped)]
+        return torch.stack(norms, 2).mean(0)

@@ -13,15 +13,15 @@ from hf_kvcaches.equip.tokens import Tokens
 
 @dataclass(frozen=True)
 class CURPolicy(PeriodicPolicy):
-    """Keeps the tokens whose keys and values are large among their neighbours'.
+    """Keeps the tokens with larger keys and values than their neighbours.
 
-    CurDKV (Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv 2509.15038): squared lengths stand for the
-    leverage of rows in a CUR decomposition, of keys and of values, and a token is worth the product of its shares.
+    CurDKV (Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv 2509.15038): squared norms approximate the
+    leverage of rows in a CUR decomposition of keys and of values, and a token scores the product of its shares.
 
     **Departs from the paper**: shares are those of a window of kept neighbours, as in kvpress, without a random projection.
 
     Args:
-        window: Neighbours, from the row's first token on, among which lengths are compared.
+        window: Neighbours, from the row's first token on, among which norms are compared.
     """
 
     name = "cur"
@@ -33,15 +33,13 @@ class CURPolicy(PeriodicPolicy):
         check_count(self, "window", 1)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        shape = tokens.keys.shape[:3]
-        empty = (tokens.positions < 0).expand(shape)
         order = tokens.in_order()
-        shares = [self._shares(part, order, empty) for part in (tokens.keys, tokens.values)]
-        return torch.empty_like(shares[0]).scatter_(-1, order, shares[0] * shares[1])
+        empty = (tokens.positions < 0).expand(order.shape)
+        shares = self._shares(tokens.keys, order, empty) * self._shares(tokens.values, order, empty)
+        return torch.empty_like(shares).scatter_(-1, order, shares)
 
     def _shares(self, states: torch.Tensor, order: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-        """Each token's share of its window's squared lengths, in order of position."""
+        """Each token's share of its window's squared norms, in order of position."""
         squares = states.detach().float().square().sum(-1).masked_fill(empty, 0.0).gather(-1, order)
         windows = functional.pad(squares, (0, -squares.shape[-1] % self.window)).unflatten(-1, (-1, self.window))
-        shares = windows / windows.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        return shares.flatten(-2)[..., : squares.shape[-1]]
+        return (windows / windows.sum(-1, keepdim=True).clamp(min=torch.finfo(windows.dtype).tiny)).flatten(-2)[..., : squares.shape[-1]]

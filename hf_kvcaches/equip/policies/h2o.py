@@ -1,4 +1,4 @@
-"""H2O: what received most attention from all queries."""
+"""H2O: heavy hitters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from hf_kvcaches.equip.tokens import Tokens
 class H2OPolicy(Policy):
     """Keeps the tokens that received most attention from all queries since they came.
 
-    H2O (Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048): a small set of tokens gets
-    most of the attention and can be told by its running sum. Half of the budget holds the newest tokens.
+    H2O (Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048): the running sum of attention
+    identifies the few tokens that get most of it. Half of the budget holds the newest tokens.
 
-    **Departs from the paper**: heads that share keys are averaged. `average=True` is kvpress' ObservedAttentionPress and no longer
-    favours tokens for their age.
+    **Departs from the paper**: sinks stay, a token is evicted before the new query attends, and heads that share keys are averaged.
 
     Args:
-        average: Divide the sum by the number of queries that could see the token.
+        average: Divide the sum by the number of queries that could see the token, as kvpress's `ObservedAttentionPress`.
     """
 
     name = "h2o"
@@ -35,10 +34,7 @@ class H2OPolicy(Policy):
 
     @property
     def scores_are_sums(self) -> bool:  # type: ignore[override]
-        return not self.average and type(self).score is H2OPolicy.score and type(self).rescore is H2OPolicy.rescore
+        return not self.average and type(self).score is H2OPolicy.score and type(self).rescore is Policy.rescore
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.observed / (tokens.seen - tokens.positions) if self.average else tokens.observed
-
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        return self.score(tokens)

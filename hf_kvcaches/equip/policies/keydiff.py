@@ -13,18 +13,17 @@ from hf_kvcaches.equip.tokens import Tokens
 
 @dataclass(frozen=True)
 class KeyDiffPolicy(PeriodicPolicy):
-    """Keeps the tokens whose keys point least where all keys point.
+    """Keeps the tokens with the keys least similar to the mean direction of all keys.
 
-    KeyDiff (Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference, arXiv 2504.15364): keys that resemble each other hold
-    each other's place. No attention is needed, and nothing is known of what is asked.
+    KeyDiff (Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference, arXiv 2504.15364): similar keys can replace each
+    other. No attention is needed, and the score does not depend on the question.
 
-    **Departs from the paper**: scores in the paper's blocks only where the prompt is fed in chunks; decoded tokens are scored together.
+    **Departs from the paper**: prompts are scored as a whole (in blocks: `BlockPolicy`), decoded tokens `interval` at a time.
     """
 
     name = "keydiff"
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         keys = functional.normalize(tokens.keys.detach().float(), dim=-1)
-        real = (tokens.positions >= 0).float()[..., None]
-        anchor = (keys * real).sum(2, keepdim=True)
+        anchor = (keys * (tokens.positions >= 0)[..., None]).sum(2, keepdim=True)
         return -functional.cosine_similarity(keys, anchor, dim=-1)

@@ -1,4 +1,4 @@
-"""The smallest keys."""
+"""Key norms: small keys."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ class KeyNormPolicy(Policy):
     """Keeps the tokens with the smallest keys.
 
     A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (arXiv 2406.11430): small keys tend to receive much
-    attention. The cheapest score, known before any query; it does not look at what is asked.
+    attention. The cheapest score; it does not depend on the question.
 
-    **Departs from the paper**: prunes all layers; the paper leaves the first ones whole, for which the cache takes a budget per layer.
+    **Departs from the paper**: prunes all layers; the paper skips the first ones, for which the cache takes a budget per layer.
     """
 
     name = "knorm"
     directions = False
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        lengths = -torch.linalg.vector_norm(tokens.keys.detach(), dim=-1, dtype=torch.float32)
-        # Turning a key changes the last bit of its length, which is not to decide between equals.
-        return lengths if tokens.scores is None else torch.where(tokens.scores.isnan(), lengths, tokens.scores)
+        scores = -torch.linalg.vector_norm(tokens.keys.detach(), dim=-1, dtype=torch.float32)
+        # Rotating a key changes the last bit of its norm, which must not decide between equal keys.
+        return scores if tokens.scores is None else torch.where(tokens.scores.isnan(), scores, tokens.scores)
 
     def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        batch, heads, _, width = tokens.keys.shape
-        new = tokens.keys.detach().gather(2, slots[..., None].expand(batch, heads, 1, width))
-        return put_score(scores, slots, -torch.linalg.vector_norm(new, dim=-1, dtype=torch.float32))
+        keys = tokens.keys.detach().take_along_dim(slots[..., None], 2)
+        return put_score(scores, slots, -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32))

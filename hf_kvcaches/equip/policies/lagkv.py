@@ -1,12 +1,10 @@
-"""LagKV: what stands out against the tokens that follow."""
+"""LagKV: tokens that differ from the tokens that follow."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch.nn import functional
 
 from hf_kvcaches.equip.policies.base import Policy, check_count, put_score
 from hf_kvcaches.equip.tokens import Tokens
@@ -14,15 +12,14 @@ from hf_kvcaches.equip.tokens import Tokens
 
 @dataclass(frozen=True)
 class LagKVPolicy(Policy):
-    """Keeps the tokens whose keys and values stand out against those of the lag of tokens after theirs.
+    """Keeps the tokens with keys and values that spread most in the range of the next lag of tokens.
 
-    LagKV (Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704): tokens are cut into lags. Each
-    channel is scaled by its range in the following lag, and what spreads most over the channels is worth most. No attention is needed.
+    LagKV (Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704): tokens are cut into lags, each
+    channel is scaled by its range in the next lag, and a token scores its deviation over the channels. No attention is needed.
 
-    **Departs from the paper**: the budget is a number of tokens and not a share of each lag; scores are ranks within a lag, so that lags
-    can be compared, as in kvpress. A channel that is constant in the following lag says nothing. A lag is scored once, when the following
-    one is complete; until then its tokens stay, and the oldest goes if there is nothing else. Where a token of either lag is gone by then
-    (the budget is smaller than two lags, or padding lies within), the lag's tokens are never scored.
+    **Departs from the paper**: the budget is a number of tokens and not a share of each lag, so scores are ranks within a lag, as in
+    kvpress. A channel that is constant in the next lag counts as 0. A lag is scored when the next one is complete; until then its tokens
+    stay. It is never scored if a token of either is missing by then: the budget is smaller than two lags, or padding lies within.
 
     Args:
         lag_size: Tokens in a lag.
@@ -38,74 +35,39 @@ class LagKVPolicy(Policy):
         return max(1, min(2 * self.lag_size, (budget - sinks) // 2))
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        ranks = lag_ranks(tokens.keys, tokens.values, tokens.row_index() - tokens.sinks, self.lag_size)
+        ranks = lag_ranks(tokens.keys.detach(), tokens.values.detach(), tokens.row_index() - tokens.sinks, self.lag_size)
         return ranks if tokens.scores is None else torch.where(tokens.scores.isfinite(), tokens.scores, ranks)
 
     def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
         scores = put_score(scores, slots, torch.inf)
-        due = self.looks(tokens.seen, tokens.first, tokens.sinks)
-        return self.score(dataclasses.replace(tokens, scores=scores)) if due else scores
+        return self.score(replace(tokens, scores=scores)) if self.looks(tokens.seen, tokens.first, tokens.sinks) else scores
 
     def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
-        over = (seen - first - sinks) % self.lag_size
-        return bool((over == 0).any()) if isinstance(over, torch.Tensor) else over == 0
+        due = (seen - first - sinks) % self.lag_size == 0
+        return bool(due.any()) if isinstance(due, torch.Tensor) else due
 
 
 def lag_ranks(keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:
-    """How each token ranks within its lag, in [0, 1), by how much it spreads in the range of the next lag: (batch, kv_heads, slots).
-
-    +inf for tokens of a lag that lacks a token, or whose next lag does.
+    """The rank of each token within its lag, in [0, 1), (batch, kv_heads, slots); +inf where a token of the lag or the next is missing.
 
     Args:
         keys: (batch, kv_heads, slots, head_dim).
         values: (batch, kv_heads, slots, value_dim).
-        index: (batch, 1 or kv_heads, slots): index // size is a token's lag, no two are equal in a row; below 0: in no lag.
+        index: (batch, 1 or kv_heads, slots): index // size is a token's lag, all differ in a row; below 0: in no lag.
     """
-    lags = keys.shape[2] // size
-    if lags < 2:
-        return torch.full(keys.shape[:3], torch.inf, device=keys.device)
-    source, place, numbers = _whole_lags(index.long().expand(keys.shape[:3]), size, lags)
-    worth = _information(keys, source, size) + _information(values, source, size)
-    ranks = worth.argsort(-1).argsort(-1) / size
-    follows = (numbers[..., :-1] >= 0) & (numbers[..., 1:] == numbers[..., :-1] + 1)
-    ranks = torch.where(follows[..., None], ranks, torch.inf).flatten(2)
-    # The last lag has no next one, and one place behind it is for the tokens of no whole lag.
-    return functional.pad(ranks, (0, size + 1), value=torch.inf).gather(-1, place)
-
-
-def _whole_lags(index: torch.Tensor, size: int, lags: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lags of which every token is there, put one after the other.
-
-    Returns:
-        The slots of their tokens, (batch, kv_heads, lags * size).
-        For each slot its place among these, or one behind them, (batch, kv_heads, slots).
-        The lags' numbers, (batch, kv_heads, lags), below 0 where there are fewer.
-    """
-    slots = index.shape[-1]
-    index, order = index.sort(-1)
-    inside = index.remainder(size)
-    begin = torch.arange(slots, device=index.device) - inside
-    end = begin + size - 1
-    whole = (index >= 0) & (begin >= 0) & (end < slots)
-    # No two are equal, so what begins and ends where it should lacks nothing between.
-    whole &= index.gather(-1, begin.clamp(min=0)) == index - inside
-    whole &= index.gather(-1, end.clamp(max=slots - 1)) == index - inside + size - 1
-    nth = (whole & (inside == 0)).cumsum(-1) - 1
-    place = torch.where(whole, nth * size + inside, lags * size)
-    blank = index.new_zeros(*index.shape[:-1], lags * size + 1)
-    source = blank.scatter(-1, place, order)[..., :-1]
-    numbers = (blank - size).scatter(-1, place, index)[..., :-1:size].div(size, rounding_mode="floor")
-    return source, torch.empty_like(place).scatter_(-1, order, place), numbers
-
-
-def _information(states: torch.Tensor, source: torch.Tensor, size: int) -> torch.Tensor:
-    """How much the channels of each token differ, scaled by their ranges in the next lag: shares of a lag, (.., lags - 1, size)."""
-    batch, heads, slots, width = states.shape
-    # Whole tokens are taken from a list of all: several times faster than gather, which looks up each number.
-    base = torch.arange(0, batch * heads * slots, slots, device=source.device).view(batch, heads, 1)
-    picked = states.detach().reshape(-1, width).index_select(0, (source + base).flatten()).float()
-    picked = picked.view(batch, heads, -1, size, width)
-    this, following = picked[:, :, :-1], picked[:, :, 1:]
-    low, high = following.amin(-2, keepdim=True), following.amax(-2, keepdim=True)
-    # What is divided by infinity says nothing.
-    return ((this - low) / torch.where(high > low, high - low, torch.inf)).std(-1).softmax(-1)
+    ranks = torch.full(keys.shape[:3], torch.inf, device=keys.device)
+    index, order = index.long().expand(ranks.shape).sort(-1)
+    first = index[..., : max(0, index.shape[-1] - 2 * size + 1)]
+    complete = (first >= 0) & (first % size == 0) & (index[..., 2 * size - 1 :] - first == 2 * size - 1)
+    row, head, start = (where[:, None] for where in complete.nonzero(as_tuple=True))
+    if not row.numel():
+        return ranks
+    slots = order[row, head, start + torch.arange(2 * size, device=keys.device)]  # (lags, 2 * size)
+    scores = torch.zeros(slots.shape[0], size, device=keys.device)
+    for states in (keys, values):
+        lag, following = states[row, head, slots].float().split(size, 1)
+        low, high = following.aminmax(dim=1, keepdim=True)
+        # A division by infinity gives 0.
+        scores += ((lag - low) / torch.where(high > low, high - low, torch.inf)).std(-1).softmax(-1)
+    ranks[row, head, slots[:, :size]] = scores.argsort(-1).argsort(-1) / size
+    return ranks

@@ -1,4 +1,4 @@
-"""Leverage scores: keys that no combination of the others makes."""
+"""Leverage scores: keys that are no combination of the others."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ import torch
 from hf_kvcaches.equip.policies.base import PeriodicPolicy
 from hf_kvcaches.equip.tokens import Tokens
 
-# What is added to the second moments, as a share of their mean: directions in which there is nothing but rounding count for nothing.
-_RIDGE = 1e-2
-
 
 @dataclass(frozen=True)
 class LeveragePolicy(PeriodicPolicy):
-    """Keeps the tokens whose keys stand out: those that a least-squares fit of all keys would bend to.
+    """Keeps the tokens with outlying keys: those with a large influence on a least-squares fit of all keys.
 
     Compactor (Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv 2507.08143), its query-agnostic half:
-    the statistical leverage of each centred key before its rotation, `x (X'X)^-1 x'`. No attention is needed, and nothing is known of what
-    is asked.
+    the leverage of each centered key before its rotation, `x (X'X)^-1 x'`. It needs no attention and does not depend on the question.
 
-    **Departs from the paper**: leverage is exact, from the second moments of a head's keys, and not from a random sketch; sinks, whose keys
-    are unlike all others, are left out of the moments. Where a model's rotation is not known, keys are taken as they are.
+    **Departs from the paper**: leverage is exact, from the second moments of a head's keys, and not from a random sketch; sinks, with keys
+    unlike all others, are left out of the moments. Where a model's rotation is not known, keys are taken as they are.
     """
 
     name = "leverage"
@@ -33,12 +29,13 @@ class LeveragePolicy(PeriodicPolicy):
 
 def leverage(tokens: Tokens) -> torch.Tensor:
     """The leverage of each token's key among those of its row and head, (batch, kv_heads, slots)."""
-    counted = ((tokens.row_index() >= tokens.sinks).float())[..., None]
+    counted = (tokens.row_index() >= tokens.sinks).float()[..., None]
     keys = tokens.unrotated_keys().detach().float()
     keys = (keys - (keys * counted).sum(2, keepdim=True) / counted.sum(2, keepdim=True).clamp(min=1)) * counted
-    precise = keys.double()  # where there are fewer keys than dimensions, the moments say little, and rounding would decide
-    moments = precise.transpose(2, 3) @ precise
-    ridge = _RIDGE * moments.diagonal(dim1=2, dim2=3).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
+    precise = keys.double()  # with fewer keys than dimensions the moments are singular, and rounding would decide
+    moments = precise.mT @ precise
+    # The ridge takes the weight from directions that hold nothing but rounding errors.
+    ridge = 1e-2 * moments.diagonal(dim1=2, dim2=3).mean(-1).clamp(min=torch.finfo(torch.float32).tiny)
     moments.diagonal(dim1=2, dim2=3).add_(ridge[..., None])
     factor = torch.linalg.cholesky(moments)
     identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)

@@ -14,10 +14,10 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 @dataclass(frozen=True)
 class PressPolicy(Policy):
-    """Keeps what a press of kvpress gives the highest scores: any object with its `score`.
+    """Keeps the tokens with the highest scores of a press of kvpress: any object with its `score`.
 
-    **Departs from kvpress**: sinks and recent tokens stay whatever the press says. Presses that read the weights of attention
-    (`attentions`), or that choose in another way than by `score`, are not served. Tokens that come singly stay until the next block.
+    **Departs from kvpress**: sinks and recent tokens stay, and decoded ones until the next block. Presses that read attention weights
+    (`attentions`), or select in another way than by `score`, are not supported.
 
     Args:
         press: Has `score(module, hidden_states, keys, values, attentions, kwargs)`, which returns (batch, kv_heads, tokens).
@@ -29,15 +29,11 @@ class PressPolicy(Policy):
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.press, "score", None)):
-            what = "an object with score(module, hidden_states, keys, values, attentions, kwargs), as the presses of kvpress"
-            raise ConfigError.of("press", what, self.press)
+            raise ConfigError.of("press", "an object with score(module, hidden_states, keys, values, attentions, kwargs)", self.press)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         if tokens.module is None or tokens.inputs is None:
-            raise UnsupportedError(
-                "policy: a press is shown what the model's attention reads, and no pass reads it now. Prune a prompt that the model "
-                "runs, or use a policy of this package."
-            )
+            raise UnsupportedError("policy: a press reads the inputs of the model's attention, and no model runs now. Use another policy.")
         inputs = dict(tokens.inputs)
         scores = self.press.score(tokens.module, inputs.pop("hidden_states"), tokens.keys, tokens.values, None, inputs)
         if not isinstance(scores, torch.Tensor):

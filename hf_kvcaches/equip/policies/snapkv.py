@@ -1,4 +1,4 @@
-"""SnapKV: what the last queries attend to."""
+"""SnapKV: the attention of the last queries."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from hf_kvcaches.errors import ConfigError
 class SnapKVPolicy(Policy):
     """Keeps the tokens that the last `window` queries attend to, together with their neighbours.
 
-    SnapKV (LLM Knows What You are Looking for Before Generation, arXiv 2404.14469): the end of a prompt already shows which parts of it
-    the answer will need. Pooling over neighbours keeps passages whole.
+    SnapKV (LLM Knows What You are Looking for Before Generation, arXiv 2404.14469): the end of a prompt already shows which spans of it
+    the answer will need. Pooling over neighbours keeps spans whole.
 
-    **Departs from the paper**: pools by the mean, and averages heads that share keys, as kvpress does. The paper prunes prompts only;
-    here the observation is repeated while decoding, each time another `window` tokens have come.
+    **Departs from the paper**: pools by the mean and averages heads that share keys, as kvpress does; sinks stay; tokens are evicted while
+    decoding too, and observed again after each `window` tokens.
 
     Args:
-        window: How many queries observe; as many of the newest tokens always stay.
-        kernel_size: How many neighbours are pooled; odd.
+        window: Queries that observe; as many of the newest tokens always stay.
+        kernel_size: Neighbours that are pooled; odd.
     """
 
     name = "snapkv"
@@ -36,7 +36,7 @@ class SnapKVPolicy(Policy):
         check_count(self, "window", 1)
         check_count(self, "kernel_size", 1)
         if self.kernel_size % 2 == 0:
-            raise ConfigError.of("kernel_size", "an odd number, so that a token stands in the middle", self.kernel_size)
+            raise ConfigError.of("kernel_size", "an odd number, so that neighbours lie on both sides of a token", self.kernel_size)
         object.__setattr__(self, "observes", self.window)
 
     def recent(self, budget: int, sinks: int) -> int:
@@ -44,11 +44,10 @@ class SnapKVPolicy(Policy):
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         order = tokens.positions.argsort(-1).expand_as(tokens.observed)
-        # Sorted, empty slots come first: with zeros they count as what lies before the text. Sums order tokens as means do.
+        # Empty slots sort first, with zeros, like padding of the pool. Sums rank tokens as means do.
         received = torch.where(tokens.positions < 0, 0, tokens.observed).gather(-1, order)
-        earlier = received.shape[-1] - self.window
         scores = torch.full_like(received, torch.inf)
-        if earlier > 0:
+        if (earlier := received.shape[-1] - self.window) > 0:
             scores[..., :earlier] = functional.avg_pool1d(received[..., :earlier], self.kernel_size, 1, self.kernel_size // 2)
         return torch.empty_like(scores).scatter_(-1, order, scores)
 

@@ -14,11 +14,10 @@ from hf_kvcaches.equip.tokens import Tokens
 class StreamingPolicy(Policy):
     """Keeps the sinks and the newest tokens.
 
-    StreamingLLM (Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453): the first tokens of a text soak up
-    attention that has nowhere else to go, and a model that loses them breaks down. A text of any length can be read with them and a
-    sliding window.
+    StreamingLLM (Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453): the first tokens of a text take the
+    attention that no other token needs, and a model without them fails. With them and a sliding window it reads a text of any length.
 
-    **Departs from the paper**: in nothing. Its positions within the cache are `positions="compact"` of the cache.
+    **Departs from the paper**: in nothing. The paper's positions within the cache are `positions="compact"` of the cache.
     """
 
     name = "streaming"

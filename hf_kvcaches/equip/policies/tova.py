@@ -1,4 +1,4 @@
-"""TOVA: what the last query attends to."""
+"""TOVA: the attention of the last query."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_kvcaches.equip.tokens import Tokens
 class TOVAPolicy(Policy):
     """Keeps the tokens that the last query attends to most, the same for all heads of a layer.
 
-    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) drops the token with the lowest attention of the current query.
+    TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) evicts the token with the lowest attention of the current query.
 
-    **Departs from the paper**: sinks and recent tokens are protected where the cache says so; the last token of a block always stays.
+    **Departs from the paper**: a token is evicted before the new query attends; sinks, recent tokens and a block's last token stay.
     """
 
     name = "tova"
@@ -28,6 +28,3 @@ class TOVAPolicy(Policy):
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         return tokens.observed.mean(1, keepdim=True)
-
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        return self.score(tokens)

@@ -7,17 +7,14 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.equip.policies.base import PeriodicPolicy, Policy, policy_from_settings, resolve_policy
+from hf_kvcaches.equip.policies.base import PeriodicPolicy, policy_from_settings, resolve_policy
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import UnsupportedError
-
-# What a policy asks to be shown.
-_DEMANDS = ("observes", "queries", "sees_block", "directions", "reads_inputs", "mixes_heads", "always_recent")
 
 
 @dataclass(frozen=True)
 class WrappingPolicy(PeriodicPolicy):
-    """Changes what another policy's scores mean, and is shown what that policy is shown.
+    """Changes the meaning of another policy's scores, and gets the inputs of that policy.
 
     Args:
         inner: The other policy, or its name.
@@ -31,12 +28,11 @@ class WrappingPolicy(PeriodicPolicy):
         if policy.deferred or policy.order_only:
             raise UnsupportedError(f"inner: {policy.name!r} gives no scores that {type(self).__name__} could change. Use another policy.")
         object.__setattr__(self, "inner", policy)
-        for name in _DEMANDS:
+        for name in ("observes", "queries", "sees_block", "directions", "reads_inputs", "mixes_heads", "always_recent"):
             object.__setattr__(self, name, getattr(policy, name))
 
     def recent(self, budget: int, sinks: int) -> int:
-        policy: Policy = self.inner
-        return policy.recent(budget, sinks)
+        return int(self.inner.recent(budget, sinks))
 
     def inner_score(self, tokens: Tokens) -> torch.Tensor:
         """The other policy's scores, (batch, kv_heads, slots)."""
