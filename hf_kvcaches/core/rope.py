@@ -46,7 +46,7 @@ class RotaryGeometry:
     length on. Such a geometry refuses to rotate; `at` gives the one that a pass rotates by.
 
     **Image tokens.** In models with a position per axis (Qwen2-VL and the like), `shift` moves all axes together and is right for every
-    token; `rotate` and `unrotate` are right for text tokens, whose axes agree.
+    token; `rotate` and `unrotate` are right for text tokens, whose axes agree. `core/axes.py` refuses image tokens.
 
     Args:
         inv_freq: Angle per position of each rotated pair: `(rotary_dim / 2,)`, float64, on the CPU.
@@ -59,6 +59,7 @@ class RotaryGeometry:
         refusal: Why keys can't be rotated although the model does; None if they can.
         changes_at: Forward passes that reach this position rotate by other frequencies than `inv_freq`; None if none do.
         inv_freq_beyond: By these frequencies; None where they change with every further position.
+        axes: Whether the model rotates image tokens by a position for each axis.
     """
 
     inv_freq: torch.Tensor
@@ -70,6 +71,7 @@ class RotaryGeometry:
     refusal: str | None = None
     changes_at: int | None = None
     inv_freq_beyond: torch.Tensor | None = None
+    axes: bool = False
     _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ not rotated at all. A guess would be worse: a wrong layout still gives keys of t
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -102,7 +103,7 @@ def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None) -> dict[
     if layer_idx is not None and not _layer_rotates(text, layer_config, layer_idx):
         return facts | {"kind": "none", "rope_type": "none"}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    facts["rope_type"] = rope_type
+    facts |= {"rope_type": rope_type, "axes": _has_axes(text.__class__)}
     try:
         inv_freq, scaling = _frequencies(layer_config, parameters, rope_type, None if nested is None else layer_type, facts["head_dim"])
     except (KeyError, TypeError) as error:
@@ -164,6 +165,13 @@ def _modeling_module(config_class: type) -> ModuleType | None:
         return importlib.import_module(base_class.__module__.replace(".configuration_", ".modeling_"))
     except ModuleNotFoundError:  # a config that shares another family's code
         return importlib.import_module(MODEL_MAPPING[base_class].__module__) if base_class in MODEL_MAPPING else None
+
+
+@cache
+def _has_axes(config_class: type) -> bool:
+    """Whether a decoder's modeling code divides the rotated dimensions among the axes of an image."""
+    module = _modeling_module(config_class)
+    return module is not None and "mrope_section" in inspect.getsource(module)
 
 
 @cache
