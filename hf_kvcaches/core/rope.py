@@ -7,7 +7,8 @@ from the config alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,8 +42,11 @@ class RotaryGeometry:
     **Shapes.** Keys are `(batch, heads, seq, head_dim)`. Positions and deltas are an `int`, or an integer tensor: `()`, `(seq,)`,
     `(batch, seq)` or `(batch, heads, seq)`; any of these dimensions may be 1, so `(batch, 1)` is one delta per row.
 
+    **Text length.** With longrope a forward pass rotates by one of two sets of frequencies, with dynamic rope by ever others from some
+    length on. Such a geometry refuses to rotate; `at` gives the one that a pass rotates by.
+
     **Image tokens.** In models with a position per axis (Qwen2-VL and the like), `shift` moves all axes together and is right for every
-    token; `rotate` and `unrotate` are right for text tokens, whose axes agree.
+    token; `rotate` and `unrotate` are right for text tokens, whose axes agree. `core/axes.py` refuses image tokens.
 
     Args:
         inv_freq: Angle per position of each rotated pair: `(rotary_dim / 2,)`, float64, on the CPU.
@@ -53,6 +57,9 @@ class RotaryGeometry:
         kind: `"rope"`; `"none"` for a layer that leaves positions out in a model that rotates elsewhere, whose keys are right anywhere;
             `"learned"` and `"alibi"`, whose keys carry no rotation and can't be moved; `"unknown"`.
         refusal: Why keys can't be rotated although the model does; None if they can.
+        changes_at: Forward passes that reach this position rotate by other frequencies than `inv_freq`; None if none do.
+        inv_freq_beyond: By these frequencies; None where they change with every further position.
+        axes: Whether the model rotates image tokens by a position for each axis.
     """
 
     inv_freq: torch.Tensor
@@ -62,6 +69,9 @@ class RotaryGeometry:
     rope_type: str = "default"
     kind: Kind = "rope"
     refusal: str | None = None
+    changes_at: int | None = None
+    inv_freq_beyond: torch.Tensor | None = None
+    axes: bool = False
     _on_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,8 +104,41 @@ class RotaryGeometry:
 
     def rotates_like(self, other: RotaryGeometry) -> bool:
         """Whether both rotate keys in the same way."""
-        plain = [(one.kind, one.layout, one.head_dim, one.attention_scaling, one.refusal) for one in (self, other)]
-        return plain[0] == plain[1] and torch.equal(self.inv_freq, other.inv_freq)
+        names = ("kind", "layout", "head_dim", "attention_scaling", "refusal", "changes_at")
+        if any(getattr(self, name) != getattr(other, name) for name in names) or not torch.equal(self.inv_freq, other.inv_freq):
+            return False
+        if self.inv_freq_beyond is None or other.inv_freq_beyond is None:
+            return self.inv_freq_beyond is other.inv_freq_beyond
+        return torch.equal(self.inv_freq_beyond, other.inv_freq_beyond)
+
+    def at(self, positions: int | torch.Tensor, held: RotaryGeometry | None = None) -> RotaryGeometry:
+        """The geometry by which a forward pass rotates: this one, unless its frequencies depend on the length of the text.
+
+        Args:
+            positions: Of all tokens of the forward pass, padding included, or the largest; anything where `changes_at` is None.
+            held: By which the keys in the cache are rotated; None for an empty cache. One that this pass does not rotate by is refused.
+        """
+        if self.changes_at is None:
+            return self
+        largest = positions if isinstance(positions, int) else int(positions.max())
+        current = self._below if largest < self.changes_at else self._beyond
+        reach = f"forward passes that reach position {self.changes_at} rotate by other frequencies (rope_type {self.rope_type!r})"
+        if current is None:
+            raise UnsupportedError(f"position_ids: {reach} at every position, so keys have no fixed angles. Pass positions='original'.")
+        if held is not None and not held.rotates_like(current):
+            raise UnsupportedError(
+                f"position_ids: {reach} than those that don't, and this cache has keys of the other kind. Call reset() and feed the whole "
+                "text in one forward pass, or pass positions='original'."
+            )
+        return current
+
+    @cached_property
+    def _below(self) -> RotaryGeometry:
+        return replace(self, refusal=None, changes_at=None, inv_freq_beyond=None)
+
+    @cached_property
+    def _beyond(self) -> RotaryGeometry | None:
+        return None if self.inv_freq_beyond is None else replace(self._below, inv_freq=self.inv_freq_beyond)
 
     def rotate(self, x: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
         """Does to fresh keys what the model does at these positions, `attention_scaling` included.

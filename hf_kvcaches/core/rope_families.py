@@ -8,6 +8,7 @@ not rotated at all. A guess would be worse: a wrong layout still gives keys of t
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.rotation import Layout, rotate_
@@ -43,6 +45,7 @@ FAMILIES = {
 
 # Their frequencies follow from the config alone. "proportional" gives frequency 0 to the dimensions that are not rotated.
 LENGTH_INDEPENDENT = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
 def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None) -> dict[str, Any]:
@@ -70,7 +73,7 @@ def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None
         raise ConfigError.of("layer_type", f"one of {labels}", layer_type)
     layers = [index for index in range(count) if layer_type in (None, types[index])] if any(types) or layer_type is None else []
     facts = {index: _facts_of(text, types[index], index) for index in layers} or {0: _facts_of(text, layer_type, None)}
-    distinct = {str({name: fact if name != "inv_freq" else fact.tolist() for name, fact in one.items()}): one for one in facts.values()}
+    distinct = {str([fact.tolist() if isinstance(fact, torch.Tensor) else fact for fact in one.values()]): one for one in facts.values()}
     if len(distinct) > 1:
         by_type = {(types[index], str(one)) for index, one in facts.items()}
         if layer_type is None and len(by_type) == len(set(types)):
@@ -100,7 +103,7 @@ def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None) -> dict[
     if layer_idx is not None and not _layer_rotates(text, layer_config, layer_idx):
         return facts | {"kind": "none", "rope_type": "none"}
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    facts["rope_type"] = rope_type
+    facts |= {"rope_type": rope_type, "axes": _has_axes(text.__class__)}
     try:
         inv_freq, scaling = _frequencies(layer_config, parameters, rope_type, None if nested is None else layer_type, facts["head_dim"])
     except (KeyError, TypeError) as error:
@@ -114,7 +117,24 @@ def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None) -> dict[
             whose = f"{type(text).__name__} is not transformers' own"
         refusal = f"{whose}, so it is not known which dimensions of its keys are rotated together"
         return facts | {"kind": "unknown", "refusal": refusal}
-    return facts | {"inv_freq": inv_freq.double() * direction, "attention_scaling": float(scaling), "refusal": refusal}
+    facts |= {"inv_freq": inv_freq.double() * direction, "attention_scaling": float(scaling), "refusal": refusal}
+    if refusal is None and rope_type in LENGTH_DEPENDENT:
+        facts["refusal"] = (
+            f"with rope_type {rope_type!r} the frequencies depend on the length of the text, so cached keys have no fixed angles"
+        )
+        if "short_mscale" not in parameters:  # PhiMoE changes the norm of its keys instead
+            facts |= _changes(layer_config, parameters, rope_type, None if nested is None else layer_type, direction)
+    return facts
+
+
+def _changes(config: Any, parameters: dict[str, Any], rope_type: str, layer_type: str | None, direction: int) -> dict[str, Any]:
+    """From which position on a forward pass rotates by other frequencies, and by which."""
+    if rope_type == "dynamic":
+        # A shorter text than the limit brings the first frequencies back, one of just that length does not.
+        return {"changes_at": int(config.max_position_embeddings) - 1}
+    limit = int(parameters["original_max_position_embeddings"])
+    beyond = _init_frequencies(config, rope_type, layer_type, seq_len=limit + 1)[0]
+    return {"changes_at": limit, "inv_freq_beyond": beyond.double() * direction}
 
 
 def _nested_parameters(text: Any) -> dict[str | None, dict[str, Any] | None] | None:
@@ -145,6 +165,13 @@ def _modeling_module(config_class: type) -> ModuleType | None:
         return importlib.import_module(base_class.__module__.replace(".configuration_", ".modeling_"))
     except ModuleNotFoundError:  # a config that shares another family's code
         return importlib.import_module(MODEL_MAPPING[base_class].__module__) if base_class in MODEL_MAPPING else None
+
+
+@cache
+def _has_axes(config_class: type) -> bool:
+    """Whether a decoder's modeling code divides the rotated dimensions among the axes of an image."""
+    module = _modeling_module(config_class)
+    return module is not None and "mrope_section" in inspect.getsource(module)
 
 
 @cache
@@ -221,9 +248,7 @@ def _layer_rotates(text: Any, layer_config: Any, layer_idx: int) -> bool:
 
 
 def _refusal(text: Any, parameters: dict[str, Any], rope_type: str, rotary_dim: int, head_dim: int) -> str | None:
-    if rope_type in ("dynamic", "longrope"):
-        return f"with rope_type {rope_type!r} the frequencies depend on the length of the text, so cached keys have no fixed angles"
-    if rope_type not in LENGTH_INDEPENDENT:
+    if rope_type not in LENGTH_INDEPENDENT | LENGTH_DEPENDENT:
         return f"rope_type {rope_type!r} is not known"
     if text.model_type in FAMILIES["scaled_after"]:
         return f"{text.model_type} scales the dimensions of its keys after the rotation"
@@ -247,15 +272,17 @@ def _default_frequencies(base: float, dim: int) -> torch.Tensor:
         return 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
 
 
+def _init_frequencies(config: Any, rope_type: str, layer_type: str | None, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
+    with _on_cpu():
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), seq_len=seq_len, layer_type=layer_type)
+    return inv_freq.float(), scaling
+
+
 def _frequencies(
     config: Any, parameters: dict[str, Any], rope_type: str, layer_type: str | None, head_dim: int
 ) -> tuple[torch.Tensor, float]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     if rope_type in ROPE_INIT_FUNCTIONS:
-        with _on_cpu():
-            inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=layer_type)
-        return inv_freq.float(), scaling
+        return _init_frequencies(config, rope_type, layer_type)
     base = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
     if base is None:
         raise ConfigError.of("config.rope_parameters", "a rope_theta", parameters)

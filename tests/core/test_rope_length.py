@@ -1,0 +1,131 @@
+"""Frequencies that depend on the length of the text: which ones a forward pass rotates by."""
+
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, Phi3Config, PhimoeConfig
+from transformers.models.phi3 import modeling_phi3
+
+from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.errors import UnsupportedError
+from tests import tiny
+
+LIMIT = 32
+SIZES = {
+    "vocab_size": tiny.VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": LIMIT,
+}
+
+
+def phi3_config(**changes) -> Phi3Config:
+    rope = {**LONGROPE, "partial_rotary_factor": 0.5}
+    return Phi3Config(
+        **{**SIZES, "max_position_embeddings": 4 * LIMIT, "original_max_position_embeddings": LIMIT, "rope_parameters": rope, **changes}
+    )
+
+
+def dynamic_config() -> LlamaConfig:
+    return LlamaConfig(**SIZES, max_position_embeddings=LIMIT, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+
+
+def cached_keys(model, start: int, tokens: int) -> torch.Tensor:
+    """The first layer's keys, which depend on nothing but the tokens and their positions."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=tiny.ids(1, tokens), position_ids=torch.arange(start, start + tokens)[None], past_key_values=cache)
+    return cache.layers[0].keys
+
+
+@pytest.mark.parametrize(("start", "tokens"), [(0, 8), (0, LIMIT), (LIMIT - 7, 8), (2 * LIMIT, 8), (0, LIMIT + 8)])
+def test_a_forward_pass_rotates_by_the_frequencies_for_its_largest_position(start: int, tokens: int) -> None:
+    model = tiny.build(phi3_config())
+    rotary, positions = model.model.rotary_emb, torch.arange(start, start + tokens)[None]
+    cached_keys(model, start, tokens)
+    geometry = RotaryGeometry.from_config(model.config, layer_idx=0).at(positions)
+    assert torch.equal(geometry.inv_freq, rotary.inv_freq.double())
+    assert geometry.attention_scaling == rotary.attention_scaling > 1
+    keys = torch.randn(1, 1, tokens, 16, generator=torch.Generator().manual_seed(0))
+    theirs = modeling_phi3.apply_rotary_pos_emb(keys, keys, *rotary(keys, positions))[1]
+    torch.testing.assert_close(geometry.rotate(keys, positions), theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(("start", "moved"), [(0, LIMIT - 8), (LIMIT, 2 * LIMIT)])
+def test_a_models_cached_keys_are_moved_on_either_side_of_the_change(start: int, moved: int) -> None:
+    model = tiny.build(phi3_config())
+    keys, expected = cached_keys(model, start, 8), cached_keys(model, moved, 8)
+    whole = RotaryGeometry.from_config(model.config, layer_idx=0)
+    torch.testing.assert_close(whole.at(start + 7).shift(keys, moved - start), expected, rtol=0, atol=2e-5)
+    other = whole.at(2 * LIMIT if start == 0 else 0)
+    assert not torch.allclose(other.shift(keys, moved - start), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("held", [LIMIT - 1, LIMIT])
+def test_keys_of_both_frequencies_in_one_cache_are_refused(held: int) -> None:
+    geometry = RotaryGeometry.from_config(phi3_config(), layer_idx=0)
+    before = geometry.at(held)
+    other = 2 * LIMIT - 1 - held
+    assert geometry.at(held, before) is before
+    with pytest.raises(UnsupportedError, match=rf"position {LIMIT}.*longrope.*one forward pass.*positions='original'"):
+        geometry.at(torch.tensor([[0, other]]), before)
+    assert geometry.at(other).rotates_like(before) is False
+
+
+def test_dynamic_frequencies_hold_below_the_length_that_the_model_was_trained_with() -> None:
+    model = tiny.build(dynamic_config())
+    geometry = RotaryGeometry.from_config(model.config, layer_idx=0)
+    within = geometry.at(LIMIT - 2)
+    cached_keys(model, 0, LIMIT + 1)
+    assert not torch.equal(within.inv_freq, model.model.rotary_emb.inv_freq.double())
+    for held in (None, within):
+        with pytest.raises(UnsupportedError, match=r"dynamic.*no fixed angles.*positions='original'"):
+            geometry.at(LIMIT - 1, held)
+    keys, moved = cached_keys(model, 0, 8), cached_keys(model, LIMIT - 9, 8)
+    assert torch.equal(within.inv_freq, model.model.rotary_emb.inv_freq.double())
+    torch.testing.assert_close(within.shift(keys, LIMIT - 9), moved, rtol=0, atol=2e-5)
+
+
+def test_without_a_pass_such_keys_are_still_refused() -> None:
+    for config in (phi3_config(), dynamic_config()):
+        geometry = RotaryGeometry.from_config(config, layer_idx=0)
+        with pytest.raises(UnsupportedError, match="depend on the length"):
+            geometry.shift(torch.zeros(1, 1, 3, 16), 1)
+
+
+def test_frequencies_that_never_change_are_asked_for_no_positions() -> None:
+    geometry = RotaryGeometry.from_config(LlamaConfig(**SIZES), layer_idx=0)
+    assert geometry.changes_at is None
+    assert geometry.at(torch.empty(0)) is geometry
+
+
+def test_a_family_that_changes_the_norm_of_its_keys_with_the_length_is_refused() -> None:
+    rope = {**LONGROPE, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.3}
+    geometry = RotaryGeometry.from_config(PhimoeConfig(**SIZES, rope_parameters=rope), layer_idx=0)
+    assert geometry.changes_at is None
+    with pytest.raises(UnsupportedError, match="depend on the length"):
+        geometry.at(5).shift(torch.zeros(1, 1, 3, 16), 1)
+
+
+def test_geometries_differ_where_only_the_frequencies_beyond_do() -> None:
+    one, same, other = (
+        RotaryGeometry.from_config(phi3_config(rope_parameters={**LONGROPE, "partial_rotary_factor": 0.5, "long_factor": factors}))
+        for factors in ([2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 4.0, 5.0], [2.0, 3.0, 4.0, 6.0])
+    )
+    assert one.rotates_like(same)
+    assert not one.rotates_like(other)
+    assert one.at(LIMIT - 1).rotates_like(other.at(LIMIT - 1))
+    twin = pickle.loads(pickle.dumps(one))
+    assert twin.at(LIMIT, one.at(LIMIT)).rotates_like(one.at(LIMIT))
