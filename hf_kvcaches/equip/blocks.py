@@ -13,7 +13,7 @@ from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.entries import Entries
-from hf_kvcaches.equip.frames import keys_for_queries, offset, target_of
+from hf_kvcaches.equip.frames import keys_for_queries, target_of
 from hf_kvcaches.equip.scoring import bias_columns, score, shown_queries
 from hf_kvcaches.errors import UnsupportedError
 
@@ -64,9 +64,7 @@ def prune_block(
     install(layer, pruned(layer, replace(entries, queries=shown), limit, module))
 
 
-def arriving(
-    layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: RotatingPass, observed: torch.Tensor | None
-) -> Entries:
+def arriving(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, running: RotatingPass, observed: torch.Tensor | None) -> Entries:
     """Kept and new tokens, in order of position; the layer counts the new ones as seen."""
     state, tokens, batch = layer.state, keys.shape[2], keys.shape[0]
     rotation, index = layer.rotation, block_index(layer, running)

@@ -10,6 +10,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
+from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
@@ -114,10 +115,18 @@ class EquipCache(AnsweringCache):
         self._book: PageBook | None = None
         self._rotations: list[KeyRotation] = []
         super().__init__(model, offloading=offloading)
-        if self.policy.reads_inputs:
-            watch_inputs(self.model, self)
+        self._watch_model()
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
         self._masks_differ = self._model is not None and compat.makes_masks_ahead(self.model)
+
+    def _watch_model(self) -> None:
+        """Has the model's modules tell this cache what its layers can't see, for as long as it lives."""
+        if self._model is None or (model := self._model()) is None:
+            return
+        if self.policy.reads_inputs:
+            watch_inputs(model, self)
+        if any(layer.settings.geometry.axes and layer.rotation.compact for layer in self._own_layers):
+            refuse_images(model, self, "Pass positions='original'.")
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
@@ -139,6 +148,13 @@ class EquipCache(AnsweringCache):
     def _make_rotation(self, geometry: RotaryGeometry) -> KeyRotation:
         if self._options["positions"] == "original" or geometry.kind in ("learned", "none"):
             return KeyRotation("given")
+        if geometry.changes_at is not None:
+            geometry = geometry.at(0)  # until the first pass shows how far the text reaches
+        if geometry.axes and self._model is None:
+            raise UnsupportedError(
+                "positions='compact': this model gives image tokens a position for each axis, which a cache that is built with a config "
+                "can't tell from text. Build the cache with the model, or pass positions='original'."
+            )
         if geometry.kind != "rope" or geometry.refusal is not None:
             why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
             raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
@@ -284,8 +300,7 @@ class EquipCache(AnsweringCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = super().__deepcopy__(memo)
-        if self.policy.reads_inputs and self._model is not None and (model := self._model()) is not None:
-            watch_inputs(model, copied)
+        copied._watch_model()
         return copied
 
     @property

@@ -45,7 +45,9 @@ class Entries:
         """What a layer holds, slot by slot."""
         state, used = layer.state, layer.state.used()
         keys, values = layer.store.read(used)
-        slots = {name: None if tensor is None else tensor[..., :used] for name in _PER_SLOT[2:] if (tensor := getattr(state, name)) is not None}
+        slots = {
+            name: None if tensor is None else tensor[..., :used] for name in _PER_SLOT[2:] if (tensor := getattr(state, name)) is not None
+        }
         return cls(keys, values, layer.positions, rotated_to(layer), **slots)
 
     def pick(self, index: torch.Tensor) -> Entries:

@@ -118,6 +118,8 @@ class EquipLayer(KVLayer):
         settings, policy = self.settings, self.policy
         if settings.decode_budget is not None or settings.question_start is not None or self.recording is not None:
             return False
+        if settings.geometry.changes_at is not None and self.rotation.compact:
+            return False
         rotates = self.rotation.offsets and not policy.order_only  # as many keys as the victim's position says
         return policy.in_graphs and self.store.in_graphs and not rotates
 
@@ -150,6 +152,7 @@ class EquipLayer(KVLayer):
         self.state.catch_up()
         tokens = keys.shape[-2]
         running = self.enter(call, tokens, keys.device)
+        self._choose_angles(running)
         if self.detour is not None:
             return self.detour.attend(self, query, keys, values, call, running)
         if self.state.deferring and tokens == 1 and self.state.seen:
@@ -168,6 +171,14 @@ class EquipLayer(KVLayer):
         state = self.state
         real_before = state.seen if state.first is None else (state.seen - state.first)[:, None]
         return self.passes.enter(call, state.seen, tokens, device, real_before)
+
+    def _choose_angles(self, running: RotatingPass) -> None:
+        """Follows a model whose angles depend on how far a text reaches; refuses a text that passes from the ones to the others."""
+        geometry = self.settings.geometry
+        if geometry.changes_at is not None and self.rotation.compact:
+            now = geometry.at(running.positions(), self.rotation.geometry if self.state.seen else None)
+            if now is not self.rotation.geometry:
+                self.rotation = self.store.rotation = KeyRotation(self.rotation.scheme, now)
 
     def take(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass, block: int
@@ -212,6 +223,7 @@ class EquipLayer(KVLayer):
             keys: (batch, kv_heads, tokens, head_dim), as the model rotated them.
             queries: The prompt's last ones, as many as the policy observes, or more.
         """
+        self._choose_angles(running)
         observed = blocks.observed_by(self, queries, keys, running)
         blocks.prune_block(self, keys, values, running, self.resolve(running, running.tokens), observed, queries)
         graphs.prepare(self)

@@ -206,9 +206,7 @@ class PagedEquipLayer(EquipLayer):
 
     store: PagedStore
 
-    def __init__(
-        self, settings: EquipSettings, rotation: KeyRotation, passes: Passes[RotatingPass], config: Any, book: PageBook
-    ) -> None:
+    def __init__(self, settings: EquipSettings, rotation: KeyRotation, passes: Passes[RotatingPass], config: Any, book: PageBook) -> None:
         super().__init__(settings, rotation, passes, config, PagedStore(rotation, settings.backend, book, settings.budget))
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:

@@ -29,7 +29,12 @@ def seen_by_policy(
     """What the layer's policy is shown; arguments are those of `Tokens`."""
     state, settings = layer.state, layer.settings
     first = 0 if state.first is None else state.first
-    shared = {"sinks": settings.sinks, "first": first, "scaling": state.scaling, "geometry": settings.geometry}
+    shared: dict[str, Any] = {
+        "sinks": settings.sinks,
+        "first": first,
+        "scaling": state.scaling,
+        "geometry": layer.rotation.geometry or settings.geometry,
+    }
     return Tokens(keys, values, positions, attention, **shared, **more)
 
 

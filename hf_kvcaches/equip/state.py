@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import torch
@@ -70,7 +70,9 @@ class SlotState:
 
     def clone(self) -> Self:
         """A copy that shares no tensor."""
-        return replace(self, **{name: tensor.clone() for name, tensor in self.tensors().items()})
+        copied = copy.copy(self)
+        copied.map(torch.clone)
+        return copied
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], *, rows: bool = False) -> None:
         """Replaces tensors.
@@ -251,10 +253,11 @@ class SlotState:
         numbers = [number for name, number in counters.items() if name != "filled" or number is not None]
         if wrong or not all(isinstance(number, int | float) and abs(number) < 1 << 40 for number in numbers):
             raise ArtifactError(f"The stored state of an EquipLayer doesn't fit: {sorted(wrong) or counters}. Save the cache again.")
-        return cls(**tensors, **counters)
+        values: dict[str, Any] = {**tensors, **counters}
+        return cls(**values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return copy.copy(self).clone()
+        return self.clone()
 
 
 def padding_first(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:

@@ -41,9 +41,7 @@ def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: tor
     seen = state.count()
     layer.reserve_for_step()
     assert state.positions is not None
-    slot = layer.policy.victim(
-        victim_scores(layer, seen), state.positions, sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent
-    )
+    slot = layer.policy.victim(victim_scores(layer, seen), state.positions, sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent)
     if layer.recording is not None:
         layer.recording.note_slot(layer, slot, rotates=rotation.offsets and not layer.policy.order_only)
     _evict(layer, slot, live)
@@ -205,7 +203,8 @@ def _observe(layer: EquipLayer, weights: torch.Tensor | None, slot: torch.Tensor
 def _rescore(layer: EquipLayer, slot: torch.Tensor, module: nn.Module, complete: torch.Tensor | bool) -> None:
     state, policy = layer.state, layer.policy
     assert state.scores is not None
-    used, positions, seen = state.used(), layer.positions, state.count()
+    used, positions = state.used(), layer.positions
+    seen: Any = state.count()
     keys, values = layer.store.read(used)
     if layer.rotation.compact and policy.looks(seen, 0 if state.first is None else state.first, layer.settings.sinks):
         keys = as_model_rotated(layer, keys, positions, rotated_to(layer))
