@@ -117,7 +117,7 @@ def write_alone(batch: int, heads: int, size: int, device: torch.device, rounds:
 def set_forward(cache: EquipCache, tokens: int) -> None:
     """Make the model believe that so many more tokens were fed in: its positions go on from there."""
     for layer in cache.layers:
-        layer.seen += tokens
+        layer.state.advance(tokens)
 
 
 def flatness(cell: Cell, pair: Pair, rounds: int, steps: int) -> list[Row]:
