@@ -88,8 +88,14 @@ def _check(cache: EquipCache, layers: list[EquipLayer], start: int, stop: int, n
         raise ConfigError.of("start, stop", f"0 <= start <= stop <= {seen}, positions among the tokens seen", (start, stop))
     if len(layers) < len(cache.layers):
         raise UnsupportedError("edit: this model has layers that keep their own window or state, and they can't be edited.")
-    if any(layer.state.first is not None for layer in layers):
-        raise UnsupportedError("edit: the rows are padded, so a position is not the same place in all of them. Edit a cache of one row.")
+    first, padding = layers[0].state.first, layers[0].state.padding
+    if first is not None and padding is not None:
+        index = torch.arange(padding.shape[1], device=padding.device)
+        if start < int(first.max()) or not torch.equal(padding, index >= first[:, None]):
+            raise UnsupportedError(
+                "edit: rows are padded at or behind the start, so a position is not the same place in all of them. Edit what follows the "
+                "padding of every row, or a cache of one row."
+            )
     rows = layers[0].store.shape[0]
     if new_ids.shape[0] not in (1, rows):
         raise ConfigError.of("new_ids", f"1 or {rows} rows of token ids", tuple(new_ids.shape))
@@ -120,14 +126,15 @@ def _open(layer: EquipLayer, start: int, stop: int, moved: int, geometry: Rotary
 
 
 def _run(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, new_ids: torch.Tensor) -> None:
-    ids = new_ids.expand(layers[0].store.shape[0], -1)
+    ids, first = new_ids.expand(layers[0].store.shape[0], -1), layers[0].state.first
+    position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
     for layer in layers:
         layer.detour = Insertion(start)
     try:
         with torch.no_grad():
             model(
                 input_ids=ids,
-                position_ids=torch.arange(start, start + ids.shape[1], device=ids.device)[None],
+                position_ids=position_ids if first is None else position_ids - first[:, None].to(ids.device),
                 past_key_values=cache,
                 use_cache=True,
             )

@@ -207,13 +207,29 @@ def test_edits_of_what_is_not_there_are_refused(start: int, stop: int, new: list
     assert same(state(made), before)
 
 
-def test_padded_rows_can_not_be_edited() -> None:
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "knorm"])
+@each_scheme
+def test_rows_padded_at_the_start_are_edited_like_single_rows(policy: str, positions: str, rope: str) -> None:
+    model, texts = models.tiny("llama"), [text(30), text(21, 9)]
+    ids, mask = left_padded(texts)
+    made = build(model, policy, 24, positions=positions, rope=rope)
+    feed(model, made, ids, [30], mask)
+    made.edit(model, 20, 23, [7, 8])
+    more = text(6, 40).expand(2, -1)
+    found = feed(model, made, more, mask=torch.cat([mask[:, :29], torch.ones_like(more)], 1))
+    for row, (own, start) in enumerate(zip(texts, (20, 11), strict=True)):
+        alone = filled(model, policy, own, 24, positions=positions, rope=rope)
+        alone.edit(model, start, start + 3, [7, 8])
+        torch.testing.assert_close(found[row], feed(model, alone, more[:1])[0], rtol=0, atol=1e-4)
+
+
+def test_padding_can_not_be_edited() -> None:
     model = models.tiny("llama")
     ids, mask = left_padded([text(30), text(20, 9)])
     made = build(model, "streaming")
     feed(model, made, ids, [30], mask)
     with pytest.raises(UnsupportedError, match="padded"):
-        made.edit(model, 25, 26, [1])
+        made.edit(model, 9, 12, [1])
 
 
 @pytest.mark.parametrize("act", ["edit", "evict"])

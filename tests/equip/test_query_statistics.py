@@ -123,7 +123,7 @@ def test_a_cache_prunes_padded_rows_by_statistics_and_decodes_alike_in_a_copy(st
     cache = EquipCache(model, wrap(ExpectedAttentionPolicy(interval=2, statistics=statistics)), 16)
     ids, mask = padded(2, 46, 7, 0)
     feed_all(model, cache, ids[:, :40], mask[:, :40])
-    assert all(layer.queries is None for layer in cache.layers)
+    assert all(layer.state.queries is None for layer in cache.layers)
     other = copy.deepcopy(cache)
     assert len(positions_of(cache, 3, 0, 1)) == 16
     for step in range(40, 46):
