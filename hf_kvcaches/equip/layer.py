@@ -163,7 +163,8 @@ class EquipLayer(KVLayer):
         block = self.passes.block_length(tokens, begun=bool(self.state.seen), recording=self.recording is not None)
         self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
         output = self.take(query, keys, values, call, running, block)
-        graphs.prepare(self)
+        if block or self.state.clock is None:
+            graphs.prepare(self)
         return output
 
     def enter(self, call: Call, tokens: int, device: torch.device) -> RotatingPass:

@@ -66,7 +66,7 @@ class SlotState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
-        return {field.name: value for field in fields(self) if isinstance(value := getattr(self, field.name), torch.Tensor)}
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
     def clone(self) -> Self:
         """A copy that shares no tensor."""

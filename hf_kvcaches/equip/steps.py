@@ -41,7 +41,7 @@ def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: tor
     seen = state.count()
     layer.reserve_for_step()
     assert state.positions is not None
-    slot = layer.policy.victim(victim_scores(layer, seen), state.positions, sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent)
+    slot = layer.policy.victim(victim_scores(layer), state.positions, sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent)
     if layer.recording is not None:
         layer.recording.note_slot(layer, slot, rotates=rotation.offsets and not layer.policy.order_only)
     _evict(layer, slot, live)
@@ -60,11 +60,11 @@ def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: tor
     return output
 
 
-def victim_scores(layer: EquipLayer, seen: int | torch.Tensor) -> torch.Tensor:
+def victim_scores(layer: EquipLayer) -> torch.Tensor:
     """What each slot is worth, (batch, 1 or kv_heads, slots)."""
     if layer.policy.order_only:
         assert layer.state.positions is not None
-        return (layer.state.positions - seen).float()
+        return layer.state.positions
     scores = layer.state.attention if layer.state.scores is None else layer.state.scores
     assert scores is not None
     return scores
