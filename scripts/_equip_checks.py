@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +20,7 @@ from tests.reference.baselines import GatherAppendH2O, RerotateAllStreaming
 from tests.reference.policies import EQUIP, H2OReference, StreamingReference
 
 SLOTS, EVICTED = 1024, 64  # of the paper's table 6
-# (batch, heads, head size): the paper's speedups over H2O and over StreamingLLM on Intel SPR, from the same table
-TABLE_6 = {
-    (1, 64, 64): (11.62, 26.54),
-    (1, 64, 128): (27.32, 36.04),
-    (1, 128, 64): (19.36, 27.65),
-    (8, 64, 64): (35.73, 47.94),
-    (8, 64, 128): (38.12, 46.67),
-    (8, 128, 64): (39.90, 45.04),
-    (32, 64, 64): (39.75, 50.58),
-    (32, 64, 128): (31.43, 47.34),
-}
+WRITES = ((1, 64, 64), (1, 64, 128), (8, 64, 64), (8, 64, 128))  # batch, heads, head size, of the same table
 SEEN = (1_000, 10_000, 100_000)
 
 
@@ -114,10 +105,25 @@ def write_alone(batch: int, heads: int, size: int, device: torch.device, rounds:
     return rows
 
 
-def set_forward(cache: EquipCache, tokens: int) -> None:
-    """Make the model believe that so many more tokens were fed in: its positions go on from there."""
-    for layer in cache.layers:
-        layer.state.advance(tokens)
+def drafting(policy: str, pair: Pair, budget: int, rounds: int) -> list[Row]:
+    """Greedy decoding with and without prompt lookup behind a text that repeats itself, in turns; the texts must be the same."""
+    model, texts = pair.switched, set()
+    ids = torch.randint(1, model.config.vocab_size, (1, 64), generator=torch.Generator().manual_seed(5)).to(model.device)
+    ids = ids.repeat(1, 2 * budget // 64)
+
+    def decode(options: dict[str, int]) -> list[float]:
+        cache = EquipCache(model, policy, budget)
+        model(input_ids=ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        start = time.perf_counter()
+        output = model.generate(ids, past_key_values=cache, max_new_tokens=48, do_sample=False, **options)
+        texts.add(tuple(output[0].tolist()))
+        return [(time.perf_counter() - start) / 48]
+
+    sides = {"one by one": {}, "prompt lookup": {"prompt_lookup_num_tokens": 8}}
+    times = in_turns({name: lambda _, options=options: decode(options) for name, options in sides.items()}, rounds, warm_up=1)
+    if len(texts) > 1 and policy == "streaming":  # rounding decides between tokens of equal score
+        raise SystemExit(f"{policy}: prompt lookup writes another text than greedy decoding")
+    return [{"side": name, **values} for name, values in compared(times, "prompt lookup").items()]
 
 
 def flatness(cell: Cell, pair: Pair, rounds: int, steps: int) -> list[Row]:
@@ -125,6 +131,7 @@ def flatness(cell: Cell, pair: Pair, rounds: int, steps: int) -> list[Row]:
     sides = {}
     for seen in SEEN:
         sides[str(seen)] = Side(OURS, pair.switched, cell.cache(pair.switched), cell)
-        set_forward(sides[str(seen)].cache, max(0, seen - sides[str(seen)].cache.seen))
+        for layer in sides[str(seen)].cache.layers:
+            layer.state.advance(max(0, seen - layer.seen))
     times = in_turns({seen: lambda _, side=side: side.decode(steps) for seen, side in sides.items()}, rounds, warm_up=1)
     return [{"side": OURS, "tokens": int(seen), **values} for seen, values in compared(times, str(SEEN[0])).items()]

@@ -21,9 +21,9 @@ from tests.reference.baselines import FrozenKV, FrozenLayer, GatherAppendH2O, Re
 
 OURS, FULL, ROTATED = "EquipCache", "DynamicCache", "rotated keys (paper)"
 PUBLISHED, FUSED = "re-rotate all (published formula)", "re-rotate all (fused)"
-SHIFT, GATHER = "shift and append, no rotation", "gather and append"
+SHIFT, GATHER, PAGES = "shift and append, no rotation", "gather and append", "EquipCache, pages of 16"
 FLOORS = ("floor, sdpa", "floor, dense", "floor, slots")
-SAME = (PUBLISHED, FUSED, ROTATED, GATHER)  # give the logits of ours
+SAME = (PUBLISHED, FUSED, ROTATED, GATHER, PAGES)  # give the logits of ours
 TOLERANCE = {"float32": 1e-4, "bfloat16": 6e-2}  # of a logit; the logits are of the order of 1
 FULL_TEXT = 2  # how many times the budget the full cache holds
 SINKS = 4
@@ -86,6 +86,7 @@ def competitors(cell: Cell, pair: Pair) -> dict[str, tuple[PreTrainedModel, Cach
         }
     return sides | {
         OURS: (switched, cell.cache(switched)),
+        PAGES: (switched, cell.cache(switched, page_size=16)),
         FLOORS[0]: (plain, FrozenKV(plain.config, slots=cell.budget)),
         FLOORS[1]: (switched, FrozenKV(switched, slots=cell.budget, dense=True)),
         FLOORS[2]: (switched, FrozenSlots(switched, slots=cell.budget)),
@@ -96,7 +97,7 @@ def bytes_needed(cell: Cell, shape: Shape) -> int:
     """A generous estimate of what all sides of a cell hold at once."""
     item = getattr(torch, cell.dtype).itemsize
     full = 2 * cell.batch * shape.kv_heads(cell.kv) * cell.budget * shape.head_dim * item * shape.layers
-    caches = FULL_TEXT + 9.5 if cell.policy == "streaming" else 6.0
+    caches = FULL_TEXT + 11.5 if cell.policy == "streaming" else 8.0
     return int(full * caches) + 4 * full // shape.layers
 
 

@@ -131,3 +131,13 @@ def test_kvzip_and_generate_work_too(model):
     assert output.shape[1] == PROMPT + 7
     beams = model.generate(ids, past_key_values=EquipCache(model, "h2o", 12), max_new_tokens=4, num_beams=2, do_sample=False)
     assert beams.shape[1] == PROMPT + 4
+
+
+def test_drafts_leave_the_sinks_their_share(model: PreTrainedModel) -> None:
+    caches = [EquipCache(model, "streaming", 16) for _ in range(2)]
+    for cache in caches:
+        feed(model, cache, tiny.ids(1, PROMPT, seed=1))
+        cache.activate_past_recording()
+    drafts = tiny.ids(1, 6, seed=2)
+    single = torch.cat([feed(model, caches[1], part) for part in drafts.split(1, 1)], 1)
+    torch.testing.assert_close(feed(model, caches[0], drafts), single, rtol=0, atol=1e-4)

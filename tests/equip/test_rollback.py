@@ -54,11 +54,23 @@ def test_all_drafts_taken_back_leave_the_cache_bit_for_bit_as_it_was(policy: str
     assert_same(cache, before)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "gpt2"])
+@pytest.mark.parametrize("prompt", [30, 12, 2], ids=["full", "filling", "before the sinks"])
+def test_drafts_attend_as_single_tokens_do(family: str, prompt: int) -> None:
+    other = models.tiny(family)
+    together, single = build(other, "streaming"), build(other, "streaming")
+    for cache in (together, single):
+        feed(other, cache, text(prompt), [prompt])
+        cache.activate_past_recording()
+    found = feed(other, together, text(9, 50), [9], keep=0)
+    torch.testing.assert_close(found, feed(other, single, text(9, 50), keep=0), rtol=0, atol=1e-4)
+
+
 @each_cache
 def test_drafts_of_which_some_stay_equal_single_steps_bit_for_bit(policy: str, rope: str) -> None:
     cache = warm(policy, rope)
     plain = copy.deepcopy(cache)
-    for kept, drafts in ((3, 5), (1, 6), (4, 0), (0, 3), (2, 9)):
+    for kept, drafts in ((3, 5), (1, 6), (4, 0), (0, 3), (2, 9), (1, 14)):
         new = text(kept + drafts, 40 + kept)
         feed(model(), cache, new, [kept + drafts])
         cache.crop(-drafts)
