@@ -39,15 +39,15 @@ def take_drafts(
     store.reserve(min(state.slots, filled + tokens), state.slots)
     state.reserve(store.capacity)
     victims = _victims(layer, tokens)
-    far_query = None
+    sink_query = None
     if rotation.offsets:
         assert rotation.geometry is not None
         ranks = (torch.arange(filled, filled + tokens, device=keys.device)).clamp(max=state.slots - 1)
         far = running.rotation(rotation.geometry, ranks[None, None])
         near = running.rotation(rotation.geometry, state.row_tokens())
-        far_query = query if far is None else far(query)
+        sink_query = query if far is None else far(query)
         query, keys = (query, keys) if near is None else (near(query), near(keys))
-    output = _attend(layer, query, far_query, keys, values, victims, call)
+    output = _attend(layer, query, sink_query, keys, values, victims, call)
     layer.recording.note_drafts(layer, victims)
     store.write(victims, keys, values)
     return output
@@ -66,7 +66,7 @@ def _victims(layer: EquipLayer, tokens: int) -> torch.Tensor:
 def _attend(
     layer: EquipLayer,
     query: torch.Tensor,
-    far_query: torch.Tensor | None,
+    sink_query: torch.Tensor | None,
     keys: torch.Tensor,
     values: torch.Tensor,
     victims: torch.Tensor,
@@ -76,7 +76,7 @@ def _attend(
 
     Args:
         query: (batch, heads, tokens, head_dim), rotated as the keys behind the sinks.
-        far_query: The same, rotated as the sinks; None where these are rotated alike.
+        sink_query: The same, rotated as the sinks; None where these are rotated alike.
         victims: (batch, 1, tokens).
     """
     used, tokens, kv_heads = layer.state.used(), keys.shape[2], keys.shape[1]
@@ -86,7 +86,7 @@ def _attend(
     def scores_of(asking: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
         return (asking * call.scaling).unflatten(1, (kv_heads, -1)) @ asked[:, :, None].mT
 
-    parts = [scores_of(query if far_query is None else far_query, old_keys[:, :, :sinks])]
+    parts = [scores_of(query if sink_query is None else sink_query, old_keys[:, :, :sinks])]
     parts += [scores_of(query, old_keys[:, :, sinks:]), scores_of(query, keys)]
     scores = torch.cat(parts, -1).float()
     if call.softcap is not None:

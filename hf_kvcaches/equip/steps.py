@@ -117,7 +117,7 @@ def _attend(layer: EquipLayer, query: torch.Tensor, near: Any, call: Call, runni
     if running.allowed is not None:
         allowed = _allowed(layer, running.allowed)
         valid = allowed if valid is None else valid & allowed
-    far_query, ranks = None, None
+    sink_query, ranks = None, None
     rank, lost = state.kept() - 1, offset(layer)
     if rotation.unrotated:
         assert state.ranks is not None
@@ -125,7 +125,7 @@ def _attend(layer: EquipLayer, query: torch.Tensor, near: Any, call: Call, runni
         query = _rotated(query, running.rotation(rotation.geometry, rank))
     elif rotation.offsets:
         if sinks and call.bias is None and not (isinstance(lost, int) and lost == 0):
-            far_query = _rotated(query, running.rotation(rotation.geometry, rank))
+            sink_query = _rotated(query, running.rotation(rotation.geometry, rank))
         query = _rotated(query, near)
     if call.bias is not None:
         return _attend_with_bias(layer, query, call, valid)
@@ -134,8 +134,8 @@ def _attend(layer: EquipLayer, query: torch.Tensor, near: Any, call: Call, runni
         state.used(),
         call.scaling,
         valid=valid,
-        far=None if far_query is None else min(sinks, state.used()),
-        far_query=far_query,
+        leading=None if sink_query is None else min(sinks, state.used()),
+        leading_query=sink_query,
         ranks=ranks,
         softcap=call.softcap,
         sink_logits=call.sink_logits,

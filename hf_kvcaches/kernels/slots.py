@@ -41,8 +41,8 @@ class SlotOptions(NamedTuple):
     """What `slot_attention` and `paged_attention` may be given by name, which is described there."""
 
     valid: torch.Tensor | None = None
-    far: int | torch.Tensor | None = None
-    far_query: torch.Tensor | None = None
+    leading: int | None = None
+    leading_query: torch.Tensor | None = None
     rotation: RotationTables | None = None
     softcap: float | None = None
     sink_logits: torch.Tensor | None = None
@@ -56,8 +56,8 @@ def slot_attention(
     scaling: float,
     *,
     valid: torch.Tensor | None = None,
-    far: int | torch.Tensor | None = None,
-    far_query: torch.Tensor | None = None,
+    leading: int | None = None,
+    leading_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -75,8 +75,8 @@ def slot_attention(
         keys: (batch, kv_heads, slots, head_dim), the last dimension contiguous.
         values: (batch, kv_heads, slots, value_dim), the last dimension contiguous.
         valid: True for slots that take part, (batch or 1, kv_heads or 1, slots); None for all. A row without any gives zeros.
-        far: Slots whose keys live in another frame: the first so many, or a mask shaped like `valid`.
-        far_query: The same query rotated into the frame of the far slots; comes with `far`.
+        leading: How many of the first slots are scored with `leading_query`, because their keys are rotated otherwise.
+        leading_query: The query rotated as these keys are; comes with `leading`.
         rotation: For keys that are stored unrotated: the rotation to apply on the way.
         softcap: If given, scores are softcap * tanh(scores * scaling / softcap).
         sink_logits: A score for each head, (heads,), that takes a share of the weights and gives nothing: a learned sink.
@@ -86,7 +86,7 @@ def slot_attention(
     Returns:
         The output, (batch, 1, heads, value_dim), and None or float32 weights, (batch, kv_heads, slots): mean over the heads of a group.
     """
-    options = SlotOptions(valid, far, far_query, rotation, softcap, sink_logits, want_weights)
+    options = SlotOptions(valid, leading, leading_query, rotation, softcap, sink_logits, want_weights)
     if check:
         _check_attention(query, keys, values, None, options)
     backend = choose(backend, query, keys, values)
@@ -107,8 +107,8 @@ def paged_attention(
     scaling: float,
     *,
     valid: torch.Tensor,
-    far: int | torch.Tensor | None = None,
-    far_query: torch.Tensor | None = None,
+    leading: int | None = None,
+    leading_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -125,7 +125,7 @@ def paged_attention(
         tables: The pages of each row, (batch, blocks), int32 or int64; -1 where a row has none, whose slots must be invalid.
         valid: It also says how many slots there are: at most blocks * page.
     """
-    options = SlotOptions(valid, far, far_query, rotation, softcap, sink_logits, want_weights)
+    options = SlotOptions(valid, leading, leading_query, rotation, softcap, sink_logits, want_weights)
     slots = _check_attention(query, key_pages, value_pages, tables, options)
     backend = choose(backend, query, key_pages, value_pages)
     if backend == "reference":
@@ -212,7 +212,7 @@ def write_pages(
 
 
 def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: SlotOptions) -> Attended:
-    valid, far, far_query, rotation, softcap, sink_logits, want_weights = options
+    valid, leading, leading_query, rotation, softcap, sink_logits, want_weights = options
     batch, kv_heads, slots, dim = keys.shape
     heads = query.shape[1]
     group = heads // kv_heads
@@ -223,13 +223,10 @@ def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     # Scaled within the product: one operation, and nothing is rounded twice.
     near = query.reshape(batch * kv_heads, group, dim)
     scores = _scores(near, keys, scaling)
-    if far_query is not None:
-        away = far_query.reshape(batch * kv_heads, group, dim)
-        if isinstance(far, torch.Tensor):
-            is_far = far.expand(batch, kv_heads, slots).reshape(-1, 1, slots)
-            scores = torch.where(is_far, _scores(away, keys, scaling), scores)
-        elif far:
-            scores = torch.cat([_scores(away, keys[:, :, :far], scaling), scores[..., far:]], 2)
+    if leading_query is not None:
+        other = leading_query.reshape(batch * kv_heads, group, dim)
+        if leading:
+            scores = torch.cat([_scores(other, keys[:, :, :leading], scaling), scores[..., leading:]], 2)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     exact = torch.float32 if want_weights and scores.dtype.itemsize < 4 else None
@@ -270,7 +267,7 @@ def _check_attention(
 ) -> int:
     """Refuses arguments of `slot_attention` or, with `tables`, `paged_attention` that don't fit together. Returns the number of slots."""
     _check_buffers(keys, values, tables)
-    valid, far, far_query, rotation, *_ = options
+    valid, leading, leading_query, rotation, *_ = options
     batch, kv_heads, dim = len(keys if tables is None else tables), keys.shape[1], keys.shape[3]
     slots = keys.shape[2] if valid is None or tables is None else valid.shape[-1]
     check_query(query, batch, kv_heads, dim, keys.dtype)
@@ -279,14 +276,14 @@ def _check_attention(
     shape = (batch, kv_heads, slots)
     if valid is not None:
         check_mask("valid", valid, shape)
-    if (far is None) != (far_query is None):
-        raise ConfigError.of("far_query", "to be given exactly when `far` is", None if far_query is None else tuple(far_query.shape))
-    if isinstance(far, torch.Tensor):
-        check_mask("far", far, shape)
-    elif far is not None and not 0 <= far <= slots:
-        raise ConfigError.of("far", f"a mask or a number from 0 to {slots}", far)
-    if far_query is not None:
-        check_tensor("far_query", far_query, query.shape, query.dtype)
+    if (leading is None) != (leading_query is None):
+        raise ConfigError.of(
+            "leading_query", "to be given exactly when `leading` is", None if leading_query is None else tuple(leading_query.shape)
+        )
+    if leading is not None and not (type(leading) is int and 0 <= leading <= slots):
+        raise ConfigError.of("leading", f"a number from 0 to {slots}", leading)
+    if leading_query is not None:
+        check_tensor("leading_query", leading_query, query.shape, query.dtype)
     if options.sink_logits is not None:
         check_tensor("sink_logits", options.sink_logits, (query.shape[1],))
     if rotation is not None:

@@ -20,8 +20,8 @@ def slot_attention(
     scaling: float,
     *,
     valid: torch.Tensor | None = None,
-    far: int | torch.Tensor | None = None,
-    far_query: torch.Tensor | None = None,
+    leading: int | None = None,
+    leading_query: torch.Tensor | None = None,
     rotation: RotationTables | None = None,
     softcap: float | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -31,7 +31,6 @@ def slot_attention(
     batch, kv_heads, slots, _ = keys.shape
     heads, shape = query.shape[1], (batch, kv_heads, slots)
     shown = torch.ones(shape, dtype=torch.bool) if valid is None else valid.expand(shape)
-    is_far = far.expand(shape) if isinstance(far, torch.Tensor) else (torch.arange(slots) < (far or 0)).expand(shape)
     output = torch.zeros(batch, 1, heads, values.shape[-1], dtype=torch.float64, device=query.device)
     weights = torch.zeros(shape, dtype=torch.float64, device=query.device)
     for b, head in product(range(batch), range(heads)):
@@ -43,7 +42,7 @@ def slot_attention(
             if rotation is not None:
                 row = rotation.positions.expand(shape)[b, h, s]
                 rotate_(key, rotation.cos[row], rotation.sin[row], rotation.layout)
-            asking = far_query if far_query is not None and is_far[b, h, s] else query
+            asking = leading_query if leading_query is not None and leading is not None and s < leading else query
             score = asking[b, head, 0].double() @ key * scaling
             scores.append(score if softcap is None else softcap * torch.tanh(score / softcap))
         if visible:

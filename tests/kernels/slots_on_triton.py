@@ -33,7 +33,7 @@ CASES = {
 }
 OPTIONS = {
     "valid": st.just(True),
-    "far": st.sampled_from(["", "count", "mask"]),
+    "leading": st.booleans(),
     "turn": st.sampled_from(["", "half", "interleaved"]),
     "softcap": st.sampled_from([None, 2.0]),
     "want_weights": st.booleans(),
