@@ -267,7 +267,8 @@ class EquipCache(AnsweringCache):
     def evict(self, positions: Sequence[int] | torch.Tensor) -> None:
         """Forgets tokens in all layers, rows and heads that still have them; others keep their positions among the tokens seen.
 
-        Their slots are free for what comes next. With compact positions the gap closes.
+        Their slots are free for what comes next. With compact positions the gap closes. Layers with a sliding window forget by themselves:
+        beside them, tokens that every window has passed can be evicted.
 
         Args:
             positions: Indices among the tokens seen.
@@ -275,8 +276,6 @@ class EquipCache(AnsweringCache):
         layers = self._own_layers
         if not self.seen and not len(positions):
             return
-        if len(layers) < len(self.layers):
-            raise UnsupportedError("evict: this model has layers that keep their own window or state, and they can't forget tokens.")
         editing.evict(self, layers, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
 
     def edit(self, model: Any, start: int, stop: int, new_ids: Sequence[int] | torch.Tensor) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.core.rope import RotaryGeometry
@@ -50,6 +51,15 @@ def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) 
     seen = cache.seen
     if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < seen:
         raise ConfigError.of("positions", f"indices from 0 to {seen - 1}, among the tokens seen", positions.tolist())
+    others = [layer for layer in cache.layers if layer not in layers]
+    windows = [layer.sliding_window for layer in others if isinstance(layer, DynamicSlidingWindowLayer)]
+    if len(windows) < len(others):
+        raise UnsupportedError("evict: this model has layers that keep a state of their own, and they can't forget tokens.")
+    if windows and positions.numel() and int(positions.max()) > seen - max(windows):
+        raise UnsupportedError(
+            f"evict: this model has layers with a window of {max(windows)} tokens of their own, and they can't forget what is in it. "
+            f"Evict positions up to {seen - max(windows)}."
+        )
     for layer in layers:
         held = layer.text_positions()[:, : layer.positions.shape[1]]
         drop(layer, torch.isin(held, positions.to(held.device)))

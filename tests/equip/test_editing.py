@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests.conformance import models
@@ -37,7 +38,7 @@ def filled(model: Any, policy: str, ids: torch.Tensor, budget: int = 60, **optio
 
 def state(made: EquipCache) -> dict[str, Any]:
     tensors = {name: tensor.clone() for name, tensor in made.owned_tensors().items()}
-    return tensors | {f"{index}": layer.export_state()[1] for index, layer in enumerate(made.layers)}
+    return tensors | {f"{index}": layer.export_state()[1] for index, layer in enumerate(made.layers) if isinstance(layer, KVLayer)}
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -232,12 +233,26 @@ def test_padding_can_not_be_edited() -> None:
         made.edit(model, 9, 12, [1])
 
 
-@pytest.mark.parametrize("act", ["edit", "evict"])
-def test_layers_with_their_own_window_can_not_be_edited(act: str) -> None:
+def test_layers_with_their_own_window_can_not_be_edited() -> None:
     model = models.tiny("gemma3")
     made = filled(model, "streaming", text(30))
     with pytest.raises(UnsupportedError, match="their own window"):
-        made.edit(model, 5, 6, [1]) if act == "edit" else made.evict([5])
+        made.edit(model, 5, 6, [1])
+
+
+def test_tokens_that_every_window_has_passed_can_be_evicted() -> None:
+    model = models.tiny("gemma3")
+    window = max(layer.sliding_window for layer in filled(model, "streaming", text(5)).layers if hasattr(layer, "sliding_window"))
+    length = window + 20
+    made = filled(model, "streaming", text(length), positions="original")
+    before = state(made)
+    with pytest.raises(UnsupportedError, match="up to 20"):
+        made.evict([21])
+    assert same(state(made), before)
+    made.evict([5, 20])
+    own = [index for index, layer in enumerate(made.layers) if isinstance(layer, KVLayer)]
+    assert not torch.isin(made.kept_positions(own[0]), torch.tensor([5, 20])).any()
+    assert feed(model, made, text(3, 40)).isfinite().all()
 
 
 def test_rows_can_get_different_replacements() -> None:
