@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hf_kvcaches.equip.blocks import block_index
+
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.layer import EquipLayer
@@ -43,9 +45,9 @@ def take_drafts(
     if rotation.offsets:
         assert rotation.geometry is not None
         ranks = (torch.arange(filled, filled + tokens, device=keys.device)).clamp(max=state.slots - 1)
-        far = running.rotation(rotation.geometry, ranks[None, None])
-        near = running.rotation(rotation.geometry, state.row_tokens())
-        sink_query = query if far is None else far(query)
+        to_ranks = running.rotation(rotation.geometry, ranks[None, None])
+        near = running.rotation(rotation.geometry, block_index(layer, running))
+        sink_query = query if to_ranks is None else to_ranks(query)
         query, keys = (query, keys) if near is None else (near(query), near(keys))
     output = _attend(layer, query, sink_query, keys, values, victims, call)
     layer.recording.note_drafts(layer, victims)

@@ -66,6 +66,19 @@ def test_drafts_attend_as_single_tokens_do(family: str, prompt: int) -> None:
     torch.testing.assert_close(found, feed(other, single, text(9, 50), keep=0), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_drafts_of_padded_rows_attend_as_single_tokens_do(positions: str) -> None:
+    ids, mask = left_padded([text(30), text(22, 30)])
+    together, single = (build(model(), "streaming", positions=positions) for _ in range(2))
+    for cache in (together, single):
+        feed(model(), cache, ids, [30], mask)
+        cache.activate_past_recording()
+    new = torch.cat([text(6, 50), text(6, 60)])
+    whole = torch.cat([mask, torch.ones_like(new)], 1)
+    found = feed(model(), together, new, [6], whole, keep=0)
+    torch.testing.assert_close(found, feed(model(), single, new, mask=whole, keep=0), rtol=0, atol=1e-4)
+
+
 @each_cache
 def test_drafts_of_which_some_stay_equal_single_steps_bit_for_bit(policy: str, rope: str) -> None:
     cache = warm(policy, rope)
