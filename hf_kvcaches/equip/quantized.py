@@ -1,8 +1,8 @@
 """Where the keys and values of slots lie in 8 or 4 bits a number.
 
 Channels of unrotated keys lie far from zero and differ in size, so each is centered and scaled first. Slots are overwritten one by one,
-which rules out a scale that tokens share: the centers and sizes of channels are those of the first tokens, and stay. What is left is
-quantized token by token, as values are.
+which rules out a scale that tokens share: the centers and sizes of channels are those of a row's first tokens, and stay while it keeps
+any token. What is left is quantized token by token, as values are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class QuantizedStore(FlatStore):
     zero, and 4 for the value's, with "int4" 4 for each 32 dimensions of it. Once per row and head, two numbers for each channel of keys.
 
     **Reading** dequantizes all slots in use, in each step and layer: it saves memory between steps, and no time. For that long, one layer's
-    keys and values are there in the model's dtype, and one of both in float32.
+    keys and values are there in the model's dtype, and one of both in float32. Policies that score while decoding read twice.
 
     Args:
         storage: How many bits a number has.
@@ -63,27 +63,36 @@ class QuantizedStore(FlatStore):
             raise wrong_rows(self.center.shape[0], self.center.dtype, keys)
 
     def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
-        if self.center is None:
-            self._fit(keys, kept)
-            source = None
+        real = torch.arange(keys.shape[2], device=keys.device) < kept
+        stays = torch.zeros_like(real) if source is None or self.center is None else real & (source >= 0)
+        self._fit(keys, real, stays.any(-1)[..., None, None])
         encoded = self.encode(keys, values)
-        if source is not None:  # tokens that stay are not quantized again
+        if source is not None and self.capacity:  # tokens that stay are not quantized again
             before = self.at(source.clamp(min=0))
-            encoded = tuple(torch.where(source[..., None] < 0, new, old) for new, old in zip(encoded, before, strict=True))
+            encoded = tuple(torch.where(stays[..., None], old, new) for new, old in zip(encoded, before, strict=True))
         room = room_for(keys.shape[2], most)
         for name, tensor in zip(_SLOTS, encoded, strict=True):
             setattr(self, name, extended(tensor, room))
 
-    def _fit(self, keys: torch.Tensor, kept: torch.Tensor) -> None:
-        """Chooses what channels of keys are centered and scaled by."""
-        real = (torch.arange(keys.shape[2], device=keys.device) < kept)[..., None]
-        states = torch.where(real, keys, 0).float()
-        count = real.sum(2, keepdim=True)
+    def _fit(self, keys: torch.Tensor, real: torch.Tensor, fitted: torch.Tensor) -> None:
+        """Chooses what channels of keys are centered and scaled by, for rows and heads that keep no token from before.
+
+        Args:
+            real: True for tokens, (batch, 1 or kv_heads, tokens).
+            fitted: True for rows and heads that keep some, (batch, 1 or kv_heads, 1, 1).
+        """
+        if self.center is not None and bool(fitted.all()):
+            return
+        mask, count = real[..., None], real.sum(-1)[..., None, None]
+        states = torch.where(mask, keys, 0).float()
         center = (states.sum(2, keepdim=True) / (count + _PRIOR)).to(keys.dtype)
         size = states.square().sum((2, 3), keepdim=True) / (count.clamp(min=1) * keys.shape[3])
-        squares = torch.where(real, states - center, 0).square().sum(2, keepdim=True)
+        squares = torch.where(mask, states - center, 0).square().sum(2, keepdim=True)
         spread = ((squares + _PRIOR * size) / (count + _PRIOR)).sqrt().to(keys.dtype)
-        self.center, self.spread = center, spread.clamp(min=torch.finfo(keys.dtype).tiny)
+        spread = torch.where(count > 0, spread.clamp(min=torch.finfo(keys.dtype).tiny), 1)
+        if self.center is not None and self.spread is not None:
+            center, spread = torch.where(fitted, self.center, center), torch.where(fitted, self.spread, spread)
+        self.center, self.spread = center, spread
 
     def reserve(self, slots: int, most: int) -> None:
         if slots > self.capacity:

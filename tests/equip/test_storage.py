@@ -197,6 +197,14 @@ def test_a_cache_that_begins_with_one_token_stays_finite_and_near(model):
     assert float((logits - expected).abs().max()) < 2 * CLOSE["int8"]
 
 
+@each_storage
+def test_a_row_whose_first_block_is_padding(model, storage):
+    ids, mask = padded(2, 50, 25, 0)
+    whole, few = EquipCache(model, "streaming", 16), EquipCache(model, "streaming", 16, storage=storage)
+    expected, logits = (feed(model, cache, ids, [20, 20, *[1] * 10], mask) for cache in (whole, few))
+    assert float((logits - expected)[:, 1:].abs().max()) < CLOSE[storage]
+
+
 def test_a_reset_cache_fits_its_channels_anew(model):
     cache, new = (EquipCache(model, "streaming", 24, storage="int4") for _ in range(2))
     feed_all(model, cache, text(30, 50))
