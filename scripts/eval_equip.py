@@ -51,7 +51,7 @@ LEAST_RECALL = {
     "keydiff": {0.5: 0.94, 0.25: 0.89},
     "block": {0.5: 0.95, 0.25: 0.90},
 }
-COLUMNS = "task policy positions budget from to tokens perplexity excess questions right share".split()
+COLUMNS = "task policy positions storage budget from to tokens perplexity excess questions right share".split()
 
 
 @dataclass(frozen=True)
@@ -61,18 +61,19 @@ class Setting:
     policy: str
     positions: str = ""
     budget: int | float = 0
+    storage: str = ""
 
     def make(self, model: Any) -> Cache:
         if self.policy == FULL_CACHE:
             return DynamicCache(config=model.config)
-        return EquipCache(model, self.policy, self.budget, positions=self.positions)
+        return EquipCache(model, self.policy, self.budget, positions=self.positions, storage=self.storage or None)
 
     @property
     def columns(self) -> Row:
-        return {"policy": self.policy, "positions": self.positions, "budget": self.budget or "", "name": str(self)}
+        return {"policy": self.policy, "positions": self.positions, "storage": self.storage, "budget": self.budget or "", "name": str(self)}
 
     def __str__(self) -> str:
-        return " ".join(str(value) for value in (self.policy, self.positions, self.budget or "") if value)
+        return " ".join(str(value) for value in (self.policy, self.positions, self.budget or "", self.storage) if value)
 
 
 def read_rows(ids: list[int], rows: int, tokens: int) -> torch.Tensor:
@@ -192,13 +193,13 @@ def report(rows: Sequence[Row]) -> str:
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """What facts are promised to be recalled, by the policy and the share of the context that is kept."""
-    recalled = {"task": "recall", "positions": "compact"}
+    recalled = {"task": "recall", "positions": "compact", "storage": ""}
     promises = [
         Bar(f"{policy} recalls {least:.1%} at {budget:g}", {**recalled, "policy": policy, "budget": budget}, "share", least=least, unit="")
         for policy, leasts in LEAST_RECALL.items()
         for budget, least in leasts.items()
     ]
-    prefix = {"task": "prefix", "policy": DEFAULT, "positions": "compact", "budget": 0.5}
+    prefix = {"task": "prefix", "policy": DEFAULT, "positions": "compact", "storage": "", "budget": 0.5}
     promises.append(Bar("perplexity behind a prefix of which half is kept at most 0.3% higher", prefix, "excess", most=0.003, unit=""))
     full = rows_where(rows, task="recall", policy=FULL_CACHE)
     if full:
@@ -213,6 +214,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", choices=("perplexity", "prefix", "recall"), default=["prefix", "recall"])
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--positions", nargs="+", choices=("compact", "original"), default=["compact"])
+    parser.add_argument("--storage", nargs="+", choices=("", "int8", "int4"), default=[""], help="'' for the model's dtype")
     parser.add_argument("--budgets", nargs="+", type=int, default=[256, 512], help="tokens kept, for perplexity")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.125, 0.25, 0.5], help="of a document or a prefix, kept")
     parser.add_argument("--rows", type=int, default=4, help="how many places of the text are read at once")
@@ -248,7 +250,7 @@ def works_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator[t
     """Each setting of each task, and what measures it."""
 
     def settings(budgets: Sequence[int | float]) -> list[Setting]:
-        return [Setting(FULL_CACHE), *itertools.starmap(Setting, itertools.product(args.policies, args.positions, budgets))]
+        return [Setting(FULL_CACHE), *itertools.starmap(Setting, itertools.product(args.policies, args.positions, budgets, args.storage))]
 
     if "perplexity" in args.tasks:
         ids = read_rows(encode(tokenizer, args.text.read_text(encoding="utf-8")), args.rows, args.tokens)

@@ -155,7 +155,7 @@ def install(layer: EquipLayer, entries: Entries) -> None:
         target = target_of(ranks, layer.settings.sinks, state.row_tokens() - kept)
         delta = torch.where(positions < 0, 0, target - entries.rotated_to)
         keys = layer.rotation.by(delta)(keys) if bool(delta.any()) else keys
-    layer.store.install(keys, entries.values, kept, state.slots)
+    layer.store.install(keys, entries.values, kept, state.slots, entries.source)
     state.positions = positions.to(torch.int32).contiguous()
     state.ranks = ranks.to(torch.int32).expand_as(positions).contiguous() if layer.rotation.unrotated else None
     state.attention, state.gathering = entries.attention, entries.gathering

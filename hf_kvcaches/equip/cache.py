@@ -19,6 +19,7 @@ from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings, resolve_policy
+from hf_kvcaches.equip.quantized import BITS, QuantizedStore
 from hf_kvcaches.equip.reconstruction import reconstruct
 from hf_kvcaches.equip.rotation import KeyRotation, RotatingPass, Scheme
 from hf_kvcaches.equip.settings import EquipSettings
@@ -45,7 +46,9 @@ class EquipCache(AnsweringCache):
     offloading.
 
     **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 to 16 bytes a
-    slot and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages.
+    slot and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages. `storage`
+    holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; while a layer runs, its own are
+    there in the model's dtype too.
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
@@ -64,6 +67,8 @@ class EquipCache(AnsweringCache):
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
         page_size: Keep slots in pages of so many, taken as rows fill them; None for one buffer, or the pool's.
         pool: The pages, shared with other caches; None for pages of the cache's own, of which there are as many as it needs.
+        storage: Keep keys and values in fewer bits: "int8", "int4", or None for the model's dtype. Keys are kept without rotation then, and
+            with original positions as the model rotated them.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -84,6 +89,7 @@ class EquipCache(AnsweringCache):
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
         page_size: int | None = None,
         pool: PagePool | None = None,
+        storage: Literal["int8", "int4"] | None = None,
         offloading: bool = False,
     ) -> None:
         self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
@@ -95,6 +101,7 @@ class EquipCache(AnsweringCache):
             "positions": positions,
             "rope": rope,
             "backend": backend,
+            "storage": storage,
         }
         self._budget = plain_budget(budget)
         _check_options(self._options)
@@ -109,6 +116,8 @@ class EquipCache(AnsweringCache):
             )
         if rope == "rotated_keys" and (page_size is not None or pool is not None):
             raise UnsupportedError("rope: the paper's second cache of rotated keys is not kept on pages. Pass rope='on_read'.")
+        if storage is not None and (page_size is not None or pool is not None):
+            raise UnsupportedError("storage: pages hold the model's dtype. Leave storage out, or page_size and pool.")
         if offloading and (page_size is not None or pool is not None):
             raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
         self._page_size, self._pool = page_size, pool
@@ -142,7 +151,11 @@ class EquipCache(AnsweringCache):
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is not None:
             return PagedEquipLayer(settings, rotation, self.passes, self.config, self._book)
-        store = (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
+        store: FlatStore
+        if self._options["storage"] is not None:
+            store = QuantizedStore(rotation, settings.backend, self._options["storage"])
+        else:
+            store = (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
         return EquipLayer(settings, rotation, self.passes, self.config, store)
 
     def _make_rotation(self, geometry: RotaryGeometry) -> KeyRotation:
@@ -163,6 +176,7 @@ class EquipCache(AnsweringCache):
             # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
             # accelerator a kernel rotates keys while it reads them; elsewhere that takes longer than all the rest.
             scheme = "frames" if self.policy.order_only or not _rotates_on_read(self._model) else "on_read"
+            scheme = scheme if self._options["storage"] is None else "on_read"
         for known in self._rotations:  # shared with their tables
             if known.geometry is not None and known.geometry.rotates_like(geometry):
                 return known
@@ -344,3 +358,7 @@ def _check_options(options: dict[str, Any]) -> None:
         )
     if options["positions"] == "original" and options["rope"] not in ("auto",):
         raise ConfigError.of("rope", "'auto' where positions='original'", options["rope"], "Original positions are never turned.")
+    if options["storage"] is not None:
+        require_choice("storage", options["storage"], tuple(BITS))
+        if options["rope"] not in ("auto", "on_read"):
+            raise ConfigError.of("rope", "'auto' or 'on_read' with storage", options["rope"], "What is quantized are keys before rotation.")

@@ -51,7 +51,7 @@ def take_drafts(
         query, keys = (query, keys) if near is None else (near(query), near(keys))
     output = _attend(layer, query, sink_query, keys, values, victims, call)
     layer.recording.note_drafts(layer, victims)
-    store.write(victims, keys, values)
+    store.write(victims, *store.encode(keys, values))
     return output
 
 

@@ -13,7 +13,7 @@ from hf_kvcaches.equip.tokens import order_of
 if TYPE_CHECKING:
     from hf_kvcaches.equip.layer import EquipLayer
 
-_PER_SLOT = ("positions", "rotated_to", "attention", "gathering", "scores")
+_PER_SLOT = ("positions", "rotated_to", "source", "attention", "gathering", "scores")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Entries:
         values: (batch, kv_heads, tokens, value_dim).
         positions: (batch, 1 or kv_heads, tokens), int32, -1 where there is none.
         rotated_to: To which position keys are rotated, likewise; None where they have no rotation of this package.
+        source: The slots that they are in, likewise, -1 for new tokens; None where all are new.
         attention: (batch, kv_heads, tokens), float32, or None.
         gathering: As in `SlotState`.
         scores: (batch, 1 or kv_heads, tokens), NaN for new tokens; None where nothing was scored yet.
@@ -35,6 +36,7 @@ class Entries:
     values: torch.Tensor
     positions: torch.Tensor
     rotated_to: torch.Tensor | None = None
+    source: torch.Tensor | None = None
     attention: torch.Tensor | None = None
     gathering: torch.Tensor | None = None
     scores: torch.Tensor | None = None
@@ -46,9 +48,10 @@ class Entries:
         state, used = layer.state, layer.state.used()
         keys, values = layer.store.read(used)
         slots = {
-            name: None if tensor is None else tensor[..., :used] for name in _PER_SLOT[2:] if (tensor := getattr(state, name)) is not None
+            name: None if tensor is None else tensor[..., :used] for name in _PER_SLOT[3:] if (tensor := getattr(state, name)) is not None
         }
-        return cls(keys, values, layer.positions, rotated_to(layer), **slots)
+        source = torch.arange(used, device=keys.device).expand_as(layer.positions)
+        return cls(keys, values, layer.positions, rotated_to(layer), source, **slots)
 
     def pick(self, index: torch.Tensor) -> Entries:
         """Some of the tokens.
@@ -101,6 +104,7 @@ class Entries:
             values=torch.cat([old.values, self.values], 2),
             positions=positions,
             rotated_to=joined(old.rotated_to, self.rotated_to),
+            source=padded(old.source, -1),
             attention=padded(old.attention, 0.0),
             gathering=padded(old.gathering, 0.0),
             scores=padded(old.scores, torch.nan),

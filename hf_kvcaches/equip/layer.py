@@ -360,5 +360,5 @@ class EquipLayer(KVLayer):
         if names:
             kept = None if self.state.positions is None else self.state.kept_rows()
             self.store.take({name: tensors[name] for name in names}, kept)
-            self.lazy_initialization(tensors["keys"], tensors["values"])
+            self.lazy_initialization(*self.store.read(1))
         graphs.prepare(self)

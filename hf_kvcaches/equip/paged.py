@@ -93,7 +93,7 @@ class PagedStore(FlatStore):
         self.room = 0
         self.book.clear(self.pages)
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int) -> None:
+    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
         self._provide(kept)
         self.room = keys.shape[2]
         self._scatter("keys", keys)
@@ -111,13 +111,13 @@ class PagedStore(FlatStore):
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self._gather("keys", used), self._gather("values", used)
 
-    def at(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
         places = self._places(slots)
         return self.pool.stores["keys"][places], self.pool.stores["values"][places]
 
-    def write(self, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def write(self, slots: Slots, *states: torch.Tensor) -> None:
         # A row that has no new token may name a page that it has not; nothing is written there.
-        stores = self.pool.stores
+        stores, (keys, values) = self.pool.stores, states
         kernels.write_pages(stores["keys"], stores["values"], self.table, slots, keys, values, backend=self.backend)
 
     def rotate_up(self, which: torch.Tensor) -> None:

@@ -23,8 +23,8 @@ class Undo:
     Args:
         tokens: How many it took.
         state: As it was before.
-        slot: The slot that a step overwrote, (batch, 1 or kv_heads, 1), with the keys and values in it; None for all of them.
-        states: These, or a snapshot of the store.
+        slot: The slot that a step overwrote, (batch, 1 or kv_heads, 1), with what was in it; None for all of them.
+        states: That, or a snapshot of the store.
     """
 
     tokens: int
@@ -74,10 +74,10 @@ class Recording:
         Args:
             slots: One after the other, (batch, 1, tokens).
         """
-        keys, values = layer.store.at(slots)
+        states = layer.store.at(slots)
         for index in range(slots.shape[-1]):
             slot, token = slots[..., index : index + 1], slice(index, index + 1)
-            self._undos.append(Undo(1, layer.state.clone(), slot, (keys[:, :, token], values[:, :, token])))
+            self._undos.append(Undo(1, layer.state.clone(), slot, tuple(tensor[:, :, token] for tensor in states)))
             assert layer.state.positions is not None
             layer.state.positions.scatter_(2, slot, layer.state.seen)
             layer.state.fill_one()

@@ -51,10 +51,10 @@ def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: tor
     if rotation.unrotated:
         assert rotation.geometry is not None
         stored = running.rotation(rotation.geometry, 0, still=True)(keys)
+    states = store.encode(stored, values)
     if live is not None:
-        old_keys, old_values = store.at(slot)
-        stored, values = torch.where(live[..., None], stored, old_keys), torch.where(live[..., None], values, old_values)
-    store.write(slot, stored, values)
+        states = tuple(torch.where(live[..., None], new, old) for new, old in zip(states, store.at(slot), strict=True))
+    store.write(slot, *states)
     output, weights = _attend(layer, query, near, call, running)
     _observe(layer, weights, slot, running, call.module)
     return output

@@ -77,22 +77,23 @@ class FlatStore:
         """Forgets everything."""
         self.map(lambda tensor: None)  # type: ignore[arg-type,return-value]
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int) -> None:
+    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
         """Makes these the first slots, and all others empty.
 
         Args:
             keys: (batch, kv_heads, slots in use, head_dim).
             kept: How many of these hold a token, the first ones, (batch, 1 or kv_heads, 1).
             most: How many slots there may ever be.
+            source: The slots that they were read from, (batch, 1 or kv_heads, slots in use); -1 for new tokens. None: all are new.
         """
-        room = _room(keys.shape[2], most)
-        self.keys, self.values = _extended(keys, room), _extended(values, room)
+        room = room_for(keys.shape[2], most)
+        self.keys, self.values = extended(keys, room), extended(values, room)
 
     def reserve(self, slots: int, most: int) -> None:
         """Makes room for a number of slots, of at most `most`."""
         if slots > self.capacity:
-            room = _room(slots, most)
-            self.map(lambda tensor: _extended(tensor, room))
+            room = room_for(slots, most)
+            self.map(lambda tensor: extended(tensor, room))
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first slots, as they are kept."""
@@ -100,14 +101,23 @@ class FlatStore:
         assert self.values is not None
         return self.keys[:, :, :used], self.values[:, :, :used]
 
-    def at(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of the keys and values in some slots, (batch, kv_heads, tokens, head_dim) each."""
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Keys and values as they are kept, (batch, kv_heads, tokens, any number) each."""
+        return keys, values
+
+    def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
+        """Copies of what is in some slots, as `encode` gives it."""
         assert self.keys is not None
         assert self.values is not None
-        return _at(self.keys, slots), _at(self.values, slots)
+        return in_slots(self.keys, slots), in_slots(self.values, slots)
 
-    def write(self, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrites slots, in one indexed write; (batch, kv_heads, tokens, head_dim)."""
+    def write(self, slots: Slots, *states: torch.Tensor) -> None:
+        """Overwrites slots, in one indexed write.
+
+        Args:
+            *states: What `encode` or `at` gave.
+        """
+        keys, values = states
         assert self.keys is not None
         assert self.values is not None
         backend: Backend = "torch" if torch.compiler.is_compiling() else self.backend
@@ -197,14 +207,14 @@ class RotatedKeysStore(FlatStore):
         super().__init__(rotation, backend)
         self.swapped: torch.Tensor | None = None
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int) -> None:
+    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
         super().install(keys, values, kept, most)
-        self.swapped = _extended(self.swap(keys), self.capacity)
+        self.swapped = extended(self.swap(keys), self.capacity)
 
-    def write(self, slots: Slots, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().write(slots, keys, values)
+    def write(self, slots: Slots, *states: torch.Tensor) -> None:
+        super().write(slots, *states)
         assert self.swapped is not None
-        swapped = self.swap(keys)
+        swapped = self.swap(states[0])
         self.swapped.scatter_(2, slots[..., None].expand(swapped.shape), swapped)
 
     def swap(self, keys: torch.Tensor) -> torch.Tensor:
@@ -234,12 +244,13 @@ def wrong_rows(rows: int, dtype: torch.dtype | None, new: torch.Tensor) -> Confi
     )
 
 
-def _room(slots: int, most: int) -> int:
+def room_for(slots: int, most: int) -> int:
+    """How many slots to make room for, of at most `most`."""
     # A budget may be far more than is ever needed; half as many again each time copies a token three times at most.
     return max(slots, min(most, max(64, slots + slots // 2)))
 
 
-def _extended(tensor: torch.Tensor, slots: int) -> torch.Tensor:
+def extended(tensor: torch.Tensor, slots: int) -> torch.Tensor:
     """A buffer that begins with a tensor's slots; the others are zeros, because what is masked is still multiplied by zero."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return torch.nn.functional.pad(tensor, (0, 0, 0, slots - tensor.shape[2]))
@@ -248,7 +259,8 @@ def _extended(tensor: torch.Tensor, slots: int) -> torch.Tensor:
     return buffer
 
 
-def _at(tensor: torch.Tensor, slots: Slots) -> torch.Tensor:
+def in_slots(tensor: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Copies of what is in some slots, (batch, kv_heads, tokens, width)."""
     batch, heads, _, width = tensor.shape
     if torch.is_grad_enabled() and tensor.requires_grad:
         tensor = tensor.clone()  # the gradient of `gather` looks at all of it, and slots are overwritten before that

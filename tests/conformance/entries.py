@@ -96,6 +96,7 @@ EQUIP: list[tuple[str, Any]] = [
 # One policy that needs nothing, one that scores by attention.
 EVERYWHERE = ("streaming", "h2o")
 # A file doesn't bring the code of a policy (here: of `RoundedKeyNorm`).
+NOT_INTEGERS = frozenset({"gradients"})
 OWN_POLICY = frozenset({"saved_and_loaded", "device_map_and_saving"})
 # A library stays where it is.
 SAVING = frozenset({"saved_and_loaded", "device_map_and_saving"})
@@ -253,6 +254,14 @@ ENTRIES = [
             fast=name in ("streaming", "snapkv"),
         )
         for name, policy in EQUIP
+    ),
+    Entry(
+        "equip_int8",
+        partial(EquipCache, policy="streaming", budget=10, sinks=2, storage="int8"),
+        lossless=False,
+        every_family=False,
+        refuses=NOT_INTEGERS,
+        records=True,
     ),
     Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True, without=SUBSPACE),
     Entry(

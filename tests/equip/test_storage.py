@@ -1,0 +1,242 @@
+"""Keys and values in 8 or 4 bits: near to full precision, in a third or half of its bytes, and never quantized twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, PreTrainedModel
+
+from hf_kvcaches import EquipCache
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from tests import tiny
+from tests.conformance.driving import feed, generate
+from tests.equip.cases import feed_all, held, padded, positions_of, text
+
+# On logits of standard deviation 1, for slots that are all dequantized in each step.
+CLOSE = {"int8": 0.06, "int4": 0.7}
+each_storage = pytest.mark.parametrize("storage", list(CLOSE))
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterable[None]:
+    with torch.no_grad():
+        yield
+
+
+def gentle(**changes: Any) -> PreTrainedModel:
+    """A model whose attention is not all on one token, with heads of 64."""
+    return tiny.llama(**{"hidden_size": 256, "head_dim": 64, "initializer_range": 0.06, **changes})
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return gentle()
+
+
+def contents(cache: EquipCache) -> dict[str, torch.Tensor]:
+    """All that a sequence owns."""
+    return {name: tensor.clone() for name, tensor in cache.owned_tensors().items()}
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name, tensor in one.items() if not torch.equal(tensor, other[name])] == []
+
+
+def codes_of(cache: EquipCache, position: int) -> list[torch.Tensor]:
+    """What the first layer's store holds of a token, of the first row and head."""
+    layer: Any = cache.layers[0]
+    slot = cache.kept_positions(0)[:1, :1].eq(position).nonzero()[0, 2].expand(1, 2, 1)
+    return list(layer.store.at(slot))
+
+
+@each_storage
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"positions": "original"}], ids=["compact", "original"])
+def test_logits_are_near_to_those_of_full_precision(storage, dtype, options):
+    model = gentle().to(dtype)
+    ids = torch.cat([text(60), text(60, 30)])
+    whole, few = EquipCache(model, "streaming", 24, **options), EquipCache(model, "streaming", 24, storage=storage, **options)
+    schedule = [30, *[1] * 10, 10, *[1] * 10]
+    expected, logits = feed(model, whole, ids, schedule), feed(model, few, ids, schedule)
+    for one, other in zip(held(whole), held(few), strict=True):
+        assert torch.equal(one, other)
+    assert logits.dtype == expected.dtype
+    assert float((logits - expected).abs().max()) < CLOSE[storage]
+
+
+@each_storage
+@pytest.mark.parametrize("make", [tiny.gpt2, tiny.gemma2], ids=["learned_positions", "sliding_layers"])
+def test_other_positions_and_layers(storage, make):
+    model, ids = make(), text(40)
+    whole, few = EquipCache(model, "streaming", 16), EquipCache(model, "streaming", 16, storage=storage)
+    expected, logits = feed(model, whole, ids, [20, *[1] * 20]), feed(model, few, ids, [20, *[1] * 20])
+    assert float((logits - expected).abs().mean() / expected.std()) < {"int8": 0.05, "int4": 0.5}[storage]
+
+
+@pytest.mark.parametrize(("storage", "share"), [("int8", 0.54), ("int4", 0.305)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_bytes_are_a_share_of_half_precision_with_all_scales(storage, share, dtype):
+    model, ids = gentle().to(dtype), tiny.ids(1, 500)
+    bytes_of = {}
+    for name in (None, storage):
+        cache = EquipCache(model, "streaming", 400, rope="on_read", storage=name)
+        feed_all(model, cache, ids)
+        bytes_of[name] = cache.report().bytes - sum(t.nbytes for layer in cache.layers for t in layer.state.tensors().values())
+    assert share - 0.02 < bytes_of[storage] / bytes_of[None] <= share
+
+
+@each_storage
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "keydiff"])
+def test_tokens_that_stay_keep_their_codes_over_many_blocks(model, storage, policy):
+    cache = EquipCache(model, policy, 20, storage=storage)
+    feed_all(model, cache, text(30))
+    sink, codes = positions_of(cache)[0], codes_of(cache, positions_of(cache)[0])
+    for block in range(20):
+        feed_all(model, cache, text(4, 3 * block))
+        feed_all(model, cache, text(1, block))
+    for one, other in zip(codes_of(cache, sink), codes, strict=True):
+        assert torch.equal(one, other)
+
+
+@each_storage
+@pytest.mark.parametrize("policy", ["streaming", "h2o"])
+@pytest.mark.parametrize("drafts", [[1, 1, 1], [5], [9]], ids=str)
+def test_what_is_taken_back_was_never_there(model, storage, policy, drafts):
+    cache = EquipCache(model, policy, 20, storage=storage)
+    feed_all(model, cache, text(30))
+    cache.activate_past_recording()
+    feed(model, cache, text(2, 40), [1, 1])
+    cache.crop(0)
+    before = contents(cache)
+    feed(model, cache, text(sum(drafts), 50), drafts)
+    cache.crop(-sum(drafts))
+    assert_same(contents(cache), before)
+
+
+@each_storage
+def test_rows_without_a_new_token_keep_their_codes(model, storage):
+    cache = EquipCache(model, "streaming", 20, storage=storage)
+    ids, mask = padded(2, 30, 0, 0)
+    feed_all(model, cache, ids, mask)
+    layer: Any = cache.layers[0]
+    before = layer.store.snapshot()
+    mask = torch.cat([mask, torch.tensor([[1], [0]])], 1)
+    feed_all(model, cache, tiny.ids(2, 1), mask)
+    assert all(torch.equal(tensor[1], before[name][1]) for name, tensor in layer.store.tensors().items())
+    assert not torch.equal(layer.store.keys[0], before["keys"][0])
+
+
+@each_storage
+def test_padded_rows_give_what_they_give_alone(model, storage):
+    ids, mask = padded(2, 40, 9, 0)
+    cache, alone = (EquipCache(model, "streaming", 16, storage=storage) for _ in range(2))
+    logits = feed(model, cache, ids, [30, *[1] * 10], mask)
+    expected = feed(model, alone, ids[:1, 9:], [21, *[1] * 10])
+    # The last bit, which a batch and a row do not share, may tip one of the integers.
+    torch.testing.assert_close(logits[:1, -10:], expected[:, -10:], atol={"int8": 5e-3, "int4": 0.1}[storage], rtol=0)
+
+
+@each_storage
+def test_saved_and_copied_caches_go_on_bit_for_bit(model, storage, tmp_path: Path):
+    cache = EquipCache(model, "h2o", 20, storage=storage)
+    feed_all(model, cache, text(30))
+    cache.save(tmp_path / "cache")
+    loaded, copied = EquipCache.load(tmp_path / "cache", model), copy.deepcopy(cache)
+    assert loaded.settings()["storage"] == storage
+    expected = feed(model, cache, text(9, 60), [1] * 5 + [4])
+    for other in (loaded, copied):
+        assert torch.equal(feed(model, other, text(9, 60), [1] * 5 + [4]), expected)
+        assert_same(contents(other), contents(cache))
+
+
+@each_storage
+def test_generate_with_beams_and_again(model, storage):
+    cache = EquipCache(model, "streaming", 24, storage=storage)
+    first = generate(model, text(30), cache, new=6).sequences
+    again = generate(model, torch.cat([first, text(5, 70)], 1), cache, new=6).sequences
+    assert again.shape[1] == first.shape[1] + 11
+    beams = EquipCache(model, "streaming", 24, storage=storage)
+    generate(model, text(30), beams, new=6, num_beams=3)
+    assert beams.seen == 35
+
+
+@each_storage
+def test_compress_evict_and_edit(model, storage):
+    cache = EquipCache(model, "leverage", 40, storage=storage)
+    feed_all(model, cache, text(30))
+    sink = codes_of(cache, 0)
+    cache.evict([7, 8])
+    assert 7 not in positions_of(cache)
+    cache.edit(model, 10, 12, [5, 6, 7])
+    assert cache.seen == 31
+    assert all(torch.equal(one, other) for one, other in zip(codes_of(cache, 0), sink, strict=True))
+    waiting = EquipCache(model, "kvzip", 0.5, storage=storage)
+    feed_all(model, waiting, text(30))
+    waiting.compress(model, input_ids=text(30))
+    assert len(positions_of(waiting)) == 15
+
+
+def test_an_edit_moves_keys_that_were_rotated(model):
+    cache = EquipCache(model, "streaming", 60, positions="original", storage="int8")
+    whole = EquipCache(model, "streaming", 60, positions="original")
+    for each in (cache, whole):
+        feed_all(model, each, text(30))
+        each.edit(model, 10, 12, [5, 6, 7, 8])
+    assert float((feed_all(model, cache, text(1, 50)) - feed_all(model, whole, text(1, 50))).abs().max()) < CLOSE["int8"]
+
+
+def test_a_cache_that_begins_with_one_token_stays_finite_and_near(model):
+    cache, whole = EquipCache(model, "streaming", 24, storage="int8"), EquipCache(model, "streaming", 24)
+    expected, logits = feed(model, whole, text(40), [1] * 40), feed(model, cache, text(40), [1] * 40)
+    assert float((logits - expected).abs().max()) < 2 * CLOSE["int8"]
+
+
+@each_storage
+def test_a_row_whose_first_block_is_padding(model, storage):
+    ids, mask = padded(2, 50, 25, 0)
+    whole, few = EquipCache(model, "streaming", 16), EquipCache(model, "streaming", 16, storage=storage)
+    expected, logits = (feed(model, cache, ids, [20, 20, *[1] * 10], mask) for cache in (whole, few))
+    assert float((logits - expected)[:, 1:].abs().max()) < CLOSE[storage]
+
+
+def test_a_reset_cache_fits_its_channels_anew(model):
+    cache, new = (EquipCache(model, "streaming", 24, storage="int4") for _ in range(2))
+    feed_all(model, cache, text(30, 50))
+    cache.reset()
+    assert torch.equal(feed(model, cache, text(40), [30, *[1] * 10]), feed(model, new, text(40), [30, *[1] * 10]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"storage": "int2"}, ConfigError),
+        ({"storage": "int8", "rope": "frames"}, ConfigError),
+        ({"storage": "int8", "rope": "rotated_keys"}, ConfigError),
+        ({"storage": "int8", "page_size": 16}, UnsupportedError),
+    ],
+    ids=str,
+)
+def test_refuses_what_does_not_go_together(model, options, error):
+    with pytest.raises(error, match="storage"):
+        EquipCache(model, "streaming", 24, **options)
+
+
+def test_refuses_gradients(model):
+    with torch.enable_grad(), pytest.raises(UnsupportedError, match="no_grad"):
+        model(input_ids=text(30), past_key_values=EquipCache(model, "streaming", 24, storage="int8"))
+
+
+def test_refuses_odd_heads_in_four_bits():
+    odd = tiny.build(GPT2Config(vocab_size=tiny.VOCABULARY, n_embd=36, n_layer=1, n_head=4))
+    with pytest.raises(UnsupportedError, match="int8"):
+        feed_all(odd, EquipCache(odd, "streaming", 24, storage="int4"), text(30))
+
+
+def test_says_that_it_can_not_be_compiled(model):
+    assert not EquipCache(model, "streaming", 24, storage="int8").is_compileable
