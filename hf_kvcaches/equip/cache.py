@@ -15,6 +15,7 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
 from hf_kvcaches.equip.inputs import watch_inputs
+from hf_kvcaches.equip.latent import LatentStore, hand_out_latents, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
@@ -68,6 +69,7 @@ class EquipCache(AnsweringCache):
     """
 
     pass_class = RotatingPass
+    takes_latents = True
 
     def __init__(
         self,
@@ -114,6 +116,10 @@ class EquipCache(AnsweringCache):
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
         self._rotations: list[KeyRotation] = []
+        base, _ = compat.split_model(model)
+        self._latents = base is not None and bool(latent_modules(base))
+        if self._latents:
+            self._check_latents(base, rope)
         super().__init__(model, offloading=offloading)
         self._watch_model()
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
@@ -128,11 +134,32 @@ class EquipCache(AnsweringCache):
         if any(layer.settings.geometry.axes and layer.rotation.compact for layer in self._own_layers):
             refuse_images(model, self, "Pass positions='original'.")
 
+    def _check_latents(self, model: Any, rope: str) -> None:
+        """Refuses what can't be done on latents."""
+        if self._page_size is not None or self._pool is not None:
+            raise UnsupportedError("page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out.")
+        if rope == "rotated_keys":
+            raise UnsupportedError("rope: of latents there is no second cache of rotated keys. Pass rope='on_read'.")
+        if self.policy.reads_inputs:
+            raise UnsupportedError("policy: a press reads keys and values of heads, and this model keeps latents. Use a policy's name.")
+        require_all_heads(model, "Pruning latents, which are common to all heads,", "Use DynamicCache.")
+        for module in latent_modules(model).values():
+            require_absorbable(module)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not self._latents or not isinstance(self.layers[layer_idx], EquipLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        module = latent_modules(self.model)[layer_idx]
+        require_absorbable(module)
+        keys = torch.cat([value_states, key_states], -1)
+        view, _ = super().update(keys, key_states, layer_idx, *args, **kwargs)
+        return hand_out_latents(view, module)
+
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
             self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
-        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
+        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
         options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
@@ -142,6 +169,9 @@ class EquipCache(AnsweringCache):
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is not None:
             return PagedEquipLayer(settings, rotation, self.passes, self.config, self._book)
+        if self._latents:
+            rotated = compat.layer_configs(self.config)[layer_idx].qk_rope_head_dim
+            return EquipLayer(settings, rotation, self.passes, self.config, LatentStore(rotation, settings.backend, rotated))
         store = (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
         return EquipLayer(settings, rotation, self.passes, self.config, store)
 
@@ -162,7 +192,8 @@ class EquipCache(AnsweringCache):
         if self._options["rope"] == "auto":
             # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
             # accelerator a kernel rotates keys while it reads them; elsewhere that takes longer than all the rest.
-            scheme = "frames" if self.policy.order_only or not _rotates_on_read(self._model) else "on_read"
+            in_kernel = not self._latents and _rotates_on_read(self._model)
+            scheme = "frames" if self.policy.order_only or not in_kernel else "on_read"
         for known in self._rotations:  # shared with their tables
             if known.geometry is not None and known.geometry.rotates_like(geometry):
                 return known
@@ -200,6 +231,8 @@ class EquipCache(AnsweringCache):
         return None if observes is None else max(observes, self.policy.queries)
 
     def adopt_refused(self, window: int = 0) -> str:
+        if self._latents:
+            return "model: EquipCache prunes latents as the model makes them, and takes none over. Feed the text to the EquipCache."
         needed, name = self.adopt_window, self.policy.name or type(self.policy).__name__
         if needed is not None and needed <= window:
             return ""
@@ -306,7 +339,7 @@ class EquipCache(AnsweringCache):
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile(fullgraph=True)` can take single tokens: see `graphs.py`."""
-        if self.offloading or self._masks_differ:
+        if self.offloading or self._masks_differ or self._latents:
             return False
         return all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
 
