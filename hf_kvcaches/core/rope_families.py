@@ -121,7 +121,9 @@ def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None, latents:
     latent_dim = getattr(layer_config, "kv_lora_rank", None)
     if latent_dim:
         facts["head_dim"] = layer_config.qk_rope_head_dim + latent_dim
-    refusal = _refusal(text, parameters, rope_type, 2 * inv_freq.numel(), layer_config.qk_rope_head_dim if latent_dim else facts["head_dim"])
+    refusal = _refusal(
+        text, parameters, rope_type, 2 * inv_freq.numel(), layer_config.qk_rope_head_dim if latent_dim else facts["head_dim"]
+    )
     if refusal is None and layout is None:
         whose = f"the rotary function of {text.model_type} was not understood"
         if _modeling_module(text.__class__) is None:

@@ -15,7 +15,7 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
 from hf_kvcaches.equip.inputs import watch_inputs
-from hf_kvcaches.equip.latent import LatentStore, hand_out_latents, latent_modules, require_absorbable
+from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
@@ -43,9 +43,10 @@ class EquipCache(AnsweringCache):
 
     **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
     tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; on pages, gradients and
-    offloading.
+    offloading; with latent attention, what is in `docs/equip.md`.
 
-    **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 to 16 bytes a
+    **Memory per token**: that of keys and values, for `budget` tokens and no more, or that of the latent and the rotated part of the key
+    (`latent.py`); with a policy that scores, another 8 to 16 bytes a
     slot and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages.
 
     Args:
@@ -116,8 +117,8 @@ class EquipCache(AnsweringCache):
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
         self._rotations: list[KeyRotation] = []
-        base, _ = compat.split_model(model)
-        self._latents = base is not None and bool(latent_modules(base))
+        base, config = compat.split_model(model)
+        self._latents = base is not None and bool(getattr(config, "kv_lora_rank", None) and latent_modules(base))
         if self._latents:
             self._check_latents(base, rope)
         super().__init__(model, offloading=offloading)
@@ -140,8 +141,8 @@ class EquipCache(AnsweringCache):
             raise UnsupportedError("page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out.")
         if rope == "rotated_keys":
             raise UnsupportedError("rope: of latents there is no second cache of rotated keys. Pass rope='on_read'.")
-        if self.policy.reads_inputs:
-            raise UnsupportedError("policy: a press reads keys and values of heads, and this model keeps latents. Use a policy's name.")
+        if _reads_heads(self.policy):
+            raise UnsupportedError("policy: it reads keys and values of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.")
         require_all_heads(model, "Pruning latents, which are common to all heads,", "Use DynamicCache.")
         for module in latent_modules(model).values():
             require_absorbable(module)
@@ -153,7 +154,7 @@ class EquipCache(AnsweringCache):
         require_absorbable(module)
         keys = torch.cat([value_states, key_states], -1)
         view, _ = super().update(keys, key_states, layer_idx, *args, **kwargs)
-        return hand_out_latents(view, module)
+        return hand_out_uncompiled(view, module)
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
@@ -353,6 +354,11 @@ class EquipCache(AnsweringCache):
         if not isinstance(layer, EquipLayer):
             raise ConfigError.of("layer_idx", "a layer with full attention", layer_idx, f"It is a {type(layer).__name__} of transformers.")
         return layer
+
+
+def _reads_heads(policy: Any) -> bool:
+    """Whether a policy, or one that it is made of, looks at the projections of heads."""
+    return policy is not None and (policy.reads_inputs or policy.name == "critical" or _reads_heads(getattr(policy, "inner", None)))
 
 
 def _rotates_on_read(model: Any) -> bool:

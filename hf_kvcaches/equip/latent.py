@@ -53,14 +53,14 @@ def latent_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
 def require_absorbable(module: nn.Module) -> None:
     """Refuses a module whose expansion is more than a product with one weight."""
     projection: Any = module.kv_b_proj
-    override = vars(module).get(EXPANSION)
+    method: Any = getattr(module, EXPANSION)
     if (
         type(projection) is not nn.Linear
         or projection.bias is not None
         or projection.weight.is_meta
         or compat.forward_hooks(projection)
         or compat.replaced_forward(projection) is not None
-        or getattr(override, "__func__", None) not in (None, _expand)
+        or getattr(method, "__func__", None) not in (_expand_uncompiled, getattr(type(module), EXPANSION))
     ):
         raise UnsupportedError(
             f"model: EquipCache multiplies queries by the weight of {type(module).__name__}.kv_b_proj, which has to be a plain linear "
@@ -68,7 +68,6 @@ def require_absorbable(module: nn.Module) -> None:
         )
 
 
-@torch.compiler.disable(reason="a module has another method for one call")
 def hand_out_latents(view: LayerView, module: nn.Module) -> tuple[Any, Any]:
     """What `update` returns to a module that expands it.
 
@@ -78,7 +77,7 @@ def hand_out_latents(view: LayerView, module: nn.Module) -> tuple[Any, Any]:
     close_expansion()  # left open where an interrupt came between `update` and the expansion
     with _lock:
         _waiting.setdefault(module, set()).add(threading.get_ident())
-        vars(module)[EXPANSION] = MethodType(_expand, module)
+        vars(module)[EXPANSION] = MethodType(_expand_uncompiled, module)
     _pending.module = module
     latents = LatentView(view)
     return latents, latents
@@ -94,12 +93,17 @@ def close_expansion() -> None:
                 vars(module).pop(EXPANSION, None)
 
 
-@torch.compiler.disable(reason="a module has another method for one call")
-def _expand(module: nn.Module, latents: Any, rotated: Any) -> Any:
+def expand_kv(module: nn.Module, latents: Any, rotated: Any) -> Any:
+    """Lets a `LatentView` pass; its name is that of the method, by which a module is pickled."""
     if not isinstance(latents, LatentView):
         return getattr(type(module), EXPANSION)(module, latents, rotated)
     close_expansion()
     return latents, latents
+
+
+_WHY = "a module has another method for one call"
+_expand_uncompiled = torch.compiler.disable(expand_kv, reason=_WHY)
+hand_out_uncompiled = torch.compiler.disable(hand_out_latents, reason=_WHY)
 
 
 class LatentView(LayerView):
@@ -115,19 +119,18 @@ class LatentView(LayerView):
     def attend(
         self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        plain: Any = module.kv_b_proj
-        weight, width = plain.weight, int(module.qk_nope_head_dim)  # type: ignore[call-overload]
+        attention: Any = module
+        weight, width = attention.kv_b_proj.weight, attention.qk_nope_head_dim
         key_rows, value_rows = weight.view(query.shape[1], -1, weight.shape[1]).tensor_split([width], 1)  # (heads, dims, latent_dim)
         unrotated, rotated = query.tensor_split([width], -1)
         dense: list[torch.Tensor] = []
 
         def attend_expanded(module: nn.Module, query: torch.Tensor, keys: torch.Tensor, latents: torch.Tensor, mask: Any, **_: Any) -> Any:
-            # A prompt has as many keys as queries, and products of the latents have far fewer dimensions than latents.
-            expanded = (latents @ rows.to(latents.dtype).mT for rows in (key_rows, value_rows))
-            positions = rotated.shape[-1]
-            query = torch.cat([unrotated.to(query.dtype), query[..., :positions]], -1)
-            keys_of_heads, values = expanded
-            keys = torch.cat([keys_of_heads, keys[..., :positions].expand(-1, query.shape[1], -1, -1)], -1)
+            # A prompt has as many keys as queries: expanding each once costs less than scores over the dimensions of latents.
+            unrotated_keys, values = (latents @ rows.to(latents.dtype).mT for rows in (key_rows, value_rows))
+            rotated_keys = keys[..., : rotated.shape[-1]].expand(-1, query.shape[1], -1, -1)
+            keys = torch.cat([unrotated_keys, rotated_keys], -1)
+            query = torch.cat([unrotated.to(query.dtype), query[..., : rotated.shape[-1]]], -1)
             dense.append(previous_attention(module, query, keys, values, mask, **kwargs)[0])
             return latents.new_zeros(()).expand(*dense[0].shape[:3], latents.shape[-1]), None
 
