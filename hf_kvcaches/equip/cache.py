@@ -148,9 +148,9 @@ class EquipCache(AnsweringCache):
             require_absorbable(module)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not self._latents or not isinstance(self.layers[layer_idx], EquipLayer):
+        module = latent_modules(self.model).get(layer_idx) if self._latents else None
+        if module is None or layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], EquipLayer):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        module = latent_modules(self.model)[layer_idx]
         require_absorbable(module)
         keys = torch.cat([value_states, key_states], -1)
         view, _ = super().update(keys, key_states, layer_idx, *args, **kwargs)
@@ -171,8 +171,9 @@ class EquipCache(AnsweringCache):
         if self._book is not None:
             return PagedEquipLayer(settings, rotation, self.passes, self.config, self._book)
         if self._latents:
-            rotated = compat.layer_configs(self.config)[layer_idx].qk_rope_head_dim
-            return EquipLayer(settings, rotation, self.passes, self.config, LatentStore(rotation, settings.backend, rotated))
+            sizes: Any = compat.layer_configs(self.config)[layer_idx]
+            latents = LatentStore(rotation, settings.backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
+            return EquipLayer(settings, rotation, self.passes, self.config, latents)
         store = (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
         return EquipLayer(settings, rotation, self.passes, self.config, store)
 

@@ -148,12 +148,20 @@ class LatentStore(FlatStore):
 
     Args:
         rotated: Dimensions of a key before the latent.
+        latent_dim: Those of the latent.
     """
 
-    def __init__(self, rotation: KeyRotation, backend: Backend, rotated: int) -> None:
+    def __init__(self, rotation: KeyRotation, backend: Backend, rotated: int, latent_dim: int) -> None:
         # One key of 576 dimensions for 128 heads is beyond what the kernels hold in shared memory.
         super().__init__(rotation, "torch" if backend == "auto" else backend)
-        self.rotated = rotated
+        self.rotated, self.latent_dim = rotated, latent_dim
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if (keys.shape[-1], values.shape[-1]) != (self.rotated + self.latent_dim, self.latent_dim):
+            raise UnsupportedError(
+                "EquipCache takes latents from the attention of its model alone, and these come from elsewhere. Feed it the text instead."
+            )
+        super().check(keys, values)
 
     def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int) -> None:
         super().install(keys, values[..., :0], kept, most)

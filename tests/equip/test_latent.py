@@ -315,6 +315,8 @@ def test_caches_with_prompts_of_others_are_refused() -> None:
     logits(model, own, PARTS[:1])
     with pytest.raises(UnsupportedError, match="takes none over"):
         EquipCache.from_cache(own, model, "streaming", 16)
+    with pytest.raises(UnsupportedError, match="come from elsewhere"):
+        EquipCache.from_cache(own, model, "streaming", 16, queries=[None, None])
 
 
 class _Scaled(nn.Linear):
