@@ -15,6 +15,8 @@ from hf_kvcaches.errors import UnsupportedError
 
 # Layers whose memory has a bound of its own, so that a cache which bounds or compresses the others may leave them to transformers.
 _BOUNDED = frozenset({"sliding_attention", "chunked_attention", "hybrid_sliding", "linear_attention", "conv", "dummy"})
+# With which attention modules make keys and values of the latents that a cache returns.
+EXPANSION = "expand_kv"
 
 
 def refuse_encoder_decoder(model: PreTrainedModel, what: str) -> None:
@@ -30,10 +32,14 @@ def refuse_encoder_decoder(model: PreTrainedModel, what: str) -> None:
         )
 
 
-def require_answering(model: PreTrainedModel, what: str) -> None:
-    """Refuses a model whose queries a cache can't answer."""
+def require_answering(model: PreTrainedModel, what: str, *, latents: bool = False) -> None:
+    """Refuses a model whose queries a cache can't answer.
+
+    Args:
+        latents: Whether it can where keys and values are expanded from what it holds (multi-head latent attention).
+    """
     refuse_encoder_decoder(model, what)
-    reason = why_not_answering(model)
+    reason = why_not_answering(model, latents=latents)
     if reason is not None:
         raise UnsupportedError(f"{what} needs a cache that answers the model's queries, which is not possible: {reason}. Use DynamicCache.")
 
@@ -50,8 +56,12 @@ def require_all_heads(model: Any, what: str, instead: str) -> None:
         raise UnsupportedError(f"{what} needs all heads of a layer, and under tensor parallelism each process has only some. {instead}")
 
 
-def why_not_answering(model: PreTrainedModel) -> str | None:
-    """Why a cache can't answer a model's queries in place of its attention; None where it can."""
+def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> str | None:
+    """Why a cache can't answer a model's queries in place of its attention; None where it can.
+
+    Args:
+        latents: As in `require_answering`.
+    """
     name, config = type(model).__name__, compat.decoder_config(model.config)
     if not compat.can_switch_attention(model):
         return f"{name} computes attention itself instead of looking it up in transformers' AttentionInterface"
@@ -64,17 +74,17 @@ def why_not_answering(model: PreTrainedModel) -> str | None:
         return f"{name} has layers of cross-attention in its cache"
     decoder = compat.modules_of(model.get_decoder())
     kinds: set[Any] = {type(module) for module in decoder if hasattr(module, "layer_idx")}
-    return next((reason for kind in sorted(kinds, key=lambda kind: kind.__name__) if (reason := _why_not(kind))), None)
+    return next((reason for kind in sorted(kinds, key=lambda kind: kind.__name__) if (reason := _why_not(kind, latents))), None)
 
 
 @cache
-def _why_not(kind: Any) -> str | None:
+def _why_not(kind: Any, latents: bool) -> str | None:
     """Why a cache can't answer the queries of modules of this class; None where it can, or where they have no keys."""
     try:
         forward = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
     except (OSError, TypeError, SyntaxError):  # defined in a shell, say
         return None
-    returned = _names_from_update(forward)
+    returned = _names_from(forward, ("update", EXPANSION) if latents else ("update",))
     if not returned:
         return None
     if not any(isinstance(node, ast.Attribute) and node.attr == "get_interface" for node in ast.walk(forward)):
@@ -83,7 +93,10 @@ def _why_not(kind: Any) -> str | None:
         return f"{kind.__name__} makes a mask of its own for some implementations of attention"
     # What `update` returns may be given to the attention function and to nothing else.
     allowed = {
-        id(name) for node in ast.walk(forward) if _is_attention_call(node) or _keeps_for_other_layers(node) for name in ast.walk(node)
+        id(name)
+        for node in ast.walk(forward)
+        if _is_attention_call(node) or _keeps_for_other_layers(node) or (latents and _is_call_of(node, (EXPANSION,)))
+        for name in ast.walk(node)
     }
     line = min(line for _, line in returned)
     names = {name for name, _ in returned}
@@ -99,17 +112,15 @@ def _why_not(kind: Any) -> str | None:
     return None
 
 
-def _names_from_update(forward: ast.AST) -> list[tuple[str, int]]:
-    """The variables that take what a cache's `update` returns, with the last line of the call."""
+def _is_call_of(node: ast.AST, methods: tuple[str, ...]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in methods
+
+
+def _names_from(forward: ast.AST, methods: tuple[str, ...]) -> list[tuple[str, int]]:
+    """The variables that take what some methods return, such as a cache's `update`, with the last line of the call."""
     found: list[tuple[str, int]] = []
     for node in ast.walk(forward):
-        call = node.value if isinstance(node, ast.Assign) else None
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute)
-            and call.func.attr == "update"
-        ):
+        if isinstance(node, ast.Assign) and _is_call_of(node.value, methods):
             targets = [name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)]
             found += [(name, node.end_lineno or 0) for name in targets]
     return found

@@ -41,6 +41,8 @@ class KVCache(compat.MarkedCache, Cache, ABC):
     """Whether the layers answer queries themselves, and are of no use with a model that computes attention its own way."""
     own_layer_types: ClassVar[tuple[str, ...]] = ("full_attention",)
     """The types of the model's layers that the method applies to; others are transformers' own."""
+    takes_latents: ClassVar[bool] = False
+    """Whether they also do for models that expand keys and values from what the cache returns (multi-head latent attention)."""
     takes_over_prefill: ClassVar[bool] = False
     """Whether `take_prefill` is to be called with every prompt that `generate` feeds in."""
     filling: bool = False
@@ -61,7 +63,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         if base is not None and self.takes_over_prefill:
             refuse_encoder_decoder(base, type(self).__name__)
         if base is not None and self.needs_attention:
-            require_answering(base, type(self).__name__)
+            require_answering(base, type(self).__name__, latents=self.takes_latents)
         # In which configs the attention modules look up their implementation; the cache holds on to them and not to the model.
         self._attention_configs = (None if base is None else compat.attention_configs(base)) or (self.config,)
         layers = [

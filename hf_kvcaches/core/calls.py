@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import nn
 
-from hf_kvcaches.core.attention import LayerView, close_window
+from hf_kvcaches.core.attention import LayerView, close_window, previous_attention
 from hf_kvcaches.errors import UnsupportedError
 
 
@@ -46,6 +46,12 @@ class Call:
     def sink_logits(self) -> torch.Tensor | None:
         """A learned score for each head that takes a share of the weights and gives nothing, (heads,)."""
         return self.options.get("s_aux")
+
+    def dense(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention of a whole first prompt by the model's own implementation, (batch, tokens, heads, head_dim)."""
+        attend = self.options.get("dense_attention", previous_attention)
+        output: torch.Tensor = attend(self.module, query, keys, values, self.mask, **self.options)[0]
+        return output
 
     def check(self, cache: str, *, sinks: bool = False) -> None:
         """Refuses what a cache that answers queries itself leaves out.

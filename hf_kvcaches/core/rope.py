@@ -85,7 +85,9 @@ class RotaryGeometry:
             raise ConfigError.of("attention_scaling", "a number above 0", self.attention_scaling)
 
     @classmethod
-    def from_config(cls, config: Any, layer_type: str | None = None, *, layer_idx: int | None = None) -> RotaryGeometry:
+    def from_config(
+        cls, config: Any, layer_type: str | None = None, *, layer_idx: int | None = None, latents: bool = False
+    ) -> RotaryGeometry:
         """Reads the geometry from a model's config.
 
         Any rotary model gives a geometry to look at; one whose keys can't be rotated refuses when asked to.
@@ -94,8 +96,9 @@ class RotaryGeometry:
             config: `model.config`; of a multimodal model, its text decoder's part is read.
             layer_type: One of `config.layer_types`, where these rotate differently (Gemma 3, Cohere 2).
             layer_idx: The layer, which also decides its type. Needed where layers of one type differ (SmolLM3).
+            latents: Whether a key of multi-head latent attention is its rotated part with the latent behind it; without, it is refused.
         """
-        return cls(**read_rotary_facts(config, layer_type, layer_idx))
+        return cls(**read_rotary_facts(config, layer_type, layer_idx, latents))
 
     @property
     def rotary_dim(self) -> int:

@@ -32,7 +32,11 @@ FAMILIES = {
             musicgen_decoder musicgen_melody_decoder mvp openai-gpt opt pegasus plbart trocr whisper xglm""",
         "alibi": "bloom mpt",
         # Their rotary functions take other arguments than all others; they rotate the pairs (2i, 2i + 1).
-        "interleaved": "codegen gptj llama4_text",
+        "interleaved": "codegen deepseek_v2 gptj llama4_text",
+        # Take the pairs of a key interleaved, and give them by halves.
+        "half": "bailing_hybrid longcat_flash",
+        # Leave positions to their other layers, which have a state and no cache.
+        "latents_unrotated": "kimi_linear",
         # From before `rope_parameters`: `rotary_dim` dimensions, and a base of 10,000.
         "fixed_base": "codegen gptj",
         # Put a learned scale on each dimension of a key that is already rotated, which a rotation doesn't commute with.
@@ -48,12 +52,13 @@ LENGTH_INDEPENDENT = frozenset({"default", "linear", "llama3", "yarn", "proporti
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
-def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None) -> dict[str, Any]:
+def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None, latents: bool = False) -> dict[str, Any]:
     """What a `RotaryGeometry` is made of, for one layer or for layers that are alike.
 
     Args:
         config: A model's config; of a multimodal one, the text decoder's part is read.
         layer_type: One of the config's `layer_types`, where layers differ.
+        latents: As in `RotaryGeometry.from_config`.
     """
     if not hasattr(config, "get_text_config"):
         raise ConfigError.of("config", "a transformers config", type(config).__name__, "Pass model.config.")
@@ -67,12 +72,12 @@ def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None
         if None not in (layer_type, types[layer_idx]) and layer_type != types[layer_idx]:
             wanted = f"{types[layer_idx]!r}, the type of layer {layer_idx}"
             raise ConfigError.of("layer_type", wanted, layer_type, "Pass one of the two.")
-        return _facts_of(text, types[layer_idx] or layer_type, layer_idx)
+        return _facts_of(text, types[layer_idx] or layer_type, layer_idx, latents)
     labels = sorted({*filter(None, types), *(_nested_parameters(text) or ())})
     if layer_type is not None and labels and layer_type not in labels:
         raise ConfigError.of("layer_type", f"one of {labels}", layer_type)
     layers = [index for index in range(count) if layer_type in (None, types[index])] if any(types) or layer_type is None else []
-    facts = {index: _facts_of(text, types[index], index) for index in layers} or {0: _facts_of(text, layer_type, None)}
+    facts = {index: _facts_of(text, types[index], index, latents) for index in layers} or {0: _facts_of(text, layer_type, None, latents)}
     distinct = {str([fact.tolist() if isinstance(fact, torch.Tensor) else fact for fact in one.values()]): one for one in facts.values()}
     if len(distinct) > 1:
         by_type = {(types[index], str(one)) for index, one in facts.items()}
@@ -82,7 +87,7 @@ def read_rotary_facts(config: Any, layer_type: str | None, layer_idx: int | None
     return next(iter(distinct.values()))
 
 
-def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None) -> dict[str, Any]:
+def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None, latents: bool) -> dict[str, Any]:
     layer_config = _layer_config(text, layer_type, layer_idx)
     facts: dict[str, Any] = {"inv_freq": torch.zeros(0, dtype=torch.float64), "head_dim": _head_dim(layer_config)}
     if text.model_type in FAMILIES["alibi"] or getattr(text, "alibi", False):
@@ -95,7 +100,10 @@ def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None) -> dict[
     if text.model_type in FAMILIES["fixed_base"]:
         return facts | {"inv_freq": _default_frequencies(10000.0, text.rotary_dim).double()}
     if getattr(layer_config, "kv_lora_rank", None) or getattr(layer_config, "qk_rope_head_dim", None):
-        return facts | {"refusal": "multi-head latent attention keeps its rotated dimensions apart from the rest"}
+        if not latents:
+            return facts | {"refusal": "multi-head latent attention keeps its rotated dimensions apart from the rest"}
+        if text.model_type in FAMILIES["latents_unrotated"]:
+            return facts | {"kind": "none", "rope_type": "none"}
     nested = _nested_parameters(text)
     parameters = (getattr(text, "rope_parameters", None) or None) if nested is None else nested.get(layer_type)
     if parameters is None:
@@ -110,7 +118,12 @@ def _facts_of(text: Any, layer_type: str | None, layer_idx: int | None) -> dict[
         raise ConfigError.of(
             "config.rope_parameters", f"the keys that rope_type {rope_type!r} needs", parameters, f"Reading it failed on {error!r}."
         ) from error
-    refusal = _refusal(text, parameters, rope_type, 2 * inv_freq.numel(), facts["head_dim"])
+    latent_dim = getattr(layer_config, "kv_lora_rank", None)
+    if latent_dim:
+        facts["head_dim"] = layer_config.qk_rope_head_dim + latent_dim
+    refusal = _refusal(
+        text, parameters, rope_type, 2 * inv_freq.numel(), layer_config.qk_rope_head_dim if latent_dim else facts["head_dim"]
+    )
     if refusal is None and layout is None:
         whose = f"the rotary function of {text.model_type} was not understood"
         if _modeling_module(text.__class__) is None:
@@ -149,6 +162,8 @@ def known_layout(text: Any) -> tuple[Layout, int] | None:
     """Which dimensions of a decoder's keys form a pair, and 1 or -1 for the direction of the rotation; None if that is not known."""
     if text.model_type in FAMILIES["interleaved"]:
         return "interleaved", 1
+    if text.model_type in FAMILIES["half"]:
+        return "half", 1
     function = getattr(_modeling_module(text.__class__), "apply_rotary_pos_emb", None)
     return None if function is None else probed_layout(function)
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hf_kvcaches.core.adopting import LastQueries
-from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.entries import Entries
@@ -206,7 +205,7 @@ def _attend(
         query, keys = (query, keys) if to is None else (to(query), to(keys))
     allowed, output = _allowed(layer, running), None
     if not layer.state.seen and running.whole and call.bias is None:
-        output = previous_attention(call.module, query, keys, values, call.mask, **call.options)[0].to(values.dtype)
+        output = call.dense(query, keys, values).to(values.dtype)
         if not observe:
             return output, None
     if used:

@@ -15,6 +15,7 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
 from hf_kvcaches.equip.inputs import watch_inputs
+from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
@@ -25,7 +26,7 @@ from hf_kvcaches.equip.rotation import KeyRotation, RotatingPass, Scheme
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, whole_number
-from hf_kvcaches.kernels.launch import BACKENDS
+from hf_kvcaches.kernels.launch import BACKENDS, Backend
 
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
 
@@ -43,12 +44,12 @@ class EquipCache(AnsweringCache):
 
     **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
     tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; on pages, gradients and
-    offloading.
+    offloading; with latent attention, what is in `docs/equip.md`.
 
-    **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 to 16 bytes a
-    slot and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages. `storage`
-    holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; while a layer runs, its own are
-    there in the model's dtype too.
+    **Memory per token**: that of keys and values, for `budget` tokens and no more, or that of the latent and the rotated part of the key
+    (`latent.py`); with a policy that scores, another 8 to 16 bytes a slot and key head. On pages, rows take no more than they fill, rounded
+    up to whole pages. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; while
+    a layer runs, its own are there in the model's dtype too.
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
@@ -73,6 +74,7 @@ class EquipCache(AnsweringCache):
     """
 
     pass_class = RotatingPass
+    takes_latents = True
 
     def __init__(
         self,
@@ -123,6 +125,10 @@ class EquipCache(AnsweringCache):
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
         self._rotations: list[KeyRotation] = []
+        base, config = compat.split_model(model)
+        self._latents = base is not None and bool(getattr(config, "kv_lora_rank", None) and latent_modules(base))
+        if self._latents:
+            self._check_latents(base, rope)
         super().__init__(model, offloading=offloading)
         self._watch_model()
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
@@ -137,11 +143,34 @@ class EquipCache(AnsweringCache):
         if any(layer.settings.geometry.axes and layer.rotation.compact for layer in self._own_layers):
             refuse_images(model, self, "Pass positions='original'.")
 
+    def _check_latents(self, model: Any, rope: str) -> None:
+        """Refuses what can't be done on latents."""
+        if self._page_size is not None or self._pool is not None:
+            raise UnsupportedError("page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out.")
+        if self._options["storage"] is not None:
+            raise UnsupportedError("storage: this model keeps latents, which are held in its dtype. Leave storage out.")
+        if rope == "rotated_keys":
+            raise UnsupportedError("rope: of latents there is no second cache of rotated keys. Pass rope='on_read'.")
+        if _reads_heads(self.policy):
+            raise UnsupportedError("policy: it reads keys and values of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.")
+        require_all_heads(model, "Pruning latents, which are common to all heads,", "Use DynamicCache.")
+        for module in latent_modules(model).values():
+            require_absorbable(module)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        module = latent_modules(self.model).get(layer_idx) if self._latents else None
+        if module is None or layer_idx >= len(self.layers) or not isinstance(self.layers[layer_idx], EquipLayer):
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        require_absorbable(module)
+        keys = torch.cat([value_states, key_states], -1)
+        view, _ = super().update(keys, key_states, layer_idx, *args, **kwargs)
+        return hand_out_uncompiled(view, module)
+
     def make_layer(self, layer_idx: int) -> EquipLayer:
         if not hasattr(self, "_budgets"):
             self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
-        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
+        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
         options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
@@ -151,12 +180,16 @@ class EquipCache(AnsweringCache):
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is not None:
             return PagedEquipLayer(settings, rotation, self.passes, self.config, self._book)
-        store: FlatStore
-        if self._options["storage"] is not None:
-            store = QuantizedStore(rotation, settings.backend, self._options["storage"])
-        else:
-            store = (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
+        store = self._make_store(rotation, settings.backend, layer_idx)
         return EquipLayer(settings, rotation, self.passes, self.config, store)
+
+    def _make_store(self, rotation: KeyRotation, backend: Backend, layer_idx: int) -> FlatStore:
+        if self._latents:
+            sizes: Any = compat.layer_configs(self.config)[layer_idx]
+            return LatentStore(rotation, backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
+        if self._options["storage"] is not None:
+            return QuantizedStore(rotation, backend, self._options["storage"])
+        return (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, backend)
 
     def _make_rotation(self, geometry: RotaryGeometry) -> KeyRotation:
         if self._options["positions"] == "original" or geometry.kind in ("learned", "none"):
@@ -175,8 +208,13 @@ class EquipCache(AnsweringCache):
         if self._options["rope"] == "auto":
             # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
             # accelerator a kernel rotates keys while it reads them; elsewhere that takes longer than all the rest.
+<<<<<<< HEAD
             scheme = "frames" if self.policy.order_only or not _rotates_on_read(self._model) else "on_read"
             scheme = scheme if self._options["storage"] is None else "on_read"
+=======
+            in_kernel = not self._latents and _rotates_on_read(self._model)
+            scheme = "frames" if self.policy.order_only or not in_kernel else "on_read"
+>>>>>>> h-mla
         for known in self._rotations:  # shared with their tables
             if known.geometry is not None and known.geometry.rotates_like(geometry):
                 return known
@@ -214,6 +252,8 @@ class EquipCache(AnsweringCache):
         return None if observes is None else max(observes, self.policy.queries)
 
     def adopt_refused(self, window: int = 0) -> str:
+        if self._latents:
+            return "model: EquipCache prunes latents as the model makes them, and takes none over. Feed the text to the EquipCache."
         needed, name = self.adopt_window, self.policy.name or type(self.policy).__name__
         if needed is not None and needed <= window:
             return ""
@@ -319,7 +359,7 @@ class EquipCache(AnsweringCache):
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile(fullgraph=True)` can take single tokens: see `graphs.py`."""
-        if self.offloading or self._masks_differ:
+        if self.offloading or self._masks_differ or self._latents:
             return False
         return all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
 
@@ -333,6 +373,11 @@ class EquipCache(AnsweringCache):
         if not isinstance(layer, EquipLayer):
             raise ConfigError.of("layer_idx", "a layer with full attention", layer_idx, f"It is a {type(layer).__name__} of transformers.")
         return layer
+
+
+def _reads_heads(policy: Any) -> bool:
+    """Whether a policy, or one that it is made of, looks at the projections of heads."""
+    return policy is not None and (policy.reads_inputs or policy.name == "critical" or _reads_heads(getattr(policy, "inner", None)))
 
 
 def _rotates_on_read(model: Any) -> bool:

@@ -115,7 +115,7 @@ def _shift(layer: EquipLayer, cache: EquipCache, index: int, stop: int, moved: i
     """The angles by which what follows has to be rotated where positions are those of the text; None where nothing is."""
     if layer.rotation.compact or moved == 0 or stop >= layer.seen:
         return None
-    geometry = RotaryGeometry.from_config(cache.config, layer_idx=index)
+    geometry = layer.settings.geometry
     if geometry.kind == "none":
         return None
     if geometry.kind != "rope" or geometry.refusal is not None:

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from hf_kvcaches import EquipCache, GrowingCache, UnsupportedError
 from tests import tiny
+from tests.reference.policies import StreamingReference
 
 _SIZES = {"vocab_size": tiny.VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _LATENT = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "intermediate_size": 32}
@@ -27,16 +28,21 @@ def build(model_type: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name not in LATENT])
 def test_the_error_says_why_and_names_another_cache(model_type: str, positions: str) -> None:
     model = build(model_type)
-    why = "keys and values after they are in the cache" if model_type in LATENT else "AttentionInterface"
-    with pytest.raises(UnsupportedError, match=rf"EquipCache needs.*{why}.*Use DynamicCache"):
+    with pytest.raises(UnsupportedError, match=r"EquipCache needs.*AttentionInterface.*Use DynamicCache"):
         EquipCache(model, positions=positions)
     cache, own = GrowingCache(model), DynamicCache(config=model.config)
     with torch.no_grad():
         logits = [model(input_ids=tiny.ids(1, 9), past_key_values=past).logits for past in (cache, own)]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("model_type", LATENT)
+def test_latents_are_refused_by_a_cache_that_takes_none(model_type: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"Reference needs.*keys and values after they are in the cache.*Use DynamicCache"):
+        StreamingReference(build(model_type), budget=16)
 
 
 @pytest.mark.parametrize("model_type", LATENT)

@@ -1,0 +1,174 @@
+"""Multi-head latent attention: what a model keeps of a token is one latent for all heads, and one rotated part of a key.
+
+Keys and values of the heads are products of the latent. A product with the query instead, and one with the output, give the same
+attention (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so the slots hold latents and nothing is expanded: one KV head, whose keys are
+the rotated part with the latent behind it, and whose values are the latents.
+
+The model expands what `update` returns before it calls its attention. Between the two its module has an `expand_kv` that lets a
+`LatentView` pass, and calls the one of its class for whatever another thread brings.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.answerable import EXPANSION
+from hf_kvcaches.core.attention import LayerView, previous_attention
+from hf_kvcaches.equip.rotation import KeyRotation
+from hf_kvcaches.equip.store import FlatStore
+from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.kernels.launch import Backend
+
+_lock = threading.Lock()
+_by_model: WeakKeyDictionary[PreTrainedModel, dict[int, nn.Module]] = WeakKeyDictionary()
+# Threads between their `update` and the expansion, for each module.
+_waiting: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+
+
+class _Pending(threading.local):
+    """The module whose next expansion this thread waits for."""
+
+    module: nn.Module | None = None
+
+
+_pending = _Pending()
+
+
+def latent_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The attention modules of a model that keep latents, by the index of their layer in the cache."""
+    if model not in _by_model:
+        modules = compat.modules_of(model.get_decoder())
+        _by_model[model] = {int(module.layer_idx): module for module in modules if hasattr(module, EXPANSION)}  # type: ignore[arg-type]
+    return _by_model[model]
+
+
+def require_absorbable(module: nn.Module) -> None:
+    """Refuses a module whose expansion is more than a product with one weight."""
+    projection: Any = module.kv_b_proj
+    method: Any = getattr(module, EXPANSION)
+    if (
+        type(projection) is not nn.Linear
+        or projection.bias is not None
+        or projection.weight.is_meta
+        or compat.forward_hooks(projection)
+        or compat.replaced_forward(projection) is not None
+        or getattr(method, "__func__", None) not in (_expand_uncompiled, getattr(type(module), EXPANSION))
+    ):
+        raise UnsupportedError(
+            f"model: EquipCache multiplies queries by the weight of {type(module).__name__}.kv_b_proj, which has to be a plain linear "
+            "layer: not quantized, not offloaded, without adapters that are not merged, and without hooks. Use DynamicCache."
+        )
+
+
+def hand_out_latents(view: LayerView, module: nn.Module) -> tuple[Any, Any]:
+    """What `update` returns to a module that expands it.
+
+    Args:
+        view: The new tokens, as keys and values of one head.
+    """
+    close_expansion()  # left open where an interrupt came between `update` and the expansion
+    with _lock:
+        _waiting.setdefault(module, set()).add(threading.get_ident())
+        vars(module)[EXPANSION] = MethodType(_expand_uncompiled, module)
+    _pending.module = module
+    latents = LatentView(view)
+    return latents, latents
+
+
+def close_expansion() -> None:
+    """Gives the module that this thread waits for the method of its class again, unless others wait as well."""
+    module, _pending.module = _pending.module, None
+    if module is not None:
+        with _lock:
+            _waiting[module].discard(threading.get_ident())
+            if not _waiting[module]:
+                vars(module).pop(EXPANSION, None)
+
+
+def expand_kv(module: nn.Module, latents: Any, rotated: Any) -> Any:
+    """Lets a `LatentView` pass; its name is that of the method, by which a module is pickled."""
+    if not isinstance(latents, LatentView):
+        return getattr(type(module), EXPANSION)(module, latents, rotated)
+    close_expansion()
+    return latents, latents
+
+
+_WHY = "a module has another method for one call"
+_expand_uncompiled = torch.compiler.disable(expand_kv, reason=_WHY)
+hand_out_uncompiled = torch.compiler.disable(hand_out_latents, reason=_WHY)
+
+
+class LatentView(LayerView):
+    """New tokens of latent attention, in place of keys and of values.
+
+    Args:
+        tokens: The same as keys and values of one head.
+    """
+
+    def __init__(self, tokens: LayerView) -> None:
+        self.tokens = tokens
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attention: Any = module
+        weight, width = attention.kv_b_proj.weight, attention.qk_nope_head_dim
+        key_rows, value_rows = weight.view(query.shape[1], -1, weight.shape[1]).tensor_split([width], 1)  # (heads, dims, latent_dim)
+        unrotated, rotated = query.tensor_split([width], -1)
+        dense: list[torch.Tensor] = []
+
+        def attend_expanded(module: nn.Module, query: torch.Tensor, keys: torch.Tensor, latents: torch.Tensor, mask: Any, **_: Any) -> Any:
+            # A prompt has as many keys as queries: expanding each once costs less than scores over the dimensions of latents.
+            unrotated_keys, values = (latents @ rows.to(latents.dtype).mT for rows in (key_rows, value_rows))
+            rotated_keys = keys[..., : rotated.shape[-1]].expand(-1, query.shape[1], -1, -1)
+            keys = torch.cat([unrotated_keys, rotated_keys], -1)
+            query = torch.cat([unrotated.to(query.dtype), query[..., : rotated.shape[-1]]], -1)
+            dense.append(previous_attention(module, query, keys, values, mask, **kwargs)[0])
+            return latents.new_zeros(()).expand(*dense[0].shape[:3], latents.shape[-1]), None
+
+        absorbed = torch.cat([rotated, unrotated @ key_rows], -1)
+        output, weights = self.tokens.attend(module, absorbed, mask, **kwargs, dense_attention=attend_expanded)
+        return dense[0] if dense else (output.transpose(1, 2) @ value_rows.mT).transpose(1, 2), weights
+
+    def __getattr__(self, name: str) -> Any:
+        close_expansion()
+        return getattr(self.tokens, name)
+
+
+class LatentStore(FlatStore):
+    """Slots of latents: a key ends with its value, which is not kept a second time.
+
+    Args:
+        rotated: Dimensions of a key before the latent.
+        latent_dim: Those of the latent.
+    """
+
+    def __init__(self, rotation: KeyRotation, backend: Backend, rotated: int, latent_dim: int) -> None:
+        # One key of 576 dimensions for 128 heads is beyond what the kernels hold in shared memory.
+        super().__init__(rotation, "torch" if backend == "auto" else backend)
+        self.rotated, self.latent_dim = rotated, latent_dim
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if (keys.shape[-1], values.shape[-1]) != (self.rotated + self.latent_dim, self.latent_dim):
+            raise UnsupportedError(
+                "EquipCache takes latents from the attention of its model alone, and these come from elsewhere. Feed it the text instead."
+            )
+        super().check(keys, values)
+
+    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
+        super().install(keys, values[..., :0], kept, most, source)
+
+    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, _ = super().read(used)
+        return keys, keys[..., self.rotated :]
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return keys, values[..., :0]
