@@ -14,11 +14,13 @@ from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
+from hf_kvcaches.equip.heads import check_head_budgets
 from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings, resolve_policy
+from hf_kvcaches.equip.ragged import RaggedStore
 from hf_kvcaches.equip.reconstruction import reconstruct
 from hf_kvcaches.equip.rotation import KeyRotation, RotatingPass, Scheme
 from hf_kvcaches.equip.settings import EquipSettings
@@ -57,6 +59,7 @@ class EquipCache(AnsweringCache):
         recent: Newest tokens that always stay; None for the policy's own number.
         decode_budget: Tokens to keep while decoding, where these are more than `budget`: a number, or a fraction of the prompt. None: as
             many as of the prompt.
+        head_budgets: "adakv" shares the slots of a layer among its heads by their scores; None: each head has as many.
         question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What stands
             before is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
@@ -78,6 +81,7 @@ class EquipCache(AnsweringCache):
         sinks: int = 4,
         recent: int | None = None,
         decode_budget: int | float | None = None,
+        head_budgets: Literal["adakv"] | None = None,
         question_start: int | None = None,
         positions: Literal["compact", "original"] = "compact",
         rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
@@ -91,6 +95,7 @@ class EquipCache(AnsweringCache):
             "sinks": sinks,
             "recent": recent,
             "decode_budget": decode_budget,
+            "head_budgets": head_budgets,
             "question_start": question_start,
             "positions": positions,
             "rope": rope,
@@ -101,6 +106,7 @@ class EquipCache(AnsweringCache):
         if self.policy.mixes_heads:
             require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
         page_size = None if page_size is None else check_page_size(page_size)
+        check_head_budgets(head_budgets, model, self.policy, rope, paged=page_size is not None or pool is not None)
         single = not self.policy.deferred and decode_budget is None and question_start is None
         if not single and (page_size is not None or pool is not None):
             raise UnsupportedError(
@@ -133,7 +139,7 @@ class EquipCache(AnsweringCache):
             self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
-        options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
+        options = {name: self._options[name] for name in ("backend", "decode_budget", "head_budgets", "question_start")}
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)
@@ -142,7 +148,8 @@ class EquipCache(AnsweringCache):
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is not None:
             return PagedEquipLayer(settings, rotation, self.passes, self.config, self._book)
-        store = (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
+        ragged = RaggedStore if settings.head_budgets else FlatStore
+        store = (RotatedKeysStore if rotation.scheme == "rotated_keys" else ragged)(rotation, settings.backend)
         return EquipLayer(settings, rotation, self.passes, self.config, store)
 
     def _make_rotation(self, geometry: RotaryGeometry) -> KeyRotation:

@@ -41,7 +41,9 @@ def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: tor
     seen = state.count()
     layer.reserve_for_step()
     assert state.positions is not None
-    slot = layer.policy.victim(victim_scores(layer, seen), state.positions, sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent)
+    slot = layer.policy.victim(
+        victim_scores(layer, seen), state.candidates(), sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent
+    )
     if layer.recording is not None:
         layer.recording.note_slot(layer, slot, rotates=rotation.offsets and not layer.policy.order_only)
     _evict(layer, slot, live)

@@ -85,13 +85,13 @@ class FlatStore:
             kept: How many of these hold a token, the first ones, (batch, 1 or kv_heads, 1).
             most: How many slots there may ever be.
         """
-        room = _room(keys.shape[2], most)
+        room = room_for(keys.shape[2], most)
         self.keys, self.values = _extended(keys, room), _extended(values, room)
 
     def reserve(self, slots: int, most: int) -> None:
         """Makes room for a number of slots, of at most `most`."""
         if slots > self.capacity:
-            room = _room(slots, most)
+            room = room_for(slots, most)
             self.map(lambda tensor: _extended(tensor, room))
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +234,8 @@ def wrong_rows(rows: int, dtype: torch.dtype | None, new: torch.Tensor) -> Confi
     )
 
 
-def _room(slots: int, most: int) -> int:
+def room_for(slots: int, most: int) -> int:
+    """For how many slots to make a buffer that needs a number, of at most `most`."""
     # A budget may be far more than is ever needed; half as many again each time copies a token three times at most.
     return max(slots, min(most, max(64, slots + slots // 2)))
 
