@@ -44,7 +44,7 @@ class EquipCache(AnsweringCache):
 
     **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
     tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; on pages, gradients and
-    offloading.
+    offloading; with `head_budgets`, pages, gradients and policies whose heads all keep the same tokens.
 
     **Memory per token**: that of keys and values, for `budget` tokens and no more; with a policy that scores, another 8 to 16 bytes a
     slot and key head; while recording, a second copy. On pages, rows take no more than they fill, rounded up to whole pages.

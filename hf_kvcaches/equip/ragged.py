@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.equip.store import FlatStore, Slots, room_for, wrong_rows
+from hf_kvcaches.equip.store import FlatStore, Slots, room_for
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels import slots as kernels
 
@@ -49,10 +49,6 @@ class RaggedStore(FlatStore):
         sizes = self.rooms.sum((1, 2)).tolist()
         self.keys, self.values = (torch.cat([content.split(sizes)[row] for row in rows]) for content in self._contents())
         self.rooms = function(self.rooms)
-
-    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        if self.keys is not None and (self.shape[0] != keys.shape[0] or self.keys.dtype != keys.dtype):
-            raise wrong_rows(self.shape[0], self.keys.dtype, keys)
 
     def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: Any) -> None:
         """Makes these the first slots, and all others empty.

@@ -70,8 +70,8 @@ class FlatStore:
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Refuses new tokens that can't follow those in the store, (batch, kv_heads, tokens, head_dim)."""
         for old, new in ((self.keys, keys), (self.values, values)):
-            if old is not None and (old.shape[0] != new.shape[0] or old.dtype != new.dtype):
-                raise wrong_rows(old.shape[0], old.dtype, new)
+            if old is not None and (self.shape[0] != new.shape[0] or old.dtype != new.dtype):
+                raise wrong_rows(self.shape[0], old.dtype, new)
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -11,9 +11,13 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import EquipCache
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.heads import chosen, shares
 from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.equip.policies import KeyNormPolicy, Policy
+from hf_kvcaches.equip.ragged import RaggedStore
+from hf_kvcaches.equip.rotation import KeyRotation
+from hf_kvcaches.equip.store import FlatStore
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
@@ -399,3 +403,26 @@ def test_other_refusals(model):
         feed(model, cache_of(model, AlikePolicy()), tiny.ids(1, 40))
     with torch.enable_grad(), pytest.raises(UnsupportedError, match="gradients"):
         model(input_ids=tiny.ids(1, 40), past_key_values=cache_of(model, "h2o"), use_cache=True)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_one_head_after_the_other_gives_what_a_padded_tensor_gives(rotated):
+    """On an accelerator heads are padded."""
+    geometry = RotaryGeometry.from_config(tiny.llama().config)
+    store = RaggedStore(KeyRotation("on_read" if rotated else "given", geometry), "torch")
+    sizes = torch.tensor([[5, 1, 9], [2, 7, 3]])[..., None]
+    keys, values, query = torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 6), torch.randn(2, 6, 1, 8)
+    store.install(keys, values, sizes, sizes)
+    valid = torch.arange(9) < sizes
+    options = {
+        "valid": valid & torch.arange(9).remainder(4).ne(2),
+        "far": (torch.rand(1, 3, 9) < 0.5) if rotated else 1,
+        "far_query": torch.randn(2, 6, 1, 8),
+        "softcap": 3.0,
+        "sink_logits": torch.randn(6),
+        "want_weights": True,
+        "ranks": torch.randint(9, (2, 1, 9)) if rotated else None,
+    }
+    actual, expected = store.attend(query, 9, 0.5, **options), FlatStore.attend(store, query, 9, 0.5, **options)
+    torch.testing.assert_close(actual[0], expected[0])
+    torch.testing.assert_close(actual[1], expected[1])
