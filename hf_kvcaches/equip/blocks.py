@@ -13,6 +13,7 @@ from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.entries import Entries
 from hf_kvcaches.equip.frames import keys_for_queries, target_of
+from hf_kvcaches.equip.heads import share_out
 from hf_kvcaches.equip.scoring import bias_columns, score, shown_queries
 from hf_kvcaches.errors import UnsupportedError
 
@@ -136,6 +137,8 @@ def pruned(layer: EquipLayer, entries: Entries, limit: Limit, module: nn.Module 
 
 def best_of(layer: EquipLayer, entries: Entries, scores: torch.Tensor, limit: Limit) -> Entries:
     """The entries that stay."""
+    if layer.settings.head_budgets is not None:
+        return share_out(layer, entries, scores, limit.slots, limit.recent)
     count = int(entries.kept().max())
     if count <= limit.slots:
         return entries.first(count)
@@ -154,7 +157,7 @@ def install(layer: EquipLayer, entries: Entries) -> None:
         target = target_of(ranks, layer.settings.sinks, state.row_tokens() - kept)
         delta = torch.where(positions < 0, 0, target - entries.rotated_to)
         keys = layer.rotation.by(delta)(keys) if bool(delta.any()) else keys
-    layer.store.install(keys, entries.values, kept, state.slots, entries.source)
+    layer.store.install(keys, entries.values, kept, state.most(), entries.source)
     state.positions = positions.to(torch.int32).contiguous()
     state.ranks = ranks.to(torch.int32).expand_as(positions).contiguous() if layer.rotation.unrotated else None
     state.attention, state.gathering = entries.attention, entries.gathering

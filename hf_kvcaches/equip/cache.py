@@ -14,6 +14,7 @@ from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
+from hf_kvcaches.equip.heads import check_head_budgets
 from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
@@ -21,8 +22,9 @@ from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings, resolve_policy
 from hf_kvcaches.equip.quantized import BITS, QuantizedStore
+from hf_kvcaches.equip.ragged import RaggedStore
 from hf_kvcaches.equip.reconstruction import reconstruct
-from hf_kvcaches.equip.rotation import KeyRotation, RotatingPass, Scheme
+from hf_kvcaches.equip.rotation import RotatingPass, Scheme, SlotRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, whole_number
@@ -44,12 +46,13 @@ class EquipCache(AnsweringCache):
 
     **Refuses**: what needs attention weights or padding, with a model that does not ask this package's attention; cropping
     tokens that were not recorded (`activate_past_recording`); ready masks that differ by head; on pages, gradients and
-    offloading; with latent attention, what is in `docs/equip.md`.
+    offloading; with `head_budgets`, pages, gradients and policies whose heads all keep the same tokens; with latent attention, what is in
+    `docs/equip.md`.
 
     **Memory per token**: that of keys and values, for `budget` tokens and no more, or that of the latent and the rotated part of the key
     (`latent.py`); with a policy that scores, another 8 to 16 bytes a slot and key head. On pages, rows take no more than they fill, rounded
-    up to whole pages. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64; while
-    a layer runs, its own are there in the model's dtype too.
+    up to whole pages. `storage` holds keys and values in 0.53 ("int8") or 0.30 ("int4") of half precision's bytes at a head size of 64;
+    while a layer runs, its own are there in the model's dtype too.
 
     Args:
         model: A transformers model, or its config; with a config, what needs attention weights or padding is refused.
@@ -61,6 +64,7 @@ class EquipCache(AnsweringCache):
         recent: Newest tokens that always stay; None for the policy's own number.
         decode_budget: Tokens to keep while decoding, where these are more than `budget`: a number, or a fraction of the prompt. None: as
             many as of the prompt.
+        head_budgets: "adakv" shares the slots of a layer among its heads by their scores; None: each head has as many.
         question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What stands
             before is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
@@ -85,6 +89,7 @@ class EquipCache(AnsweringCache):
         sinks: int = 4,
         recent: int | None = None,
         decode_budget: int | float | None = None,
+        head_budgets: Literal["adakv"] | None = None,
         question_start: int | None = None,
         positions: Literal["compact", "original"] = "compact",
         rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
@@ -99,6 +104,7 @@ class EquipCache(AnsweringCache):
             "sinks": sinks,
             "recent": recent,
             "decode_budget": decode_budget,
+            "head_budgets": head_budgets,
             "question_start": question_start,
             "positions": positions,
             "rope": rope,
@@ -110,6 +116,7 @@ class EquipCache(AnsweringCache):
         if self.policy.mixes_heads:
             require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
         page_size = None if page_size is None else check_page_size(page_size)
+        check_head_budgets(head_budgets, model, self.policy, rope, storage, paged=page_size is not None or pool is not None)
         single = not self.policy.deferred and decode_budget is None and question_start is None
         if not single and (page_size is not None or pool is not None):
             raise UnsupportedError(
@@ -124,7 +131,7 @@ class EquipCache(AnsweringCache):
             raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
         self._page_size, self._pool = page_size, pool
         self._book: PageBook | None = None
-        self._rotations: list[KeyRotation] = []
+        self._rotations: list[SlotRotation] = []
         base, config = compat.split_model(model)
         self._latents = base is not None and bool(getattr(config, "kv_lora_rank", None) and latent_modules(base))
         if self._latents:
@@ -171,7 +178,7 @@ class EquipCache(AnsweringCache):
             self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
-        options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
+        options = {name: self._options[name] for name in ("backend", "decode_budget", "head_budgets", "question_start")}
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)
@@ -183,17 +190,19 @@ class EquipCache(AnsweringCache):
         store = self._make_store(rotation, settings.backend, layer_idx)
         return EquipLayer(settings, rotation, self.passes, self.config, store)
 
-    def _make_store(self, rotation: KeyRotation, backend: Backend, layer_idx: int) -> FlatStore:
+    def _make_store(self, rotation: SlotRotation, backend: Backend, layer_idx: int) -> FlatStore:
         if self._latents:
             sizes: Any = compat.layer_configs(self.config)[layer_idx]
             return LatentStore(rotation, backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
         if self._options["storage"] is not None:
             return QuantizedStore(rotation, backend, self._options["storage"])
+        if self._options["head_budgets"] is not None:
+            return RaggedStore(rotation, backend)
         return (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, backend)
 
-    def _make_rotation(self, geometry: RotaryGeometry) -> KeyRotation:
+    def _make_rotation(self, geometry: RotaryGeometry) -> SlotRotation:
         if self._options["positions"] == "original" or geometry.kind in ("learned", "none"):
-            return KeyRotation("given")
+            return SlotRotation("given")
         if geometry.changes_at is not None:
             geometry = geometry.at(0)  # until the first pass shows how far the text reaches
         if geometry.axes and self._model is None:
@@ -208,17 +217,13 @@ class EquipCache(AnsweringCache):
         if self._options["rope"] == "auto":
             # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
             # accelerator a kernel rotates keys while it reads them; elsewhere that takes longer than all the rest.
-<<<<<<< HEAD
-            scheme = "frames" if self.policy.order_only or not _rotates_on_read(self._model) else "on_read"
-            scheme = scheme if self._options["storage"] is None else "on_read"
-=======
             in_kernel = not self._latents and _rotates_on_read(self._model)
-            scheme = "frames" if self.policy.order_only or not in_kernel else "on_read"
->>>>>>> h-mla
+            quantized = self._options["storage"] is not None
+            scheme = "on_read" if quantized or (in_kernel and not self.policy.order_only) else "frames"
         for known in self._rotations:  # shared with their tables
             if known.geometry is not None and known.geometry.rotates_like(geometry):
                 return known
-        self._rotations.append(KeyRotation(scheme, geometry))
+        self._rotations.append(SlotRotation(scheme, geometry))
         return self._rotations[-1]
 
     def settings(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def _open(layer: EquipLayer, start: int, stop: int, moved: int, geometry: Rotary
     if geometry is not None:
         keys, values = layer.store.read(layer.state.used())
         keys = geometry.shift(keys, torch.where(positions >= stop, moved, 0))
-        layer.store.install(keys, values, layer.state.kept_rows(), layer.state.slots)
+        layer.store.install(keys, values, layer.state.kept_rows(), layer.state.most())
     drop(layer, (positions >= start) & (positions < stop), moved, stop)
 
 

@@ -75,6 +75,10 @@ class Entries:
         sliced = {name: tensor[..., :count] for name in _PER_SLOT if (tensor := getattr(self, name)) is not None}
         return replace(self, keys=self.keys[:, :, :count], values=self.values[:, :, :count], **sliced)
 
+    def hide(self, empty: torch.Tensor) -> Entries:
+        """With some of the tokens empty, (batch, kv_heads, tokens)."""
+        return replace(self, positions=torch.where(empty, -1, self.positions))
+
     def in_order(self) -> Entries:
         """In order of position, what is empty last."""
         return self.pick(order_of(self.positions))

@@ -14,7 +14,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import previous_attention
 from hf_kvcaches.equip import steps
-from hf_kvcaches.equip.rotation import EXACT_UP_TO, Rotation, rotation_between
+from hf_kvcaches.equip.rotation import EXACT_UP_TO, PairRotation, rotation_between
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class GraphPass:
     def __init__(self, positions: torch.Tensor) -> None:
         self.positions = positions
 
-    def rotation(self, geometry: RotaryGeometry, target: int | torch.Tensor, *, still: bool = False) -> Rotation:
+    def rotation(self, geometry: RotaryGeometry, target: int | torch.Tensor, *, still: bool = False) -> PairRotation:
         """The rotation from the model's positions to others, a number or (batch or 1, heads or 1, tokens)."""
         target = torch.as_tensor(target, device=self.positions.device)
         if target.ndim < 3:
@@ -43,7 +43,7 @@ class GraphPass:
         same = (self.positions[:, None] == target) & (target < EXACT_UP_TO)
         rotation = rotation_between(geometry, self.positions, target)
         cos, sin = torch.where(same[..., None], 1.0, rotation.cos), torch.where(same[..., None], 0.0, rotation.sin)
-        return Rotation(cos, sin, rotation.layout)
+        return PairRotation(cos, sin, rotation.layout)
 
 
 def prepare(layer: EquipLayer) -> None:

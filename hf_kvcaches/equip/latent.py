@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import EXPANSION
 from hf_kvcaches.core.attention import LayerView, previous_attention
-from hf_kvcaches.equip.rotation import KeyRotation
+from hf_kvcaches.equip.rotation import SlotRotation
 from hf_kvcaches.equip.store import FlatStore
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
@@ -151,7 +151,7 @@ class LatentStore(FlatStore):
         latent_dim: Those of the latent.
     """
 
-    def __init__(self, rotation: KeyRotation, backend: Backend, rotated: int, latent_dim: int) -> None:
+    def __init__(self, rotation: SlotRotation, backend: Backend, rotated: int, latent_dim: int) -> None:
         # One key of 576 dimensions for 128 heads is beyond what the kernels hold in shared memory.
         super().__init__(rotation, "torch" if backend == "auto" else backend)
         self.rotated, self.latent_dim = rotated, latent_dim

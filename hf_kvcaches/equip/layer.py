@@ -18,7 +18,7 @@ from hf_kvcaches.equip.budgets import Limit, slots_for
 from hf_kvcaches.equip.inputs import part_of
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.rollback import Recording
-from hf_kvcaches.equip.rotation import KeyRotation, RotatingPass
+from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.state import SlotState
 from hf_kvcaches.equip.store import FlatStore
@@ -50,7 +50,7 @@ class EquipLayer(KVLayer):
     cache_name = "EquipCache"
 
     def __init__(
-        self, settings: EquipSettings, rotation: KeyRotation, passes: Passes[RotatingPass], config: PreTrainedConfig, store: FlatStore
+        self, settings: EquipSettings, rotation: SlotRotation, passes: Passes[RotatingPass], config: PreTrainedConfig, store: FlatStore
     ) -> None:
         super().__init__()
         self.settings, self.rotation, self.passes, self.config, self.store = settings, rotation, passes, config, store
@@ -179,7 +179,7 @@ class EquipLayer(KVLayer):
         if geometry.changes_at is not None and self.rotation.compact:
             now = geometry.at(running.positions(), self.rotation.geometry if self.state.seen else None)
             if now is not self.rotation.geometry:
-                self.rotation = self.store.rotation = KeyRotation(self.rotation.scheme, now)
+                self.rotation = self.store.rotation = SlotRotation(self.rotation.scheme, now)
 
     def take(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, running: RotatingPass, block: int

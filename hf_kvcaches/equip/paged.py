@@ -14,7 +14,7 @@ from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import LayerPages, PageBook, PagePool
-from hf_kvcaches.equip.rotation import KeyRotation, RotatingPass
+from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.store import FlatStore, Slots, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
@@ -34,7 +34,7 @@ class PagedStore(FlatStore):
 
     in_graphs = False  # which pages are written to is known in Python only
 
-    def __init__(self, rotation: KeyRotation, backend: Backend, book: PageBook, budget: int | float) -> None:
+    def __init__(self, rotation: SlotRotation, backend: Backend, book: PageBook, budget: int | float) -> None:
         super().__init__(rotation, backend)
         self.book, self.index, self.room = book, len(book.layers), 0
         book.layers.append(LayerPages(budget))
@@ -206,7 +206,7 @@ class PagedEquipLayer(EquipLayer):
 
     store: PagedStore
 
-    def __init__(self, settings: EquipSettings, rotation: KeyRotation, passes: Passes[RotatingPass], config: Any, book: PageBook) -> None:
+    def __init__(self, settings: EquipSettings, rotation: SlotRotation, passes: Passes[RotatingPass], config: Any, book: PageBook) -> None:
         super().__init__(settings, rotation, passes, config, PagedStore(rotation, settings.backend, book, settings.budget))
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:

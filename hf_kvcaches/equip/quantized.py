@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from hf_kvcaches.core.quantize import quantize
-from hf_kvcaches.equip.rotation import KeyRotation
+from hf_kvcaches.equip.rotation import SlotRotation
 from hf_kvcaches.equip.store import FlatStore, Slots, extended, in_slots, room_for, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
@@ -43,7 +43,7 @@ class QuantizedStore(FlatStore):
     in_graphs = False  # the first tokens choose the channels' scales
     exported = (*_SLOTS, "center", "spread")
 
-    def __init__(self, rotation: KeyRotation, backend: Backend, storage: Storage) -> None:
+    def __init__(self, rotation: SlotRotation, backend: Backend, storage: Storage) -> None:
         super().__init__(rotation, backend)
         self.bits = BITS[storage]
         self.key_scale: torch.Tensor | None = None

@@ -32,7 +32,7 @@ EXACT_UP_TO = 8192
 
 
 @dataclass(frozen=True)
-class Rotation:
+class PairRotation:
     """A rotation of queries or keys, as tables.
 
     Args:
@@ -46,7 +46,7 @@ class Rotation:
     layout: Layout
 
     @classmethod
-    def by(cls, angles: torch.Tensor, layout: Layout) -> Rotation:
+    def by(cls, angles: torch.Tensor, layout: Layout) -> PairRotation:
         """The rotation by angles, (..., rotary_dim / 2), float64: one for each pair."""
         signed = torch.stack([-angles, angles], -1).flatten(-2) if layout == "interleaved" else torch.cat([-angles, angles], -1)
         return cls(signed.cos().float(), signed.sin().float(), layout)
@@ -58,9 +58,9 @@ class Rotation:
         half = self.cos.shape[-1] // 2
         return self.cos[..., :half], self.sin[..., half:]
 
-    def __getitem__(self, index: torch.Tensor) -> Rotation:
+    def __getitem__(self, index: torch.Tensor) -> PairRotation:
         """The rotations at some rows of a table."""
-        return Rotation(self.cos[index], self.sin[index], self.layout)
+        return PairRotation(self.cos[index], self.sin[index], self.layout)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rotates queries or keys, (batch, heads, tokens, head_dim); dimensions beyond the rotary ones pass."""
@@ -83,7 +83,7 @@ def swap_pairs(x: torch.Tensor, layout: Layout) -> torch.Tensor:
 class RotatingPass(Pass):
     """A pass whose layers share rotations."""
 
-    def rotation(self, geometry: RotaryGeometry, target: int | torch.Tensor, *, still: bool = False) -> Rotation | None:
+    def rotation(self, geometry: RotaryGeometry, target: int | torch.Tensor, *, still: bool = False) -> PairRotation | None:
         """The rotation from the model's positions of the new tokens to others; None where nothing changes.
 
         Args:
@@ -96,17 +96,17 @@ class RotatingPass(Pass):
             return None
         return self.shared((id(geometry), target, still), lambda: self._make_shared(geometry, target, still))
 
-    def _make_shared(self, geometry: RotaryGeometry, target: int, still: bool) -> Rotation:
+    def _make_shared(self, geometry: RotaryGeometry, target: int, still: bool) -> PairRotation:
         if self.tokens == 1 and self.start is not None and self.device.type == "cpu":
             return _rotation_of_one(geometry, self.start, target)
         steps = torch.zeros(self.tokens, dtype=torch.long) if still else torch.arange(self.tokens)
         return self._make(geometry, (steps + target).to(self.device)[None, None])
 
-    def _make(self, geometry: RotaryGeometry, target: torch.Tensor) -> Rotation:
+    def _make(self, geometry: RotaryGeometry, target: torch.Tensor) -> PairRotation:
         return rotation_between(geometry, self.positions(), target)
 
 
-def rotation_between(geometry: RotaryGeometry, positions: torch.Tensor, target: torch.Tensor) -> Rotation:
+def rotation_between(geometry: RotaryGeometry, positions: torch.Tensor, target: torch.Tensor) -> PairRotation:
     """The rotation from the model's positions to others.
 
     Args:
@@ -115,10 +115,10 @@ def rotation_between(geometry: RotaryGeometry, positions: torch.Tensor, target: 
     """
     exact = geometry.frequencies_on(target.device)
     rounded = positions.to(target.device)[:, None, :, None].float() * exact.float()
-    return Rotation.by(torch.addcmul(-rounded.double(), target[..., None].double(), exact), geometry.layout)
+    return PairRotation.by(torch.addcmul(-rounded.double(), target[..., None].double(), exact), geometry.layout)
 
 
-def _rotation_of_one(geometry: RotaryGeometry, start: int, target: int) -> Rotation:
+def _rotation_of_one(geometry: RotaryGeometry, start: int, target: int) -> PairRotation:
     """`rotation_between` for one token: for so few numbers NumPy takes a third of the time."""
     exact = geometry.inv_freq.numpy()
     angles = exact * target - (exact.astype(np.float32) * np.float32(start)).astype(np.float64)
@@ -128,11 +128,11 @@ def _rotation_of_one(geometry: RotaryGeometry, start: int, target: int) -> Rotat
     else:
         tables = np.concatenate([cos, cos]), np.concatenate([-sin, sin])
     cosine, sine = (torch.from_numpy(table).view(1, 1, 1, -1) for table in tables)
-    return Rotation(cosine, sine, geometry.layout)
+    return PairRotation(cosine, sine, geometry.layout)
 
 
 @dataclass(eq=False)
-class KeyRotation:
+class SlotRotation:
     """How the keys of layers that share their angles are rotated.
 
     Args:
@@ -142,7 +142,7 @@ class KeyRotation:
 
     scheme: Scheme
     geometry: RotaryGeometry | None = None
-    _tables: dict[Any, Rotation] = field(default_factory=dict, repr=False)
+    _tables: dict[Any, PairRotation] = field(default_factory=dict, repr=False)
 
     @property
     def compact(self) -> bool:
@@ -159,12 +159,12 @@ class KeyRotation:
         """Whether keys are kept without rotation."""
         return self.scheme in ("on_read", "rotated_keys")
 
-    def by(self, delta: torch.Tensor) -> Rotation:
+    def by(self, delta: torch.Tensor) -> PairRotation:
         """The rotation by a number of positions, (batch or 1, heads or 1, tokens), or fewer dimensions."""
         assert self.geometry is not None
-        return Rotation.by(delta[..., None].double() * self.geometry.frequencies_on(delta.device), self.geometry.layout)
+        return PairRotation.by(delta[..., None].double() * self.geometry.frequencies_on(delta.device), self.geometry.layout)
 
-    def table(self, length: int, device: torch.device) -> Rotation:
+    def table(self, length: int, device: torch.device) -> PairRotation:
         """The rotations to 0 .. length-1, (length, rotary_dim) each; grows by doubling."""
         table = self._tables.get(device)
         if table is None or table.cos.shape[0] < length:
@@ -172,14 +172,14 @@ class KeyRotation:
                 table = self._tables[device] = self.by(torch.arange(max(64, 2 * length), device=device))
         return table
 
-    def up_by_one(self, device: torch.device) -> Rotation:
+    def up_by_one(self, device: torch.device) -> PairRotation:
         """The rotation by one position."""
         if ("one", device) not in self._tables:
             with torch.inference_mode(False):
                 self._tables["one", device] = self.by(torch.ones(1, dtype=torch.long, device=device))
         return self._tables["one", device]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> KeyRotation:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlotRotation:
         return self  # nothing in it belongs to a sequence
 
     def __getstate__(self) -> dict[str, Any]:

@@ -33,6 +33,9 @@ class EquipSettings:
     question_start: int | None = None
     """Where the first prompt's question begins: what stands before is pruned as if it had come alone."""
 
+    head_budgets: str | None = None
+    """How the slots are shared among heads; None: each has as many."""
+
     def question_in(self, tokens: int) -> int:
         """How many of a first prompt's tokens stand before its question."""
         if self.question_start is None:

@@ -34,13 +34,14 @@ class SlotState:
         gathering: The same of the observation window that is not yet complete.
         gathered: How many queries are in `gathering`, (batch, 1, 1).
         queries: The last ones, as many as the policy has to see, (batch, heads, queries, head_dim), the newest at the end.
+        shares: How many slots each head has, (batch, kv_heads, 1); None where each has `slots`.
         first: The position of each row's first real token, (batch,); None where no row is padded.
         padding: True where a token was real, (batch, tokens seen up to the last padding).
         clock: `seen` as a tensor, for compiled graphs, which take a number in Python for a constant.
         seen: Tokens fed in, padding included.
         slots: How many there may be.
         recent: How many of the newest tokens are protected.
-        filled: Slots in use where all rows and heads agree: the first ones. None where they differ.
+        filled: Slots in use where all rows and heads agree: the first ones. None where they differ, or have different numbers of slots.
         scaling: What the model's attention multiplies scores with.
         deferring: Whether nothing is pruned yet, because the policy waits for `EquipCache.compress`.
         stale: Whether a compiled graph has moved `clock` since `seen` and `filled` were read from it.
@@ -53,6 +54,7 @@ class SlotState:
     gathering: torch.Tensor | None = None
     gathered: torch.Tensor | None = None
     queries: torch.Tensor | None = None
+    shares: torch.Tensor | None = None
     first: torch.Tensor | None = None
     padding: torch.Tensor | None = None
     clock: torch.Tensor | None = None
@@ -122,9 +124,22 @@ class SlotState:
         """How many tokens are kept: a number where all rows and heads agree and no graph is compiled, else `kept_rows`."""
         return self.kept_rows() if self.filled is None or torch.compiler.is_compiling() else self.filled
 
-    @staticmethod
-    def common(numbers: torch.Tensor) -> int | None:
+    def most(self) -> Any:
+        """How many slots there may be: a number, or (batch, kv_heads, 1)."""
+        return self.slots if self.shares is None else self.shares
+
+    def candidates(self) -> torch.Tensor:
+        """`positions`, with the greatest number for slots that a head doesn't have, so that they pass for recent and are never chosen."""
+        assert self.positions is not None
+        if self.shares is None:
+            return self.positions
+        missing = torch.arange(self.positions.shape[-1], device=self.positions.device) >= self.shares
+        return self.positions.masked_fill(missing, torch.iinfo(self.positions.dtype).max)
+
+    def common(self, numbers: torch.Tensor) -> int | None:
         """The number that all entries are, or None."""
+        if self.shares is not None:
+            return None
         low, high = numbers.aminmax()
         return int(low) if bool(low == high) else None
 
@@ -185,8 +200,9 @@ class SlotState:
         """For each slot the index of its token in the text as it was fed in, padding included, (batch, kv_heads, slots); -1: empty."""
         if self.positions is None:
             return torch.empty(0, 0, 0, dtype=torch.long)
-        held = self.positions.long()[..., : self.slots]
-        held = torch.nn.functional.pad(held, (0, self.slots - held.shape[-1]), value=-1)
+        slots = self.slots if self.shares is None else int(self.shares.max())
+        held = self.positions.long()[..., :slots]
+        held = torch.nn.functional.pad(held, (0, slots - held.shape[-1]), value=-1)
         if self.first is not None and self.padding is not None:
             width, real = self.padding.shape[1], held - self.first[:, None, None]
             # Real tokens of the padded part first, in order; what came later follows without a gap.

@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.frames import as_model_rotated, keys_for_queries, offset, rotated_to
+from hf_kvcaches.equip.policies.base import PeriodicPolicy, put_score
 from hf_kvcaches.equip.scoring import bias_columns, seen_by_policy
 from hf_kvcaches.errors import UnsupportedError
 
@@ -41,7 +42,7 @@ def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: tor
     seen = state.count()
     layer.reserve_for_step()
     assert state.positions is not None
-    slot = layer.policy.victim(victim_scores(layer), state.positions, sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent)
+    slot = layer.policy.victim(victim_scores(layer), state.candidates(), sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent)
     if layer.recording is not None:
         layer.recording.note_slot(layer, slot, rotates=rotation.offsets and not layer.policy.order_only)
     _evict(layer, slot, live)
@@ -203,10 +204,13 @@ def _observe(layer: EquipLayer, weights: torch.Tensor | None, slot: torch.Tensor
 def _rescore(layer: EquipLayer, slot: torch.Tensor, module: nn.Module, complete: torch.Tensor | bool) -> None:
     state, policy = layer.state, layer.policy
     assert state.scores is not None
-    used, positions = state.used(), layer.positions
+    used, positions, first = state.used(), layer.positions, 0 if state.first is None else state.first
     seen: Any = state.count()
+    if isinstance(policy, PeriodicPolicy) and not policy.looks(seen, first, layer.settings.sinks):
+        put_score(state.scores[..., :used], slot, torch.inf)  # without keys and values, which some stores have to gather
+        return
     keys, values = layer.store.read(used)
-    if layer.rotation.compact and policy.looks(seen, 0 if state.first is None else state.first, layer.settings.sinks):
+    if layer.rotation.compact and policy.looks(seen, first, layer.settings.sinks):
         keys = as_model_rotated(layer, keys, positions, rotated_to(layer))
     tokens = seen_by_policy(
         layer,

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.equip.rotation import KeyRotation, swap_pairs
+from hf_kvcaches.equip.rotation import SlotRotation, swap_pairs
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.launch import Backend
@@ -30,7 +30,7 @@ class FlatStore:
     exported: tuple[str, ...] = ("keys", "values")
     """The tensors that `export` gives."""
 
-    def __init__(self, rotation: KeyRotation, backend: Backend) -> None:
+    def __init__(self, rotation: SlotRotation, backend: Backend) -> None:
         self.rotation, self.backend = rotation, backend
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
@@ -70,8 +70,8 @@ class FlatStore:
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Refuses new tokens that can't follow those in the store, (batch, kv_heads, tokens, head_dim)."""
         for old, new in ((self.keys, keys), (self.values, values)):
-            if old is not None and (old.shape[0] != new.shape[0] or old.dtype != new.dtype):
-                raise wrong_rows(old.shape[0], old.dtype, new)
+            if old is not None and (self.shape[0] != new.shape[0] or old.dtype != new.dtype):
+                raise wrong_rows(self.shape[0], old.dtype, new)
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -203,7 +203,7 @@ class RotatedKeysStore(FlatStore):
     in_graphs = False
     exported = ("keys", "values", "swapped")
 
-    def __init__(self, rotation: KeyRotation, backend: Backend) -> None:
+    def __init__(self, rotation: SlotRotation, backend: Backend) -> None:
         super().__init__(rotation, backend)
         self.swapped: torch.Tensor | None = None
 

@@ -102,6 +102,8 @@ OWN_POLICY = frozenset({"saved_and_loaded", "device_map_and_saving"})
 SAVING = frozenset({"saved_and_loaded", "device_map_and_saving"})
 # Pages are shared, and go back when they are not needed.
 NOT_ON_PAGES = frozenset({"gradients", "offload_and_prefetch"})
+# Heads of different lengths lie in one buffer, which is written in place.
+WITHOUT_GRADIENTS = frozenset({"gradients"})
 
 
 # What is calibrated to a model, by its digest and settings: it takes a while, and every test makes caches.
@@ -262,6 +264,19 @@ ENTRIES = [
         every_family=False,
         refuses=NOT_INTEGERS,
         records=True,
+    ),
+    *(
+        Entry(
+            f"adakv_{name}",
+            partial(EquipCache, policy=policy, budget=10, sinks=2, head_budgets="adakv"),
+            lossless=False,
+            every_family=False,
+            refuses=WITHOUT_GRADIENTS,
+            records=True,
+            fast=name == "snapkv",
+        )
+        for name, policy in EQUIP
+        if name in ("h2o", "snapkv")
     ),
     Entry("subspace_full", partial(subspace, sinks=1, recent=3), lossless=True, records=True, without=SUBSPACE),
     Entry(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.frames import rotated_to
-from hf_kvcaches.equip.rotation import KeyRotation, Rotation, rotation_between, swap_pairs
+from hf_kvcaches.equip.rotation import PairRotation, SlotRotation, rotation_between, swap_pairs
 from tests.conformance import models
 from tests.conformance.driving import feed
 from tests.equip.cases import COMPACT, build, text
@@ -40,7 +40,7 @@ whole_or_part = pytest.mark.parametrize("rotary", [12, 8, 2])
 @both_layouts
 @whole_or_part
 def test_a_turn_is_a_shift_by_as_many_positions(layout: str, rotary: int) -> None:
-    angles, rotations = geometry(layout, rotary), KeyRotation("frames", geometry(layout, rotary))
+    angles, rotations = geometry(layout, rotary), SlotRotation("frames", geometry(layout, rotary))
     keys = torch.randn(2, 3, 5, 12)
     for delta in (torch.tensor([7]), torch.randint(-90, 90, (5,)), torch.randint(-90, 90, (2, 3, 5)), torch.randint(-9, 9, (2, 1, 5))):
         by = delta if delta.ndim != 1 or delta.numel() > 1 else int(delta)
@@ -50,11 +50,11 @@ def test_a_turn_is_a_shift_by_as_many_positions(layout: str, rotary: int) -> Non
 @both_layouts
 @whole_or_part
 def test_a_table_of_turns_rotates_fresh_keys_to_their_places(layout: str, rotary: int) -> None:
-    angles, rotations = geometry(layout, rotary), KeyRotation("on_read", geometry(layout, rotary))
+    angles, rotations = geometry(layout, rotary), SlotRotation("on_read", geometry(layout, rotary))
     keys, places = torch.randn(2, 3, 5, 12), torch.tensor([0, 40, 3, 199, 2])
     rotations.table(8, keys.device)
     table = rotations.table(200, keys.device)
-    turn = Rotation(table.cos[places], table.sin[places], layout)
+    turn = PairRotation(table.cos[places], table.sin[places], layout)
     torch.testing.assert_close(turn(keys), angles.rotate(keys, places), rtol=0, atol=2e-6)
     # Once a pair, as kernels take it.
     cos, sin = turn.halves()
@@ -65,7 +65,7 @@ def test_a_table_of_turns_rotates_fresh_keys_to_their_places(layout: str, rotary
 
 @both_layouts
 def test_a_rotated_key_is_its_cosines_and_the_swapped_key_its_sines(layout: str) -> None:
-    rotations, keys = KeyRotation("rotated_keys", geometry(layout, 12)), torch.randn(1, 2, 4, 12)
+    rotations, keys = SlotRotation("rotated_keys", geometry(layout, 12)), torch.randn(1, 2, 4, 12)
     turn = rotations.by(torch.tensor([3, 9, -4, 0]))
     torch.testing.assert_close(keys * turn.cos + swap_pairs(keys, layout) * turn.sin, turn(keys), rtol=0, atol=2e-6)
     assert torch.equal(swap_pairs(swap_pairs(keys, layout), layout), keys)
@@ -73,7 +73,7 @@ def test_a_rotated_key_is_its_cosines_and_the_swapped_key_its_sines(layout: str)
 
 @both_layouts
 def test_queries_of_one_group_turn_as_their_key_head(layout: str) -> None:
-    rotations, queries = KeyRotation("frames", geometry(layout, 8)), torch.randn(2, 6, 1, 12)
+    rotations, queries = SlotRotation("frames", geometry(layout, 8)), torch.randn(2, 6, 1, 12)
     delta = torch.randint(-50, 50, (2, 2, 1))
     expected = geometry(layout, 8).shift(queries, delta.repeat_interleave(3, 1))
     torch.testing.assert_close(rotations.by(delta)(queries), expected, rtol=0, atol=2e-6)

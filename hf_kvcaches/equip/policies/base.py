@@ -41,6 +41,7 @@ class Policy(ABC):
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
         directions: Whether it reads more of the keys than their lengths, and wants them as the model rotated them.
         scores_are_sums: Whether scores after a step are the attention received from all queries so far, as it is.
+        by_head: Whether each head has scores of its own.
         in_graphs: Whether a decoding step can be compiled: no choice in Python depends on what tensors hold.
         mixes_heads: Whether a head's scores depend on other heads, or on how many there are: refused under tensor parallelism.
     """
@@ -55,6 +56,7 @@ class Policy(ABC):
     always_recent: ClassVar[int] = 0
     directions: ClassVar[bool] = True
     scores_are_sums: bool = False
+    by_head: bool = True
     in_graphs: ClassVar[bool] = False
     mixes_heads: ClassVar[bool] = False
 

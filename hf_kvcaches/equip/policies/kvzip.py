@@ -18,7 +18,8 @@ class KVZipPolicy(Policy):
     itself, and a token scores the largest attention weight that these queries give it. `EquipCache.compress(model)` does that and prunes;
     until then the whole context is kept.
 
-    **Departs from the paper**: there is no instruction to repeat the context; all heads have the same budget; later tokens stay.
+    **Departs from the paper**: there is no instruction to repeat the context; heads have the same budget unless `head_budgets` shares it;
+    later tokens stay.
 
     Args:
         deferred: Tokens that are fed again at a time, and share one softmax.

@@ -23,6 +23,7 @@ class TOVAPolicy(Policy):
     directions = False
     in_graphs = True
     mixes_heads = True
+    by_head = False
     observes = 1
     always_recent = 1
 

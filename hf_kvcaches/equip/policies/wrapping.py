@@ -28,7 +28,7 @@ class WrappingPolicy(PeriodicPolicy):
         if policy.deferred or policy.order_only:
             raise UnsupportedError(f"inner: {policy.name!r} gives no scores that {type(self).__name__} could change. Use another policy.")
         object.__setattr__(self, "inner", policy)
-        for name in ("observes", "queries", "sees_block", "directions", "reads_inputs", "mixes_heads", "always_recent"):
+        for name in ("observes", "queries", "sees_block", "directions", "reads_inputs", "mixes_heads", "always_recent", "by_head"):
             object.__setattr__(self, name, getattr(policy, name))
 
     def recent(self, budget: int, sinks: int) -> int:
