@@ -146,7 +146,7 @@ def test_a_block_keeps_what_is_protected_and_the_highest_scores(case):
 
 @given(cases(), st.booleans())
 def test_a_step_overwrites_an_empty_slot_or_the_lowest_score_that_is_not_protected_of_equals_the_oldest(case, shared):
-    policy = StreamingPolicy()
+    policy = KeyNormPolicy()
     scores = case.scores.nan_to_num(nan=0.0)
     positions = case.positions
     if shared:  # one choice for all heads
