@@ -209,6 +209,15 @@ def test_other_slots_do_not_change_what_a_token_is_worth(policy, seed, slots, da
     torch.testing.assert_close(policy.checked_score(moved)[real], expected[real])
 
 
+@each_policy
+@pytest.mark.parametrize("slots", [2, 5, 12])
+def test_slots_in_reversed_order_are_worth_the_same(policy, slots):
+    tokens = tokens_of(3, slots)
+    reverse = torch.arange(slots - 1, -1, -1).expand(*tokens.keys.shape[:3])
+    scores = policy.checked_score(tokens)
+    torch.testing.assert_close(policy.checked_score(tokens.pick(reverse)).flip(-1), scores)
+
+
 # RandomPolicy draws row by row over the whole block, padding and all, as its press does.
 @pytest.mark.parametrize("policy", [p for p in SMALL if not isinstance(p, RandomPolicy)], ids=repr)
 @pytest.mark.parametrize("slots", [4, 11, 30])

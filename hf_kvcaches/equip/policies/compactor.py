@@ -53,7 +53,8 @@ class CompactorPolicy(PeriodicPolicy):
         slot = torch.full((*real.shape[:2], count + 1), slots, device=device)
         slot.scatter_(2, torch.where(in_block, index, count).long(), torch.arange(slots, device=device).expand(real.shape))
         slot, exists, block = slot[..., :count].clamp(max=slots - 1), slot[..., :count] < slots, tokens
-        aligned = slots == count and torch.equal(index, slot)  # a first block without padding
+        in_order = torch.arange(slots, device=device).expand_as(index)
+        aligned = slots == count and torch.equal(index, in_order)  # a first block without padding
         if not aligned:
             shift = (torch.arange(count, device=device) + start - (tokens.seen - count)).clamp(max=count - 1)
             block, queries = tokens.pick(slot), queries.gather(2, shift[..., None].expand(queries.shape))
