@@ -27,6 +27,11 @@ BUILT_IN: dict[str, type[Policy]] = {}
 _HIGHEST = torch.finfo(torch.float32).max
 
 
+def count(default: int, *, least: int = 1, **options: Any) -> Any:
+    """A parameter of a policy that is a whole number, checked when the policy is made."""
+    return field(default=default, metadata={"least": least}, **options)
+
+
 class Policy(ABC):
     """The base of all policies. A subclass writes `score`; a frozen dataclass for one with parameters makes it savable.
 
@@ -59,6 +64,12 @@ class Policy(ABC):
     by_head: bool = True
     in_graphs: ClassVar[bool] = False
     mixes_heads: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for parameter in _parameters(self):
+            if "least" in parameter.metadata:
+                checked = whole_number(parameter.name, getattr(self, parameter.name), parameter.metadata["least"])
+                object.__setattr__(self, parameter.name, checked)
 
     def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
         """Whether `rescore` reads keys after a step with so many tokens seen. Turning them back takes time that may be spared.
@@ -174,8 +185,7 @@ class Policy(ABC):
 
     def settings(self) -> dict[str, Any]:
         """The policy as plain values for JSON; `policy_from_settings` builds it again."""
-        names: list[str] = [parameter.name for parameter in dataclasses.fields(self)] if dataclasses.is_dataclass(self) else []
-        values = {name: getattr(self, name) for name in names}
+        values = {parameter.name: getattr(self, parameter.name) for parameter in _parameters(self)}
         parameters = {name: value.settings() if isinstance(value, Policy) else value for name, value in values.items()}
         # A subclass of a built-in policy has its name, and is not it.
         own = BUILT_IN.get(self.name) is not type(self)
@@ -190,10 +200,7 @@ class PeriodicPolicy(Policy):
         interval: Tokens that come between two scorings.
     """
 
-    interval: int = field(default=64, kw_only=True)
-
-    def __post_init__(self) -> None:
-        check_count(self, "interval", 1)
+    interval: int = count(64, kw_only=True)
 
     def recent(self, budget: int, sinks: int) -> int:
         return few_recent(budget, sinks)
@@ -211,6 +218,10 @@ class PeriodicPolicy(Policy):
             return new
         due = (tokens.seen - tokens.first) % self.interval == 0
         return torch.where(due[:, None, None], new, scores)
+
+
+def _parameters(policy: Policy) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
 
 
 def resolve_policy(policy: str | Policy) -> Policy:
@@ -247,10 +258,6 @@ def put_score(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | f
     if isinstance(value, torch.Tensor):
         return scores.scatter_(-1, slots, value.to(scores.dtype).expand_as(slots))
     return scores.scatter_(-1, slots, value)
-
-
-def check_count(policy: Policy, name: str, least: int) -> None:
-    object.__setattr__(policy, name, whole_number(name, getattr(policy, name), least))
 
 
 def _best(worth: torch.Tensor, real: torch.Tensor, count: int) -> torch.Tensor:

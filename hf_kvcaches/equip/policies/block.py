@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_kvcaches.equip.policies.base import check_count
+from hf_kvcaches.equip.policies.base import count
 from hf_kvcaches.equip.policies.wrapping import WrappingPolicy
 from hf_kvcaches.equip.tokens import Tokens
 
@@ -22,11 +22,7 @@ class BlockPolicy(WrappingPolicy):
     """
 
     name = "block"
-    size: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "size", 1)
+    size: int = count(128)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         order = tokens.in_order()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import check_count
+from hf_kvcaches.equip.policies.base import count
 from hf_kvcaches.equip.policies.wrapping import WrappingPolicy
 from hf_kvcaches.equip.tokens import Tokens
 
@@ -20,11 +20,7 @@ class ChunkPolicy(WrappingPolicy):
     """
 
     name = "chunk"
-    size: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "size", 1)
+    size: int = count(256)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         order = tokens.in_order()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from hf_kvcaches.equip.policies.base import PeriodicPolicy, check_count
+from hf_kvcaches.equip.policies.base import PeriodicPolicy, count
 from hf_kvcaches.equip.policies.leverage import leverage
 from hf_kvcaches.equip.tokens import Tokens
 
@@ -29,11 +29,7 @@ class CompactorPolicy(PeriodicPolicy):
     name = "compactor"
     sees_block = True
     weight: float = 1.0
-    chunk: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "chunk", 1)
+    chunk: int = count(256)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         real = (tokens.positions >= 0).expand(tokens.keys.shape[:3])

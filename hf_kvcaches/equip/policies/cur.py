@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from hf_kvcaches.equip.policies.base import PeriodicPolicy, check_count
+from hf_kvcaches.equip.policies.base import PeriodicPolicy, count
 from hf_kvcaches.equip.tokens import Tokens
 
 
@@ -26,11 +26,7 @@ class CURPolicy(PeriodicPolicy):
 
     name = "cur"
     directions = False
-    window: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "window", 1)
+    window: int = count(16)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         order = tokens.in_order()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_kvcaches.equip.policies.base import PeriodicPolicy, check_count
+from hf_kvcaches.equip.policies.base import PeriodicPolicy, count
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_instance
 from hf_kvcaches.kernels.rotation import rotate_
@@ -36,7 +36,7 @@ class ExpectedAttentionPolicy(PeriodicPolicy):
     name = "expected_attention"
     queries = 64
     sees_block = True
-    future: int = 512
+    future: int = count(512)
     epsilon: float = 0.02
     statistics: QueryStatistics | None = None
 
@@ -44,7 +44,6 @@ class ExpectedAttentionPolicy(PeriodicPolicy):
         from hf_kvcaches.equip.query_statistics import QueryStatistics
 
         super().__post_init__()
-        check_count(self, "future", 1)
         if not is_number(self.epsilon) or self.epsilon < 0:
             raise ConfigError.of("epsilon", "a number of 0 or more", self.epsilon)
         if self.statistics is not None:

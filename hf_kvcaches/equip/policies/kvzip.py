@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, check_count, few_recent, put_score
+from hf_kvcaches.equip.policies.base import Policy, count, few_recent, put_score
 from hf_kvcaches.equip.tokens import Tokens
 
 
@@ -27,10 +27,7 @@ class KVZipPolicy(Policy):
 
     name = "kvzip"
     directions = False
-    deferred: int = 512
-
-    def __post_init__(self) -> None:
-        check_count(self, "deferred", 1)
+    deferred: int = count(512)
 
     def recent(self, budget: int, sinks: int) -> int:
         return few_recent(budget, sinks)

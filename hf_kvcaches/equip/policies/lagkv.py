@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, check_count, put_score
+from hf_kvcaches.equip.policies.base import Policy, count, put_score
 from hf_kvcaches.equip.tokens import Tokens
 
 
@@ -26,10 +26,7 @@ class LagKVPolicy(Policy):
     """
 
     name = "lagkv"
-    lag_size: int = 128
-
-    def __post_init__(self) -> None:
-        check_count(self, "lag_size", 2)
+    lag_size: int = count(128, least=2)
 
     def recent(self, budget: int, sinks: int) -> int:
         return max(1, min(2 * self.lag_size, (budget - sinks) // 2))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, check_count, put_score
+from hf_kvcaches.equip.policies.base import Policy, count, put_score
 from hf_kvcaches.equip.tokens import Tokens
 
 
@@ -23,10 +23,7 @@ class RandomPolicy(Policy):
     name = "random"
     directions = False
     mixes_heads = True
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_count(self, "seed", 0)
+    seed: int = count(0, least=0)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         index = tokens.row_index().expand(tokens.keys.shape[:3])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from hf_kvcaches.equip.policies.base import Policy, check_count, put_score
+from hf_kvcaches.equip.policies.base import Policy, count, put_score
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError
 
@@ -29,12 +29,11 @@ class SnapKVPolicy(Policy):
 
     name = "snapkv"
     directions = False
-    window: int = 64
-    kernel_size: int = 5
+    window: int = count(64)
+    kernel_size: int = count(5)
 
     def __post_init__(self) -> None:
-        check_count(self, "window", 1)
-        check_count(self, "kernel_size", 1)
+        super().__post_init__()
         if self.kernel_size % 2 == 0:
             raise ConfigError.of("kernel_size", "an odd number, so that neighbours lie on both sides of a token", self.kernel_size)
         object.__setattr__(self, "observes", self.window)
