@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from _equip_sides import OURS, SINKS, TOLERANCE, Cell, Side, compared
 from shared.models import Pair, Shape, bytes_free
 from shared.results import Row
-from shared.timing import in_turns, seconds_of
+from shared.timing import in_turns, seconds_of, synchronize
+from transformers import DynamicCache
 
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.kernels.slots import write_slots
@@ -87,9 +89,8 @@ def write_alone(batch: int, heads: int, size: int, device: torch.device, rounds:
     written = [tensor.clone() for tensor in kept]
     write_slots(*written, ring.expand(batch, heads, -1), *new)
     for rebuilt, tensor in zip(shift_append(), written, strict=True):
-        if not torch.equal(
-            rebuilt, torch.cat([tensor[:, :, :SINKS], tensor[:, :, SINKS + EVICTED :], tensor[:, :, SINKS:][:, :, :EVICTED]], 2)
-        ):
+        ordered = torch.cat([tensor[:, :, :SINKS], tensor[:, :, SINKS + EVICTED :], tensor[:, :, SINKS:][:, :, :EVICTED]], 2)
+        if not torch.equal(rebuilt, ordered):
             raise SystemExit("write_slots: not the same tokens as by rebuilding the tensors: nothing timed")
     rows = []
     rounds = min(rounds, 3) if total > 2**30 else rounds
@@ -124,6 +125,24 @@ def drafting(policy: str, pair: Pair, budget: int, rounds: int) -> list[Row]:
     if len(texts) > 1 and policy == "streaming":  # rounding decides between tokens of equal score
         raise SystemExit(f"{policy}: prompt lookup writes another text than greedy decoding")
     return [{"side": name, **values} for name, values in compared(times, "prompt lookup").items()]
+
+
+def compressing(policy: str, pair: Pair, tokens: int, rounds: int) -> list[Row]:
+    """A prompt that is read whole, and one that is read and pruned to a quarter, in turns."""
+    ids = torch.randint(1, pair.plain.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(6)).to(pair.device)
+
+    def read(_: int, pruned: bool) -> list[float]:
+        model = pair.switched if pruned else pair.plain
+        cache = EquipCache(model, policy, 0.25) if pruned else DynamicCache(config=model.config)
+        start = time.perf_counter()
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        if isinstance(cache, EquipCache) and cache.policy.deferred:
+            cache.compress(model, input_ids=ids)
+        synchronize(pair.device)
+        return [time.perf_counter() - start]
+
+    times = in_turns({"whole": partial(read, pruned=False), "pruned": partial(read, pruned=True)}, rounds, warm_up=1)
+    return [{"side": name, "tokens": tokens, **values} for name, values in compared(times, "whole").items()]
 
 
 def flatness(cell: Cell, pair: Pair, rounds: int, steps: int) -> list[Row]:

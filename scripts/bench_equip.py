@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from _equip_checks import WRITES, drafting, flatness, prove, write_alone
+from _equip_checks import WRITES, compressing, drafting, flatness, prove, write_alone
 from _equip_sides import FLOORS, FULL, FUSED, GATHER, OURS, PAGES, PUBLISHED, ROTATED, SHIFT, Cell, bytes_needed, measure
 from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, check_counts, run_script
@@ -44,6 +44,7 @@ class Size:
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     writes: tuple[tuple[int, int, int], ...] = WRITES
     single: tuple[int, int] = (8, 512)  # batch and budget of what is measured once: very long texts
+    prompt: int = 4096  # tokens that are pruned to a quarter
     rounds: int = 9
     steps: int = 3
     flat_rounds: int = 25
@@ -55,7 +56,7 @@ PRESETS = {
     # The width of a 7B model. Each of its layers does the same work, so a few show what all cost.
     "gpu": Size(Shape(4096, 8, 32, 11008, 32000), rounds=7, steps=16, heavy=float("inf")),
 }
-QUICK = Size(Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), 2, 2, flat_rounds=2)
+QUICK = Size(Shape(64, 2, 4, 128, 96), (1, 2), (32,), ("gqa",), ("float32",), ((1, 4, 8),), (2, 32), 512, 2, 2, flat_rounds=2)
 
 COLUMNS = (
     "hidden layers heads kv_heads head_dim measure policy positions dtype kv batch budget side tokens rounds steps round_ms round_q1_ms "
@@ -102,6 +103,10 @@ class Run:
             cell = Cell("float32", "gqa", 1, size.single[1], policy, "compact")
             work = lambda cell=cell: drafting(cell.policy, self.pair(cell), cell.budget, size.rounds)  # noqa: E731
             yield f"drafts {cell}", {"measure": "drafts", **asdict(cell)}, work
+        for policy in ("compactor", "kvzip"):
+            cell = Cell("float32", "gqa", 1, size.prompt, policy, "compact")
+            work = lambda cell=cell: compressing(cell.policy, self.pair(cell), cell.budget, size.rounds)  # noqa: E731
+            yield f"compress {cell}", {"measure": "compress", **asdict(cell)}, work
         for dtype, kv, policy, batch, budget in itertools.product(size.dtypes, size.kv, POLICIES, size.batches, size.budgets):
             cell = Cell(dtype, kv, batch, budget, *policy)
             yield str(cell), {"measure": "decode", **asdict(cell)}, lambda cell=cell: self.decode(cell)
@@ -174,6 +179,9 @@ def bars() -> list[Bar]:
         promised.append(Bar(f"KV update alone at least 25x as fast, {policy} (paper: {paper})", where, least=25.0, mean=True))
     where = {"measure": "drafts", "side": "one by one"}
     promised.append(Bar("prompt lookup faster than one token at a time", where, least=1.0, name="policy"))
+    for policy, most in (("compactor", 1.08), ("kvzip", 2.2)):
+        where = {"measure": "compress", "policy": policy, "side": "pruned"}
+        promised.append(Bar(f"reading and pruning 4,096 tokens at most {most}x their prefill, {policy}", where, most=most))
     where = {"measure": "flat", "tokens": 100_000}
     promised.append(Bar("a step after 100,000 tokens at most 1.10x that after 1,000", where, most=1.10, name="kv"))
     return promised

@@ -113,13 +113,8 @@ def prefixes(model: Any, ids: torch.Tensor, prefix: int, settings: Sequence[Sett
             logits = model(input_ids=row[:, prefix:-1], past_key_values=cache, use_cache=True).logits.float()
             total += float(torch.nn.functional.cross_entropy(logits[0], row[0, prefix + 1 :])) / len(ids)
         full = full or total
-        yield {
-            "task": "prefix",
-            **setting.columns,
-            "tokens": ids.shape[0] * (ids.shape[1] - prefix - 1),
-            "perplexity": round(math.exp(total), 4),
-            "excess": round(math.exp(total - full) - 1, 6),
-        }
+        measured = {"perplexity": round(math.exp(total), 4), "excess": round(math.exp(total - full) - 1, 6)}
+        yield {"task": "prefix", **setting.columns, "tokens": ids.shape[0] * (ids.shape[1] - prefix - 1), **measured}
 
 
 def perplexities(model: Any, ids: torch.Tensor, ends: Sequence[int], setting: Setting, chunk: int) -> Iterator[Row]:
@@ -183,9 +178,8 @@ def report(rows: Sequence[Row]) -> str:
         lines.append([name, *(by_span.get(span, "-") for span in spans)])
     parts = [table(["perplexity up to token", *(f"{span:,}" for span in spans)], lines)] if texts else []
     if prefix:
-        parts.append(
-            show(prefix, {"perplexity behind a pruned prefix": "{name}", "perplexity": "{perplexity:.2f}", "more": "{excess:+.2%}"})
-        )
+        columns = {"perplexity behind a pruned prefix": "{name}", "perplexity": "{perplexity:.2f}", "more": "{excess:+.2%}"}
+        parts.append(show(prefix, columns))
     if answered:
         parts.append(show(answered, {answered[0]["task"]: "{name}", "questions": "{questions}", "right": "{share:.1%}"}))
     return "\n\n".join([*parts, verdicts(bars(rows), rows)])
@@ -229,20 +223,9 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     check_counts(args, ("rows", "prefixes", "prefix", "ahead", "tokens", "full", "chunk", "documents", "questions", "length"))
     if args.quick:
-        small = {
-            "rows": 2,
-            "prefixes": 1,
-            "prefix": 96,
-            "ahead": 32,
-            "tokens": 96,
-            "full": 64,
-            "chunk": 8,
-            "budgets": [32],
-            "shares": [0.25],
-            "documents": 1,
-            "questions": 2,
-        }
-        vars(args).update(small, length=300, policies=[p for p in args.policies if p in ("streaming", "h2o", "kvzip")])
+        small: dict[str, Any] = {"rows": 2, "prefixes": 1, "prefix": 96, "ahead": 32, "tokens": 96, "full": 64, "chunk": 8, "budgets": [32]}
+        small |= {"shares": [0.25], "documents": 1, "questions": 2, "length": 300}
+        vars(args).update(small, policies=[p for p in args.policies if p in ("streaming", "h2o", "kvzip")])
     return args
 
 
@@ -256,10 +239,9 @@ def works_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator[t
         ids = read_rows(encode(tokenizer, args.text.read_text(encoding="utf-8")), args.rows, args.tokens)
         window = getattr(model.config, "max_position_embeddings", None) or 1024
         spans = {end for end in (args.full, *(int(window * 2.0**power) for power in range(-1, 12))) if end < ids.shape[1]}
-        fed_singly = (
-            setting for setting in settings(args.budgets) if setting.policy == FULL_CACHE or not BUILT_IN[setting.policy].deferred
-        )
-        for setting in fed_singly:
+        for setting in settings(args.budgets):
+            if setting.policy != FULL_CACHE and BUILT_IN[setting.policy].deferred:
+                continue  # it can't be fed singly
             rows = ids[:, : args.full] if setting.policy == FULL_CACHE else ids
             yield setting, lambda s=setting, rows=rows: perplexities(model, rows, (*sorted(spans), ids.shape[1]), s, args.chunk)
     if "prefix" in args.tasks:
@@ -278,13 +260,8 @@ def main() -> None:
     model, tokenizer = load(args.model, device)
     rows: list[Row] = []
     refused: list[str] = []
-    fixed = {
-        **environment(device),
-        "model": Path(args.model).name,
-        "text": args.text.name,
-        "chunk": args.chunk,
-        "document_tokens": args.length,
-    }
+    fixed = environment(device) | {"model": Path(args.model).name, "text": args.text.name}
+    fixed |= {"chunk": args.chunk, "document_tokens": args.length}
     for setting, work in tqdm(list(works_of(args, model, tokenizer)), unit="setting"):
         try:
             rows += work()
