@@ -61,23 +61,32 @@ class KVLayer(CacheLayerMixin):
     def reset(self) -> None:
         self._refuse("reset")
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._refuse("reorder_cache", "Decode without beam search.")
-
     def crop(self, tokens_to_remove: int) -> None:
         self._refuse("crop", "Decode without an assistant, or rebuild the cache from the shorter text.")
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._refuse("batch_repeat_interleave", "Repeat the prompt instead of the cache.")
+        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._refuse("batch_select_indices")
+        # Lists and slices too, as with transformers' own layers.
+        self._map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
 
     def offload(self) -> None:
-        self._refuse("offload")
+        self._move("cpu")
 
     def prefetch(self) -> None:
-        self._refuse("prefetch")
+        self._move(self.device if self.is_initialized else "cpu")
+
+    def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Picks rows of everything that the layer holds."""
+        self._refuse("other rows", "Decode without beam search, and repeat the prompt instead of the cache.")
+
+    def _move(self, device: torch.device | str) -> None:
+        """Moves everything that the layer holds."""
+        self._refuse("offload")
 
     def activate_past_recording(self) -> None:
         self._refuse("activate_past_recording", "Decode without an assistant.")
@@ -154,23 +163,6 @@ class TensorLayer(KVLayer):
         for name in self.counters:
             setattr(self, name, 0)
         self.is_initialized = False
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        # Lists and slices too, as with transformers' own layers.
-        self._map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
-
-    def offload(self) -> None:
-        self._move("cpu")
-
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self._move(self.device)
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors = {name: getattr(self, name) for name in self.row_tensors if getattr(self, name, None) is not None}

@@ -319,16 +319,6 @@ class EquipLayer(KVLayer):
         if self.recording is not None:
             self.recording.clear()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        # Lists and slices too, as with transformers' own layers.
-        self._map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
-
     def _map_rows(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.state.catch_up()
         self.store.map_rows(function)
@@ -336,13 +326,6 @@ class EquipLayer(KVLayer):
         if self.state.positions is not None:
             self.state.filled = self.state.common(self.state.kept_rows())
         self.make_final()
-
-    def offload(self) -> None:
-        self._move("cpu")
-
-    def prefetch(self) -> None:
-        if self.is_initialized:
-            self._move(self.device)
 
     def _move(self, device: torch.device | str) -> None:
         for part in (self.state, self.store):

@@ -246,8 +246,5 @@ class PagedEquipLayer(EquipLayer):
         book.provide([(pages, pages.after(real, prompt)) for pages in book.layers[self.store.index :]])
         return real, prompt
 
-    def offload(self) -> None:
+    def _move(self, device: torch.device | str) -> None:
         self._refuse("offload", "Pages stay on their pool's device. Leave page_size and pool out.")
-
-    def prefetch(self) -> None:
-        self._refuse("prefetch", "Pages stay on their pool's device. Leave page_size and pool out.")
