@@ -368,6 +368,15 @@ class EquipCache(AnsweringCache):
             return False
         return all(isinstance(layer, EquipLayer) and layer.is_compileable for layer in self.layers)
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        # Asked between forward passes: the chance for what compiled ones can't do.
+        layer = self.layers[layer_idx]
+        if isinstance(layer, EquipLayer) and layer.state.stale and not torch.compiler.is_compiling():
+            for own in self._own_layers:
+                own.state.catch_up()
+                own.own(False)
+        return super().get_seq_length(layer_idx)
+
     @property
     def _own_layers(self) -> list[EquipLayer]:
         """The layers with full attention."""

@@ -37,7 +37,7 @@ def test_it_proves_equality_first_then_prints_a_row_for_each_cell_and_a_line_for
 @pytest.mark.full
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(quick):
     rows = rows_of(quick[0] / "equip.csv")
-    assert {row["measure"] for row in rows} == {"decode", "write", "flat"}
+    assert {row["measure"] for row in rows} == {"decode", "write", "flat", "drafts", "compress"}
     assert all(row[name] for row in rows for name in ("hardware", "device", "threads", "python", "torch", "transformers", "hf_kvcaches"))
     streaming = [row for row in rows if (row["measure"], row["policy"], row["batch"]) == ("decode", "streaming", "2")]
     assert len(streaming) == len({row["side"] for row in streaming}) == 9
