@@ -371,7 +371,7 @@ class EquipCache(AnsweringCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         # Asked between forward passes: the chance for what compiled ones can't do.
         layer = self.layers[layer_idx]
-        if isinstance(layer, EquipLayer) and layer.state.stale and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and isinstance(layer, EquipLayer) and layer.state.stale:
             for own in self._own_layers:
                 own.state.catch_up()
                 own.own(False)

@@ -122,7 +122,7 @@ class SlotState:
 
     def kept(self) -> int | torch.Tensor:
         """How many tokens are kept: a number where all rows and heads agree and no graph is compiled, else `kept_rows`."""
-        return self.kept_rows() if self.filled is None or torch.compiler.is_compiling() else self.filled
+        return self.kept_rows() if torch.compiler.is_compiling() or self.filled is None else self.filled
 
     def most(self) -> Any:
         """How many slots there may be: a number, or (batch, kv_heads, 1)."""
@@ -156,11 +156,11 @@ class SlotState:
         """How many slots, from the first on, may hold a token."""
         if self.positions is None:
             return 0
-        return self.positions.shape[-1] if self.filled is None or torch.compiler.is_compiling() else self.filled
+        return self.positions.shape[-1] if torch.compiler.is_compiling() or self.filled is None else self.filled
 
     def holding(self) -> torch.Tensor | None:
         """True for slots in use that hold a token, (batch, 1 or kv_heads, slots in use), or None where all do."""
-        whole = self.filled is not None and not torch.compiler.is_compiling()
+        whole = not torch.compiler.is_compiling() and self.filled is not None
         return None if whole or self.positions is None else self.positions >= 0
 
     def row_tokens(self) -> int | torch.Tensor:
