@@ -13,7 +13,8 @@ from hf_kvcaches.equip.tokens import order_of
 if TYPE_CHECKING:
     from hf_kvcaches.equip.layer import EquipLayer
 
-_PER_SLOT = ("positions", "rotated_to", "source", "attention", "gathering", "scores")
+_OF_STATE = ("attention", "gathering", "scores")
+_PER_SLOT = ("positions", "rotated_to", "source", *_OF_STATE)
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Entries:
         """What a layer holds, slot by slot."""
         state, used = layer.state, layer.state.used()
         keys, values = layer.store.read(used)
-        slots = {
-            name: None if tensor is None else tensor[..., :used] for name in _PER_SLOT[3:] if (tensor := getattr(state, name)) is not None
-        }
+        slots = {name: tensor[..., :used] for name in _OF_STATE if (tensor := getattr(state, name)) is not None}
         source = torch.arange(used, device=keys.device).expand_as(layer.positions)
         return cls(keys, values, layer.positions, rotated_to(layer), source, **slots)
 

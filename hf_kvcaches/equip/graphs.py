@@ -130,8 +130,8 @@ def _first_block(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, val
     stored, stored_values = stored.index_select(2, kept), values.index_select(2, kept)
     layer.store.install(stored, stored_values, keys.new_full((keys.shape[0], 1, 1), len(kept), dtype=torch.long), state.slots)
     state.positions = kept.to(torch.int32).expand(keys.shape[0], 1, -1).contiguous()
-    state.ranks = torch.arange(len(kept), device=keys.device).to(torch.int32).expand_as(state.positions).contiguous()
-    state.ranks = state.ranks if rotation.unrotated else None
+    if rotation.unrotated:
+        state.ranks = torch.arange(len(kept), device=keys.device).to(torch.int32).expand_as(state.positions).contiguous()
     state.clock, state.stale = torch.full((), tokens, dtype=torch.long, device=keys.device), True
     layer.reserve_for_step()
     return output.to(values.dtype)

@@ -71,7 +71,7 @@ def chosen(
 
     Args:
         scores: (batch, kv_heads, tokens).
-        positions: Likewise.
+        positions: (batch, kv_heads, tokens), -1 for empty slots and padding.
         budget: How many stay, on average over the heads.
     """
     start = newest_from(positions, max(recent, policy.always_recent))
