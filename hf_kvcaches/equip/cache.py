@@ -186,9 +186,9 @@ class EquipCache(AnsweringCache):
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is not None:
-            return PagedEquipLayer(settings, rotation, self.passes, self.config, self._book)
+            return PagedEquipLayer(settings, rotation, self.passes, self._book)
         store = self._make_store(rotation, settings.backend, layer_idx)
-        return EquipLayer(settings, rotation, self.passes, self.config, store)
+        return EquipLayer(settings, rotation, self.passes, store)
 
     def _make_store(self, rotation: SlotRotation, backend: Backend, layer_idx: int) -> FlatStore:
         if self._latents:

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call, hand_out
@@ -49,11 +48,9 @@ class EquipLayer(KVLayer):
     is_croppable = True
     cache_name = "EquipCache"
 
-    def __init__(
-        self, settings: EquipSettings, rotation: SlotRotation, passes: Passes[RotatingPass], config: PreTrainedConfig, store: FlatStore
-    ) -> None:
+    def __init__(self, settings: EquipSettings, rotation: SlotRotation, passes: Passes[RotatingPass], store: FlatStore) -> None:
         super().__init__()
-        self.settings, self.rotation, self.passes, self.config, self.store = settings, rotation, passes, config, store
+        self.settings, self.rotation, self.passes, self.store = settings, rotation, passes, store
         self.state = self._empty_state()
         self.recording: Recording | None = None
         self.detour: Detour | None = None

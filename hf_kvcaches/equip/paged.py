@@ -206,8 +206,8 @@ class PagedEquipLayer(EquipLayer):
 
     store: PagedStore
 
-    def __init__(self, settings: EquipSettings, rotation: SlotRotation, passes: Passes[RotatingPass], config: Any, book: PageBook) -> None:
-        super().__init__(settings, rotation, passes, config, PagedStore(rotation, settings.backend, book, settings.budget))
+    def __init__(self, settings: EquipSettings, rotation: SlotRotation, passes: Passes[RotatingPass], book: PageBook) -> None:
+        super().__init__(settings, rotation, passes, PagedStore(rotation, settings.backend, book, settings.budget))
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         call.check("EquipCache", sinks=True)
