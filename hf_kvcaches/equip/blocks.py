@@ -12,7 +12,7 @@ from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.entries import Entries
-from hf_kvcaches.equip.frames import keys_for_queries, target_of
+from hf_kvcaches.equip.frames import keys_for_queries, offset, target_of
 from hf_kvcaches.equip.heads import share_out
 from hf_kvcaches.equip.scoring import bias_columns, score, shown_queries
 from hf_kvcaches.errors import UnsupportedError
@@ -73,7 +73,7 @@ def arriving(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, runnin
         assert rotation.geometry is not None
         back = running.rotation(rotation.geometry, 0, still=True)
         keys = keys if back is None else back(keys)
-    elif rotation.offsets:
+    elif rotation.kept_rotated:
         assert rotation.geometry is not None
         to = running.rotation(rotation.geometry, index)
         keys = keys if to is None else to(keys)
@@ -97,7 +97,9 @@ def arriving(layer: EquipLayer, keys: torch.Tensor, values: torch.Tensor, runnin
 def block_index(layer: EquipLayer, running: RotatingPass) -> int | torch.Tensor:
     """To which position the queries of a block are rotated, and under `"frames"` the keys: the first one's, or (batch or 1, 1, tokens)."""
     state = layer.state
-    start = state.row_tokens() if layer.rotation.offsets else state.kept() if state.used() else 0
+    start = state.kept() if state.used() else 0
+    if layer.rotation.kept_rotated:
+        start = start + offset(layer)
     if running.valid is None and isinstance(start, int):
         return start
     steps = torch.arange(running.tokens, device=running.device)[None] if running.valid is None else running.valid.cumsum(-1) - 1
@@ -154,7 +156,7 @@ def install(layer: EquipLayer, entries: Entries) -> None:
     state.filled = state.common(kept)
     ranks = torch.arange(used, device=device)
     if entries.rotated_to is not None:
-        target = target_of(ranks, layer.settings.sinks, state.row_tokens() - kept)
+        target = target_of(layer, ranks, state.row_tokens() - kept if layer.policy.order_only else 0)
         delta = torch.where(positions < 0, 0, target - entries.rotated_to)
         keys = layer.rotation.by(delta)(keys) if bool(delta.any()) else keys
     layer.store.install(keys, entries.values, kept, state.most(), entries.source)

@@ -42,7 +42,7 @@ def take_drafts(
     state.reserve(store.capacity)
     victims = _victims(layer, tokens)
     sink_query = None
-    if rotation.offsets:
+    if rotation.kept_rotated:
         assert rotation.geometry is not None
         ranks = (torch.arange(filled, filled + tokens, device=keys.device)).clamp(max=state.slots - 1)
         to_ranks = running.rotation(rotation.geometry, ranks[None, None])

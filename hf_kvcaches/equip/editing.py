@@ -195,7 +195,7 @@ class Insertion:
             assert back is not None
             ranked = back(keys)
         positions = torch.arange(start, start + tokens, device=keys.device, dtype=torch.int32).expand(keys.shape[0], 1, -1)
-        rotated_to = rank.expand(keys.shape[0], -1, -1) if rotation.offsets else None
+        rotated_to = rank.expand(keys.shape[0], -1, -1) if rotation.kept_rotated else None
         entries = Entries(ranked, values, positions, rotated_to).behind(Entries.of(layer))
         entries = blocks.remember(layer, entries, observed, positions.new_full((keys.shape[0], 1, 1), tokens, dtype=torch.long))
         blocks.install(layer, blocks.pruned(layer, entries.in_order(), layer.limit))

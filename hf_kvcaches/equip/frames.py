@@ -11,25 +11,24 @@ if TYPE_CHECKING:
 
 
 def offset(layer: EquipLayer) -> int | torch.Tensor:
-    """How many tokens each row has lost: a number, or (batch, 1 or kv_heads, 1)."""
-    return layer.state.row_tokens() - layer.state.kept()
+    """What tokens behind the sinks are rotated to beyond their rank under `"frames"`: a number, or (batch, 1 or kv_heads, 1)."""
+    return layer.state.row_tokens() - layer.state.kept() if layer.policy.order_only else 0
 
 
-def target_of(index: torch.Tensor, sinks: int, lost: int | torch.Tensor) -> torch.Tensor:
+def target_of(layer: EquipLayer, ranks: torch.Tensor, beyond: int | torch.Tensor) -> torch.Tensor:
     """To which position keys are rotated under `"frames"`: sinks to their rank, others to their rank plus the offset.
 
     Args:
-        index: Ranks.
-        lost: As `offset` gives it.
+        beyond: The offset.
     """
-    return torch.where(index < sinks, index, index + lost)
+    return torch.where(ranks < layer.settings.sinks, ranks, ranks + beyond)
 
 
 def rotated_to(layer: EquipLayer) -> torch.Tensor | None:
     """To which position the key of each slot is rotated, (batch, 1 or kv_heads, slots in use); None where that is not this package's."""
-    if not layer.rotation.offsets:
+    if not layer.rotation.kept_rotated:
         return None
-    return target_of(layer.state.find_ranks(), layer.settings.sinks, offset(layer))
+    return target_of(layer, layer.state.find_ranks(), offset(layer))
 
 
 def keys_for_queries(layer: EquipLayer) -> torch.Tensor:
@@ -39,10 +38,10 @@ def keys_for_queries(layer: EquipLayer) -> torch.Tensor:
         assert layer.state.ranks is not None
         ranks = layer.state.ranks[..., : keys.shape[2]]
         return layer.rotation.table(layer.store.capacity, keys.device)[ranks](keys)
-    lost, sinks = offset(layer), layer.settings.sinks
-    if not layer.rotation.offsets or not sinks or (isinstance(lost, int) and lost == 0):
+    beyond, sinks = offset(layer), layer.settings.sinks
+    if not layer.rotation.kept_rotated or not sinks or (isinstance(beyond, int) and beyond == 0):
         return keys
-    by = layer.rotation.by(torch.as_tensor(lost, device=keys.device).view(-1, 1, 1) if isinstance(lost, int) else lost)
+    by = layer.rotation.by(torch.as_tensor(beyond, device=keys.device).view(-1, 1, 1) if isinstance(beyond, int) else beyond)
     return torch.cat([by(keys[:, :, :sinks]), keys[:, :, sinks:]], 2)
 
 

@@ -117,7 +117,7 @@ class EquipLayer(KVLayer):
             return False
         if settings.geometry.changes_at is not None and self.rotation.compact:
             return False
-        rotates = self.rotation.offsets and not policy.order_only  # as many keys as the victim's position says
+        rotates = self.rotation.kept_rotated and not policy.order_only  # as many keys as the victim's position says
         return policy.in_graphs and self.store.in_graphs and not rotates
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

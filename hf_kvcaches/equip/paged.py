@@ -120,12 +120,12 @@ class PagedStore(FlatStore):
         stores, (keys, values) = self.pool.stores, states
         kernels.write_pages(stores["keys"], stores["values"], self.table, slots, keys, values, backend=self.backend)
 
-    def rotate_up(self, which: torch.Tensor) -> None:
+    def rotate_down(self, which: torch.Tensor) -> None:
         store, size = self.pool.stores["keys"], self.pool.page_size
         row, head, slot = which.expand(*self.shape, which.shape[-1]).nonzero(as_tuple=True)
         if row.numel():
             at = self.table[row, slot // size].long(), head, slot % size
-            store[at] = self.rotation.up_by_one(store.device)(store[at][None, None])[0, 0]
+            store[at] = self.rotation.down_by_one(store.device)(store[at][None, None])[0, 0]
 
     def attend(
         self, query: torch.Tensor, used: int, scaling: float, *, ranks: torch.Tensor | None, **options: Any

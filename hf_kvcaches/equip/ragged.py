@@ -82,11 +82,11 @@ class RaggedStore(FlatStore):
         for content, new in zip(self._contents(), states, strict=True):
             content.index_copy_(0, index, new.flatten(0, 2))
 
-    def rotate_up(self, which: torch.Tensor) -> None:
+    def rotate_down(self, which: torch.Tensor) -> None:
         index = self._index(torch.arange(which.shape[-1], device=which.device)[None, None])[which.expand(*self.shape, -1)]
         if index.numel():
             keys = self._contents()[0]
-            keys.index_copy_(0, index, self.rotation.up_by_one(keys.device)(keys.index_select(0, index)[None, None])[0, 0])
+            keys.index_copy_(0, index, self.rotation.down_by_one(keys.device)(keys.index_select(0, index)[None, None])[0, 0])
 
     def attend(self, query: torch.Tensor, used: int, scaling: float, *, ranks: torch.Tensor | None, **options: Any) -> Attended:
         if query.is_cuda:

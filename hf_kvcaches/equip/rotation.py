@@ -3,9 +3,9 @@
 StreamingLLM counts positions inside the cache: n kept tokens have the ranks 0 .. n-1 whatever was evicted between them, while the model
 rotates queries and keys to the index in the text. Distances are all that attention sees, so either end may be moved:
 
-- `"frames"`: the newest token keeps the index in its row, and a token behind the sinks is rotated to its rank plus the number of tokens
-  that its row has lost. When a token is evicted, those before it move up by one, and those after it stay. Sinks are rotated to their
-  ranks and are scored with a second query, so that evicting the oldest token rotates no key at all.
+- `"frames"`: keys are kept rotated. Where the oldest token is evicted, one behind the sinks is rotated to its rank plus the number of
+  tokens that its row has lost, which evictions don't change, and the newest keeps its index; sinks are rotated to their ranks and scored
+  with a second query. Where a policy's scores choose, each token is rotated to its rank, and an eviction rotates those behind it down.
 - `"on_read"`: keys are kept unrotated, and rotated to their ranks for each query.
 - `"rotated_keys"`: so too, with the pairs of each key swapped kept beside it (the paper's way).
 - `"given"`: keys stay as the model rotated them.
@@ -150,8 +150,8 @@ class SlotRotation:
         return self.scheme != "given"
 
     @property
-    def offsets(self) -> bool:
-        """Whether keys are rotated to ranks plus an offset, and sinks to their ranks."""
+    def kept_rotated(self) -> bool:
+        """Whether keys are kept as this package rotated them."""
         return self.scheme == "frames"
 
     @property
@@ -172,12 +172,12 @@ class SlotRotation:
                 table = self._tables[device] = self.by(torch.arange(max(64, 2 * length), device=device))
         return table
 
-    def up_by_one(self, device: torch.device) -> PairRotation:
-        """The rotation by one position."""
-        if ("one", device) not in self._tables:
+    def down_by_one(self, device: torch.device) -> PairRotation:
+        """The rotation back by one position."""
+        if ("down", device) not in self._tables:
             with torch.inference_mode(False):
-                self._tables["one", device] = self.by(torch.ones(1, dtype=torch.long, device=device))
-        return self._tables["one", device]
+                self._tables["down", device] = self.by(torch.full((1,), -1, device=device))
+        return self._tables["down", device]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlotRotation:
         return self  # nothing in it belongs to a sequence

@@ -44,10 +44,10 @@ def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: tor
     assert state.positions is not None
     slot = layer.policy.victim(victim_scores(layer), state.candidates(), sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent)
     if layer.recording is not None:
-        layer.recording.note_slot(layer, slot, rotates=rotation.offsets and not layer.policy.order_only)
+        layer.recording.note_slot(layer, slot, rotates=rotation.kept_rotated and not layer.policy.order_only)
     _evict(layer, slot, live)
     _take_slot(layer, slot, live, seen)
-    near = index_rotation(layer, running, layer.state.row_tokens() - 1)
+    near = running.rotation(rotation.geometry, state.kept() - 1 + offset(layer)) if rotation.kept_rotated else None
     stored = keys if near is None else near(keys)
     if rotation.unrotated:
         assert rotation.geometry is not None
@@ -73,19 +73,18 @@ def victim_scores(layer: EquipLayer) -> torch.Tensor:
 
 def _evict(layer: EquipLayer, slot: torch.Tensor, live: torch.Tensor | None) -> None:
     """Closes the gap that the token in a slot leaves, where positions are compact and the slot is not empty."""
-    state, sinks = layer.state, layer.settings.sinks
-    if state.has_room() or not (layer.rotation.unrotated or (layer.rotation.offsets and not layer.policy.order_only)):
+    state = layer.state
+    if state.has_room() or not (layer.rotation.unrotated or (layer.rotation.kept_rotated and not layer.policy.order_only)):
         return
     positions = state.positions
     assert positions is not None
     evicted = positions.gather(2, slot)
-    if layer.rotation.offsets:
-        before = (positions < evicted) & (positions >= 0)
-        before[..., :sinks] = False
-        layer.store.rotate_up(before if live is None else before & live)
-    elif state.ranks is not None:
-        behind = (state.ranks > state.ranks.gather(2, slot)) & (evicted >= 0)
-        state.ranks.sub_((behind if live is None else behind & live).to(state.ranks.dtype))
+    behind = (positions > evicted) & (evicted >= 0)
+    behind = behind if live is None else behind & live
+    if state.ranks is None:
+        layer.store.rotate_down(behind)
+    else:
+        state.ranks.sub_(behind.to(state.ranks.dtype))
 
 
 def _take_slot(layer: EquipLayer, slot: torch.Tensor, live: torch.Tensor | None, seen: int | torch.Tensor) -> None:
@@ -102,15 +101,6 @@ def _take_slot(layer: EquipLayer, slot: torch.Tensor, live: torch.Tensor | None,
     state.advance(1)
 
 
-def index_rotation(layer: EquipLayer, running: Any, index: int | torch.Tensor) -> Any:
-    """The rotation of new tokens from the model's positions to indices in their rows; None where nothing changes.
-
-    Args:
-        index: Of each row's first new token: a number, or (batch or 1, 1, tokens).
-    """
-    return running.rotation(layer.rotation.geometry, index) if layer.rotation.offsets else None
-
-
 def _attend(layer: EquipLayer, query: torch.Tensor, near: Any, call: Call, running: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one query a row over the slots, and its weights where the policy observes them."""
     state, rotation, sinks = layer.state, layer.rotation, layer.settings.sinks
@@ -119,13 +109,13 @@ def _attend(layer: EquipLayer, query: torch.Tensor, near: Any, call: Call, runni
         allowed = _allowed(layer, running.allowed)
         valid = allowed if valid is None else valid & allowed
     sink_query, ranks = None, None
-    rank, lost = state.kept() - 1, offset(layer)
+    rank, beyond = state.kept() - 1, offset(layer)
     if rotation.unrotated:
         assert state.ranks is not None
         ranks = state.ranks[..., : state.used()]
         query = _rotated(query, running.rotation(rotation.geometry, rank))
-    elif rotation.offsets:
-        if sinks and call.bias is None and not (isinstance(lost, int) and lost == 0):
+    elif rotation.kept_rotated:
+        if sinks and call.bias is None and not (isinstance(beyond, int) and beyond == 0):
             sink_query = _rotated(query, running.rotation(rotation.geometry, rank))
         query = _rotated(query, near)
     if call.bias is not None:

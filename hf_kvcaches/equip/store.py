@@ -123,8 +123,8 @@ class FlatStore:
         backend: Backend = "torch" if torch.compiler.is_compiling() else self.backend
         kernels.write_slots(self.keys, self.values, slots, keys, values, backend=backend)
 
-    def rotate_up(self, which: torch.Tensor) -> None:
-        """Rotates keys up by one position.
+    def rotate_down(self, which: torch.Tensor) -> None:
+        """Rotates keys back by one position.
 
         Args:
             which: True for those, (batch, 1 or kv_heads, slots).
@@ -136,7 +136,7 @@ class FlatStore:
         tokens = which.flatten().nonzero()[:, 0]
         if tokens.numel():
             flat = keys.view(-1, keys.shape[-1])
-            flat.index_copy_(0, tokens, self.rotation.up_by_one(keys.device)(flat.index_select(0, tokens)[None, None])[0, 0])
+            flat.index_copy_(0, tokens, self.rotation.down_by_one(keys.device)(flat.index_select(0, tokens)[None, None])[0, 0])
 
     def attend(
         self, query: torch.Tensor, used: int, scaling: float, *, ranks: torch.Tensor | None, **options: Any

@@ -97,8 +97,9 @@ def test_drafts_of_which_some_stay_equal_single_steps_bit_for_bit(policy: str, r
         expected = state(plain)[0]
         for name, tensor in state(cache)[0].items():
             torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-4, equal_nan=True, msg=name)
-    logits = feed(model(), cache, text(5, 80))
-    torch.testing.assert_close(logits, feed(model(), plain, text(5, 80)), rtol=0, atol=1e-4)
+    # Text 80 would tie: two keys of one token are worth the same, but for rounding.
+    logits = feed(model(), cache, text(5, 81))
+    torch.testing.assert_close(logits, feed(model(), plain, text(5, 81)), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["streaming", "h2o", "snapkv"])
