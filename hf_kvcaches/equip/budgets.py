@@ -8,9 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from hf_kvcaches import compat
-from hf_kvcaches.errors import ConfigError, whole_number
-
-_EXPECTED = "an integer of at least 1 (tokens), or a float above 0 and up to 1 (share of the prompt)"
+from hf_kvcaches.errors import ConfigError, is_number, whole_number
 
 
 @dataclass(frozen=True)
@@ -21,50 +19,27 @@ class Limit:
     recent: int
 
 
-def plain_budget(budget: Any) -> int | float | list[int | float]:
-    """A budget as plain numbers: one, or a list with one for each layer.
+def resolve_budgets(budget: Any, layers: int) -> tuple[int | float, ...]:
+    """One checked budget for each layer, in plain numbers.
 
     Args:
-        budget: As the user gave it, also in numbers of NumPy's.
+        budget: A number of tokens, a share of the prompt, or one of these for each layer, also in numbers of NumPy's.
     """
-    if isinstance(budget, Integral | float) and not isinstance(budget, bool):
-        return int(budget) if isinstance(budget, Integral) else budget
     if not isinstance(budget, Sequence) or isinstance(budget, str):
-        raise ConfigError.of("budget", "a number of tokens, a fraction of the prompt, or one of these for each layer", budget)
-    return [_plain(share) for share in budget]
-
-
-def resolve_budgets(budget: int | float | Sequence[int | float], layers: int) -> tuple[int | float, ...]:
-    """One checked budget for each layer.
-
-    Args:
-        budget: A number of tokens, a share of the prompt, or one of these for each layer.
-    """
-    if isinstance(budget, Sequence) and not isinstance(budget, str):
-        if len(budget) != layers:
-            raise ConfigError.of(
-                "budget", f"one value for each of {layers} layers", f"{len(budget)} values", "Pass one number for all layers."
-            )
-        return tuple(_check(f"budget[{index}]", each) for index, each in enumerate(budget))
-    return (_check("budget", budget),) * layers
+        return (one_budget("budget", budget),) * layers
+    if len(budget) != layers:
+        raise ConfigError.of("budget", f"one value for each of {layers} layers", f"{len(budget)} values", "Pass one number for all layers.")
+    return tuple(one_budget(f"budget[{layer}]", share) for layer, share in enumerate(budget))
 
 
 def one_budget(name: str, budget: Any) -> int | float:
     """A budget that is a single number, checked, as a plain number."""
-    return _check(name, _plain(budget))
-
-
-def _plain(budget: Any) -> Any:
-    """NumPy's integers as plain ones."""
-    return int(budget) if isinstance(budget, Integral) and not isinstance(budget, bool) else budget
-
-
-def _check(name: str, budget: Any) -> int | float:
-    whole = isinstance(budget, int) and not isinstance(budget, bool) and budget >= 1
-    if whole or (isinstance(budget, float) and 0 < budget <= 1):
+    if isinstance(budget, Integral) and not isinstance(budget, bool) and int(budget) >= 1:
+        return int(budget)
+    if isinstance(budget, float) and 0 < budget <= 1:
         return budget
     hint = f"Write {int(budget)} for tokens." if isinstance(budget, float) and budget > 1 and budget.is_integer() else ""
-    raise ConfigError.of(name, _EXPECTED, budget, hint)
+    raise ConfigError.of(name, "an integer of at least 1 (tokens), or a float above 0 and up to 1 (share of the prompt)", budget, hint)
 
 
 def slots_for(budget: int | float, prompt_tokens: int) -> int:
@@ -79,8 +54,6 @@ def slots_for(budget: int | float, prompt_tokens: int) -> int:
 
 def check_budget(slots: int, sinks: int, recent: int) -> None:
     """Raises where the protected tokens leave no room."""
-    for name, value in (("sinks", sinks), ("recent", recent)):
-        whole_number(name, value, 0)
     # The token to come needs a slot that is not a sink's, whether or not it is to be protected afterwards.
     least = sinks + max(recent, 1)
     if slots < least:
@@ -104,7 +77,7 @@ def pyramid_budgets(model: Any, budget: int, *, beta: float = 20, floor: int | N
     """
     layers = model if isinstance(model, Integral) else len(compat.layer_plan(compat.split_model(model)[1]))
     layers, budget = whole_number("layers", layers, 1), whole_number("budget", budget, 1)
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not beta >= 1:
+    if not is_number(beta) or not beta >= 1:
         raise ConfigError.of("beta", "a number of at least 1", beta)
     floor = min(68, budget // 2) if floor is None else floor
     floor = whole_number("floor", floor, 0, f"an integer from 0 to the budget ({budget})", most=budget)

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
-from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
-from hf_kvcaches.equip.heads import check_head_budgets
+from hf_kvcaches.equip.budgets import resolve_budgets
 from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
-from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
+from hf_kvcaches.equip.pages import PagePool, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings, resolve_policy
-from hf_kvcaches.equip.quantized import BITS, QuantizedStore
+from hf_kvcaches.equip.quantized import QuantizedStore
 from hf_kvcaches.equip.ragged import RaggedStore
 from hf_kvcaches.equip.reconstruction import reconstruct
 from hf_kvcaches.equip.rotation import RotatingPass, Scheme, SlotRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
-from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, whole_number
-from hf_kvcaches.kernels.launch import BACKENDS, Backend
-
-ROPE = ("auto", "frames", "on_read", "rotated_keys")
+from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, whole_number
 
 
 class EquipCache(AnsweringCache):
@@ -99,47 +95,36 @@ class EquipCache(AnsweringCache):
         storage: Literal["int8", "int4"] | None = None,
         offloading: bool = False,
     ) -> None:
-        self.policy = policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy)
-        self._options: dict[str, Any] = {
-            "sinks": sinks,
-            "recent": recent,
-            "decode_budget": decode_budget,
-            "head_budgets": head_budgets,
-            "question_start": question_start,
-            "positions": positions,
-            "rope": rope,
-            "backend": backend,
-            "storage": storage,
-        }
-        self._budget = plain_budget(budget)
-        _check_options(self._options)
-        if self.policy.mixes_heads:
-            require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
-        page_size = None if page_size is None else check_page_size(page_size)
-        check_head_budgets(head_budgets, model, self.policy, rope, storage, paged=page_size is not None or pool is not None)
-        single = not self.policy.deferred and decode_budget is None and question_start is None
-        if not single and (page_size is not None or pool is not None):
-            raise UnsupportedError(
-                "page_size, pool: pages are taken for one budget that holds from the prompt on. Leave them out, or decode_budget, "
-                "question_start and policies that wait for compress."
-            )
-        if rope == "rotated_keys" and (page_size is not None or pool is not None):
-            raise UnsupportedError("rope: the paper's second cache of rotated keys is not kept on pages. Pass rope='on_read'.")
-        if storage is not None and (page_size is not None or pool is not None):
-            raise UnsupportedError("storage: pages hold the model's dtype. Leave storage out, or page_size and pool.")
-        if offloading and (page_size is not None or pool is not None):
-            raise UnsupportedError("offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool.")
-        self._page_size, self._pool = page_size, pool
-        self._book: PageBook | None = None
-        self._rotations: list[SlotRotation] = []
         base, config = compat.split_model(model)
         self._latents = base is not None and bool(getattr(config, "kv_lora_rank", None) and latent_modules(base))
-        if self._latents:
-            self._check_latents(base, rope)
+        self._book = open_book(config, page_size, pool)
+        self._settings = EquipSettings(
+            policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy),
+            resolve_budgets(budget, len(compat.layer_plan(config))),
+            sinks,
+            recent,
+            decode_budget,
+            head_budgets,
+            question_start,
+            positions,
+            rope,
+            backend,
+            None if self._book is None else self._book.pool.page_size,
+            storage,
+        )
+        self._settings.check(model, latents=self._latents, offloading=offloading)
+        for module in latent_modules(base).values() if self._latents else ():
+            require_absorbable(module)
+        self._rotations: list[SlotRotation] = []
         super().__init__(model, offloading=offloading)
         self._watch_model()
         # For caches that can be compiled `generate` makes masks ahead, which some models do in another way than their forward.
         self._masks_differ = self._model is not None and compat.makes_masks_ahead(self.model)
+
+    @property
+    def policy(self) -> Policy:
+        """Which tokens stay."""
+        return self._settings.policy
 
     def _watch_model(self) -> None:
         """Has the model's modules tell this cache what its layers can't see, for as long as it lives."""
@@ -147,22 +132,8 @@ class EquipCache(AnsweringCache):
             return
         if self.policy.reads_inputs:
             watch_inputs(model, self)
-        if any(layer.settings.geometry.axes and layer.rotation.compact for layer in self._own_layers):
+        if any(layer.geometry.axes and layer.rotation.compact for layer in self._own_layers):
             refuse_images(model, self, "Pass positions='original'.")
-
-    def _check_latents(self, model: Any, rope: str) -> None:
-        """Refuses what can't be done on latents."""
-        if self._page_size is not None or self._pool is not None:
-            raise UnsupportedError("page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out.")
-        if self._options["storage"] is not None:
-            raise UnsupportedError("storage: this model keeps latents, which are held in its dtype. Leave storage out.")
-        if rope == "rotated_keys":
-            raise UnsupportedError("rope: of latents there is no second cache of rotated keys. Pass rope='on_read'.")
-        if _reads_heads(self.policy):
-            raise UnsupportedError("policy: it reads keys and values of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.")
-        require_all_heads(model, "Pruning latents, which are common to all heads,", "Use DynamicCache.")
-        for module in latent_modules(model).values():
-            require_absorbable(module)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         module = latent_modules(self.model).get(layer_idx) if self._latents else None
@@ -174,34 +145,28 @@ class EquipCache(AnsweringCache):
         return hand_out_uncompiled(view, module)
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
-        if not hasattr(self, "_budgets"):
-            self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
-        budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
-        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
-        options = {name: self._options[name] for name in ("backend", "decode_budget", "head_budgets", "question_start")}
-        settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
-        if isinstance(budget, int):  # of a fraction we know more when the prompt is there
+        settings = replace(self._settings, budget=self._settings.budget[layer_idx])
+        if isinstance(settings.budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)
+        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
         rotation = self._make_rotation(geometry)
-        if self._book is None:
-            self._book = open_book(self.config, self._page_size, self._pool)
         if self._book is not None:
-            return PagedEquipLayer(settings, rotation, self.passes, self._book)
-        store = self._make_store(rotation, settings.backend, layer_idx)
-        return EquipLayer(settings, rotation, self.passes, store)
+            return PagedEquipLayer(settings, geometry, rotation, self.passes, self._book)
+        return EquipLayer(settings, geometry, rotation, self.passes, self._make_store(rotation, layer_idx))
 
-    def _make_store(self, rotation: SlotRotation, backend: Backend, layer_idx: int) -> FlatStore:
+    def _make_store(self, rotation: SlotRotation, layer_idx: int) -> FlatStore:
+        settings = self._settings
         if self._latents:
             sizes: Any = compat.layer_configs(self.config)[layer_idx]
-            return LatentStore(rotation, backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
-        if self._options["storage"] is not None:
-            return QuantizedStore(rotation, backend, self._options["storage"])
-        if self._options["head_budgets"] is not None:
-            return RaggedStore(rotation, backend)
-        return (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, backend)
+            return LatentStore(rotation, settings.backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
+        if settings.storage is not None:
+            return QuantizedStore(rotation, settings.backend, settings.storage)
+        if settings.head_budgets is not None:
+            return RaggedStore(rotation, settings.backend)
+        return (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
 
     def _make_rotation(self, geometry: RotaryGeometry) -> SlotRotation:
-        if self._options["positions"] == "original" or geometry.kind in ("learned", "none"):
+        if self._settings.positions == "original" or geometry.kind in ("learned", "none"):
             return SlotRotation("given")
         if geometry.changes_at is not None:
             geometry = geometry.at(0)  # until the first pass shows how far the text reaches
@@ -213,12 +178,12 @@ class EquipCache(AnsweringCache):
         if geometry.kind != "rope" or geometry.refusal is not None:
             why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
             raise UnsupportedError(f"positions='compact': {why}. Pass positions='original'.")
-        scheme: Scheme = self._options["rope"]
-        if self._options["rope"] == "auto":
+        scheme: Scheme = self._settings.rope
+        if self._settings.rope == "auto":
             # A policy that evicts anywhere has kept keys rotated again and again, and in half precision each time rounds them. On an
             # accelerator a kernel rotates keys while it reads them; elsewhere that takes longer than all the rest.
             in_kernel = not self._latents and _rotates_on_read(self._model)
-            quantized = self._options["storage"] is not None
+            quantized = self._settings.storage is not None
             scheme = "on_read" if quantized or (in_kernel and not self.policy.order_only) else "frames"
         for known in self._rotations:  # shared with their tables
             if known.geometry is not None and known.geometry.rotates_like(geometry):
@@ -227,11 +192,10 @@ class EquipCache(AnsweringCache):
         return self._rotations[-1]
 
     def settings(self) -> dict[str, Any]:
-        pages = {} if self.pool is None else {"page_size": self.pool.page_size}
         # What "auto" came to depends on the device, and stored keys are rotated as it was.
         schemes = {layer.rotation.scheme for layer in self._own_layers} - {"given"}
-        rope = schemes.pop() if schemes else self._options["rope"]
-        return {**self._options, "rope": rope, "policy": self.policy.settings(), "budget": self._budget, **pages}
+        rope = schemes.pop() if schemes else self._settings.rope
+        return {**vars(self._settings), "rope": rope, "policy": self.policy.settings(), "budget": list(self._settings.budget)}
 
     @classmethod
     def from_press(cls, press: Any, model: Any, budget: int | float | Sequence[int | float] | None = None, **options: Any) -> Self:
@@ -279,7 +243,10 @@ class EquipCache(AnsweringCache):
         Args:
             layer_idx: A layer with full attention.
         """
-        return self._own(layer_idx).kept_positions()
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, EquipLayer):
+            raise ConfigError.of("layer_idx", "a layer with full attention", layer_idx, f"It is a {type(layer).__name__} of transformers.")
+        return layer.kept_positions()
 
     def compress(self, model: Any = None, *, upto: int | None = None, input_ids: torch.Tensor | None = None) -> None:
         """Prunes what is held to `budget` now; with "kvzip", which waits for it, after the model has read the context once more.
@@ -332,10 +299,7 @@ class EquipCache(AnsweringCache):
         Args:
             positions: Indices among the tokens seen.
         """
-        layers = self._own_layers
-        if not self.seen and not len(positions):
-            return
-        editing.evict(self, layers, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
+        editing.evict(self, self._own_layers, torch.as_tensor(positions, dtype=torch.long).reshape(-1))
 
     def edit(self, model: Any, start: int, stop: int, new_ids: Sequence[int] | torch.Tensor) -> None:
         """Replaces tokens of a text that is in the cache: the new ones are computed, what follows is only moved.
@@ -382,42 +346,8 @@ class EquipCache(AnsweringCache):
         """The layers with full attention."""
         return [layer for layer in self.layers if isinstance(layer, EquipLayer)]
 
-    def _own(self, layer_idx: int) -> EquipLayer:
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, EquipLayer):
-            raise ConfigError.of("layer_idx", "a layer with full attention", layer_idx, f"It is a {type(layer).__name__} of transformers.")
-        return layer
-
-
-def _reads_heads(policy: Any) -> bool:
-    """Whether a policy, or one that it is made of, looks at the projections of heads."""
-    return policy is not None and (policy.reads_inputs or policy.name == "critical" or _reads_heads(getattr(policy, "inner", None)))
-
 
 def _rotates_on_read(model: Any) -> bool:
     """Whether a kernel rotates keys on the way, and they are too short to be rotated more than once."""
     living = None if model is None else model()
     return living is not None and living.device.type == "cuda" and living.dtype in (torch.float16, torch.bfloat16)
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Refuses wrong options, and makes NumPy's integers plain ones."""
-    for name, known in (("positions", ("compact", "original")), ("rope", ROPE), ("backend", BACKENDS)):
-        require_choice(name, options[name], known)
-    for name in ("sinks", "recent"):
-        value = options[name]
-        if value is None and name == "recent":
-            continue
-        options[name] = whole_number(name, value, 0, "a number of tokens, 0 or more")
-    if options["decode_budget"] is not None:
-        options["decode_budget"] = one_budget("decode_budget", options["decode_budget"])
-    if options["question_start"] is not None:
-        options["question_start"] = whole_number(
-            "question_start", options["question_start"], -(1 << 40), "the index of a token of the prompt"
-        )
-    if options["positions"] == "original" and options["rope"] not in ("auto",):
-        raise ConfigError.of("rope", "'auto' where positions='original'", options["rope"], "Original positions are never turned.")
-    if options["storage"] is not None:
-        require_choice("storage", options["storage"], tuple(BITS))
-        if options["rope"] not in ("auto", "on_read"):
-            raise ConfigError.of("rope", "'auto' or 'on_read' with storage", options["rope"], "What is quantized are keys before rotation.")

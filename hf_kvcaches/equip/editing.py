@@ -13,16 +13,16 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from hf_kvcaches.core.blocks import Visibility, block_attention, observers
-from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks
 from hf_kvcaches.equip.entries import Entries
 from hf_kvcaches.equip.frames import keys_by_rank
+from hf_kvcaches.equip.layer import EquipLayer, detours
+from hf_kvcaches.equip.rotation import rotation_between
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.cache import EquipCache
-    from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.rotation import RotatingPass
 
 
@@ -49,13 +49,15 @@ def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) 
         positions: Indices among the tokens seen.
     """
     seen = cache.seen
-    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < seen:
+    if not positions.numel():
+        return
+    if not 0 <= int(positions.min()) <= int(positions.max()) < seen:
         raise ConfigError.of("positions", f"indices from 0 to {seen - 1}, among the tokens seen", positions.tolist())
     others = [layer for layer in cache.layers if layer not in layers]
     windows = [layer.sliding_window for layer in others if isinstance(layer, DynamicSlidingWindowLayer)]
     if len(windows) < len(others):
         raise UnsupportedError("evict: this model has layers that keep a state of their own, and they can't forget tokens.")
-    if windows and positions.numel() and int(positions.max()) > seen - max(windows):
+    if windows and int(positions.max()) > seen - max(windows):
         raise UnsupportedError(
             f"evict: this model has layers with a window of {max(windows)} tokens of their own, and they can't forget what is in it. "
             f"Evict positions up to {seen - max(windows)}."
@@ -72,15 +74,13 @@ def edit(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, st
     Args:
         new_ids: (rows, tokens); none at all only deletes.
     """
-    moved = new_ids.shape[1] - (stop - start)
     _check(cache, layers, start, stop, new_ids)
-    shifts = [_shift(layer, cache, index, stop, moved) for index, layer in enumerate(layers)]
     before = [(layer.state.clone(), layer.store.snapshot()) for layer in layers]
     try:
-        for layer, geometry in zip(layers, shifts, strict=True):
-            _open(layer, start, stop, moved, geometry)
+        for layer in layers:
+            _open(layer, start, stop, new_ids.shape[1])
         if new_ids.shape[1]:
-            _run(cache, model, layers, start, new_ids)
+            _insert(cache, model, layers, start, new_ids)
         for layer in layers:
             layer.make_final()
     except BaseException:
@@ -111,46 +111,27 @@ def _check(cache: EquipCache, layers: list[EquipLayer], start: int, stop: int, n
         raise ConfigError.of("new_ids", f"1 or {rows} rows of token ids", tuple(new_ids.shape))
 
 
-def _shift(layer: EquipLayer, cache: EquipCache, index: int, stop: int, moved: int) -> RotaryGeometry | None:
-    """The angles by which what follows has to be rotated where positions are those of the text; None where nothing is."""
-    if layer.rotation.compact or moved == 0 or stop >= layer.seen:
-        return None
-    geometry = layer.settings.geometry
-    if geometry.kind == "none":
-        return None
-    if geometry.kind != "rope" or geometry.refusal is not None:
-        raise UnsupportedError(
-            "edit: the keys of this model can't be moved, and what follows would have to. Replace the span by as many tokens as it has."
-        )
-    return geometry
-
-
-def _open(layer: EquipLayer, start: int, stop: int, moved: int, geometry: RotaryGeometry | None) -> None:
-    """Drops the span, and moves what follows."""
-    positions = layer.positions
-    if geometry is not None:
+def _open(layer: EquipLayer, start: int, stop: int, tokens: int) -> None:
+    """Drops the span, and moves what follows to make room for so many tokens."""
+    positions, geometry, moved = layer.positions, layer.geometry, tokens - (stop - start)
+    if moved and stop < layer.seen and not layer.rotation.compact and geometry.kind != "none":
+        if geometry.kind != "rope" or geometry.refusal is not None:
+            raise UnsupportedError(
+                "edit: the keys of this model can't be moved, and what follows would have to. Replace the span by as many tokens as it has."
+            )
         keys, values = layer.store.read(layer.state.used())
         keys = geometry.shift(keys, torch.where(positions >= stop, moved, 0))
         layer.store.install(keys, values, layer.state.kept_rows(), layer.state.most())
     drop(layer, (positions >= start) & (positions < stop), moved, stop)
 
 
-def _run(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, new_ids: torch.Tensor) -> None:
+def _insert(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, new_ids: torch.Tensor) -> None:
     ids, first = new_ids.expand(layers[0].store.shape[0], -1), layers[0].state.first
     position_ids = torch.arange(start, start + ids.shape[1], device=ids.device)[None]
-    for layer in layers:
-        layer.detour = Insertion(start)
-    try:
-        with torch.no_grad():
-            model(
-                input_ids=ids,
-                position_ids=position_ids if first is None else position_ids - first[:, None].to(ids.device),
-                past_key_values=cache,
-                use_cache=True,
-            )
-    finally:
-        for layer in layers:
-            layer.detour = None
+    if first is not None:
+        position_ids = position_ids - first[:, None].to(ids.device)
+    with detours(layers, [Insertion(start)] * len(layers)):
+        model(input_ids=ids, position_ids=position_ids, past_key_values=cache, use_cache=True)
 
 
 @dataclass(frozen=True)
@@ -170,13 +151,11 @@ class Insertion:
         if call.bias is not None:
             raise UnsupportedError("edit: this model adds a bias by position to its scores, which can't be opened in the middle.")
         start, tokens, rotation, used = self.start, keys.shape[2], layer.rotation, layer.state.used()
-        held = layer.positions
-        earlier = (held >= 0) & (held < start)
+        earlier = (layer.positions >= 0) & (layer.positions < start)
         rank = earlier.sum(-1, keepdim=True) + torch.arange(tokens, device=keys.device)
         ranked = keys
         if rotation.geometry is not None:
-            to = running.rotation(rotation.geometry, rank)
-            assert to is not None
+            to = rotation_between(rotation.geometry, running.positions(), rank)
             query, ranked = to(query), to(keys)
         output, observed = block_attention(
             query,
@@ -191,9 +170,7 @@ class Insertion:
         assert output is not None
         if rotation.unrotated:
             assert rotation.geometry is not None
-            back = running.rotation(rotation.geometry, torch.zeros_like(rank))
-            assert back is not None
-            ranked = back(keys)
+            ranked = rotation_between(rotation.geometry, running.positions(), torch.zeros_like(rank))(keys)
         positions = torch.arange(start, start + tokens, device=keys.device, dtype=torch.int32).expand(keys.shape[0], 1, -1)
         rotated_to = rank.expand(keys.shape[0], -1, -1) if rotation.kept_rotated else None
         entries = Entries(ranked, values, positions, rotated_to).behind(Entries.of(layer))

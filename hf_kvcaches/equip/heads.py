@@ -9,13 +9,12 @@ each head keeps as many tokens as it has of the layer's best. A fifth of its own
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.equip.tokens import newest_from
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice
+from hf_kvcaches.errors import ConfigError
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.entries import Entries
@@ -25,22 +24,6 @@ if TYPE_CHECKING:
 HEAD_BUDGETS = ("adakv",)
 # Of a head's slots that are neither sinks' nor recent tokens' one in so many is its own: the paper's alpha of 0.2.
 _OWN_SHARE = 5
-
-
-def check_head_budgets(head_budgets: Any, model: Any, policy: Policy, rope: str, storage: str | None, *, paged: bool) -> None:
-    """Refuses what budgets per head can't work with."""
-    if head_budgets is None:
-        return
-    require_choice("head_budgets", head_budgets, HEAD_BUDGETS, also=", or None")
-    if policy.order_only or not policy.by_head:
-        raise _scores_alike(policy)
-    if paged:
-        raise UnsupportedError("head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or head_budgets.")
-    if storage is not None:
-        raise UnsupportedError("head_budgets: heads of unequal length are held in the model's dtype. Leave storage out, or head_budgets.")
-    if rope == "rotated_keys":
-        raise UnsupportedError("head_budgets: the paper's second cache of rotated keys has heads of one length. Pass rope='on_read'.")
-    require_all_heads(model, "head_budgets", "Leave head_budgets out.")
 
 
 def share_out(layer: EquipLayer, entries: Entries, scores: torch.Tensor, budget: int, recent: int) -> Entries:
@@ -54,7 +37,7 @@ def share_out(layer: EquipLayer, entries: Entries, scores: torch.Tensor, budget:
     """
     heads = entries.keys.shape[1]
     if scores.shape[1] != heads:
-        raise _scores_alike(layer.policy)
+        raise scores_alike(layer.policy)
     positions = entries.positions.expand(-1, heads, -1)
     kept = chosen(layer.policy, scores, positions, budget, sinks_end=layer.sinks_end, recent=recent)
     count = kept.sum(-1, keepdim=True)
@@ -104,7 +87,8 @@ def _ranks(worth: torch.Tensor, newest: torch.Tensor | None = None) -> torch.Ten
     return order.gather(-1, worth.gather(-1, order).argsort(stable=True, dim=-1, descending=True)).argsort(-1)
 
 
-def _scores_alike(policy: Policy) -> ConfigError:
+def scores_alike(policy: Policy) -> ConfigError:
+    """The error for a policy whose heads all keep the same tokens."""
     name = policy.name or type(policy).__name__
     what = "a policy that scores each head by itself"
     return ConfigError.of("head_budgets", what, name, "Its heads all keep the same tokens: use another policy, or leave head_budgets out.")

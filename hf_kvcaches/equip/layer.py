@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call, hand_out
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.passes import Passes
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, drafts, graphs, steps
 from hf_kvcaches.equip.budgets import Limit, slots_for
 from hf_kvcaches.equip.inputs import part_of
@@ -33,10 +35,24 @@ class Detour(Protocol):
         """The attention of the new tokens, (batch, tokens, heads, head_dim); arguments as in `EquipLayer.attend`."""
 
 
+@contextmanager
+def detours(layers: Sequence[EquipLayer], passes: Sequence[Detour]) -> Iterator[None]:
+    """Has each layer's new tokens take a detour, without gradients."""
+    for layer, detour in zip(layers, passes, strict=True):
+        layer.detour = detour
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.detour = None
+
+
 class EquipLayer(KVLayer):
     """Keeps at most a budget of tokens; a new one overwrites the eviction victim.
 
     Attributes:
+        geometry: How the model rotates the layer's keys.
         state: Which token each slot holds.
         store: Their keys and values.
         rotation: How keys are rotated.
@@ -48,9 +64,11 @@ class EquipLayer(KVLayer):
     is_croppable = True
     cache_name = "EquipCache"
 
-    def __init__(self, settings: EquipSettings, rotation: SlotRotation, passes: Passes[RotatingPass], store: FlatStore) -> None:
+    def __init__(
+        self, settings: EquipSettings, geometry: RotaryGeometry, rotation: SlotRotation, passes: Passes[RotatingPass], store: FlatStore
+    ) -> None:
         super().__init__()
-        self.settings, self.rotation, self.passes, self.store = settings, rotation, passes, store
+        self.settings, self.geometry, self.rotation, self.passes, self.store = settings, geometry, rotation, passes, store
         self.state = self._empty_state()
         self.recording: Recording | None = None
         self.detour: Detour | None = None
@@ -115,7 +133,7 @@ class EquipLayer(KVLayer):
         settings, policy = self.settings, self.policy
         if settings.decode_budget is not None or settings.question_start is not None or self.recording is not None:
             return False
-        if settings.geometry.changes_at is not None and self.rotation.compact:
+        if self.geometry.changes_at is not None and self.rotation.compact:
             return False
         rotates = self.rotation.kept_rotated and not policy.order_only  # as many keys as the victim's position says
         return policy.in_graphs and self.store.in_graphs and not rotates
@@ -172,7 +190,7 @@ class EquipLayer(KVLayer):
 
     def _choose_angles(self, running: RotatingPass) -> None:
         """Follows a model whose angles depend on how far a text reaches; refuses a text that passes from the ones to the others."""
-        geometry = self.settings.geometry
+        geometry = self.geometry
         if geometry.changes_at is not None and self.rotation.compact:
             now = geometry.at(running.positions(), self.rotation.geometry if self.state.seen else None)
             if now is not self.rotation.geometry:
@@ -243,12 +261,12 @@ class EquipLayer(KVLayer):
             limit: What the prompt is pruned to.
             prompt: Its tokens, in the longest row.
         """
-        decode, recent = self.settings.decode_budget, self.settings.recent
+        decode = self.settings.decode_budget
         slots = limit.slots if decode is None else slots_for(decode, prompt)
         if slots < limit.slots:
             raise ConfigError.of("decode_budget", f"at least the budget, {limit.slots} tokens", slots)
         self.state.slots, self.state.deferring = slots, False
-        self.state.recent = self.policy.recent(slots, self.settings.sinks) if recent is None else recent
+        self.state.recent = self.settings.recent_of(slots)
 
     def window(self, tokens: int) -> int | None:
         """How many of a block's last queries the policy observes."""

@@ -12,6 +12,7 @@ import torch
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call
 from hf_kvcaches.core.passes import Passes
+from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.pages import LayerPages, PageBook, PagePool
 from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
@@ -206,8 +207,10 @@ class PagedEquipLayer(EquipLayer):
 
     store: PagedStore
 
-    def __init__(self, settings: EquipSettings, rotation: SlotRotation, passes: Passes[RotatingPass], book: PageBook) -> None:
-        super().__init__(settings, rotation, passes, PagedStore(rotation, settings.backend, book, settings.budget))
+    def __init__(
+        self, settings: EquipSettings, geometry: RotaryGeometry, rotation: SlotRotation, passes: Passes[RotatingPass], book: PageBook
+    ) -> None:
+        super().__init__(settings, geometry, rotation, passes, PagedStore(rotation, settings.backend, book, settings.budget))
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call) -> torch.Tensor:
         call.check("EquipCache", sinks=True)

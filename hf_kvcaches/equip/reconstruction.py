@@ -11,11 +11,11 @@ from torch.nn import functional
 from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.blocks import block_index
 from hf_kvcaches.equip.frames import keys_for_queries
+from hf_kvcaches.equip.layer import EquipLayer, detours
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
     from hf_kvcaches.equip.cache import EquipCache
-    from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.rotation import RotatingPass
 
 
@@ -92,17 +92,17 @@ def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: to
         chunk: Tokens fed at a time.
     """
     others = {index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if layer not in layers}
-    real = real_tokens(layers[0], ids)
-    seen = torch.nn.functional.pad(real, (0, cache.seen - real.shape[1]), value=True)
+    padding = layers[0].state.padding
+    padding = ids.new_ones(ids.shape[0], 0, dtype=torch.bool) if padding is None else padding.to(ids.device)
+    real = functional.pad(padding, (0, cache.seen - padding.shape[1]), value=True)
     passes = [Reconstruction(layer) for layer in layers]
     try:
-        for layer, reconstruction in zip(layers, passes, strict=True):
-            layer.detour = reconstruction
-        for start, part, new in zip(range(0, ids.shape[1], chunk), ids.split(chunk, 1), real.split(chunk, 1), strict=True):
-            for reconstruction in passes:
-                reconstruction.span = (start, start + part.shape[1])
-            mask = torch.cat([seen, new], 1).long()
-            with torch.no_grad():
+        with detours(layers, passes):
+            for start in range(0, ids.shape[1], chunk):
+                part = ids[:, start : start + chunk]
+                for reconstruction in passes:
+                    reconstruction.span = (start, start + part.shape[1])
+                mask = torch.cat([real, real[:, start : start + part.shape[1]]], 1).long()
                 model(
                     input_ids=part,
                     attention_mask=mask if not bool(mask.all()) else None,
@@ -111,21 +111,9 @@ def reconstruct(cache: EquipCache, model: Any, layers: list[EquipLayer], ids: to
                     use_cache=True,
                     logits_to_keep=1,
                 )
-            for index, layer in others.items():
-                cache.layers[index] = copy.deepcopy(layer)
-        return [reconstruction.received for reconstruction in passes]
+                for index, layer in others.items():
+                    cache.layers[index] = copy.deepcopy(layer)
     finally:
-        for layer in layers:
-            layer.detour = None
         for index, layer in others.items():
             cache.layers[index] = layer
-
-
-def real_tokens(layer: EquipLayer, ids: torch.Tensor) -> torch.Tensor:
-    """True where a token of a context is no padding, (rows, tokens)."""
-    real = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)
-    padding = layer.state.padding
-    if padding is not None:
-        width = min(padding.shape[1], ids.shape[1])
-        real[:, :width] = padding[:, :width].to(ids.device)
-    return real
+    return [reconstruction.received for reconstruction in passes]

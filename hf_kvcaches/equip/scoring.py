@@ -33,7 +33,7 @@ def seen_by_policy(
         "sinks": settings.sinks,
         "first": first,
         "scaling": state.scaling,
-        "geometry": layer.rotation.geometry or settings.geometry,
+        "geometry": layer.rotation.geometry or layer.geometry,
     }
     return Tokens(keys, values, positions, attention, **shared, **more)
 

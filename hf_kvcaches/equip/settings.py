@@ -1,40 +1,109 @@
-"""What a layer is built with."""
+"""What the user asks of an `EquipCache`, and what does not go together."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.equip.budgets import Limit, check_budget, slots_for
+from hf_kvcaches.core.answerable import require_all_heads
+from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
+from hf_kvcaches.equip.heads import HEAD_BUDGETS, scores_alike
 from hf_kvcaches.equip.policies import Policy
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.kernels.launch import Backend
+from hf_kvcaches.equip.quantized import BITS
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
+from hf_kvcaches.kernels.launch import BACKENDS, Backend
+
+ROPE = ("auto", "frames", "on_read", "rotated_keys")
 
 
 @dataclass(frozen=True)
 class EquipSettings:
-    """What the user asked of one layer.
+    """The checked arguments of an `EquipCache`; in a layer, `budget` is the layer's own."""
 
-    Args:
-        budget: Tokens that the prompt is pruned to.
-        sinks: First tokens of each row that always stay.
-        recent: Newest tokens that always stay; None for the policy's own number.
-        geometry: How the model rotates the layer's keys.
-    """
-
-    budget: int | float
+    policy: Policy
+    budget: Any
     sinks: int
     recent: int | None
-    policy: Policy
-    geometry: RotaryGeometry
-    backend: Backend = "auto"
-    decode_budget: int | float | None = None
-    """Tokens kept while decoding; None for as many as of the prompt."""
-    question_start: int | None = None
-    """Where the first prompt's question begins: what stands before is pruned as if it had come alone."""
+    decode_budget: int | float | None
+    head_budgets: str | None
+    question_start: int | None
+    positions: str
+    rope: Any
+    backend: Backend
+    page_size: int | None
+    storage: Any
 
-    head_budgets: str | None = None
-    """How the slots are shared among heads; None: each has as many."""
+    def __post_init__(self) -> None:
+        require_choice("positions", self.positions, ("compact", "original"))
+        require_choice("rope", self.rope, ROPE)
+        require_choice("backend", self.backend, BACKENDS)
+        require_choice("head_budgets", self.head_budgets, (*HEAD_BUDGETS, None))
+        require_choice("storage", self.storage, (*BITS, None))
+        # NumPy's integers become plain ones.
+        plain: dict[str, Any] = {"sinks": whole_number("sinks", self.sinks, 0, "a number of tokens, 0 or more")}
+        if self.recent is not None:
+            plain["recent"] = whole_number("recent", self.recent, 0, "a number of tokens, 0 or more")
+        if self.decode_budget is not None:
+            plain["decode_budget"] = one_budget("decode_budget", self.decode_budget)
+        if self.question_start is not None:
+            plain["question_start"] = whole_number("question_start", self.question_start, -(1 << 40), "the index of a token of the prompt")
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+
+    def check(self, model: Any, *, latents: bool, offloading: bool) -> None:
+        """Refuses what does not go together.
+
+        Args:
+            model: The model, or its config.
+            latents: Whether the model keeps latents.
+            offloading: Whether layers wait in CPU memory.
+        """
+        policy, rope, paged, shared = self.policy, self.rope, self.page_size is not None, self.head_budgets is not None
+        several_budgets = policy.deferred or self.decode_budget is not None or self.question_start is not None
+        if self.positions == "original" and rope != "auto":
+            raise ConfigError.of("rope", "'auto' where positions='original'", rope, "Original positions are never turned.")
+        if self.storage is not None and rope not in ("auto", "on_read"):
+            raise ConfigError.of("rope", "'auto' or 'on_read' with storage", rope, "What is quantized are keys before rotation.")
+        if shared and (policy.order_only or not policy.by_head):
+            raise scores_alike(policy)
+        refusals = (
+            (paged and shared, "head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or head_budgets."),
+            (
+                paged and several_budgets,
+                "page_size, pool: pages are taken for one budget that holds from the prompt on. Leave them out, or decode_budget, "
+                "question_start and policies that wait for compress.",
+            ),
+            (paged and latents, "page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out."),
+            (paged and self.storage, "storage: pages hold the model's dtype. Leave storage out, or page_size and pool."),
+            (paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."),
+            (
+                shared and self.storage,
+                "head_budgets: heads of unequal length are held in the model's dtype. Leave storage out, or head_budgets.",
+            ),
+            (latents and self.storage, "storage: this model keeps latents, which are held in its dtype. Leave storage out."),
+            (
+                shared and rope == "rotated_keys",
+                "head_budgets: the paper's second cache of rotated keys has heads of one length. Pass rope='on_read'.",
+            ),
+            (
+                (paged or latents) and rope == "rotated_keys",
+                "rope: the paper's second cache of rotated keys is kept neither on pages nor of latents. Pass rope='on_read'.",
+            ),
+            (
+                latents and _reads_heads(policy),
+                "policy: it reads keys and values of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.",
+            ),
+        )
+        for refused, message in refusals:
+            if refused:
+                raise UnsupportedError(message)
+        for needed, what, instead in (
+            (policy.mixes_heads, f"The policy {policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'."),
+            (shared, "head_budgets", "Leave head_budgets out."),
+            (latents, "Pruning latents, which are common to all heads,", "Use DynamicCache."),
+        ):
+            if needed:
+                require_all_heads(model, what, instead)
 
     def question_in(self, tokens: int) -> int:
         """How many of a first prompt's tokens stand before its question."""
@@ -46,6 +115,10 @@ class EquipSettings:
             raise ConfigError.of("question_start", what, self.question_start)
         return start
 
+    def recent_of(self, slots: int) -> int:
+        """How many of the newest tokens always stay in so many slots."""
+        return self.policy.recent(slots, self.sinks) if self.recent is None else self.recent
+
     def limit_of(self, prompt: int, beside: int = 0) -> Limit:
         """What a prompt is pruned to.
 
@@ -53,8 +126,12 @@ class EquipSettings:
             prompt: Its tokens, in the longest row.
             beside: Tokens that stay besides, on top of a fraction.
         """
-        budget, wanted, sinks = self.budget, self.recent, self.sinks
-        slots = slots_for(budget, prompt) + (beside if isinstance(budget, float) else 0)
-        recent = self.policy.recent(slots, sinks) if wanted is None else wanted
-        check_budget(slots, sinks, max(recent, beside))
+        slots = slots_for(self.budget, prompt) + (beside if isinstance(self.budget, float) else 0)
+        recent = whole_number("recent", self.recent_of(slots), 0)
+        check_budget(slots, self.sinks, max(recent, beside))
         return Limit(slots, recent)
+
+
+def _reads_heads(policy: Any) -> bool:
+    """Whether a policy, or one that it is made of, looks at the projections of heads."""
+    return policy is not None and (policy.reads_inputs or policy.name == "critical" or _reads_heads(getattr(policy, "inner", None)))

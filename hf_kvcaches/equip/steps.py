@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.frames import as_model_rotated, keys_for_queries, offset, rotated_to
-from hf_kvcaches.equip.policies.base import PeriodicPolicy, put_score
+from hf_kvcaches.equip.policies.base import WaitingPolicy, put_score
 from hf_kvcaches.equip.scoring import bias_columns, seen_by_policy
 from hf_kvcaches.errors import UnsupportedError
 
@@ -194,13 +194,13 @@ def _observe(layer: EquipLayer, weights: torch.Tensor | None, slot: torch.Tensor
 def _rescore(layer: EquipLayer, slot: torch.Tensor, module: nn.Module, complete: torch.Tensor | bool) -> None:
     state, policy = layer.state, layer.policy
     assert state.scores is not None
-    used, positions, first = state.used(), layer.positions, 0 if state.first is None else state.first
-    seen: Any = state.count()
-    if isinstance(policy, PeriodicPolicy) and not policy.looks(seen, first, layer.settings.sinks):
+    used, positions = state.used(), layer.positions
+    due = not isinstance(policy, WaitingPolicy) or policy.due(state.row_tokens(), layer.settings.sinks, complete)
+    if due is False or (isinstance(due, torch.Tensor) and not bool(due.any())):
         put_score(state.scores[..., :used], slot, torch.inf)  # without keys and values, which some stores have to gather
         return
     keys, values = layer.store.read(used)
-    if layer.rotation.compact and policy.looks(seen, first, layer.settings.sinks):
+    if policy.directions:
         keys = as_model_rotated(layer, keys, positions, rotated_to(layer))
     tokens = seen_by_policy(
         layer,
@@ -208,7 +208,7 @@ def _rescore(layer: EquipLayer, slot: torch.Tensor, module: nn.Module, complete:
         values,
         positions,
         None if state.attention is None else state.attention[..., :used],
-        seen=seen,
+        seen=state.count(),
         queries=state.queries,
         budget=state.slots,
         module=module,

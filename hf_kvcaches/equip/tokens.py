@@ -120,10 +120,18 @@ class Tokens:
             )
         return self.attention
 
+    @property
+    def row_start(self) -> torch.Tensor | int:
+        """`first` in the shape of `positions`: (batch, 1, 1), or one number for all rows."""
+        return self.first.view(-1, 1, 1) if isinstance(self.first, torch.Tensor) else self.first
+
     def row_index(self) -> torch.Tensor:
         """Like `positions`, counted from each row's first real token; below 0 for empty slots."""
-        first = self.first.view(-1, 1, 1) if isinstance(self.first, torch.Tensor) else self.first
-        return torch.where(self.positions < 0, -1, self.positions - first)
+        return torch.where(self.positions < 0, -1, self.positions - self.row_start)
+
+    def counted(self) -> torch.Tensor:
+        """True for tokens that are no sinks, (batch, 1 or kv_heads, slots)."""
+        return self.row_index() >= self.sinks
 
 
 def order_of(positions: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ class Policy(ABC):
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
         directions: Whether it reads more of the keys than their lengths, and wants them as the model rotated them.
         scores_are_sums: Whether scores after a step are the attention received from all queries so far, as it is.
+        alone: Whether a token's score does not depend on other tokens, so that a step scores the new one only.
         by_head: Whether each head has scores of its own.
         in_graphs: Whether a decoding step can be compiled: no choice in Python depends on what tensors hold.
         mixes_heads: Whether a head's scores depend on other heads, or on how many there are: refused under tensor parallelism.
@@ -61,6 +62,7 @@ class Policy(ABC):
     always_recent: ClassVar[int] = 0
     directions: ClassVar[bool] = True
     scores_are_sums: bool = False
+    alone: ClassVar[bool] = False
     by_head: bool = True
     in_graphs: ClassVar[bool] = False
     mixes_heads: ClassVar[bool] = False
@@ -71,23 +73,8 @@ class Policy(ABC):
                 checked = whole_number(parameter.name, getattr(self, parameter.name), parameter.metadata["least"])
                 object.__setattr__(self, parameter.name, checked)
 
-    def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
-        """Whether `rescore` reads keys after a step with so many tokens seen. Turning them back takes time that may be spared.
-
-        Args:
-            seen: Tokens fed in so far.
-            first: As in `Tokens`.
-            sinks: Protected first tokens.
-        """
-        return self.directions
-
     def recent(self, budget: int, sinks: int) -> int:
-        """How many of the newest tokens are protected where the user doesn't say.
-
-        Args:
-            budget: Slots of the layer.
-            sinks: Protected first tokens.
-        """
+        """How many of the newest tokens are protected in so many slots where the user doesn't say."""
         return 1
 
     @abstractmethod
@@ -95,17 +82,10 @@ class Policy(ABC):
         """What each token is worth: (batch, 1 or kv_heads, slots), higher stays, infinite stays while anything finite can go.
 
         With 1 in the place of the heads, all heads of a layer keep the same tokens. What it says of empty slots does not matter.
-
-        Args:
-            tokens: All slots after a block, before it is pruned.
         """
 
     def checked_score(self, tokens: Tokens) -> torch.Tensor:
-        """`score` as float32 without gradients, or an error that names a wrong shape.
-
-        Args:
-            tokens: As in `score`.
-        """
+        """`score` as float32 without gradients, or an error that names a wrong shape."""
         scores = self.score(tokens)
         batch, heads, slots, _ = tokens.keys.shape
         if tuple(scores.shape) not in ((batch, 1, slots), (batch, heads, slots)):
@@ -124,6 +104,8 @@ class Policy(ABC):
             tokens: With the new token and what its query attended to.
             slots: (batch, 1 or kv_heads, 1), where the new token went.
         """
+        if self.alone:
+            return put_score(scores, slots, self.checked_score(tokens.pick(slots.expand(-1, tokens.keys.shape[1], -1))))
         return self.checked_score(tokens)
 
     def protect(
@@ -192,9 +174,27 @@ class Policy(ABC):
         return {"policy": f"{type(self).__module__}.{type(self).__qualname__}" if own else self.name, **parameters}
 
 
+class WaitingPolicy(Policy):
+    """A policy whose new tokens stay until all are scored anew, which is when `due` says so: after no step, but in each block."""
+
+    def due(self, seen: int | torch.Tensor, sinks: int, complete: bool | torch.Tensor) -> bool | torch.Tensor:
+        """Whether a step scores all tokens anew: of all rows, or (batch, 1, 1).
+
+        Args:
+            seen: Real tokens fed in so far, likewise.
+            complete: As in `Tokens`.
+        """
+        return False
+
+    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
+        scores = put_score(scores, slots, torch.inf)
+        due = torch.as_tensor(self.due(tokens.seen - tokens.row_start, tokens.sinks, tokens.complete), device=scores.device)
+        return torch.where(due, self.checked_score(replace(tokens, scores=scores)), scores) if bool(due.any()) else scores
+
+
 @dataclass(frozen=True)
-class PeriodicPolicy(Policy):
-    """A policy that scores all tokens anew each time `interval` others have come; until then new ones stay.
+class PeriodicPolicy(WaitingPolicy):
+    """A policy that scores all tokens anew each time `interval` others have come.
 
     Args:
         interval: Tokens that come between two scorings.
@@ -205,19 +205,8 @@ class PeriodicPolicy(Policy):
     def recent(self, budget: int, sinks: int) -> int:
         return few_recent(budget, sinks)
 
-    def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
-        due = (seen - first) % self.interval == 0
-        return bool(due.any()) if isinstance(due, torch.Tensor) else due
-
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        scores = put_score(scores, slots, torch.inf)
-        if not self.looks(tokens.seen, tokens.first, tokens.sinks):
-            return scores
-        new = self.checked_score(replace(tokens, scores=scores))
-        if not isinstance(tokens.first, torch.Tensor):
-            return new
-        due = (tokens.seen - tokens.first) % self.interval == 0
-        return torch.where(due[:, None, None], new, scores)
+    def due(self, seen: int | torch.Tensor, sinks: int, complete: bool | torch.Tensor) -> bool | torch.Tensor:
+        return seen % self.interval == 0
 
 
 def _parameters(policy: Policy) -> tuple[dataclasses.Field[Any], ...]:

@@ -62,7 +62,7 @@ class ExpectedAttentionPolicy(PeriodicPolicy):
         keys = tokens.keys.detach().float()[:, :, None]  # (batch, kv_heads, 1, slots, head_dim)
         mean, covariance = (part.unflatten(1, (keys.shape[1], -1)) for part in (mean, covariance))
         logits = (keys @ mean.mT)[..., 0] * scaling + ((keys @ covariance) * keys).sum(-1) * (scaling**2 / 2)
-        counted = (tokens.row_index() >= tokens.sinks)[:, :, None]
+        counted = tokens.counted()[:, :, None]
         expected = logits.masked_fill(~counted, torch.finfo(torch.float32).min).softmax(-1).mean(2)
         return (expected + self.epsilon) * tokens.values.detach().float().norm(dim=-1)
 

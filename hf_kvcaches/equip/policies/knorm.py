@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, put_score
+from hf_kvcaches.equip.policies.base import Policy
 from hf_kvcaches.equip.tokens import Tokens
 
 
@@ -22,12 +22,9 @@ class KeyNormPolicy(Policy):
 
     name = "knorm"
     directions = False
+    alone = True
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         scores = -torch.linalg.vector_norm(tokens.keys.detach(), dim=-1, dtype=torch.float32)
         # Rotating a key changes the last bit of its norm, which must not decide between equal keys.
         return scores if tokens.scores is None else torch.where(tokens.scores.isnan(), scores, tokens.scores)
-
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        keys = tokens.keys.detach().take_along_dim(slots[..., None], 2)
-        return put_score(scores, slots, -torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32))

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, count, few_recent, put_score
+from hf_kvcaches.equip.policies.base import WaitingPolicy, count, few_recent
 from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class KVZipPolicy(Policy):
+class KVZipPolicy(WaitingPolicy):
     """Keeps the tokens that the model attends to when it reproduces the context, once, for many questions.
 
     KVzip (Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv 2505.23416): the context is fed a second time behind
@@ -37,6 +37,3 @@ class KVZipPolicy(Policy):
             return tokens.attention
         unscored = torch.full(tokens.keys.shape[:3], torch.inf, device=tokens.keys.device)
         return unscored if tokens.scores is None else tokens.scores.nan_to_num(nan=torch.inf)
-
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        return put_score(scores, slots, torch.inf)

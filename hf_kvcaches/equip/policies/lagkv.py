@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, count, put_score
+from hf_kvcaches.equip.policies.base import WaitingPolicy, count
 from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class LagKVPolicy(Policy):
+class LagKVPolicy(WaitingPolicy):
     """Keeps the tokens with keys and values that spread most in the range of the next lag of tokens.
 
     LagKV (Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704): tokens are cut into lags, each
@@ -35,13 +35,8 @@ class LagKVPolicy(Policy):
         ranks = lag_ranks(tokens.keys.detach(), tokens.values.detach(), tokens.row_index() - tokens.sinks, self.lag_size)
         return ranks if tokens.scores is None else torch.where(tokens.scores.isfinite(), tokens.scores, ranks)
 
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        scores = put_score(scores, slots, torch.inf)
-        return self.score(replace(tokens, scores=scores)) if self.looks(tokens.seen, tokens.first, tokens.sinks) else scores
-
-    def looks(self, seen: int, first: torch.Tensor | int, sinks: int) -> bool:
-        due = (seen - first - sinks) % self.lag_size == 0
-        return bool(due.any()) if isinstance(due, torch.Tensor) else due
+    def due(self, seen: int | torch.Tensor, sinks: int, complete: bool | torch.Tensor) -> bool | torch.Tensor:
+        return (seen - sinks) % self.lag_size == 0
 
 
 def lag_ranks(keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, size: int) -> torch.Tensor:

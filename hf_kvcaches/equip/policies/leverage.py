@@ -29,7 +29,7 @@ class LeveragePolicy(PeriodicPolicy):
 
 def leverage(tokens: Tokens) -> torch.Tensor:
     """The leverage of each token's key among those of its row and head, (batch, kv_heads, slots)."""
-    counted = (tokens.row_index() >= tokens.sinks).float()[..., None]
+    counted = tokens.counted().float()[..., None]
     keys = tokens.unrotated_keys().detach().float()
     keys = (keys - (keys * counted).sum(2, keepdim=True) / counted.sum(2, keepdim=True).clamp(min=1)) * counted
     precise = keys.double()  # with fewer keys than dimensions the moments are singular, and rounding would decide

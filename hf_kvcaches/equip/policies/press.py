@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, put_score
+from hf_kvcaches.equip.policies.base import WaitingPolicy
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
-class PressPolicy(Policy):
+class PressPolicy(WaitingPolicy):
     """Keeps the tokens with the highest scores of a press of kvpress: any object with its `score`.
 
     **Departs from kvpress**: sinks and recent tokens stay, and decoded ones until the next block. Presses that read attention weights
@@ -39,9 +39,6 @@ class PressPolicy(Policy):
         if not isinstance(scores, torch.Tensor):
             raise ConfigError.of(f"{type(self.press).__name__}.score", "a tensor", scores)
         return scores
-
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        return put_score(scores, slots, torch.inf)
 
     def settings(self) -> dict[str, Any]:
         return {"policy": f"press of {type(self.press).__module__}.{type(self.press).__qualname__}"}

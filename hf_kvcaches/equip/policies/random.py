@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import Policy, count, put_score
+from hf_kvcaches.equip.policies.base import Policy, count
 from hf_kvcaches.equip.tokens import Tokens
 
 
@@ -22,6 +22,7 @@ class RandomPolicy(Policy):
 
     name = "random"
     directions = False
+    alone = True
     mixes_heads = True
     seed: int = count(0, least=0)
 
@@ -37,10 +38,6 @@ class RandomPolicy(Policy):
         generator = torch.Generator(keys.device).manual_seed(self.seed)
         shape = (1, index.shape[0], max(1, int(index.max()) + 1))
         return torch.rand(shape, generator=generator, device=keys.device, dtype=keys.dtype)[0].float().gather(-1, index.clamp(min=0).long())
-
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        slots = slots.expand(*scores.shape[:-1], 1)
-        return put_score(scores, slots, _hashes(tokens.row_index().expand_as(scores).gather(-1, slots), self.seed))
 
 
 def _hashes(positions: torch.Tensor, seed: int) -> torch.Tensor:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from hf_kvcaches.equip.policies.base import Policy, count, put_score
+from hf_kvcaches.equip.policies.base import WaitingPolicy, count
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class SnapKVPolicy(Policy):
+class SnapKVPolicy(WaitingPolicy):
     """Keeps the tokens that the last `window` queries attend to, together with their neighbours.
 
     SnapKV (LLM Knows What You are Looking for Before Generation, arXiv 2404.14469): the end of a prompt already shows which spans of it
@@ -50,5 +50,5 @@ class SnapKVPolicy(Policy):
             scores[..., :earlier] = functional.avg_pool1d(received[..., :earlier], self.kernel_size, 1, self.kernel_size // 2)
         return torch.empty_like(scores).scatter_(-1, order, scores)
 
-    def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
-        return self.score(tokens) if tokens.complete else put_score(scores, slots, torch.inf)
+    def due(self, seen: int | torch.Tensor, sinks: int, complete: bool | torch.Tensor) -> bool | torch.Tensor:
+        return complete
