@@ -14,16 +14,16 @@ from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import resolve_budgets
-from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
 from hf_kvcaches.equip.pages import PagePool, open_book
-from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings, resolve_policy
+from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.quantized import QuantizedStore
 from hf_kvcaches.equip.ragged import RaggedStore
 from hf_kvcaches.equip.reconstruction import reconstruct
 from hf_kvcaches.equip.rotation import RotatingPass, Scheme, SlotRotation
+from hf_kvcaches.equip.scoring import watch_inputs
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, whole_number
@@ -99,7 +99,7 @@ class EquipCache(AnsweringCache):
         self._latents = base is not None and bool(getattr(config, "kv_lora_rank", None) and latent_modules(base))
         self._book = open_book(config, page_size, pool)
         self._settings = EquipSettings(
-            policy_from_settings(policy) if isinstance(policy, dict) else resolve_policy(policy),
+            resolve_policy(policy),
             resolve_budgets(budget, len(compat.layer_plan(config))),
             sinks,
             recent,
@@ -312,12 +312,10 @@ class EquipCache(AnsweringCache):
             stop: The one after the last; `start` to insert only.
             new_ids: Token ids, (tokens,) or (rows, tokens); none to delete only.
         """
-        ids = torch.as_tensor(new_ids, dtype=torch.long)
+        ids = torch.as_tensor(new_ids, dtype=torch.long, device=compat.base_model(model).device)
         if ids.ndim not in (1, 2):
             raise ConfigError.of("new_ids", "token ids, (tokens,) or (rows, tokens)", tuple(ids.shape))
-        layers = self._own_layers
-        device = compat.base_model(model).device
-        editing.edit(self, model, layers, start, stop, ids.reshape(1, -1).to(device) if ids.ndim == 1 else ids.to(device))
+        editing.edit(self, model, self._own_layers, start, stop, ids[None] if ids.ndim == 1 else ids)
         self.fed.cut(start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -43,11 +43,7 @@ def drop(layer: EquipLayer, gone: torch.Tensor, moved: int = 0, start: int = 0) 
 
 
 def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) -> None:
-    """Drops tokens wherever they are still kept.
-
-    Args:
-        positions: Indices among the tokens seen.
-    """
+    """Drops tokens, by their indices among the tokens seen, wherever they are still kept."""
     seen = cache.seen
     if not positions.numel():
         return
@@ -69,11 +65,7 @@ def evict(cache: EquipCache, layers: list[EquipLayer], positions: torch.Tensor) 
 
 
 def edit(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int, stop: int, new_ids: torch.Tensor) -> None:
-    """Puts other tokens in the place of some.
-
-    Args:
-        new_ids: (rows, tokens); none at all only deletes.
-    """
+    """Puts other tokens, (rows, tokens), in the place of some; none at all only deletes."""
     _check(cache, layers, start, stop, new_ids)
     before = [(layer.state.clone(), layer.store.snapshot()) for layer in layers]
     try:
@@ -136,11 +128,7 @@ def _insert(cache: EquipCache, model: Any, layers: list[EquipLayer], start: int,
 
 @dataclass(frozen=True)
 class Insertion:
-    """Puts new tokens into the middle of the text; what follows has moved already.
-
-    Args:
-        start: The position of the first one.
-    """
+    """Puts new tokens into the middle of the text, from the position `start` on; what follows has moved already."""
 
     start: int
 

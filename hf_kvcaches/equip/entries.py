@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from hf_kvcaches.equip.frames import rotated_to
-from hf_kvcaches.equip.tokens import order_of
+from hf_kvcaches.equip.tokens import at_slots, order_of
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.layer import EquipLayer
 
 _OF_STATE = ("attention", "gathering", "scores")
-_PER_SLOT = ("positions", "rotated_to", "source", *_OF_STATE)
+_PER_TOKEN = ("keys", "values", "positions", "rotated_to", "source", *_OF_STATE)
 
 
 @dataclass(frozen=True)
@@ -53,26 +54,16 @@ class Entries:
         return cls(keys, values, layer.positions, rotated_to(layer), source, **slots)
 
     def pick(self, index: torch.Tensor) -> Entries:
-        """Some of the tokens.
-
-        Args:
-            index: (batch, 1 or kv_heads, tokens to pick).
-        """
-
-        def states(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.gather(2, index[..., None].expand(*tensor.shape[:2], -1, tensor.shape[-1]))
-
-        def numbers(tensor: torch.Tensor) -> torch.Tensor:
-            shape = (tensor.shape[0], max(index.shape[1], tensor.shape[1]), -1)
-            return tensor.expand(shape).gather(2, index.expand(shape))
-
-        picked = {name: numbers(tensor) for name in _PER_SLOT if (tensor := getattr(self, name)) is not None}
-        return replace(self, keys=states(self.keys), values=states(self.values), **picked)
+        """The tokens at some indices, (batch, 1 or kv_heads, tokens to pick)."""
+        return self._map(lambda tensor: at_slots(tensor, index))
 
     def first(self, count: int) -> Entries:
         """The first tokens."""
-        sliced = {name: tensor[..., :count] for name in _PER_SLOT if (tensor := getattr(self, name)) is not None}
-        return replace(self, keys=self.keys[:, :, :count], values=self.values[:, :, :count], **sliced)
+        return self._map(lambda tensor: tensor[:, :, :count])
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Entries:
+        changed = {name: function(tensor) for name in _PER_TOKEN if (tensor := getattr(self, name)) is not None}
+        return replace(self, **changed)
 
     def hide(self, empty: torch.Tensor) -> Entries:
         """With some of the tokens empty, (batch, kv_heads, tokens)."""
@@ -89,24 +80,20 @@ class Entries:
     def behind(self, old: Entries) -> Entries:
         """Old tokens, then these new ones."""
         rows, count = self.keys.shape[0], self.keys.shape[2]
+        heads = max(old.positions.shape[1], self.positions.shape[1])
 
-        def joined(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-            if one is None or other is None:
-                return None
-            heads = max(one.shape[1], other.shape[1])
-            return torch.cat([one.expand(rows, heads, -1), other.expand(rows, heads, -1)], -1)
+        def joined(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+            return torch.cat([before.expand(rows, heads, -1), after.expand(rows, heads, -1)], -1)
 
         def padded(tensor: torch.Tensor | None, fill: float) -> torch.Tensor | None:
             return None if tensor is None else torch.nn.functional.pad(tensor, (0, count), value=fill)
 
-        positions = joined(old.positions, self.positions)
-        assert positions is not None
         return replace(
             self,
             keys=torch.cat([old.keys, self.keys], 2),
             values=torch.cat([old.values, self.values], 2),
-            positions=positions,
-            rotated_to=joined(old.rotated_to, self.rotated_to),
+            positions=joined(old.positions, self.positions),
+            rotated_to=None if old.rotated_to is None or self.rotated_to is None else joined(old.rotated_to, self.rotated_to),
             source=padded(old.source, -1),
             attention=padded(old.attention, 0.0),
             gathering=padded(old.gathering, 0.0),

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class GraphPass:
-    """What a graph knows of its pass: all new tokens are real.
-
-    Args:
-        positions: The model's, (batch or 1, tokens).
-    """
+    """What a graph knows of its pass: the model's positions, (batch or 1, tokens), and that all new tokens are real."""
 
     valid = allowed = None
 
@@ -88,8 +84,9 @@ def attend(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: t
             "torch.compile: EquipCache can't compile steps with a position bias or a mask over more than the new tokens."
         )
     if call.mask is not None:
+        newest = call.mask[:, 0, -1]  # the last query's row
         compat.assert_in_graph(
-            _newest(call.mask).all(),
+            (newest if newest.dtype == torch.bool else newest == 0).all(),
             "EquipCache: padding among the new tokens of a compiled call. Feed them to the uncompiled model. If no new token is padding, "
             "call hf_kvcaches.enable(model) before the model is compiled.",
         )
@@ -98,12 +95,6 @@ def attend(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: t
     index = layer.state.row_tokens()
     assert isinstance(index, torch.Tensor)
     return steps.step(layer, query, keys, values, call, GraphPass(_positions(call, index.reshape(-1, 1))))
-
-
-def _newest(mask: torch.Tensor) -> torch.Tensor:
-    """True where a new token is real, as the last query's row of a mask of the new tokens says."""
-    newest = mask[:, 0, -1]
-    return newest if newest.dtype == torch.bool else newest == 0
 
 
 def _positions(call: Call, counted: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,10 @@ from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, drafts, graphs, steps
 from hf_kvcaches.equip.budgets import Limit, slots_for
-from hf_kvcaches.equip.inputs import part_of
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.rollback import Recording
 from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
+from hf_kvcaches.equip.scoring import part_of
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.state import SlotState
 from hf_kvcaches.equip.store import FlatStore

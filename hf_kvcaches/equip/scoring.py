@@ -1,12 +1,16 @@
-"""What a policy is shown, and what it says."""
+"""What a policy is shown, what the model's attention modules are called with among it, and what the policy says."""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.passes import Pass
 from hf_kvcaches.equip.frames import as_model_rotated
@@ -14,28 +18,20 @@ from hf_kvcaches.equip.state import padding_first
 from hf_kvcaches.equip.tokens import Tokens
 
 if TYPE_CHECKING:
+    from hf_kvcaches.equip.cache import EquipCache
     from hf_kvcaches.equip.entries import Entries
     from hf_kvcaches.equip.layer import EquipLayer
 
 
-def seen_by_policy(
-    layer: EquipLayer,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    attention: torch.Tensor | None,
-    **more: Any,
-) -> Tokens:
-    """What the layer's policy is shown; arguments are those of `Tokens`."""
-    state, settings = layer.state, layer.settings
-    first = 0 if state.first is None else state.first
-    shared: dict[str, Any] = {
-        "sinks": settings.sinks,
-        "first": first,
-        "scaling": state.scaling,
-        "geometry": layer.rotation.geometry or layer.geometry,
-    }
-    return Tokens(keys, values, positions, attention, **shared, **more)
+# Arguments with one entry for each new token.
+_BY_TOKEN = ("hidden_states", "position_embeddings")
+
+
+def seen_by_policy(layer: EquipLayer, **shown: Any) -> Tokens:
+    """What the layer's policy is shown; further arguments are those of `Tokens`."""
+    first = 0 if layer.state.first is None else layer.state.first
+    geometry = layer.rotation.geometry or layer.geometry
+    return Tokens(sinks=layer.settings.sinks, first=first, scaling=layer.state.scaling, geometry=geometry, **shown)
 
 
 def score(layer: EquipLayer, entries: Entries, budget: int, module: nn.Module | None, after: int = 0) -> torch.Tensor:
@@ -47,17 +43,15 @@ def score(layer: EquipLayer, entries: Entries, budget: int, module: nn.Module | 
         after: How many tokens were seen after all entries.
     """
     state, policy = layer.state, layer.policy
-    if policy.order_only:
-        return (entries.positions - state.seen).float()
     queries = state.queries if entries.queries is None else entries.queries
     queries = queries[:, :, : queries.shape[2] - after] if queries is not None and after else queries
     keys = as_model_rotated(layer, entries.keys, entries.positions, entries.rotated_to) if policy.directions else entries.keys
     tokens = seen_by_policy(
         layer,
-        keys,
-        entries.values,
-        entries.positions,
-        entries.attention,
+        keys=keys,
+        values=entries.values,
+        positions=entries.positions,
+        attention=entries.attention,
         seen=state.seen - after,
         scores=entries.scores,
         queries=queries,
@@ -96,3 +90,34 @@ def bias_columns(layer: EquipLayer, bias: torch.Tensor, used: int, heads: int) -
         columns = layer.text_positions().clamp(min=0)
     columns = columns.expand(-1, layer.store.shape[1], -1)
     return columns.repeat_interleave(heads // columns.shape[1], 1)
+
+
+def watch_inputs(model: PreTrainedModel, cache: EquipCache) -> None:
+    """Has a cache's layers shown what the model's attention modules are called with, for as long as the cache lives."""
+    reference = weakref.ref(cache)
+
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        watching = reference()
+        if watching is None or kwargs is None or not any(value is watching for value in kwargs.values()):
+            return
+        hidden = args[0] if args else kwargs["hidden_states"]
+        rest = {name: value for name, value in kwargs.items() if value is not watching}
+        watching.layers[module.layer_idx].inputs = {**rest, "hidden_states": hidden}
+
+    before.only_observes = True  # type: ignore[attr-defined]
+    for layer in compat.decoder_layers(model)[2]:
+        handle = compat.attention_module(layer).register_forward_pre_hook(before, with_kwargs=True)
+        weakref.finalize(cache, handle.remove)
+
+
+def part_of(inputs: Mapping[str, Any] | None, start: int, stop: int) -> Mapping[str, Any] | None:
+    """The arguments for some of the new tokens."""
+    if inputs is None:
+        return None
+    return {name: _part(value, start, stop) if name in _BY_TOKEN else value for name, value in inputs.items()}
+
+
+def _part(value: Any, start: int, stop: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_part(entry, start, stop) for entry in value)
+    return value[:, start:stop] if isinstance(value, torch.Tensor) else value

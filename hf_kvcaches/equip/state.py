@@ -77,11 +77,7 @@ class SlotState:
         return copied
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], *, rows: bool = False) -> None:
-        """Replaces tensors.
-
-        Args:
-            rows: Leave out what does not belong to rows.
-        """
+        """Replaces all tensors, or with `rows` those that belong to rows."""
         for name, tensor in self.tensors().items():
             if not (rows and name in _SHARED):
                 setattr(self, name, function(tensor))
@@ -165,7 +161,7 @@ class SlotState:
 
     def row_tokens(self) -> int | torch.Tensor:
         """How many real tokens each row has seen: a number, or (batch, 1, 1)."""
-        return self.count() if self.first is None else self.count() - self.first[:, None, None]
+        return self.count() - self.row_start()
 
     def row_start(self) -> int | torch.Tensor:
         """The position of each row's first token: 0, or (batch, 1, 1)."""
@@ -177,13 +173,13 @@ class SlotState:
         return order_of(self.positions[..., : self.used()]).argsort(-1)
 
     def pass_over(self, valid: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Counts the padding among new tokens to what lies before a row's first token; returns their positions, -1 for padding.
+        """Counts the padding among new tokens to what lies before a row's first token.
 
         Args:
             valid: True where a token is real, (batch, tokens).
 
         Returns:
-            (batch, 1, tokens).
+            The new tokens' positions, (batch, 1, tokens), -1 for padding.
         """
         real = valid.sum(-1)
         pads = tokens - real

@@ -204,10 +204,10 @@ def _rescore(layer: EquipLayer, slot: torch.Tensor, module: nn.Module, complete:
         keys = as_model_rotated(layer, keys, positions, rotated_to(layer))
     tokens = seen_by_policy(
         layer,
-        keys,
-        values,
-        positions,
-        None if state.attention is None else state.attention[..., :used],
+        keys=keys,
+        values=values,
+        positions=positions,
+        attention=None if state.attention is None else state.attention[..., :used],
         seen=state.count(),
         queries=state.queries,
         budget=state.slots,

@@ -12,6 +12,8 @@ from torch import nn
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
 
+_PER_SLOT = ("keys", "values", "positions", "attention", "scores")
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -55,28 +57,9 @@ class Tokens:
     inputs: Mapping[str, Any] | None = None
 
     def pick(self, slots: torch.Tensor) -> Tokens:
-        """Some of the tokens.
-
-        Args:
-            slots: (batch, kv_heads, tokens to pick).
-        """
-
-        def states(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.gather(2, slots[..., None].expand(*slots.shape, tensor.shape[-1]))
-
-        def flat(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.expand(*slots.shape[:2], -1).gather(2, slots)
-
-        positions = flat(self.positions)
-        assert positions is not None
-        return replace(
-            self,
-            keys=states(self.keys),
-            values=states(self.values),
-            positions=positions,
-            attention=flat(self.attention),
-            scores=flat(self.scores),
-        )
+        """The tokens in some slots, (batch, kv_heads, tokens to pick)."""
+        picked: dict[str, Any] = {name: at_slots(tensor, slots) for name in _PER_SLOT if (tensor := getattr(self, name)) is not None}
+        return replace(self, **picked)
 
     def in_order(self) -> torch.Tensor:
         """The slots of each head in order of position, empty ones last, (batch, kv_heads, slots)."""
@@ -108,8 +91,7 @@ class Tokens:
         """The queries' places in their rows, (batch, queries); below 0 where there is none."""
         assert self.queries is not None
         index = torch.arange(self.seen - self.queries.shape[2], self.seen, device=self.queries.device)[None]
-        first = self.first.to(index.device)[:, None] if isinstance(self.first, torch.Tensor) else self.first
-        return (index - first).expand(self.queries.shape[0], -1)
+        return (index - torch.as_tensor(self.first, device=index.device).view(-1, 1)).expand(self.queries.shape[0], -1)
 
     @property
     def observed(self) -> torch.Tensor:
@@ -132,6 +114,11 @@ class Tokens:
     def counted(self) -> torch.Tensor:
         """True for tokens that are no sinks, (batch, 1 or kv_heads, slots)."""
         return self.row_index() >= self.sinks
+
+
+def at_slots(tensor: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """What a tensor, (batch, 1 or kv_heads, slots) or with one more dimension, has in some slots, (batch, 1 or kv_heads, tokens)."""
+    return tensor.take_along_dim(slots if tensor.ndim == 3 else slots[..., None], 2)
 
 
 def order_of(positions: torch.Tensor) -> torch.Tensor:

@@ -45,23 +45,3 @@ __all__ = [
     "policy_from_settings",
     "resolve_policy",
 ]
-
-_POLICIES: tuple[type[Policy], ...] = (
-    StreamingPolicy,
-    LeveragePolicy,
-    CompactorPolicy,
-    CURPolicy,
-    KeyDiffPolicy,
-    ExpectedAttentionPolicy,
-    KVZipPolicy,
-    H2OPolicy,
-    TOVAPolicy,
-    SnapKVPolicy,
-    LagKVPolicy,
-    KeyNormPolicy,
-    RandomPolicy,
-    ChunkPolicy,
-    BlockPolicy,
-    CriticalPolicy,
-)
-BUILT_IN.update({policy.name: policy for policy in _POLICIES})

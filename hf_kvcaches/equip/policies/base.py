@@ -35,6 +35,9 @@ def count(default: int, *, least: int = 1, **options: Any) -> Any:
 class Policy(ABC):
     """The base of all policies. A subclass writes `score`; a frozen dataclass for one with parameters makes it savable.
 
+    Scores and positions are (batch, 1 or kv_heads, slots), and the position of an empty slot is -1. Tokens at positions before `sinks_end`
+    are sinks, and those from `recent_start` on are recent: numbers, or (batch, 1 or kv_heads, 1).
+
     Attributes:
         name: What `resolve_policy` and saved caches call it.
         observes: Whose attention it scores by. 0: none; a number: the last so many queries; None: all queries.
@@ -66,6 +69,11 @@ class Policy(ABC):
     by_head: bool = True
     in_graphs: ClassVar[bool] = False
     mixes_heads: ClassVar[bool] = False
+
+    def __init_subclass__(cls, *, built_in: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if built_in:
+            BUILT_IN[cls.name] = cls
 
     def __post_init__(self) -> None:
         for parameter in _parameters(self):
@@ -111,14 +119,7 @@ class Policy(ABC):
     def protect(
         self, scores: torch.Tensor, positions: torch.Tensor, *, sinks_end: torch.Tensor | int, recent_start: torch.Tensor | int
     ) -> torch.Tensor:
-        """Scores with +inf for sinks and recent tokens, -inf for empty slots, and finite for all others.
-
-        Args:
-            scores: (batch, 1 or kv_heads, slots).
-            positions: (batch, 1 or kv_heads, slots).
-            sinks_end: Tokens at positions before it are sinks; broadcast to `positions`.
-            recent_start: Tokens from it on are recent; broadcast to `positions`.
-        """
+        """Scores with +inf for sinks and recent tokens, -inf for empty slots, and finite for all others."""
         worth = scores.float().nan_to_num(nan=-_HIGHEST, posinf=_HIGHEST, neginf=-_HIGHEST)
         worth = torch.where((positions < sinks_end) | (positions >= recent_start), torch.inf, worth)
         return torch.where(positions < 0, -torch.inf, worth)
@@ -130,13 +131,6 @@ class Policy(ABC):
 
         Of equal scores those stay that `topk` takes from the row alone, as in kvpress. A row with fewer tokens keeps all, and some empty
         slots.
-
-        Args:
-            scores: (batch, 1 or kv_heads, slots).
-            positions: (batch, 1 or kv_heads, slots).
-            budget: How many slots to keep.
-            sinks_end: As in `protect`.
-            recent: How many of the newest tokens are protected.
         """
         start = newest_from(positions, max(recent, self.always_recent))
         worth = self.protect(scores, positions, sinks_end=sinks_end, recent_start=start)
@@ -152,13 +146,8 @@ class Policy(ABC):
     ) -> torch.Tensor:
         """Before a decoding step: the slot to write the new token to, (batch, 1 or kv_heads, 1).
 
-        That is the first empty slot, or else the lowest score that is not protected; of equal ones the oldest goes.
-
-        Args:
-            scores: (batch, 1 or kv_heads, slots).
-            positions: (batch, 1 or kv_heads, slots).
-            sinks_end: As in `protect`.
-            recent_start: As in `protect`. The token to come is the newest one, so the newest `recent - 1` of these.
+        That is the first empty slot, or else the lowest score that is not protected; of equal ones the oldest goes. The token to come is
+        the newest one, so `recent_start` protects `recent - 1` of these.
         """
         held = (positions < sinks_end) | (positions >= recent_start)
         lowest = torch.where(held, torch.inf, scores).amin(-1, keepdim=True)
@@ -175,7 +164,11 @@ class Policy(ABC):
 
 
 class WaitingPolicy(Policy):
-    """A policy whose new tokens stay until all are scored anew, which is when `due` says so: after no step, but in each block."""
+    """A policy that scores all tokens anew in each block, and after the steps that `due` names; until then new ones stay."""
+
+    def recent(self, budget: int, sinks: int) -> int:
+        # What is asked next is close to the last tokens, and more would take slots of facts.
+        return max(1, min(64, (budget - sinks) // 4))
 
     def due(self, seen: int | torch.Tensor, sinks: int, complete: bool | torch.Tensor) -> bool | torch.Tensor:
         """Whether a step scores all tokens anew: of all rows, or (batch, 1, 1).
@@ -202,21 +195,48 @@ class PeriodicPolicy(WaitingPolicy):
 
     interval: int = count(64, kw_only=True)
 
-    def recent(self, budget: int, sinks: int) -> int:
-        return few_recent(budget, sinks)
-
     def due(self, seen: int | torch.Tensor, sinks: int, complete: bool | torch.Tensor) -> bool | torch.Tensor:
         return seen % self.interval == 0
+
+
+@dataclass(frozen=True)
+class WrappingPolicy(PeriodicPolicy):
+    """Changes the meaning of another policy's scores, and gets the inputs of that policy.
+
+    Args:
+        inner: The other policy, or its name.
+    """
+
+    inner: Any = "keydiff"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        policy = resolve_policy(self.inner)
+        if policy.deferred or policy.order_only:
+            raise UnsupportedError(f"inner: {policy.name!r} gives no scores that {type(self).__name__} could change. Use another policy.")
+        object.__setattr__(self, "inner", policy)
+        for name in ("observes", "queries", "sees_block", "directions", "reads_inputs", "mixes_heads", "always_recent", "by_head"):
+            object.__setattr__(self, name, getattr(policy, name))
+
+    def recent(self, budget: int, sinks: int) -> int:
+        return int(self.inner.recent(budget, sinks))
+
+    def inner_score(self, tokens: Tokens) -> torch.Tensor:
+        """The other policy's scores, (batch, kv_heads, slots)."""
+        scores: torch.Tensor = self.inner.checked_score(tokens)
+        return scores.expand(tokens.keys.shape[:3])
 
 
 def _parameters(policy: Policy) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ()
 
 
-def resolve_policy(policy: str | Policy) -> Policy:
-    """The policy of that name with its usual parameters, or the policy itself."""
+def resolve_policy(policy: str | Policy | dict[str, Any]) -> Policy:
+    """The policy of that name with its usual parameters, that these settings describe, or the policy itself."""
     if isinstance(policy, Policy):
         return policy
+    if isinstance(policy, dict):
+        return policy_from_settings(policy)
     if not isinstance(policy, str):
         swapped = "It is a model: model and policy seem to be swapped." if isinstance(policy, nn.Module) else ""
         hint = "Pass an object, not its class." if isinstance(policy, type) and issubclass(policy, Policy) else swapped
@@ -234,11 +254,6 @@ def policy_from_settings(settings: dict[str, Any]) -> Policy:
         why = f"policy: {name!r} is none of this package's ({known}), and a file does not bring the code of another."
         raise UnsupportedError(f"{why} Keep such a cache in memory.")
     return BUILT_IN[name](**parameters)
-
-
-def few_recent(budget: int, sinks: int) -> int:
-    """`Policy.recent` where facts are to stay: what is asked next is close to the last tokens, and more would take slots of facts."""
-    return max(1, min(64, (budget - sinks) // 4))
 
 
 def put_score(scores: torch.Tensor, slots: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hf_kvcaches.equip.policies.base import count
-from hf_kvcaches.equip.policies.wrapping import WrappingPolicy
+from hf_kvcaches.equip.policies.base import WrappingPolicy, count
 from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class BlockPolicy(WrappingPolicy):
+class BlockPolicy(WrappingPolicy, built_in=True):
     """Prunes to the budget after each block of the text, with the scores of another policy over the kept tokens and the block.
 
     KeyDiff (arXiv 2504.15364) prunes prompts in this way, and so does kvpress's `BlockPress`: tokens compete with kept tokens only.

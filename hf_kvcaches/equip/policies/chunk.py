@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import count
-from hf_kvcaches.equip.policies.wrapping import WrappingPolicy
+from hf_kvcaches.equip.policies.base import WrappingPolicy, count
 from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class ChunkPolicy(WrappingPolicy):
+class ChunkPolicy(WrappingPolicy, built_in=True):
     """Keeps the same share of each chunk of the text, with the scores of another policy over the chunk alone, as kvpress's `ChunkPress`.
 
     Args:

@@ -13,7 +13,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class CompactorPolicy(PeriodicPolicy):
+class CompactorPolicy(PeriodicPolicy, built_in=True):
     """Keeps the tokens with outlying keys, and those that the tokens around them, later or earlier, attend to.
 
     Compactor (Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv 2507.08143): leverage scores, and the

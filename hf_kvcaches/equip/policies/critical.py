@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from hf_kvcaches.core.metric import output_rows
-from hf_kvcaches.equip.policies.wrapping import WrappingPolicy
+from hf_kvcaches.equip.policies.base import WrappingPolicy
 from hf_kvcaches.equip.tokens import Tokens
 from hf_kvcaches.errors import ConfigError, is_number
 
 
 @dataclass(frozen=True)
-class CriticalPolicy(WrappingPolicy):
+class CriticalPolicy(WrappingPolicy, built_in=True):
     """Fills a part of the budget by another policy's scores, and the rest by these times the norm of the value in the layer's output.
 
     CriticalKV (Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, arXiv 2502.03805): the error that an

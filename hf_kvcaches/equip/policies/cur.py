@@ -12,7 +12,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class CURPolicy(PeriodicPolicy):
+class CURPolicy(PeriodicPolicy, built_in=True):
     """Keeps the tokens with larger keys and values than their neighbours.
 
     CurDKV (Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv 2509.15038): squared norms approximate the

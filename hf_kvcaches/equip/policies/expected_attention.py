@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ExpectedAttentionPolicy(PeriodicPolicy):
+class ExpectedAttentionPolicy(PeriodicPolicy, built_in=True):
     """Keeps the tokens that future queries, with the statistics of known ones, would attend to most.
 
     Expected Attention (KV Cache Compression by Estimating Attention from Future Queries Distribution, arXiv 2510.00636): queries before

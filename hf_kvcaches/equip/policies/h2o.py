@@ -11,7 +11,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class H2OPolicy(Policy):
+class H2OPolicy(Policy, built_in=True):
     """Keeps the tokens that received most attention from all queries since they came.
 
     H2O (Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models, arXiv 2306.14048): the running sum of attention

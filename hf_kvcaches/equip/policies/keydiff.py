@@ -12,7 +12,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class KeyDiffPolicy(PeriodicPolicy):
+class KeyDiffPolicy(PeriodicPolicy, built_in=True):
     """Keeps the tokens with the keys least similar to the mean direction of all keys.
 
     KeyDiff (Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference, arXiv 2504.15364): similar keys can replace each

@@ -11,7 +11,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class KeyNormPolicy(Policy):
+class KeyNormPolicy(Policy, built_in=True):
     """Keeps the tokens with the smallest keys.
 
     A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (arXiv 2406.11430): small keys tend to receive much

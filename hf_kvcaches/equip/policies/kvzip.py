@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_kvcaches.equip.policies.base import WaitingPolicy, count, few_recent
+from hf_kvcaches.equip.policies.base import WaitingPolicy, count
 from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class KVZipPolicy(WaitingPolicy):
+class KVZipPolicy(WaitingPolicy, built_in=True):
     """Keeps the tokens that the model attends to when it reproduces the context, once, for many questions.
 
     KVzip (Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv 2505.23416): the context is fed a second time behind
@@ -28,9 +28,6 @@ class KVZipPolicy(WaitingPolicy):
     name = "kvzip"
     directions = False
     deferred: int = count(512)
-
-    def recent(self, budget: int, sinks: int) -> int:
-        return few_recent(budget, sinks)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         if tokens.attention is not None:

@@ -11,7 +11,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class LagKVPolicy(WaitingPolicy):
+class LagKVPolicy(WaitingPolicy, built_in=True):
     """Keeps the tokens with keys and values that spread most in the range of the next lag of tokens.
 
     LagKV (Lag-Relative Information of the KV Cache Tells Which Tokens Are Important, arXiv 2504.04704): tokens are cut into lags, each

@@ -11,7 +11,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class LeveragePolicy(PeriodicPolicy):
+class LeveragePolicy(PeriodicPolicy, built_in=True):
     """Keeps the tokens with outlying keys: those with a large influence on a least-squares fit of all keys.
 
     Compactor (Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores, arXiv 2507.08143), its query-agnostic half:

@@ -31,6 +31,9 @@ class PressPolicy(WaitingPolicy):
         if not callable(getattr(self.press, "score", None)):
             raise ConfigError.of("press", "an object with score(module, hidden_states, keys, values, attentions, kwargs)", self.press)
 
+    def recent(self, budget: int, sinks: int) -> int:
+        return 1
+
     def score(self, tokens: Tokens) -> torch.Tensor:
         if tokens.module is None or tokens.inputs is None:
             raise UnsupportedError("policy: a press reads the inputs of the model's attention, and no model runs now. Use another policy.")

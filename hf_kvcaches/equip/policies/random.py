@@ -11,7 +11,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class RandomPolicy(Policy):
+class RandomPolicy(Policy, built_in=True):
     """Keeps random tokens: the baseline for any other policy.
 
     A first block has the scores of kvpress's `RandomPress`, the same in each layer and row; later tokens have hashes.

@@ -13,7 +13,7 @@ from hf_kvcaches.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class SnapKVPolicy(WaitingPolicy):
+class SnapKVPolicy(WaitingPolicy, built_in=True):
     """Keeps the tokens that the last `window` queries attend to, together with their neighbours.
 
     SnapKV (LLM Knows What You are Looking for Before Generation, arXiv 2404.14469): the end of a prompt already shows which spans of it

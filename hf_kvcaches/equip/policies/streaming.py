@@ -11,7 +11,7 @@ from hf_kvcaches.equip.tokens import Tokens, ages
 
 
 @dataclass(frozen=True)
-class StreamingPolicy(Policy):
+class StreamingPolicy(Policy, built_in=True):
     """Keeps the sinks and the newest tokens.
 
     StreamingLLM (Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453): the first tokens of a text take the

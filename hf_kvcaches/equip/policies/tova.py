@@ -11,7 +11,7 @@ from hf_kvcaches.equip.tokens import Tokens
 
 
 @dataclass(frozen=True)
-class TOVAPolicy(Policy):
+class TOVAPolicy(Policy, built_in=True):
     """Keeps the tokens that the last query attends to most, the same for all heads of a layer.
 
     TOVA (Transformers are Multi-State RNNs, arXiv 2401.06104) evicts the token with the lowest attention of the current query.
