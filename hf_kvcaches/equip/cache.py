@@ -14,7 +14,7 @@ from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import one_budget, plain_budget, resolve_budgets
-from hf_kvcaches.equip.heads import check_head_budgets
+from hf_kvcaches.equip.heads import check_head_budgets, of_layer, plain_head_budgets
 from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
@@ -24,6 +24,7 @@ from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings
 from hf_kvcaches.equip.quantized import BITS, QuantizedStore
 from hf_kvcaches.equip.ragged import RaggedStore
 from hf_kvcaches.equip.reconstruction import reconstruct
+from hf_kvcaches.equip.retrieval_heads import RetrievalHeads
 from hf_kvcaches.equip.rotation import RotatingPass, Scheme, SlotRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
@@ -64,7 +65,8 @@ class EquipCache(AnsweringCache):
         recent: Newest tokens that always stay; None for the policy's own number.
         decode_budget: Tokens to keep while decoding, where these are more than `budget`: a number, or a fraction of the prompt. None: as
             many as of the prompt.
-        head_budgets: "adakv" shares the slots of a layer among its heads by their scores; None: each head has as many.
+        head_budgets: "adakv" shares the slots of a layer among its heads by their scores; `RetrievalHeads`: some heads keep all tokens, the
+            others `budget`; None: each head has as many.
         question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What stands
             before is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
@@ -89,7 +91,7 @@ class EquipCache(AnsweringCache):
         sinks: int = 4,
         recent: int | None = None,
         decode_budget: int | float | None = None,
-        head_budgets: Literal["adakv"] | None = None,
+        head_budgets: Literal["adakv"] | RetrievalHeads | None = None,
         question_start: int | None = None,
         positions: Literal["compact", "original"] = "compact",
         rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
@@ -104,7 +106,7 @@ class EquipCache(AnsweringCache):
             "sinks": sinks,
             "recent": recent,
             "decode_budget": decode_budget,
-            "head_budgets": head_budgets,
+            "head_budgets": plain_head_budgets(head_budgets),
             "question_start": question_start,
             "positions": positions,
             "rope": rope,
@@ -116,7 +118,9 @@ class EquipCache(AnsweringCache):
         if self.policy.mixes_heads:
             require_all_heads(model, f"The policy {self.policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'.")
         page_size = None if page_size is None else check_page_size(page_size)
-        check_head_budgets(head_budgets, model, self.policy, rope, storage, paged=page_size is not None or pool is not None)
+        check_head_budgets(
+            self._options["head_budgets"], model, self.policy, rope, storage, paged=page_size is not None or pool is not None
+        )
         single = not self.policy.deferred and decode_budget is None and question_start is None
         if not single and (page_size is not None or pool is not None):
             raise UnsupportedError(
@@ -178,7 +182,8 @@ class EquipCache(AnsweringCache):
             self._budgets = resolve_budgets(self._budget, len(compat.layer_plan(self.config)))
         budget, sinks, recent = self._budgets[layer_idx], self._options["sinks"], self._options["recent"]
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
-        options = {name: self._options[name] for name in ("backend", "decode_budget", "head_budgets", "question_start")}
+        options = {name: self._options[name] for name in ("backend", "decode_budget", "question_start")}
+        options["head_budgets"] = of_layer(self._options["head_budgets"], layer_idx)
         settings = EquipSettings(budget, sinks, recent, self.policy, geometry, **options)
         if isinstance(budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)

@@ -33,8 +33,8 @@ class EquipSettings:
     question_start: int | None = None
     """Where the first prompt's question begins: what stands before is pruned as if it had come alone."""
 
-    head_budgets: str | None = None
-    """How the slots are shared among heads; None: each has as many."""
+    head_budgets: str | tuple[bool, ...] | None = None
+    """How the slots are shared among heads, or which heads keep all tokens; None: each has as many slots."""
 
     def question_in(self, tokens: int) -> int:
         """How many of a first prompt's tokens stand before its question."""
