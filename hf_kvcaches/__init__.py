@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         TOVAPolicy,
     )
     from hf_kvcaches.equip.query_statistics import QueryStatistics
+    from hf_kvcaches.equip.retrieval_heads import RetrievalHeads
     from hf_kvcaches.errors import (
         ArtifactError,
         ConfigError,
@@ -90,6 +91,7 @@ _HOMES = {
     "KeyNormPolicy": "equip.policies",
     "RandomPolicy": "equip.policies",
     "QueryStatistics": "equip.query_statistics",
+    "RetrievalHeads": "equip.retrieval_heads",
     "SegmentPolicy": "segments.policy",
     "SegmentReuseCache": "segments.cache",
     "SegmentStore": "segments.store",
@@ -142,6 +144,7 @@ __all__ = [
     "PoolExhausted",
     "QueryStatistics",
     "RandomPolicy",
+    "RetrievalHeads",
     "RotaryGeometry",
     "SegmentPolicy",
     "SegmentReuseCache",

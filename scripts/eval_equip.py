@@ -33,7 +33,7 @@ from shared.texts import encode, make_documents
 from tqdm import tqdm
 from transformers import Cache, DynamicCache
 
-from hf_kvcaches import KVCacheError
+from hf_kvcaches import KVCacheError, RetrievalHeads
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.policies import BUILT_IN
 from hf_kvcaches.errors import ConfigError
@@ -51,7 +51,7 @@ LEAST_RECALL = {
     "keydiff": {0.5: 0.94, 0.25: 0.89},
     "block": {0.5: 0.95, 0.25: 0.90},
 }
-COLUMNS = "task policy positions storage budget from to tokens perplexity excess questions right share".split()
+COLUMNS = "task policy positions storage head_budgets budget from to tokens perplexity excess questions right share".split()
 
 
 @dataclass(frozen=True)
@@ -62,18 +62,22 @@ class Setting:
     positions: str = ""
     budget: int | float = 0
     storage: str = ""
+    head_budgets: Any = ""
 
     def make(self, model: Any) -> Cache:
         if self.policy == FULL_CACHE:
             return DynamicCache(config=model.config)
-        return EquipCache(model, self.policy, self.budget, positions=self.positions, storage=self.storage or None)
+        options = {name: getattr(self, name) or None for name in ("storage", "head_budgets")}
+        return EquipCache(model, self.policy, self.budget, positions=self.positions, **options)
 
     @property
     def columns(self) -> Row:
-        return {"policy": self.policy, "positions": self.positions, "storage": self.storage, "budget": self.budget or "", "name": str(self)}
+        heads = self.head_budgets if isinstance(self.head_budgets, str) else "duo"
+        columns = {"policy": self.policy, "positions": self.positions, "budget": self.budget or "", "storage": self.storage}
+        return {**columns, "head_budgets": heads, "name": " ".join(str(value) for value in (*columns.values(), heads) if value)}
 
     def __str__(self) -> str:
-        return " ".join(str(value) for value in (self.policy, self.positions, self.budget or "", self.storage) if value)
+        return self.columns["name"]
 
 
 def read_rows(ids: list[int], rows: int, tokens: int) -> torch.Tensor:
@@ -167,6 +171,13 @@ def recall(model: Any, quizzes: Sequence[Quiz], setting: Setting) -> Iterator[Ro
     yield {"task": "recall", **setting.columns, "questions": asked, "right": right, "share": round(right / asked, 4)}
 
 
+def find_retrieval_heads(model: Any, tokenizer: Any, share: float) -> RetrievalHeads:
+    """Those that the model needs to answer questions about other documents."""
+    quizzes = make_quizzes(tokenizer, 6, 512, 2, seed=99)
+    texts = [torch.cat([quiz.context, *pair], 1)[0].tolist() for quiz in quizzes for pair in quiz.questions]
+    return RetrievalHeads.calibrate(model, None, texts, answer=8, share=share)
+
+
 def report(rows: Sequence[Row]) -> str:
     """A table of each task."""
     texts, prefix = rows_where(rows, task="perplexity"), rows_where(rows, task="prefix")
@@ -187,13 +198,13 @@ def report(rows: Sequence[Row]) -> str:
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """What facts are promised to be recalled, by the policy and the share of the context that is kept."""
-    recalled = {"task": "recall", "positions": "compact", "storage": ""}
+    recalled = {"task": "recall", "positions": "compact", "storage": "", "head_budgets": ""}
     promises = [
         Bar(f"{policy} recalls {least:.1%} at {budget:g}", {**recalled, "policy": policy, "budget": budget}, "share", least=least, unit="")
         for policy, leasts in LEAST_RECALL.items()
         for budget, least in leasts.items()
     ]
-    prefix = {"task": "prefix", "policy": DEFAULT, "positions": "compact", "storage": "", "budget": 0.5}
+    prefix = {"task": "prefix", "policy": DEFAULT, "positions": "compact", "storage": "", "head_budgets": "", "budget": 0.5}
     promises.append(Bar("perplexity behind a prefix of which half is kept at most 0.3% higher", prefix, "excess", most=0.003, unit=""))
     full = rows_where(rows, task="recall", policy=FULL_CACHE)
     if full:
@@ -209,6 +220,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--positions", nargs="+", choices=("compact", "original"), default=["compact"])
     parser.add_argument("--storage", nargs="+", choices=("", "int8", "int4"), default=[""], help="'' for the model's dtype")
+    parser.add_argument("--head-budgets", nargs="+", choices=("", "adakv", "duo"), default=[""], help="'' for as many slots in each head")
+    parser.add_argument("--whole", type=float, default=0.125, help="of the heads, keep all tokens with duo")
     parser.add_argument("--budgets", nargs="+", type=int, default=[256, 512], help="tokens kept, for perplexity")
     parser.add_argument("--shares", nargs="+", type=float, default=[0.125, 0.25, 0.5], help="of a document or a prefix, kept")
     parser.add_argument("--rows", type=int, default=4, help="how many places of the text are read at once")
@@ -232,8 +245,11 @@ def parse() -> argparse.Namespace:
 def works_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Iterator[tuple[Setting, Callable[[], Iterator[Row]]]]:
     """Each setting of each task, and what measures it."""
 
+    heads = [find_retrieval_heads(model, tokenizer, args.whole) if way == "duo" else way for way in args.head_budgets]
+
     def settings(budgets: Sequence[int | float]) -> list[Setting]:
-        return [Setting(FULL_CACHE), *itertools.starmap(Setting, itertools.product(args.policies, args.positions, budgets, args.storage))]
+        ways = itertools.product(args.policies, args.positions, budgets, args.storage, heads)
+        return [Setting(FULL_CACHE), *itertools.starmap(Setting, ways)]
 
     if "perplexity" in args.tasks:
         ids = read_rows(encode(tokenizer, args.text.read_text(encoding="utf-8")), args.rows, args.tokens)

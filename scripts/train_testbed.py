@@ -1,6 +1,6 @@
-"""Trains the small models that the tests and the demo run on: a base model, a tuned one and a LoRA adapter.
+"""Trains the small models that the tests and the demo run on: a base model, a tuned one and a LoRA adapter, and a deeper model.
 
-    python scripts/train_testbed.py --books FOLDER [--out tests/testbed] tokenizer base tuned lora report
+    python scripts/train_testbed.py --books FOLDER [--out tests/testbed] tokenizer base tuned lora deep report
 
 The books are plain-text files; those named in `VERSE` train the tuned model and the adapter, the others the base model, and the last
 twentieth of every book is held out.
@@ -38,20 +38,22 @@ COOL_DOWN = 0.4  # of all steps
 
 @dataclass(frozen=True)
 class Stage:
-    """One training run. `budget` is in tokens, so the run is the same on every machine."""
+    """One training run. `budget` is in tokens, so the run is the same on every machine; `layers` are those of a new model."""
 
     name: str
     seed: int
     budget: int
     learning_rate: float
     first_level: int
+    layers: int | None = None
     adapter: bool = False
 
 
 STAGES = {
-    "base": Stage("base", seed=1, budget=10_000_000, learning_rate=2e-3, first_level=0),
+    "base": Stage("base", seed=1, budget=10_000_000, learning_rate=2e-3, first_level=0, layers=4),
     "tuned": Stage("tuned", seed=2, budget=2_500_000, learning_rate=1e-3, first_level=3),
     "lora": Stage("lora", seed=3, budget=1_000_000, learning_rate=2e-3, first_level=3, adapter=True),
+    "deep": Stage("deep", seed=4, budget=4_000_000, learning_rate=2e-3, first_level=0, layers=8),
 }
 
 
@@ -89,12 +91,12 @@ def train_tokenizer(books: dict[str, tuple[str, str]], out: Path) -> None:
     fast.save_pretrained(out)
 
 
-def fresh_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+def fresh_model(tokenizer: PreTrainedTokenizerFast, seed: int, layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
@@ -174,8 +176,8 @@ def optimizers(model, stage: Stage) -> list[torch.optim.Optimizer]:
 
 
 def start_model(stage: Stage, tokenizer: PreTrainedTokenizerFast, out: Path):
-    if stage.name == "base":
-        return fresh_model(tokenizer, stage.seed)
+    if stage.layers is not None:
+        return fresh_model(tokenizer, stage.seed, stage.layers)
     model = LlamaForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
     if not stage.adapter:
         return model
@@ -222,7 +224,7 @@ class Run:
 def train(stage: Stage, books: dict[str, tuple[str, str]], out: Path, device: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "base")
     model = start_model(stage, tokenizer, out).to(device).train()
-    batches = Batches(tokenizer, books["prose" if stage.name == "base" else "verse"][0])
+    batches = Batches(tokenizer, books["prose" if stage.layers is not None else "verse"][0])
     run, steps = Run(stage, model, batches), stage.budget // batches.size
     for step in tqdm(range(steps), desc=stage.name, mininterval=10):
         run.advance(step, steps)

@@ -13,7 +13,7 @@ from hf_kvcaches.core.blocks import Visibility, block_attention, observers
 from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.entries import Entries
 from hf_kvcaches.equip.frames import keys_for_queries, offset, target_of
-from hf_kvcaches.equip.heads import share_out
+from hf_kvcaches.equip.heads import best_by_head
 from hf_kvcaches.equip.scoring import bias_columns, score, shown_queries
 from hf_kvcaches.errors import UnsupportedError
 
@@ -140,7 +140,7 @@ def pruned(layer: EquipLayer, entries: Entries, limit: Limit, module: nn.Module 
 def best_of(layer: EquipLayer, entries: Entries, scores: torch.Tensor, limit: Limit) -> Entries:
     """The entries that stay."""
     if layer.settings.head_budgets is not None:
-        return share_out(layer, entries, scores, limit.slots, limit.recent)
+        return best_by_head(layer, entries, scores, limit.slots, limit.recent)
     count = int(entries.kept().max())
     if count <= limit.slots:
         return entries.first(count)

@@ -14,6 +14,7 @@ from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import resolve_budgets
+from hf_kvcaches.equip.heads import of_layer, plain_head_budgets
 from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedEquipLayer
@@ -22,6 +23,7 @@ from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.quantized import QuantizedStore
 from hf_kvcaches.equip.ragged import RaggedStore
 from hf_kvcaches.equip.reconstruction import reconstruct
+from hf_kvcaches.equip.retrieval_heads import RetrievalHeads
 from hf_kvcaches.equip.rotation import RotatingPass, Scheme, SlotRotation
 from hf_kvcaches.equip.scoring import watch_inputs
 from hf_kvcaches.equip.settings import EquipSettings
@@ -60,7 +62,8 @@ class EquipCache(AnsweringCache):
         recent: Newest tokens that always stay; None for the policy's own number.
         decode_budget: Tokens to keep while decoding, where these are more than `budget`: a number, or a fraction of the prompt. None: as
             many as of the prompt.
-        head_budgets: "adakv" shares the slots of a layer among its heads by their scores; None: each head has as many.
+        head_budgets: "adakv" shares the slots of a layer among its heads by their scores; `RetrievalHeads`: some heads keep all tokens, the
+            others `budget`; None: each head has as many.
         question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What stands
             before is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
@@ -85,7 +88,7 @@ class EquipCache(AnsweringCache):
         sinks: int = 4,
         recent: int | None = None,
         decode_budget: int | float | None = None,
-        head_budgets: Literal["adakv"] | None = None,
+        head_budgets: Literal["adakv"] | RetrievalHeads | None = None,
         question_start: int | None = None,
         positions: Literal["compact", "original"] = "compact",
         rope: Literal["auto", "frames", "on_read", "rotated_keys"] = "auto",
@@ -104,7 +107,7 @@ class EquipCache(AnsweringCache):
             sinks,
             recent,
             decode_budget,
-            head_budgets,
+            plain_head_budgets(head_budgets),
             question_start,
             positions,
             rope,
@@ -145,7 +148,8 @@ class EquipCache(AnsweringCache):
         return hand_out_uncompiled(view, module)
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
-        settings = replace(self._settings, budget=self._settings.budget[layer_idx])
+        head_budgets = of_layer(self._settings.head_budgets, layer_idx)
+        settings = replace(self._settings, budget=self._settings.budget[layer_idx], head_budgets=head_budgets)
         if isinstance(settings.budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)

@@ -1,18 +1,22 @@
-"""Budgets per head: the slots of a layer are shared among its heads.
+"""Budgets per head: heads of a layer keep different numbers of tokens.
 
 Ada-KV (Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference, arXiv 2407.11550): heads whose attention is
 spread over many tokens lose more by the same budget than heads that look at few. So scores are compared across the heads of a layer, and
 each head keeps as many tokens as it has of the layer's best. A fifth of its own budget stays a head's own, besides sinks and recent tokens.
 
 **Departs from the paper**: shares are computed for each row of a batch, and anew with each block; a decoding step evicts within each head.
+
+With `RetrievalHeads` (DuoAttention) some heads keep all tokens, in buffers that grow, and the others as many as the budget says.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_kvcaches.equip.retrieval_heads import RetrievalHeads
 from hf_kvcaches.equip.tokens import newest_from
 from hf_kvcaches.errors import ConfigError
 
@@ -21,30 +25,83 @@ if TYPE_CHECKING:
     from hf_kvcaches.equip.layer import EquipLayer
     from hf_kvcaches.equip.policies import Policy
 
-HEAD_BUDGETS = ("adakv",)
 # Of a head's slots that are neither sinks' nor recent tokens' one in so many is its own: the paper's alpha of 0.2.
 _OWN_SHARE = 5
 
 
-def share_out(layer: EquipLayer, entries: Entries, scores: torch.Tensor, budget: int, recent: int) -> Entries:
+def plain_head_budgets(head_budgets: Any) -> Any:
+    """As JSON values: "adakv", None, or for each layer which heads keep all tokens."""
+    if head_budgets is None or head_budgets == "adakv":
+        return head_budgets
+    if isinstance(head_budgets, RetrievalHeads):
+        return {str(index): heads for index, heads in head_budgets.whole().items()}
+    if isinstance(head_budgets, Mapping) and all(isinstance(heads, list) for heads in head_budgets.values()):
+        return {str(index): heads for index, heads in head_budgets.items()}  # from a file
+    hint = "For 'duo', pass the heads themselves: RetrievalHeads.calibrate(model, tokenizer, texts)." if head_budgets == "duo" else ""
+    raise ConfigError.of("head_budgets", "'adakv', RetrievalHeads, or None", head_budgets, hint)
+
+
+def of_layer(head_budgets: Any, index: int) -> str | tuple[bool, ...] | None:
+    """What one layer gets of `plain_head_budgets`: which heads keep all tokens, as a tuple."""
+    if isinstance(head_budgets, dict):
+        return tuple(head_budgets.get(str(index), ()))
+    return None if head_budgets is None else str(head_budgets)
+
+
+def best_by_head(layer: EquipLayer, entries: Entries, scores: torch.Tensor, budget: int, recent: int) -> Entries:
     """The entries that stay, each head's first and in order of position; sets how many slots each head has from now on.
 
     Args:
         entries: In order of position.
-        scores: (batch, kv_heads, tokens).
-        budget: How many tokens stay, on average over the heads.
+        scores: (batch, 1 or kv_heads, tokens).
+        budget: How many tokens stay, on average over the heads, or in each head that does not keep all.
         recent: How many of the newest tokens stay in each head.
     """
-    heads = entries.keys.shape[1]
-    if scores.shape[1] != heads:
+    heads, whole = entries.keys.shape[1], layer.settings.head_budgets
+    if scores.shape[1] != heads and not layer.policy.order_only:
         raise scores_alike(layer.policy)
     positions = entries.positions.expand(-1, heads, -1)
-    kept = chosen(layer.policy, scores, positions, budget, sinks_end=layer.sinks_end, recent=recent)
+    if not isinstance(whole, tuple):
+        kept = chosen(layer.policy, scores, positions, budget, sinks_end=layer.sinks_end, recent=recent)
+    else:
+        if len(whole) != heads:
+            raise ConfigError.of("head_budgets", "RetrievalHeads of this model", whole, "Calibrate them with this model.")
+        real = positions >= 0
+        best = layer.policy.keep(scores.expand(-1, heads, -1), positions, budget, sinks_end=layer.sinks_end, recent=recent)
+        kept = real & torch.zeros_like(real).scatter(-1, best, True).logical_or(_keeping_all(whole, real.device))
     count = kept.sum(-1, keepdim=True)
-    order = (~kept).to(torch.int8).argsort(stable=True, dim=-1)[..., : int(count.max())]
-    layer.state.shares = shares(count, layer.state.slots)
+    most = int(count.max())
+    order = (~kept).to(torch.int8).argsort(stable=True, dim=-1)[..., :most]
+    layer.state.shares = _with_room(layer, whole, count) if isinstance(whole, tuple) else shares(count, layer.state.slots)
     picked = entries.pick(order)
     return picked.hide(~kept.gather(-1, order))
+
+
+def reserve_for_whole_heads(layer: EquipLayer) -> None:
+    """Makes room for one more token in heads that keep all."""
+    state, store, whole = layer.state, layer.store, layer.settings.head_budgets
+    if state.shares is None or not isinstance(whole, tuple) or state.seen < store.capacity:
+        return
+    kept = state.kept_rows()
+    if bool((kept >= state.shares)[:, torch.tensor(whole)].any()):
+        state.shares = _with_room(layer, whole, kept)
+        store.install(*store.read(store.capacity), kept, state.most())
+
+
+def _with_room(layer: EquipLayer, whole: tuple[bool, ...], kept: torch.Tensor) -> torch.Tensor:
+    """How many slots each head has where some keep all tokens, with room for more, (batch, kv_heads, 1).
+
+    Args:
+        kept: How many tokens each head keeps, (batch, kv_heads, 1).
+    """
+    keeping_all = _keeping_all(whole, kept.device)
+    most = int(torch.where(keeping_all, kept, 0).max())
+    return torch.where(keeping_all, most + max(64, most // 8), layer.state.slots).expand_as(kept).contiguous()
+
+
+def _keeping_all(whole: tuple[bool, ...], device: torch.device) -> torch.Tensor:
+    """True for heads that keep all tokens, (kv_heads, 1)."""
+    return torch.tensor(whole, device=device)[:, None]
 
 
 def chosen(

@@ -16,6 +16,7 @@ from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, drafts, graphs, steps
 from hf_kvcaches.equip.budgets import Limit, slots_for
+from hf_kvcaches.equip.heads import reserve_for_whole_heads
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.rollback import Recording
 from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
@@ -277,7 +278,10 @@ class EquipLayer(KVLayer):
         """Makes room for one more token a row; in a compiled graph for all."""
         state = self.state
         used = state.slots if torch.compiler.is_compiling() else (state.seen if state.filled is None else state.filled) + 1
-        self.store.reserve(min(state.slots, used), state.slots)
+        if state.shares is None:
+            self.store.reserve(min(state.slots, used), state.slots)
+        else:
+            reserve_for_whole_heads(self)
         state.reserve(self.store.capacity)
 
     def own(self, needs_graph: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
-from hf_kvcaches.equip.heads import HEAD_BUDGETS, scores_alike
+from hf_kvcaches.equip.heads import scores_alike
 from hf_kvcaches.equip.policies import Policy
 from hf_kvcaches.equip.quantized import BITS
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, whole_number
@@ -18,14 +18,14 @@ ROPE = ("auto", "frames", "on_read", "rotated_keys")
 
 @dataclass(frozen=True)
 class EquipSettings:
-    """The checked arguments of an `EquipCache`; in a layer, `budget` is the layer's own."""
+    """The checked arguments of an `EquipCache`; in a layer, `budget` and `head_budgets` are the layer's own."""
 
     policy: Policy
     budget: Any
     sinks: int
     recent: int | None
     decode_budget: int | float | None
-    head_budgets: str | None
+    head_budgets: Any
     question_start: int | None
     positions: str
     rope: Any
@@ -37,7 +37,6 @@ class EquipSettings:
         require_choice("positions", self.positions, ("compact", "original"))
         require_choice("rope", self.rope, ROPE)
         require_choice("backend", self.backend, BACKENDS)
-        require_choice("head_budgets", self.head_budgets, (*HEAD_BUDGETS, None))
         require_choice("storage", self.storage, (*BITS, None))
         # NumPy's integers become plain ones.
         plain: dict[str, Any] = {"sinks": whole_number("sinks", self.sinks, 0, "a number of tokens, 0 or more")}
@@ -59,40 +58,26 @@ class EquipSettings:
             offloading: Whether layers wait in CPU memory.
         """
         policy, rope, paged, shared = self.policy, self.rope, self.page_size is not None, self.head_budgets is not None
-        several_budgets = policy.deferred or self.decode_budget is not None or self.question_start is not None
+        two_limits = policy.deferred or self.decode_budget is not None or self.question_start is not None
+        doubled, latent_heads = rope == "rotated_keys", latents and _reads_heads(policy)
         if self.positions == "original" and rope != "auto":
             raise ConfigError.of("rope", "'auto' where positions='original'", rope, "Original positions are never turned.")
         if self.storage is not None and rope not in ("auto", "on_read"):
             raise ConfigError.of("rope", "'auto' or 'on_read' with storage", rope, "What is quantized are keys before rotation.")
-        if shared and (policy.order_only or not policy.by_head):
+        if shared and (not policy.by_head or (policy.order_only and self.head_budgets == "adakv")):
             raise scores_alike(policy)
         refusals = (
             (paged and shared, "head_budgets: a page belongs to all heads of a layer. Leave page_size and pool out, or head_budgets."),
-            (
-                paged and several_budgets,
-                "page_size, pool: pages are taken for one budget that holds from the prompt on. Leave them out, or decode_budget, "
-                "question_start and policies that wait for compress.",
-            ),
+            (paged and two_limits, "page_size, pool: pages are for one budget. Leave out decode_budget, question_start and 'kvzip'."),
             (paged and latents, "page_size, pool: this model keeps latents, which are not kept on pages. Leave page_size and pool out."),
             (paged and self.storage, "storage: pages hold the model's dtype. Leave storage out, or page_size and pool."),
             (paged and offloading, "offloading: pages stay on their pool's device. Leave offloading out, or page_size and pool."),
-            (
-                shared and self.storage,
-                "head_budgets: heads of unequal length are held in the model's dtype. Leave storage out, or head_budgets.",
-            ),
+            (shared and self.storage, "head_budgets: such heads are held in the model's dtype. Leave storage out, or head_budgets."),
             (latents and self.storage, "storage: this model keeps latents, which are held in its dtype. Leave storage out."),
-            (
-                shared and rope == "rotated_keys",
-                "head_budgets: the paper's second cache of rotated keys has heads of one length. Pass rope='on_read'.",
-            ),
-            (
-                (paged or latents) and rope == "rotated_keys",
-                "rope: the paper's second cache of rotated keys is kept neither on pages nor of latents. Pass rope='on_read'.",
-            ),
-            (
-                latents and _reads_heads(policy),
-                "policy: it reads keys and values of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'.",
-            ),
+            (shared and doubled, "head_budgets: the second cache of rotated keys has heads of one length. Pass rope='on_read'."),
+            (paged and doubled, "rope: the second cache of rotated keys is not kept on pages. Pass rope='on_read'."),
+            (latents and doubled, "rope: of latents there is no second cache of rotated keys. Pass rope='on_read'."),
+            (latent_heads, "policy: it reads keys and values of heads, and this model keeps latents. Use 'keydiff' or 'snapkv'."),
         )
         for refused, message in refusals:
             if refused:

@@ -127,22 +127,13 @@ def order_of(positions: torch.Tensor) -> torch.Tensor:
 
 
 def newest_from(positions: torch.Tensor, recent: int) -> torch.Tensor:
-    """The position from which on the newest `recent` tokens stand, (batch, 1 or kv_heads, 1); 0 where there are not so many.
-
-    Args:
-        positions: (batch, 1 or kv_heads, slots), -1 for empty slots.
-    """
+    """The position from which on the newest `recent` tokens stand, (batch, 1 or kv_heads, 1); 0 where there are not so many."""
     if recent == 0:
         return positions.amax(-1, keepdim=True) + 1
     return positions.topk(min(recent, positions.shape[-1]), dim=-1).values[..., -1:].clamp(min=0)
 
 
 def ages(positions: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Positions, with the greatest number for what is held, so that the least is that of the oldest token that is not.
-
-    Args:
-        positions: (batch, 1 or kv_heads, slots); -1 for empty slots, and stays so.
-        held: True for what must not be the least, of the same shape, or of more heads.
-    """
-    # Four times faster than torch.where on a CPU.
+    """Positions, with the greatest number for tokens that are held, so that the least is an empty slot's or the oldest other token's."""
+    # Four times faster than torch.where on a CPU; -1 stays -1.
     return positions | held.to(positions.dtype) * torch.iinfo(positions.dtype).max
