@@ -18,7 +18,7 @@ class Visibility:
         slots: True where a slot counts, (batch or 1, 1 or kv_heads, slots); None for all `kept` of them.
         kept: How many slots stand before the new tokens.
         new: True where a new token is real, (batch, tokens), or None for all.
-        given: What the caller's own mask allows, (batch or 1, 1, tokens, slots + tokens), or None.
+        given: What the caller's own mask allows, (batch or 1, 1 or kv_heads, tokens, slots + tokens), or None.
     """
 
     slots: torch.Tensor | None

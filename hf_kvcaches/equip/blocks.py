@@ -14,7 +14,7 @@ from hf_kvcaches.equip.budgets import Limit
 from hf_kvcaches.equip.entries import Entries
 from hf_kvcaches.equip.frames import keys_for_queries, offset, target_of
 from hf_kvcaches.equip.heads import best_by_head
-from hf_kvcaches.equip.scoring import bias_columns, score, shown_queries
+from hf_kvcaches.equip.scoring import bias_columns, mask_of_slots, score, shown_queries
 from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -260,17 +260,12 @@ def observed_by(layer: EquipLayer, queries: LastQueries | None, keys: torch.Tens
 
 
 def _allowed(layer: EquipLayer, running: RotatingPass) -> torch.Tensor | None:
-    """A mask of the model's own over slots and new tokens, (batch or 1, 1, tokens, slots + tokens)."""
+    """A mask of the model's own over slots and new tokens, (batch or 1, 1 or kv_heads, tokens, slots + tokens)."""
     allowed, tokens, used = running.allowed, running.tokens, layer.state.used()
     if allowed is None or (not used and allowed.shape[1] == 1):
         return allowed if allowed is None or not layer.state.seen else allowed[..., -tokens:]
-    if allowed.shape[1] != 1 or layer.positions.shape[1] != 1:
-        raise UnsupportedError(
-            "attention_mask: EquipCache can't follow a ready mask through slots that differ by head. Give the padding mask instead."
-        )
-    held = layer.text_positions()[:, :1].clamp(min=0)
-    old = allowed.expand(held.shape[0], -1, -1, -1).gather(-1, held[:, :, None].expand(-1, -1, tokens, -1))
-    return torch.cat([old, allowed[..., -tokens:].expand(held.shape[0], -1, -1, -1)], -1)
+    old = mask_of_slots(layer, allowed)
+    return torch.cat([old, allowed[..., -tokens:].expand(*old.shape[:2], -1, -1)], -1)
 
 
 def _bias(layer: EquipLayer, call: Call, tokens: int) -> torch.Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,26 +87,43 @@ class RaggedStore(FlatStore):
             keys = self._contents()[0]
             keys.index_copy_(0, index, self.rotation.down_by_one(keys.device)(keys.index_select(0, index)[None, None])[0, 0])
 
-    def attend(self, query: torch.Tensor, used: int, scaling: float, *, ranks: torch.Tensor | None, **options: Any) -> Attended:
+    def attend(
+        self,
+        query: torch.Tensor,
+        used: int,
+        scaling: float,
+        *,
+        ranks: torch.Tensor | None,
+        valid: torch.Tensor | None = None,
+        leading: int | None = None,
+        leading_query: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Attended:
         if query.is_cuda:
+            options |= {"valid": valid, "leading": leading, "leading_query": leading_query, "sink_logits": sink_logits}
             return super().attend(query, used, scaling, ranks=ranks, **options)
         rows, heads = self.shape
-        group = query.shape[1] // heads
+        queries = query.reshape(rows * heads, -1, 1, query.shape[-1])
+        leading_queries = None if leading_query is None else leading_query.reshape(queries.shape)
+        sinks = None if sink_logits is None else sink_logits.view(heads, -1).repeat(rows, 1)
+        ranks, valid = (None if slots is None else slots.expand(rows, heads, -1).reshape(rows * heads, 1, -1) for slots in (ranks, valid))
         outputs, weights = [], []
         for index, (keys, values) in enumerate(zip(*map(self._heads, self._contents()), strict=True)):
-            row, head = divmod(index, heads)
-            keys, values = keys[:used], values[:used]
-            part = _HeadPart(row, head, group, len(keys))
-            tables = None if ranks is None else self.tables(part.slots(ranks))
+            count, one = min(used, len(keys)), slice(index, index + 1)
             output, received = kernels.slot_attention(
-                part.queries(query),
-                keys[None, None],
-                values[None, None],
+                queries[one],
+                keys[None, None, :count],
+                values[None, None, :count],
                 scaling,
-                rotation=tables,
+                valid=None if valid is None else valid[one, :, :count],
+                leading=None if leading is None else min(leading, count),
+                leading_query=None if leading_queries is None else leading_queries[one],
+                rotation=None if ranks is None else self.tables(ranks[one, :, :count]),
+                sink_logits=None if sinks is None else sinks[index],
                 backend=self.backend,
                 check=False,
-                **part.options(options),
+                **options,
             )
             outputs.append(output)
             weights += [] if received is None else [received.view(-1, 1)]
@@ -135,40 +151,3 @@ class RaggedStore(FlatStore):
         padded = torch.nn.utils.rnn.pad_sequence([head[:used] for head in heads], batch_first=True)
         padded = torch.nn.functional.pad(padded, (0, 0, 0, used - padded.shape[1]))
         return padded.unflatten(0, self.shape)
-
-
-@dataclass(frozen=True)
-class _HeadPart:
-    """What belongs to one KV head of a row.
-
-    Args:
-        group: How many query heads share it.
-        count: Its slots.
-    """
-
-    row: int
-    head: int
-    group: int
-    count: int
-
-    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of queries, (batch, heads, 1, head_dim)."""
-        return tensor[self.row : self.row + 1, self.head * self.group : (self.head + 1) * self.group]
-
-    def slots(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of numbers of slots, (batch or 1, 1 or kv_heads, slots)."""
-        row, head = min(self.row, tensor.shape[0] - 1), min(self.head, tensor.shape[1] - 1)
-        return tensor[row : row + 1, head : head + 1, : self.count]
-
-    def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Of options of `slot_attention`."""
-        part = {
-            name: self.slots(value) if isinstance(value, torch.Tensor) and value.ndim == 3 else value for name, value in options.items()
-        }
-        if isinstance(part.get("leading"), int):
-            part["leading"] = min(part["leading"], self.count)
-        if part.get("leading_query") is not None:
-            part["leading_query"] = self.queries(part["leading_query"])
-        if part.get("sink_logits") is not None:
-            part["sink_logits"] = part["sink_logits"][self.head * self.group : (self.head + 1) * self.group]
-        return part

@@ -16,6 +16,7 @@ from hf_kvcaches.core.passes import Pass
 from hf_kvcaches.equip.frames import as_model_rotated
 from hf_kvcaches.equip.state import padding_first
 from hf_kvcaches.equip.tokens import Tokens
+from hf_kvcaches.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from hf_kvcaches.equip.cache import EquipCache
@@ -75,6 +76,18 @@ def shown_queries(layer: EquipLayer, queries: LastQueries | None, running: Pass)
     if not policy.sees_block:
         return None
     return states if valid is None else padding_first(states, valid)
+
+
+def mask_of_slots(layer: EquipLayer, allowed: torch.Tensor) -> torch.Tensor:
+    """What a mask of the model's own says about the slots in use, (batch, 1 or kv_heads, tokens, slots in use).
+
+    Args:
+        allowed: (batch or 1, 1, tokens, tokens of the text).
+    """
+    if allowed.shape[1] != 1:
+        raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")
+    held = layer.text_positions()[:, : layer.positions.shape[1]].clamp(min=0)
+    return allowed.expand(*held.shape[:2], -1, -1).gather(-1, held[:, :, None].expand(-1, -1, allowed.shape[2], -1))
 
 
 def bias_columns(layer: EquipLayer, bias: torch.Tensor, used: int, heads: int) -> torch.Tensor:

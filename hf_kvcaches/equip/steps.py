@@ -14,8 +14,7 @@ from torch import nn
 from hf_kvcaches.core.blocks import Visibility, block_attention
 from hf_kvcaches.equip.frames import as_model_rotated, keys_for_queries, offset, rotated_to
 from hf_kvcaches.equip.policies.base import WaitingPolicy, put_score
-from hf_kvcaches.equip.scoring import bias_columns, seen_by_policy
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.equip.scoring import bias_columns, mask_of_slots, seen_by_policy
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.calls import Call
@@ -106,7 +105,7 @@ def _attend(layer: EquipLayer, query: torch.Tensor, near: Any, call: Call, runni
     state, rotation, sinks = layer.state, layer.rotation, layer.settings.sinks
     valid = state.holding()
     if running.allowed is not None:
-        allowed = _allowed(layer, running.allowed)
+        allowed = mask_of_slots(layer, running.allowed)[:, :, 0]
         valid = allowed if valid is None else valid & allowed
     sink_query, ranks = None, None
     rank, beyond = state.kept() - 1, offset(layer)
@@ -137,14 +136,6 @@ def _attend(layer: EquipLayer, query: torch.Tensor, near: Any, call: Call, runni
 def _rotated(query: torch.Tensor, rotation: Any) -> torch.Tensor:
     rotated: torch.Tensor = query if rotation is None else rotation(query)
     return rotated
-
-
-def _allowed(layer: EquipLayer, allowed: torch.Tensor) -> torch.Tensor:
-    """What a mask of the model's own says about the slots, (batch or 1, 1 or kv_heads, slots)."""
-    if allowed.shape[1] != 1:
-        raise UnsupportedError("attention_mask: EquipCache can't follow a mask that differs by head. Give one for all heads.")
-    held = layer.text_positions().clamp(min=0)
-    return allowed[:, :, 0].expand(held.shape[0], held.shape[1], -1).gather(-1, held)
 
 
 def _attend_with_bias(

@@ -410,3 +410,19 @@ def test_a_prompt_is_pruned_to_the_tokens_that_the_press_of_that_name_keeps(base
                 assert cache.kept_positions(layer)[0].tolist() == [listed(head) for head in expected]
                 compared += 1
         assert compared >= 3
+
+
+@pytest.mark.parametrize("step", [1, 6])
+def test_a_ready_mask_hides_tokens_in_each_head_that_keeps_them(step: int) -> None:
+    model, ids = models.tiny("llama"), text(46)
+    masked, evicted = (EquipCache(model, "h2o", 24, decode_budget=32, positions="original") for _ in range(2))
+    for cache in (masked, evicted):
+        model(input_ids=ids[:, :40], past_key_values=cache)
+    hidden = range(5, 10)
+    evicted.evict(hidden)
+    seen = torch.ones(1, 1, step, 40 + step).bool()
+    seen[..., -step:] = torch.ones(step, step).tril().bool()
+    seen[..., hidden] = False
+    new = ids[:, 40 : 40 + step]
+    logits = model(input_ids=new, past_key_values=masked, attention_mask=seen).logits
+    torch.testing.assert_close(logits, model(input_ids=new, past_key_values=evicted).logits, atol=1e-4, rtol=1e-4)
