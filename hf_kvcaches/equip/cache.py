@@ -18,7 +18,7 @@ from hf_kvcaches.equip.heads import check_head_budgets
 from hf_kvcaches.equip.inputs import watch_inputs
 from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
-from hf_kvcaches.equip.paged import PagedEquipLayer
+from hf_kvcaches.equip.paged import PagedStore
 from hf_kvcaches.equip.pages import PageBook, PagePool, check_page_size, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, policy_from_settings, resolve_policy
 from hf_kvcaches.equip.quantized import BITS, QuantizedStore
@@ -28,7 +28,7 @@ from hf_kvcaches.equip.rotation import RotatingPass, Scheme, SlotRotation
 from hf_kvcaches.equip.settings import EquipSettings
 from hf_kvcaches.equip.store import FlatStore, RotatedKeysStore
 from hf_kvcaches.errors import ConfigError, UnsupportedError, is_number, require_choice, whole_number
-from hf_kvcaches.kernels.launch import BACKENDS, Backend
+from hf_kvcaches.kernels.launch import BACKENDS
 
 ROPE = ("auto", "frames", "on_read", "rotated_keys")
 
@@ -185,12 +185,12 @@ class EquipCache(AnsweringCache):
         rotation = self._make_rotation(geometry)
         if self._book is None:
             self._book = open_book(self.config, self._page_size, self._pool)
-        if self._book is not None:
-            return PagedEquipLayer(settings, rotation, self.passes, self._book)
-        store = self._make_store(rotation, settings.backend, layer_idx)
-        return EquipLayer(settings, rotation, self.passes, store)
+        return EquipLayer(settings, rotation, self.passes, self._make_store(rotation, settings, layer_idx))
 
-    def _make_store(self, rotation: SlotRotation, backend: Backend, layer_idx: int) -> FlatStore:
+    def _make_store(self, rotation: SlotRotation, settings: EquipSettings, layer_idx: int) -> FlatStore:
+        backend = settings.backend
+        if self._book is not None:
+            return PagedStore(rotation, backend, self._book, settings.budget)
         if self._latents:
             sizes: Any = compat.layer_configs(self.config)[layer_idx]
             return LatentStore(rotation, backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)

@@ -17,6 +17,7 @@ from hf_kvcaches.equip.store import FlatStore, Slots, extended, in_slots, room_f
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.quantization import dequantize
+from hf_kvcaches.kernels.slots import put_in_slots
 
 Storage = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
@@ -126,7 +127,4 @@ class QuantizedStore(FlatStore):
         return tuple(in_slots(getattr(self, name), slots) for name in _SLOTS)
 
     def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        batch, heads = self.shape
-        rows, of_heads = (torch.arange(count, device=slots.device) for count in (batch, heads))
-        for name, new in zip(_SLOTS, states, strict=True):
-            getattr(self, name).index_put_((rows[:, None, None], of_heads[:, None], slots), new)
+        put_in_slots([getattr(self, name) for name in _SLOTS], slots, states)

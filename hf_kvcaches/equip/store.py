@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.equip.rotation import SlotRotation, swap_pairs
+from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation, swap_pairs
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.launch import Backend
@@ -72,6 +73,14 @@ class FlatStore:
         for old, new in ((self.keys, keys), (self.values, values)):
             if old is not None and (self.shape[0] != new.shape[0] or old.dtype != new.dtype):
                 raise wrong_rows(self.shape[0], old.dtype, new)
+
+    def space_for(self, rows: int, running: RotatingPass, block: int) -> AbstractContextManager[None]:
+        """Within it there is memory for the new tokens of a pass: for all layers, or the first of them refuses and nothing has changed.
+
+        Args:
+            block: How many of the tokens are one block.
+        """
+        return nullcontext()
 
     def clear(self) -> None:
         """Forgets everything."""
@@ -162,11 +171,12 @@ class FlatStore:
         """What a file holds."""
         return self.tensors()
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None) -> None:
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
         """Takes over what `export` gave.
 
         Args:
             kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
+            most: How many slots there may ever be.
         """
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
@@ -214,8 +224,7 @@ class RotatedKeysStore(FlatStore):
     def write(self, slots: Slots, *states: torch.Tensor) -> None:
         super().write(slots, *states)
         assert self.swapped is not None
-        swapped = self.swap(states[0])
-        self.swapped.scatter_(2, slots[..., None].expand(swapped.shape), swapped)
+        kernels.put_in_slots([self.swapped], slots, [self.swap(states[0])])
 
     def swap(self, keys: torch.Tensor) -> torch.Tensor:
         """The rotated dimensions of keys, each pair exchanged."""
