@@ -17,7 +17,7 @@ from hf_kvcaches.equip.budgets import resolve_budgets
 from hf_kvcaches.equip.heads import of_layer, plain_head_budgets
 from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
-from hf_kvcaches.equip.paged import PagedEquipLayer
+from hf_kvcaches.equip.paged import PagedStore
 from hf_kvcaches.equip.pages import PagePool, open_book
 from hf_kvcaches.equip.policies import Policy, PressPolicy, resolve_policy
 from hf_kvcaches.equip.quantized import QuantizedStore
@@ -154,12 +154,11 @@ class EquipCache(AnsweringCache):
             settings.limit_of(0)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
         rotation = self._make_rotation(geometry)
-        if self._book is not None:
-            return PagedEquipLayer(settings, geometry, rotation, self.passes, self._book)
-        return EquipLayer(settings, geometry, rotation, self.passes, self._make_store(rotation, layer_idx))
+        return EquipLayer(settings, geometry, rotation, self.passes, self._make_store(rotation, settings, layer_idx))
 
-    def _make_store(self, rotation: SlotRotation, layer_idx: int) -> FlatStore:
-        settings = self._settings
+    def _make_store(self, rotation: SlotRotation, settings: EquipSettings, layer_idx: int) -> FlatStore:
+        if self._book is not None:
+            return PagedStore(rotation, settings.backend, self._book, settings.budget)
         if self._latents:
             sizes: Any = compat.layer_configs(self.config)[layer_idx]
             return LatentStore(rotation, settings.backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)

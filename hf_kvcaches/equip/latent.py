@@ -163,9 +163,6 @@ class LatentStore(FlatStore):
             )
         super().check(keys, values)
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
-        super().install(keys, values[..., :0], kept, most, source)
-
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, _ = super().read(used)
         return keys, keys[..., self.rotated :]

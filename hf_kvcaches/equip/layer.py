@@ -178,7 +178,8 @@ class EquipLayer(KVLayer):
             )
         block = self.passes.block_length(tokens, begun=bool(self.state.seen), recording=self.recording is not None)
         self.own(torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or values.requires_grad))
-        output = self.take(query, keys, values, call, running, block)
+        with self.store.space_for(keys.shape[0], running, block):
+            output = self.take(query, keys, values, call, running, block)
         if block or self.state.clock is None:
             graphs.prepare(self)
         return output
@@ -242,7 +243,8 @@ class EquipLayer(KVLayer):
         """
         self._choose_angles(running)
         observed = blocks.observed_by(self, queries, keys, running)
-        blocks.prune_block(self, keys, values, running, self.resolve(running, running.tokens), observed, queries)
+        with self.store.space_for(keys.shape[0], running, running.tokens):
+            blocks.prune_block(self, keys, values, running, self.resolve(running, running.tokens), observed, queries)
         graphs.prepare(self)
 
     def resolve(self, running: RotatingPass, tokens: int) -> Limit:
@@ -347,7 +349,7 @@ class EquipLayer(KVLayer):
         self.make_final()
 
     def _move(self, device: torch.device | str) -> None:
-        for part in (self.state, self.store):
+        for part in (self.store, self.state):
             part.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -361,6 +363,6 @@ class EquipLayer(KVLayer):
         self.state = SlotState.imported({name: tensor for name, tensor in tensors.items() if name not in names}, values)
         if names:
             kept = None if self.state.positions is None else self.state.kept_rows()
-            self.store.take({name: tensors[name] for name in names}, kept)
+            self.store.take({name: tensors[name] for name in names}, kept, self.state.slots)
             self.lazy_initialization(*self.store.read(1))
         graphs.prepare(self)

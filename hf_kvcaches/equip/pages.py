@@ -6,15 +6,19 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hf_kvcaches.compat import decoder_config, split_model
+from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.equip.budgets import slots_for
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, whole_number
+
+_LAYOUT = "{} heads of size {} in {} on {}"
+_lock = threading.Lock()
 
 
 class PagePool:
@@ -35,8 +39,6 @@ class PagePool:
         device: Where they lie; None for the device of the first token.
     """
 
-    grows = False
-
     def __init__(
         self,
         model: Any,
@@ -46,20 +48,18 @@ class PagePool:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        page_size, pages = check_page_size(page_size), whole_number("pages", pages, 1, "a number of pages, 1 or more")
-        self.pages, self.page_size = pages, page_size
-        self.dtype, self.device = dtype, None if device is None else torch.device(device)
-        self._heads = _head_shape(split_model(model)[1])
+        self.page_size = check_page_size(page_size)
+        self.pages = whole_number("pages", pages, 1, "a number of pages, 1 or more")
+        self.dtype = dtype
+        self.device = None if device is None else torch.empty(0, device=device).device  # "cuda" as "cuda:0"
         self.stores: dict[str, torch.Tensor] = {}
-        self._free = list(range(pages, 0, -1))
-        self._returned: deque[int] = deque()
-        self._lock = threading.Lock()
+        self._heads = _head_shape(split_model(model)[1])
+        self._free = deque(range(self.pages, 0, -1))
 
     @property
     def free_pages(self) -> int:
         """How many belong to nobody."""
-        with self._lock:
-            return len(self._free) + len(self._returned)
+        return len(self._free)
 
     @property
     def bytes(self) -> int:
@@ -67,11 +67,7 @@ class PagePool:
         return sum(store.untyped_storage().nbytes() for store in self.stores.values())
 
     def check_model(self, config: Any) -> None:
-        """Refuses a model whose heads have another shape.
-
-        Args:
-            config: The model's.
-        """
+        """Refuses a model whose heads have another shape, as far as its config tells."""
         other = _head_shape(config)
         if None not in (*self._heads, *other) and self._heads != other:
             raise ConfigError.of("pool", f"one made for {other[0]} key heads of size {other[1]}", self, "Make a pool with this model.")
@@ -83,69 +79,43 @@ class PagePool:
             keys: (batch, kv_heads, tokens, head_dim).
             values: (batch, kv_heads, tokens, value_dim).
         """
-        wanted = {"keys": keys.shape[-1], "values": values.shape[-1]}
-        with self._lock:
-            held = self.stores.get("keys")
-            dtype, device = self.dtype or keys.dtype, _indexed(self.device or keys.device)
-            heads = keys.shape[1] if held is None else held.shape[1]
-            sizes = {name: self.stores[name].shape[-1] if name in self.stores else size for name, size in wanted.items()}
-            if (keys.dtype, keys.device, keys.shape[1], wanted) != (dtype, device, heads, sizes) or values.dtype != dtype:
-                have = f"{heads} heads of size {sizes['keys']} (values: {sizes['values']}) in {dtype} on {device}"
-                got = f"{keys.shape[1]} heads of size {wanted['keys']} (values: {wanted['values']}) in {keys.dtype} on {keys.device}"
+        with _lock:
+            if not self.stores:
+                self.dtype, self.device = self.dtype or keys.dtype, self.device or keys.device
+                self.stores = {"keys": self._make_store(keys), "values": self._make_store(values)}
+        for store, states in ((self.stores["keys"], keys), (self.stores["values"], values)):
+            if _layout(store) != _layout(states):
+                room, new = (_LAYOUT.format(*_layout(tensor)) for tensor in (store, states))
                 raise ConfigError(
-                    f"The page pool has room for {have}, and a layer came with {got}. Make a pool for each, or leave pages out."
+                    f"The page pool has room for {room}, and a layer came with {new}. Make a pool for each, or leave pages out."
                 )
-            self.dtype, self.device = dtype, device
-            for name, size in wanted.items():
-                if name not in self.stores:
-                    self.stores[name] = self._make_store(heads, size)
+
+    def pages_for(self, slots: int) -> int:
+        """How many pages hold so many slots."""
+        return -(-slots // self.page_size)
 
     def take(self, count: int) -> list[int]:
-        """Pages of zeros, which belong to the caller from now on; all of them or none.
-
-        Args:
-            count: How many, 1 or more.
-        """
-        with self._lock:
-            # What is given back while this runs, by a cache that is collected right now, waits for the next time.
-            while self._returned:
-                self._free.append(self._returned.popleft())
+        """Pages of zeros, which belong to the caller from now on; all of them or none."""
+        with _lock:
             if count > len(self._free):
                 self._make_room(count)
-            taken = self._free[-count:][::-1]
-            del self._free[-count:]
-        index = self.index(taken)
+            taken = [self._free.pop() for _ in range(count)]
         for store in self.stores.values():
-            store[index] = 0  # what a former owner left may be no number, and masked values are multiplied by zero
+            store[taken] = 0  # what a former owner left may be no number, and masked values are multiplied by zero
         return taken
 
     def give(self, pages: Sequence[int]) -> None:
-        """Takes pages back. Waits for no lock: it is called when a cache is collected, at any moment.
+        """Takes pages back. Waits for no lock: it is called when a cache is collected, at any moment."""
+        self._free.extend(pages)
 
-        Args:
-            pages: Of nobody any more.
-        """
-        self._returned.extend(pages)
+    def read(self, pages: list[int]) -> dict[str, torch.Tensor]:
+        """Copies of what pages hold, (pages, kv_heads, page_size, head_dim) each."""
+        return {name: store[pages] for name, store in self.stores.items()}
 
-    def index(self, pages: Sequence[int]) -> torch.Tensor:
-        """Pages as an index into the stores.
-
-        Args:
-            pages: Which.
-        """
-        return torch.tensor(pages, dtype=torch.long, device=self.device)
-
-    def copy_pages(self, source: PagePool, pages: Sequence[int], to: Sequence[int]) -> None:
-        """Copies what pages hold.
-
-        Args:
-            source: The pool that they are in; this one or one with as large heads.
-            pages: Which.
-            to: Pages of this pool.
-        """
-        if pages:
-            for name, store in source.stores.items():
-                self.stores[name][self.index(to)] = store[source.index(pages)]
+    def write(self, pages: list[int], content: dict[str, torch.Tensor]) -> None:
+        """Overwrites pages with what `read` gave for as many."""
+        for name, tensor in content.items():
+            self.stores[name][pages] = tensor
 
     def _make_room(self, count: int) -> None:
         raise PoolExhausted(
@@ -153,9 +123,10 @@ class PagePool:
             "Reset or delete another cache on it, or make a PagePool with more pages."
         )
 
-    def _make_store(self, heads: int, size: int) -> torch.Tensor:
+    def _make_store(self, states: torch.Tensor) -> torch.Tensor:
         with torch.inference_mode(False):  # may be written to in any mode
-            return torch.zeros(self.pages + 1, heads, self.page_size, size, dtype=self.dtype, device=self.device)
+            shape = self.pages + 1, states.shape[1], self.page_size, states.shape[3]
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
         return self
@@ -171,29 +142,23 @@ class PagePool:
 class GrowingPool(PagePool):
     """The pages of one cache alone; twice as many when they run out."""
 
-    grows = True
-
     def _make_room(self, count: int) -> None:
         more = max(self.pages, count - len(self._free))
         with torch.inference_mode(False):
             for name, store in self.stores.items():
                 self.stores[name] = torch.cat([store, store.new_zeros(more, *store.shape[1:])])
-        self._free = [*range(self.pages + more, self.pages, -1), *self._free]
+        self._free.extendleft(range(self.pages + 1, self.pages + more + 1))
         self.pages += more
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
-        # Its own: what grows for one cache moves, and another thread may be writing for the other.
+        # Another one, all free: what grows for one cache moves, and another thread may be writing for the other.
         copied = copy.copy(self)
-        copied._free, copied._returned, copied.pages = list(range(self.pages, 0, -1)), deque(), self.pages
+        copied._free = deque(range(self.pages, 0, -1))
         copied.stores = {name: torch.zeros_like(store) for name, store in self.stores.items()}
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = threading.Lock()
+        return dict(vars(self))
 
 
 @dataclass(eq=False)
@@ -214,11 +179,7 @@ class LayerPages:
     _table: torch.Tensor | None = field(default=None, repr=False)
 
     def table(self, blocks: int, device: torch.device | None) -> torch.Tensor:
-        """The block table: the pages of each row, (rows, blocks or more), int32; -1 where it has none.
-
-        Args:
-            blocks: At least so many.
-        """
+        """The block table: the pages of each row, (rows, at least `blocks`), int32; -1 where it has none."""
         blocks = max([blocks, *map(len, self.rows)])
         if self._table is None or self._table.shape != (len(self.rows), blocks):
             padded = [row + [-1] * (blocks - len(row)) for row in self.rows]
@@ -237,9 +198,6 @@ class LayerPages:
         used = self.used or [0] * len(real)
         return [min(slots, have + new) for have, new in zip(used, real, strict=True)]
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_table": None}
-
 
 class PageBook:
     """Which pages a cache holds, layer by layer. They go back when it is collected."""
@@ -247,16 +205,7 @@ class PageBook:
     def __init__(self, pool: PagePool) -> None:
         self.pool = pool
         self.layers: list[LayerPages] = []
-        self._spare: list[int] = []
-        self._watch()
-
-    def _watch(self) -> None:
-        weakref.finalize(self, _give_all, self.pool, self.layers, self._spare).atexit = False
-
-    @property
-    def held(self) -> int:
-        """How many pages the cache holds."""
-        return len(self._spare) + sum(len(row) for pages in self.layers for row in pages.rows)
+        weakref.finalize(self, _give_all, pool, self.layers).atexit = False
 
     def provide(self, wanted: Sequence[tuple[LayerPages, Sequence[int]]]) -> None:
         """Gives rows the pages that they lack, all of them or none.
@@ -264,100 +213,39 @@ class PageBook:
         Args:
             wanted: Layers, and how many slots of each row are to have a page.
         """
-        size, lacking = self.pool.page_size, []
+        lacking, grown = [], []
         for pages, slots in wanted:
-            for row, count in enumerate(slots):
-                held = len(pages.rows[row]) if row < len(pages.rows) else 0
-                lacking.append(max(0, -(-count // size) - held))
-        fresh = iter(self.pool.take(sum(lacking))) if any(lacking) else iter(())
-        counts = iter(lacking)
-        for pages, slots in wanted:
-            pages.rows.extend([] for _ in range(len(slots) - len(pages.rows)))
-            for held_pages, more in zip(pages.rows, counts, strict=False):
-                if more:
-                    held_pages.extend(next(fresh) for _ in range(more))
-                    pages._table = None
+            rows = [*pages.rows, *([] for _ in range(len(slots) - len(pages.rows)))]
+            grown.append(rows)
+            for row, count in zip(rows, slots, strict=False):
+                lacking += [row] * (self.pool.pages_for(count) - len(row))
+        taken = self.pool.take(len(lacking)) if lacking else []
+        for row, page in zip(lacking, taken, strict=True):
+            row.append(page)
+        for (pages, _), rows in zip(wanted, grown, strict=True):
+            pages.rows, pages._table = rows, None if taken else pages._table
 
     def trim(self, pages: LayerPages) -> None:
         """Gives back what rows hold beyond the slots in use."""
-        size = self.pool.page_size
-        needs = [-(-used // size) for used in pages.used] + [0] * (len(pages.rows) - len(pages.used))
-        if all(len(row) == need for row, need in zip(pages.rows, needs, strict=True)):
-            return
+        needs = [self.pool.pages_for(used) for used in pages.used] + [0] * (len(pages.rows) - len(pages.used))
         for row, need in zip(pages.rows, needs, strict=True):
-            row[need:], surplus = [], row[need:]
-            self.pool.give(surplus)
+            if surplus := row[need:]:
+                row[need:], pages._table = [], None
+                self.pool.give(surplus)
         del pages.rows[len(pages.used) :]
-        pages._table = None
 
-    def clear(self, pages: LayerPages) -> None:
-        """Gives back all that a layer holds."""
-        pages.used, pages.slots = [], 0
-        self.trim(pages)
-        self._give_spare()
-
-    def map_rows(self, index: int, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Makes a layer's rows those that a function picks: kept where they are as far as possible, else copied page by page.
-
-        The first layer takes the pages that all layers need for that, so that either all can be mapped or none is.
-
-        Args:
-            function: From (rows, ...) to (new rows, ...).
-        """
-        if index == 0 or not self._spare:
-            self._claim(sum(self._copies(pages, function) for pages in self.layers[index:]))
-        pages = self.layers[index]
-        if pages.rows:
-            sources = _sources(len(pages.rows), function)
-            # A row that stays in its place is not the one to be copied.
-            firsts = {source: new for new, source in reversed(list(enumerate(sources)))}
-            firsts |= {source: new for new, source in enumerate(sources) if new == source}
-            old = list(pages.rows)
-            self._spare += [page for row, held in enumerate(old) if row not in firsts for page in held]
-            rows, source_pages, target_pages = [], [], []
-            for new, source in enumerate(sources):
-                if firsts[source] == new:
-                    rows.append(old[source])
-                    continue
-                count = len(self._spare) - len(old[source])
-                self._spare[count:], own = [], self._spare[count:]
-                rows.append(own)
-                source_pages += old[source]
-                target_pages += own
-            pages.rows[:], pages._table = rows, None
-            pages.used = [pages.used[source] for source in sources] if pages.used else []
-            self.pool.copy_pages(self.pool, source_pages, target_pages)
-        if index == len(self.layers) - 1:
-            self._give_spare()
-
-    def _give_spare(self) -> None:
-        spare, self._spare[:] = list(self._spare), []
-        self.pool.give(spare)
-
-    def _claim(self, count: int) -> None:
-        if count > len(self._spare):
-            self._spare.extend(self.pool.take(count - len(self._spare)))
-
-    def _copies(self, pages: LayerPages, function: Callable[[torch.Tensor], torch.Tensor]) -> int:
-        """How many pages a layer lacks for new rows."""
-        if not pages.rows:
-            return 0
-        return max(0, sum(len(pages.rows[source]) for source in _sources(len(pages.rows), function)) - sum(map(len, pages.rows)))
+    def in_use(self, pages: LayerPages, rows: Sequence[int] | None = None) -> list[int]:
+        """The pages with the tokens of some rows of a layer, or of all."""
+        rows = range(len(pages.used)) if rows is None else rows
+        return [page for row in rows for page in pages.rows[row][: self.pool.pages_for(pages.used[row])]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PageBook:
         copied = PageBook(copy.deepcopy(self.pool, memo))
-        old = [page for pages in self.layers for row in pages.rows for page in row]
-        new = copied.pool.take(len(old)) if old else []
-        fresh = iter(new)
-        for pages in self.layers:
-            rows = [[next(fresh) for _ in row] for row in pages.rows]
-            copied.layers.append(LayerPages(pages.budget, pages.slots, rows, list(pages.used)))
-        copied.pool.copy_pages(self.pool, old, new)
+        copied.layers.extend(LayerPages(pages.budget, pages.slots, used=list(pages.used)) for pages in self.layers)
+        copied.provide([(pages, pages.used) for pages in copied.layers])
+        for pages, source in zip(copied.layers, self.layers, strict=True):
+            copied.pool.write(copied.in_use(pages), self.pool.read(self.in_use(source)))
         return copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._watch()
 
 
 def check_page_size(page_size: int) -> int:
@@ -380,27 +268,20 @@ def open_book(config: Any, page_size: int | None, pool: PagePool | None) -> Page
     return PageBook(pool)
 
 
-def _give_all(pool: PagePool, layers: list[LayerPages], spare: list[int]) -> None:
-    pool.give(spare)
+def _give_all(pool: PagePool, layers: list[LayerPages]) -> None:
     for pages in layers:
         for row in pages.rows:
             pool.give(row)
 
 
-def _sources(rows: int, function: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
-    found: list[int] = function(torch.arange(rows)).tolist()
-    return found
+def _layout(states: torch.Tensor) -> tuple[int, int, torch.dtype, torch.device]:
+    """What tokens and the store that they are kept in have in common."""
+    return states.shape[1], states.shape[3], states.dtype, states.device
 
 
 def _head_shape(config: Any) -> tuple[int | None, int | None]:
     """Key heads and their size as far as the config tells."""
     config = decoder_config(config)
-    heads = getattr(config, "num_attention_heads", None)
-    width = getattr(config, "hidden_size", None)
-    size = getattr(config, "head_dim", None) or (width // heads if width and heads else None)
-    return getattr(config, "num_key_value_heads", None) or heads, size
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """`cuda` as `cuda:0`, or whichever is current: tensors say so too."""
-    return torch.device(device.type, torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    sizes = head_sizes(config, 0)
+    return heads, None if sizes is None else sizes[0]

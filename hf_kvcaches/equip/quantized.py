@@ -13,10 +13,11 @@ import torch
 
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.equip.rotation import SlotRotation
-from hf_kvcaches.equip.store import FlatStore, Slots, extended, in_slots, room_for, wrong_rows
+from hf_kvcaches.equip.store import FlatStore, Slots, room_for, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.quantization import dequantize
+from hf_kvcaches.kernels.slots import put_in_slots
 
 Storage = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}
@@ -24,7 +25,6 @@ BITS: dict[str, int] = {"int8": 8, "int4": 4}
 _GROUP = 32
 # As many imagined tokens, at zero and of the head's mean size, keep the channels of a short prompt from extremes.
 _PRIOR = 16
-_SLOTS = ("keys", "key_scale", "key_zero", "values", "value_scale", "value_zero")
 
 
 class QuantizedStore(FlatStore):
@@ -41,7 +41,8 @@ class QuantizedStore(FlatStore):
     """
 
     in_graphs = False  # the first tokens choose the channels' scales
-    exported = (*_SLOTS, "center", "spread")
+    per_slot = ("keys", "key_scale", "key_zero", "values", "value_scale", "value_zero")
+    exported = (*per_slot, "center", "spread")
 
     def __init__(self, rotation: SlotRotation, backend: Backend, storage: Storage) -> None:
         super().__init__(rotation, backend)
@@ -70,9 +71,7 @@ class QuantizedStore(FlatStore):
         if source is not None and self.capacity:  # tokens that stay are not quantized again
             before = self.at(source.clamp(min=0))
             encoded = tuple(torch.where(stays[..., None], old, new) for new, old in zip(encoded, before, strict=True))
-        room = room_for(keys.shape[2], most)
-        for name, tensor in zip(_SLOTS, encoded, strict=True):
-            setattr(self, name, extended(tensor, room))
+        self._fill(encoded, room_for(keys.shape[2], most))
 
     def _fit(self, keys: torch.Tensor, real: torch.Tensor, fitted: torch.Tensor) -> None:
         """Chooses what channels of keys are centered and scaled by, for rows and heads that keep no token from before.
@@ -94,11 +93,6 @@ class QuantizedStore(FlatStore):
             center, spread = torch.where(fitted, self.center, center), torch.where(fitted, self.spread, spread)
         self.center, self.spread = center, spread
 
-    def reserve(self, slots: int, most: int) -> None:
-        if slots > self.capacity:
-            for name in _SLOTS:
-                setattr(self, name, extended(getattr(self, name), room_for(slots, most)))
-
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         assert self.center is not None
         assert self.spread is not None
@@ -114,7 +108,7 @@ class QuantizedStore(FlatStore):
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.center is not None
         assert self.spread is not None
-        key, key_scale, key_zero, value, value_scale, value_zero = (getattr(self, name)[:, :, :used] for name in _SLOTS)
+        key, key_scale, key_zero, value, value_scale, value_zero = (tensor[:, :, :used] for tensor in self._slots())
         dtype, per_byte = self.center.dtype, 8 // self.bits
         compute = torch.promote_types(dtype, torch.float32)
         keys = dequantize(key, key_scale, key_zero, key.shape[3] * per_byte, None, compute)
@@ -122,11 +116,5 @@ class QuantizedStore(FlatStore):
         group = _GROUP if self.bits == 4 else None
         return keys, dequantize(value, value_scale, value_zero, value.shape[3] * per_byte, group, compute).to(dtype)
 
-    def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
-        return tuple(in_slots(getattr(self, name), slots) for name in _SLOTS)
-
     def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        batch, heads = self.shape
-        rows, of_heads = (torch.arange(count, device=slots.device) for count in (batch, heads))
-        for name, new in zip(_SLOTS, states, strict=True):
-            getattr(self, name).index_put_((rows[:, None, None], of_heads[:, None], slots), new)
+        put_in_slots(self._slots(), slots, states)

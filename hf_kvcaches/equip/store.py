@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
 
-from hf_kvcaches.equip.rotation import SlotRotation, swap_pairs
+from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation, swap_pairs
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.launch import Backend
@@ -27,7 +28,9 @@ class FlatStore:
 
     in_graphs = True
     """Whether compiled graphs may write to it."""
-    exported: tuple[str, ...] = ("keys", "values")
+    per_slot: tuple[str, ...] = ("keys", "values")
+    """The tensors of slots, in the order of what `encode` gives, (batch, kv_heads, slots, any number) each."""
+    exported: tuple[str, ...] = per_slot
     """The tensors that `export` gives."""
 
     def __init__(self, rotation: SlotRotation, backend: Backend) -> None:
@@ -73,6 +76,14 @@ class FlatStore:
             if old is not None and (self.shape[0] != new.shape[0] or old.dtype != new.dtype):
                 raise wrong_rows(self.shape[0], old.dtype, new)
 
+    def space_for(self, rows: int, running: RotatingPass, block: int) -> AbstractContextManager[None]:
+        """Within it there is memory for the new tokens of a pass: for all layers, or the first of them refuses and nothing has changed.
+
+        Args:
+            block: How many of the tokens are one block.
+        """
+        return nullcontext()
+
     def clear(self) -> None:
         """Forgets everything."""
         self.map(lambda tensor: None)  # type: ignore[arg-type,return-value]
@@ -86,14 +97,12 @@ class FlatStore:
             most: How many slots there may ever be.
             source: The slots that they were read from, (batch, 1 or kv_heads, slots in use); -1 for new tokens. None: all are new.
         """
-        room = room_for(keys.shape[2], most)
-        self.keys, self.values = extended(keys, room), extended(values, room)
+        self._fill(self.encode(keys, values), room_for(keys.shape[2], most))
 
     def reserve(self, slots: int, most: int) -> None:
         """Makes room for a number of slots, of at most `most`."""
         if slots > self.capacity:
-            room = room_for(slots, most)
-            self.map(lambda tensor: extended(tensor, room))
+            self._fill(self._slots(), room_for(slots, most))
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first slots, as they are kept."""
@@ -107,9 +116,7 @@ class FlatStore:
 
     def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
         """Copies of what is in some slots, as `encode` gives it."""
-        assert self.keys is not None
-        assert self.values is not None
-        return in_slots(self.keys, slots), in_slots(self.values, slots)
+        return tuple(in_slots(tensor, slots) for tensor in self._slots())
 
     def write(self, slots: Slots, *states: torch.Tensor) -> None:
         """Overwrites slots, in one indexed write.
@@ -162,11 +169,12 @@ class FlatStore:
         """What a file holds."""
         return self.tensors()
 
-    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None) -> None:
+    def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
         """Takes over what `export` gave.
 
         Args:
             kept: How many slots of each row are in use, (batch, 1 or kv_heads, 1).
+            most: How many slots there may ever be.
         """
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
@@ -188,6 +196,14 @@ class FlatStore:
             kept: How many slots of each row are in use, the first ones, (batch, 1 or kv_heads, 1), or None where there are no rows.
         """
 
+    def _slots(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self.per_slot]
+
+    def _fill(self, tensors: Sequence[torch.Tensor], slots: int) -> None:
+        """Makes these the content of the first slots of as many as there are to be."""
+        for name, tensor in zip(self.per_slot, tensors, strict=True):
+            setattr(self, name, extended(tensor, slots))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
         copied.map(torch.clone)  # deepcopy refuses tensors that are part of an autograd graph
@@ -201,27 +217,19 @@ class RotatedKeysStore(FlatStore):
     """
 
     in_graphs = False
-    exported = ("keys", "values", "swapped")
+    per_slot = exported = ("keys", "values", "swapped")
 
     def __init__(self, rotation: SlotRotation, backend: Backend) -> None:
         super().__init__(rotation, backend)
         self.swapped: torch.Tensor | None = None
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
-        super().install(keys, values, kept, most)
-        self.swapped = extended(self.swap(keys), self.capacity)
-
-    def write(self, slots: Slots, *states: torch.Tensor) -> None:
-        super().write(slots, *states)
-        assert self.swapped is not None
-        swapped = self.swap(states[0])
-        self.swapped.scatter_(2, slots[..., None].expand(swapped.shape), swapped)
-
-    def swap(self, keys: torch.Tensor) -> torch.Tensor:
-        """The rotated dimensions of keys, each pair exchanged."""
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         geometry = self.rotation.geometry
         assert geometry is not None
-        return swap_pairs(keys[..., : geometry.rotary_dim], geometry.layout)
+        return keys, values, swap_pairs(keys[..., : geometry.rotary_dim], geometry.layout)
+
+    def write(self, slots: Slots, *states: torch.Tensor) -> None:
+        kernels.put_in_slots(self._slots(), slots, states)
 
     def attend(
         self, query: torch.Tensor, used: int, scaling: float, *, ranks: torch.Tensor | None, **options: Any

@@ -8,6 +8,7 @@ no gradients), `"reference"` (loops in float64 that are easy to read), or `"auto
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -166,16 +167,20 @@ def write_slots(
         return slots_triton.write(keys, values, None, slots, new_keys, new_values)
     if backend == "reference":
         return slots_reference.write_slots(keys, values, slots, new_keys, new_values)
-    batch, heads, tokens = new_keys.shape[:3]
+    return put_in_slots((keys, values), slots, (new_keys, new_values))
+
+
+def put_in_slots(buffers: Sequence[torch.Tensor], slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    """`write_slots` in plain PyTorch, for any number of buffers of any dtype, whose arguments are not looked at."""
+    batch, heads, tokens = states[0].shape[:3]
     if slots.shape[:2] == (1, 1):  # Half the time of the general way.
-        keys.index_copy_(2, slots.view(tokens), new_keys)
-        values.index_copy_(2, slots.view(tokens), new_values)
-        return None
+        for buffer, new in zip(buffers, states, strict=True):
+            buffer.index_copy_(2, slots.view(tokens), new)
+        return
     # Not scatter_, which takes a thousand times as long in bfloat16.
     at = (_range(batch, slots).view(-1, 1, 1), _range(heads, slots).view(-1, 1), slots)
-    keys.index_put_(at, new_keys)
-    values.index_put_(at, new_values)
-    return None
+    for buffer, new in zip(buffers, states, strict=True):
+        buffer.index_put_(at, new)
 
 
 def write_pages(
@@ -190,6 +195,8 @@ def write_pages(
 ) -> None:
     """`write_slots` through block tables, as in `paged_attention`. A slot of -1 takes no token, nor does one whose page is -1."""
     _check_write(key_pages, value_pages, tables, slots, new_keys, new_values)
+    if not new_keys.shape[2]:
+        return None
     backend = choose(backend, key_pages, value_pages, new_keys)
     if backend == "triton":
         from hf_kvcaches.kernels import slots_triton

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from hf_kvcaches.equip.cache import EquipCache
-from hf_kvcaches.equip.paged import PagedEquipLayer
+from hf_kvcaches.equip.layer import EquipLayer
+from hf_kvcaches.equip.paged import PagedStore
 from hf_kvcaches.equip.pages import PagePool
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError
 from tests import tiny
@@ -47,8 +48,8 @@ def feed(cache_: EquipCache, ids: torch.Tensor, prompt: int, mask: torch.Tensor 
     return torch.cat(logits, 1)
 
 
-def paged_layers(cache_: EquipCache) -> list[PagedEquipLayer]:
-    return [layer for layer in cache_.layers if isinstance(layer, PagedEquipLayer)]
+def paged_layers(cache_: EquipCache) -> list[EquipLayer]:
+    return [layer for layer in cache_.layers if isinstance(layer, EquipLayer) and isinstance(layer.store, PagedStore)]
 
 
 def held_pages(cache_: EquipCache) -> list[int]:
@@ -65,7 +66,7 @@ def check_conserved(pool: PagePool, *caches: EquipCache) -> None:
 
 def state(cache_: EquipCache) -> dict[str, torch.Tensor | list]:
     found = {f"{name}": tensor.clone() for name, tensor in cache_.owned_tensors().items()}
-    counters = [(layer.export_state()[1], layer.is_initialized) for layer in paged_layers(cache_)]
+    counters = [layer.export_state()[1] for layer in paged_layers(cache_)]
     return found | {"counters": counters, "pages": copy.deepcopy([layer.store.pages.rows for layer in paged_layers(cache_)])}
 
 
@@ -347,6 +348,17 @@ def test_edits_equal_the_flat_layout_and_give_pages_back(options: dict) -> None:
     assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
 
 
+def test_a_cache_whose_tokens_were_all_evicted_has_no_pages_and_goes_on() -> None:
+    ids, new = tiny.ids(1, 12), tiny.ids(1, 8, seed=3)
+    flat, paged = EquipCache(model(), "h2o", BUDGET), EquipCache(model(), "h2o", BUDGET, page_size=4)
+    for each in (flat, paged):
+        feed(each, ids, 12)
+        each.evict(range(12))
+    assert held_pages(paged) == []
+    assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
+    check_conserved(paged.pool, paged)
+
+
 def test_copies_pickles_and_files_go_on_alike(tmp_path) -> None:
     ids, mask = padded(30, 18)
     for options in ({"rope": "on_read"}, {"rope": "frames"}):
@@ -360,6 +372,16 @@ def test_copies_pickles_and_files_go_on_alike(tmp_path) -> None:
             assert other.pool is not made.pool
             assert torch.equal(feed(other, new, 1), expected)
             check_conserved(other.pool, other)
+
+
+def test_a_loaded_cache_with_a_fraction_for_a_budget_keeps_as_many_tokens_as_the_saved_one(tmp_path) -> None:
+    ids = tiny.ids(1, 50)
+    made = EquipCache(model(), "h2o", 0.5, page_size=4)
+    feed(made, ids[:, :40], 40)
+    made.save(tmp_path / "cache.safetensors")
+    loaded = EquipCache.load(tmp_path / "cache.safetensors", model())
+    assert torch.equal(feed(loaded, ids[:, 40:], 1), feed(made, ids[:, 40:], 1))
+    check_conserved(loaded.pool, loaded)
 
 
 def test_a_copy_on_a_shared_pool_has_pages_of_its_own() -> None:
