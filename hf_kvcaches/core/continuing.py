@@ -1,4 +1,4 @@
-"""Refuses a prompt that does not go on with what a cache holds.
+"""Refuses a prompt that does not go on with what a cache holds, and a `generate` whose model drops the cache.
 
 `generate` takes it for granted that a prompt begins with the tokens in the cache: it cuts off as many as the cache has seen, and neither
 the model nor the cache is shown them. A prompt that begins otherwise would be answered behind the cache's text. So the tokens that
@@ -7,6 +7,7 @@ the model nor the cache is shown them. A prompt that begins otherwise would be a
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_kvcaches.compat import GenerateCall
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.cache import KVCache
@@ -77,22 +78,31 @@ def begin_generate(model: PreTrainedModel, cache: KVCache, call: GenerateCall) -
     """
     if cache.seen:
         _require_continuing(cache, call)
-    handle = model.register_forward_pre_hook(_write_down, with_kwargs=True, prepend=True)
+    kind, thread = type(cache).__name__, threading.get_ident()
+
+    # Another thread's pass may call a hook that has just been removed, without its keyword arguments.
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if torch.compiler.is_compiling() or kwargs is None:
+            return
+        _write_down(kwargs)
+        if kwargs.get("past_key_values") is None and kwargs.get("use_cache") and threading.get_ident() == thread:
+            raise UnsupportedError(
+                f"generate: {type(module).__name__} drops the {kind} that it was given, as models do whose angles change where a text is "
+                "longer than config.original_max_position_embeddings. Keep the text shorter, or feed a longer prompt to the model itself, "
+                "with past_key_values, before generate."
+            )
+
+    before.only_observes = True  # type: ignore[attr-defined]
+    handle = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
     weakref.finalize(call.config, handle.remove)
 
 
-# Another thread's pass may call a hook that has just been removed, without its keyword arguments.
-def _write_down(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-    """The hook on a model for as long as `generate` runs."""
-    if torch.compiler.is_compiling() or kwargs is None:
-        return
+def _write_down(kwargs: dict[str, Any]) -> None:
+    """Adds the tokens of a pass to those that its cache was fed."""
     cache, ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     fed = getattr(cache, "fed", None)
     if cache is not None and isinstance(fed, FedTokens) and isinstance(ids, torch.Tensor) and ids.ndim == 2:
         fed.add(ids, cache.seen)
-
-
-_write_down.only_observes = True  # type: ignore[attr-defined]
 
 
 def _require_continuing(cache: KVCache, call: GenerateCall) -> None:

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, Phi3Config, PhimoeConfig
 from transformers.models.phi3 import modeling_phi3
 
+from hf_kvcaches import EquipCache, GrowingCache
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
 from tests import tiny
@@ -129,3 +130,19 @@ def test_geometries_differ_where_only_the_frequencies_beyond_do() -> None:
     assert one.at(LIMIT - 1).rotates_like(other.at(LIMIT - 1))
     twin = pickle.loads(pickle.dumps(one))
     assert twin.at(LIMIT, one.at(LIMIT)).rotates_like(one.at(LIMIT))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [GrowingCache, lambda model: EquipCache(model, "streaming", 16, positions="original")])
+def test_a_generate_in_which_the_model_drops_the_cache_is_refused(make) -> None:
+    model = tiny.build(phi3_config())
+    ids = tiny.ids(1, LIMIT + 8)
+    for prompt, tokens in ((ids, 2), (ids[:, : LIMIT - 3], 8)):  # from the start, and where the text gets so long
+        with pytest.raises(UnsupportedError, match="generate: Phi3ForCausalLM drops the"):
+            model.generate(prompt, past_key_values=make(model), max_new_tokens=tokens, do_sample=False)
+    assert model.generate(ids[:, :8], past_key_values=make(model), max_new_tokens=8, do_sample=False).shape == (1, 16)
+    fed = GrowingCache(model)
+    model(input_ids=ids[:, :-1], past_key_values=fed)
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(ids, past_key_values=fed, max_new_tokens=8, do_sample=False), expected)
+    assert model(input_ids=ids[:, :4], use_cache=True).past_key_values is not None
