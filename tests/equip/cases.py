@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -48,6 +49,10 @@ POLICIES: dict[str, tuple[Any, type[ReferenceCache], dict[str, Any]]] = {
 # Positions and the way they are kept.
 COMPACT = ("frames", "on_read", "rotated_keys")
 SCHEMES = (*(("compact", rope) for rope in COMPACT), ("original", "auto"))
+# Those in which heads may keep different numbers of tokens.
+each_way = pytest.mark.parametrize(
+    "way", [{"rope": "frames"}, {"rope": "on_read"}, {"positions": "original"}], ids=lambda way: str(*way.values())
+)
 
 _ORDER = 1 + torch.randperm(models.VOCABULARY - 1, generator=torch.Generator().manual_seed(3))
 

@@ -23,13 +23,11 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import tiny
 from tests.conformance import models
 from tests.conformance.driving import left_padded
-from tests.equip.cases import BUDGET, build, build_reference, positions_of, text
+from tests.equip.cases import BUDGET, build, build_reference, each_way, positions_of, text
 from tests.equip.cases import feed_all as feed
 from tests.reference.oracles import Head, ReferenceCache, ReferenceLayer, Row
 
 SCORED = ("h2o", "snapkv", "knorm", "keydiff", "leverage", "cur", "lagkv")
-WAYS = ({"rope": "frames"}, {"rope": "on_read"}, {"positions": "original"})
-each_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: str(*way.values()))
 
 
 @pytest.fixture(autouse=True)

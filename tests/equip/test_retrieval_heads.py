@@ -16,15 +16,13 @@ from hf_kvcaches import EquipCache, FingerprintMismatch, RetrievalHeads
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from tests import testbed, tiny
 from tests.conformance.driving import left_padded
-from tests.equip.cases import BUDGET
+from tests.equip.cases import BUDGET, each_way
 from tests.equip.cases import feed_all as feed
 from tests.testbed.documents import Filler, fit_document
 
 SINKS = 4
 # Of 4 layers with 2 KV heads each: one head of the first two layers, both of the third, none of the last.
 WHOLE = {0: [True, False], 1: [False, True], 2: [True, True], 3: [False, False]}
-WAYS = ({"rope": "frames"}, {"rope": "on_read"}, {"positions": "original"})
-each_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: str(*way.values()))
 
 
 @pytest.fixture(autouse=True)
