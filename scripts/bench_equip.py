@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from _equip_checks import WRITES, compressing, drafting, flatness, prove, write_alone
-from _equip_sides import FLOORS, FULL, FUSED, GATHER, OURS, PAGES, PUBLISHED, ROTATED, SHIFT, Cell, bytes_needed, measure
+from _equip_sides import FLOORS, FULL, FUSED, GATHER, OURS, PAGES, PUBLISHED, ROTATED, SHIFT, Cell, DisagreementError, bytes_needed, measure
 from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, check_counts, run_script
 from shared.models import Pair, Shape, bytes_free
@@ -128,7 +128,11 @@ class Run:
             print("\n".join(prove(self.size.shape, self.device, quick=self.size.flat_rounds == 2)))
         for name, point, work in (progress := tqdm(todo, unit="cell")):
             progress.set_description(name)
-            rows = work()
+            try:
+                rows = work()
+            except DisagreementError as error:
+                self.skipped.append(f"{name}: {error}")
+                continue
             if rows is None:
                 self.skipped.append(f"{name}: not enough memory, not measured")
             else:

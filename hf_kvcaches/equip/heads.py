@@ -80,10 +80,10 @@ def best_by_head(layer: EquipLayer, entries: Entries, scores: torch.Tensor, budg
 def reserve_for_whole_heads(layer: EquipLayer) -> None:
     """Makes room for one more token in heads that keep all."""
     state, store, whole = layer.state, layer.store, layer.settings.head_budgets
-    if state.shares is None or not isinstance(whole, tuple) or state.seen < store.capacity:
+    if state.shares is None or not isinstance(whole, tuple):
         return
     kept = state.kept_rows()
-    if bool((kept >= state.shares)[:, torch.tensor(whole)].any()):
+    if bool(((kept >= state.shares) & _keeping_all(whole, kept.device)).any()):
         state.shares = _with_room(layer, whole, kept)
         store.install(*store.read(store.capacity), kept, state.most())
 

@@ -133,14 +133,18 @@ def test_generate_goes_on_with_beams_drafts_a_file_and_a_copy(model: PreTrainedM
             assert torch.equal(feed(model, other, new), feed(model, twin, new))
 
 
-def test_drafts_that_outgrow_a_head_are_taken_back(model: PreTrainedModel) -> None:
-    cache = cache_of(model, "h2o")
+@pytest.mark.parametrize("policy", ["h2o", "streaming"])
+def test_drafts_that_outgrow_a_head_are_taken_back(model: PreTrainedModel, policy: str) -> None:
+    cache = cache_of(model, policy)
     feed(model, cache, tiny.ids(1, 30))
     cache.activate_past_recording()
     plain = copy.deepcopy(cache)
     feed(model, cache, tiny.ids(1, 100, seed=3))
     cache.crop(-100)
-    torch.testing.assert_close(feed(model, cache, tiny.ids(1, 5)), feed(model, plain, tiny.ids(1, 5)), atol=1e-4, rtol=1e-4)
+    for step in range(80):
+        new = tiny.ids(1, 1, seed=step)
+        torch.testing.assert_close(feed(model, cache, new), feed(model, plain, new), atol=1e-4, rtol=1e-4)
+    assert len(kept(cache, 0)[0]) == 110
     assert [kept(cache, layer) for layer in range(4)] == [kept(plain, layer) for layer in range(4)]
 
 
