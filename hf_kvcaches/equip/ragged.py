@@ -83,9 +83,7 @@ class RaggedStore(FlatStore):
 
     def rotate_down(self, which: torch.Tensor) -> None:
         index = self._index(torch.arange(which.shape[-1], device=which.device)[None, None])[which.expand(*self.shape, -1)]
-        if index.numel():
-            keys = self._contents()[0]
-            keys.index_copy_(0, index, self.rotation.down_by_one(keys.device)(keys.index_select(0, index)[None, None])[0, 0])
+        self.rotate_tokens_down(self._contents()[0], index)
 
     def attend(
         self,

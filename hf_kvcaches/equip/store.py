@@ -14,6 +14,8 @@ from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.launch import Backend
 
+# How many keys a processor rotates at a time.
+_PIECE = 4096
 # Slots of every row and head: (batch, 1 or kv_heads, tokens).
 Slots = torch.Tensor
 
@@ -140,10 +142,14 @@ class FlatStore:
         keys = self.keys = self.keys.contiguous()
         which = torch.nn.functional.pad(which, (0, self.capacity - which.shape[-1])).expand(keys.shape[:3])
         # Whole tokens of one long list: several times faster than an index for rows, heads and slots each.
-        tokens = which.flatten().nonzero()[:, 0]
-        if tokens.numel():
-            flat = keys.view(-1, keys.shape[-1])
-            flat.index_copy_(0, tokens, self.rotation.down_by_one(keys.device)(flat.index_select(0, tokens)[None, None])[0, 0])
+        self.rotate_tokens_down(keys.view(-1, keys.shape[-1]), which.flatten().nonzero()[:, 0])
+
+    def rotate_tokens_down(self, keys: torch.Tensor, index: torch.Tensor) -> None:
+        """Rotates some of the keys in a list, (tokens, head_dim), back by one position."""
+        rotate = self.rotation.down_by_one(keys.device)
+        # Pieces stay in a processor's cache.
+        for part in index.split(_PIECE if keys.device.type == "cpu" else max(1, len(index))):
+            keys.index_copy_(0, part, rotate(keys.index_select(0, part)[None, None])[0, 0])
 
     def attend(
         self, query: torch.Tensor, used: int, scaling: float, *, ranks: torch.Tensor | None, **options: Any
