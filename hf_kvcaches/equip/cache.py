@@ -64,8 +64,8 @@ class EquipCache(AnsweringCache):
             many as of the prompt.
         head_budgets: "adakv" shares the slots of a layer among its heads by their scores; `RetrievalHeads`: some heads keep all tokens, the
             others `budget`; None: each head has as many.
-        question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What stands
-            before is pruned before the question is read, and fractions are of it. None: nothing is a question.
+        question_start: The index of the first prompt's token at which its question begins, negative to count from the end. What is
+            before it is pruned before the question is read, and fractions are of it. None: nothing is a question.
         positions: "compact": counted within the cache, as in StreamingLLM; "original": as they were in the text.
         rope: How compact positions are kept: "frames", "on_read" (keys are rotated at each step), "rotated_keys" (the paper's), or "auto".
         backend: Of the kernels: "auto", "torch", "triton" or "reference".

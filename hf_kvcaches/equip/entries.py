@@ -26,8 +26,8 @@ class Entries:
         keys: (batch, kv_heads, tokens, head_dim), as they are kept.
         values: (batch, kv_heads, tokens, value_dim).
         positions: (batch, 1 or kv_heads, tokens), int32, -1 where there is none.
-        rotated_to: To which position keys are rotated, likewise; None where they have no rotation of this package.
-        source: The slots that they are in, likewise, -1 for new tokens; None where all are new.
+        rotated_to: To which position keys are rotated, as `positions`; None where they have no rotation of this package.
+        source: The slots that they are in, as `positions`, -1 for new tokens; None where all are new.
         attention: (batch, kv_heads, tokens), float32, or None.
         gathering: As in `SlotState`.
         scores: (batch, 1 or kv_heads, tokens), NaN for new tokens; None where nothing was scored yet.

@@ -120,7 +120,7 @@ def chosen(
     free = (budget - protected).clamp(min=0)
     guarded = protected + (free + _OWN_SHARE - 1) // _OWN_SHARE
     ranks = _ranks(worth.flatten(1), positions.flatten(1)).view_as(worth)
-    # What is guarded goes before all that is not.
+    # What is guarded ranks before all that is not.
     guarded_first = torch.where(_ranks(-ranks) < guarded, ranks - ranks.shape[1:].numel(), ranks)
     return (_ranks(-guarded_first.flatten(1)).view_as(worth) < budget * worth.shape[1]) & (positions >= 0)
 

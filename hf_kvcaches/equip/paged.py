@@ -178,7 +178,7 @@ class PagedStore(FlatStore):
             self.book.trim(self.pages)
 
     def _gather(self, name: str, used: int) -> torch.Tensor:
-        """The first slots of all rows, a copy, (batch, kv_heads, slots, width). Page 0 is zeros, and stands for a page that a row lacks."""
+        """The first slots of all rows, a copy, (batch, kv_heads, slots, width). Page 0 is zeros, for a page that a row lacks."""
         store, blocks = self.pool.stores[name], self.pool.pages_for(used)
         _, heads, size, width = store.shape
         pages = self.table[:, None, :blocks].long().clamp(min=0)

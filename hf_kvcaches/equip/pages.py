@@ -25,7 +25,7 @@ class PagePool:
     """Physical pages of keys and values that layers, rows and caches share; each page belongs to one row of one layer at a time.
 
     Pages may be taken and given back by several threads; each cache is used by one at a time. Memory is taken with the first token,
-    when dtype, device and the shape of heads are known for sure: `pages` + 1 pages (page 0 stays empty, and stands where a row has none).
+    when dtype, device and the shape of heads are known for sure: `pages` + 1 pages (page 0 is zeros, for rows that have none).
 
     A cache gives its pages back with `reset()` and when it is deleted.
 

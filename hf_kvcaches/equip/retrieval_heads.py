@@ -65,7 +65,7 @@ class RetrievalHeads(Artifact):
         Args:
             model: A transformers model that `EquipCache` supports, also inside a PEFT wrapper. It is left unchanged.
             tokenizer: Its tokenizer; None if all texts are token ids.
-            texts: Strings, or lists of token ids, whose ends depend on what stands far before: documents with a question and its answer.
+            texts: Strings, or lists of token ids, whose ends depend on tokens far before: documents with a question and its answer.
             share: As for the class; `at` changes it later.
             answer: The last tokens of each text, which are predicted.
             recent: Tokens before these that a head keeps beside 4 sinks. Texts that are not longer are left out.

@@ -61,7 +61,7 @@ class EquipSettings:
         two_limits = policy.deferred or self.decode_budget is not None or self.question_start is not None
         doubled, latent_heads = rope == "rotated_keys", latents and _reads_heads(policy)
         if self.positions == "original" and rope != "auto":
-            raise ConfigError.of("rope", "'auto' where positions='original'", rope, "Original positions are never turned.")
+            raise ConfigError.of("rope", "'auto' where positions='original'", rope, "Keys with original positions are never rotated.")
         if self.storage is not None and rope not in ("auto", "on_read"):
             raise ConfigError.of("rope", "'auto' or 'on_read' with storage", rope, "What is quantized are keys before rotation.")
         if shared and (not policy.by_head or (policy.order_only and self.head_budgets == "adakv")):
@@ -91,7 +91,7 @@ class EquipSettings:
                 require_all_heads(model, what, instead)
 
     def question_in(self, tokens: int) -> int:
-        """How many of a first prompt's tokens stand before its question."""
+        """How many of a first prompt's tokens are before its question."""
         if self.question_start is None:
             return tokens
         start = self.question_start + (tokens if self.question_start < 0 else 0)

@@ -28,8 +28,8 @@ class SlotState:
 
     Args:
         positions: (batch, 1 or kv_heads, slots), int32; -1: empty.
-        ranks: The slots in order of position, counted from 0, likewise; only where keys are rotated to them for each query.
-        scores: What the policy said, (batch, 1 or kv_heads, slots); None where the oldest token goes, or `attention` is the score.
+        ranks: The slots in order of position, counted from 0, as `positions`; only where keys are rotated to them for each query.
+        scores: What the policy said, (batch, 1 or kv_heads, slots); None where the oldest token is evicted, or `attention` is the score.
         attention: What the observed queries gave to each slot, (batch, kv_heads, slots), float32.
         gathering: The same of the observation window that is not yet complete.
         gathered: How many queries are in `gathering`, (batch, 1, 1).

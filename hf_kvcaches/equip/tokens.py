@@ -127,7 +127,7 @@ def order_of(positions: torch.Tensor) -> torch.Tensor:
 
 
 def newest_from(positions: torch.Tensor, recent: int) -> torch.Tensor:
-    """The position from which on the newest `recent` tokens stand, (batch, 1 or kv_heads, 1); 0 where there are not so many."""
+    """The position of the oldest of the newest `recent` tokens, (batch, 1 or kv_heads, 1); 0 where there are not so many."""
     if recent == 0:
         return positions.amax(-1, keepdim=True) + 1
     return positions.topk(min(recent, positions.shape[-1]), dim=-1).values[..., -1:].clamp(min=0)

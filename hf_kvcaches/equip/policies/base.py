@@ -1,7 +1,7 @@
 """The base of all policies.
 
 A policy scores tokens, and higher scores stay. The base class does the rest: it protects the sinks and the newest tokens, and chooses
-what stays after a block and what goes in a decoding step. A policy of your own is a subclass with one method:
+what is kept after a block and what is evicted in a decoding step. A policy of your own is a subclass with one method:
 
     class SmallValues(Policy):
         def score(self, tokens):
@@ -43,7 +43,7 @@ class Policy(ABC):
         observes: Whose attention it scores by. 0: none; a number: the last so many queries; None: all queries.
         queries: How many of the last queries themselves it has to see while decoding; 0: none.
         sees_block: Whether it is shown the queries of a block, where there are any.
-        order_only: Whether the oldest token goes whatever it holds, so that no scores are needed.
+        order_only: Whether the oldest token is evicted whatever it holds, so that no scores are needed.
         reads_inputs: Whether it is shown what the model's attention is called with in a block.
         deferred: Tokens that `EquipCache.compress`, up to which a context is kept whole, feeds again at a time; 0 where nothing waits.
         always_recent: Newest tokens that stay after a block even where the cache is told to protect fewer.
@@ -146,12 +146,12 @@ class Policy(ABC):
     ) -> torch.Tensor:
         """Before a decoding step: the slot to write the new token to, (batch, 1 or kv_heads, 1).
 
-        That is the first empty slot, or else the lowest score that is not protected; of equal ones the oldest goes. The token to come is
+        That is the first empty slot, or else the lowest score that is not protected; of equal ones the oldest. The token to come is
         the newest one, so `recent_start` protects `recent - 1` of these.
         """
         held = (positions < sinks_end) | (positions >= recent_start)
         lowest = torch.where(held, torch.inf, scores).amin(-1, keepdim=True)
-        # Also right where all scores are infinite, and where one is NaN: then the oldest goes.
+        # Also right where all scores are infinite, and where one is NaN: then it is the oldest.
         return ages(positions, held | (scores > lowest)).argmin(-1, keepdim=True)
 
     def settings(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class WaitingPolicy(Policy):
         """Whether a step scores all tokens anew: of all rows, or (batch, 1, 1).
 
         Args:
-            seen: Real tokens fed in so far, likewise.
+            seen: Real tokens fed in so far: a number, or (batch, 1, 1).
             complete: As in `Tokens`.
         """
         return False
