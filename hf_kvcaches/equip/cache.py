@@ -98,11 +98,12 @@ class EquipCache(AnsweringCache):
         storage: Literal["int8", "int4"] | None = None,
         offloading: bool = False,
     ) -> None:
+        policy = resolve_policy(policy)  # where model and policy are swapped, this says so
         base, config = compat.split_model(model)
         self._latents = base is not None and bool(getattr(config, "kv_lora_rank", None) and latent_modules(base))
         self._book = open_book(config, page_size, pool)
         self._settings = EquipSettings(
-            resolve_policy(policy),
+            policy,
             resolve_budgets(budget, len(compat.layer_plan(config))),
             sinks,
             recent,
