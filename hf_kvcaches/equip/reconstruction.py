@@ -50,9 +50,8 @@ class Reconstruction:
         visible = Visibility((positions[..., :kept] >= 0) & (positions[..., :kept] < self.span[1]), kept, running.valid)
         keys, values = (torch.cat([past[:, :, :kept], new], 2) for past, new in ((held, keys), (held_values, values)))
         if call.softcap is None and call.bias is None and call.sink_logits is None:
-            mask, group = visible.rows(0, query.shape[2], keys.device), query.shape[1] // keys.shape[1]
-            keys, values = (states.repeat_interleave(group, 1) for states in (keys, values))
-            output = functional.scaled_dot_product_attention(query, keys, values, mask, scale=call.scaling)
+            mask = visible.rows(0, query.shape[2], keys.device)
+            output = functional.scaled_dot_product_attention(query, keys, values, mask, scale=call.scaling, enable_gqa=True)
             return output.transpose(1, 2).nan_to_num(0.0)
         result, _ = block_attention(
             query, keys, values, call.scaling, visible, softcap=call.softcap, bias=call.bias, sink_logits=call.sink_logits
