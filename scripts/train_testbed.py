@@ -239,7 +239,8 @@ def save(stage: Stage, model, tokenizer: PreTrainedTokenizerFast, out: Path, log
         (folder / "README.md").unlink(missing_ok=True)
     else:
         model.half().save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if stage.name != "deep":  # it has that of the base model
+            tokenizer.save_pretrained(folder)
     path = folder / ("adapter_config.json" if stage.adapter else "config.json")
     config = json.loads(path.read_text())
     # Not where the base model happened to lie, and not the order of a set.

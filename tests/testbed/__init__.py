@@ -1,6 +1,6 @@
 """Small trained models, the documents that they can answer questions about, and texts that they have not seen.
 
-`base`, `tuned` and `lora` are folders to load from; `prose.txt` and `verse.txt` are the held-out ends of public-domain books.
+`base`, `tuned`, `deep` and `lora` are folders to load from; `prose.txt` and `verse.txt` are the held-out ends of public-domain books.
 docs/testbed.md says how they came about and what they can do.
 """
 
@@ -19,7 +19,7 @@ def load(name: str = "base") -> tuple[PreTrainedModel, Any]:
     """A model in float32 and its tokenizer.
 
     Args:
-        name: `base`, `tuned`, or `lora` for the base model inside PEFT with its adapter active.
+        name: `base`, `tuned`, `deep`, or `lora` for the base model inside PEFT with its adapter active.
     """
     model = LlamaForCausalLM.from_pretrained(FOLDER / ("base" if name == "lora" else name), dtype=torch.float32)
     if name == "lora":
