@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
     from hf_kvcaches.segments.policy import SegmentPolicy
     from hf_kvcaches.segments.store import SegmentStore
-    from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
+    from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace
     from hf_kvcaches.subspace.cache import SubspaceCache
     from hf_kvcaches.translate.arriving import ArrivingCodes
     from hf_kvcaches.translate.cache import TranslatedCache
@@ -96,7 +96,7 @@ _HOMES = {
     "SegmentPolicy": "segments.policy",
     "SegmentReuseCache": "segments.cache",
     "SegmentStore": "segments.store",
-    "AdaptiveSubspace": "subspace.adaptive",
+    "AdaptiveSubspace": "subspace.adaptive.settings",
     "SubspaceCache": "subspace.cache",
     "ArrivingCodes": "translate.arriving",
     "CacheTranslator": "translate.translator",

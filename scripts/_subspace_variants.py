@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache, QuantizedCache
 
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.report import measured_bytes
-from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
+from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace
 from hf_kvcaches.subspace.cache import SubspaceCache
 
 FULL = "full cache"

@@ -44,7 +44,6 @@ def store():
         (lambda model, store: EquipCache(model, rope="frame"), "'frames'"),
         (lambda model, store: EquipCache(model, backend="tritn"), "'triton'"),
         (lambda model, store: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4), backend="pytorch"), "'torch'"),
-        (lambda model, store: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4), coefficients="int-8"), "'int8'"),
         (lambda model, store: AdaptiveSubspace(rank=4, rotation="awere"), "'aware'"),
         (lambda model, store: KVCodec.calibrate(model, None, [[3, 4]], rank=4, metric="atention"), "'attention'"),
         (lambda model, store: SegmentStore("memory", quantization="int_8"), "'int8'"),

@@ -102,6 +102,5 @@ class CodedStore(FlatStore):
             slots: (batch, 1 or kv_heads, slots).
         """
         assert self.first_keys is not None
-        coder = self._coder(self.first_keys)
-        heads = torch.cat([coder.keys.row_heads, coder.values.row_heads])
+        heads = self._coder(self.first_keys).row_heads()
         return slots.expand(-1, len(heads), -1) if slots.shape[1] == 1 else slots.index_select(1, heads)

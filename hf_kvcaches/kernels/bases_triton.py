@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_kvcaches.kernels.code_layout import TILE
 from hf_kvcaches.kernels.common_triton import basis_at, dot, rotate_pairs
 from hf_kvcaches.kernels.launch import padded
-from hf_kvcaches.kernels.quantization import TILE
 
 # Bytes of bases of keys and of values that a program can hold beside what else it needs, as compiled for sm_80.
 LARGEST = 32 * 1024, 64 * 1024

@@ -15,6 +15,7 @@ import torch
 from hf_kvcaches.kernels.attention_parts import KeyRotation
 
 BITS = (8, 4, 2, 1)
+TILE = 16  # Tokens that share a basis: no matrix product of a GPU takes fewer.
 Counts = tuple[int, int, int, int]
 
 

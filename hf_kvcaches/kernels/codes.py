@@ -16,22 +16,30 @@ from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import codes_reference, codes_torch
 from hf_kvcaches.kernels.attention_parts import KeyRotation, Part, check_rotation, no_tokens
 from hf_kvcaches.kernels.checks import INTEGERS, check_mask, check_query, check_tensor
-from hf_kvcaches.kernels.code_layout import BITS, CodeMap, CodeOptions, Counts, packed_rows, planes
+from hf_kvcaches.kernels.code_layout import BITS, TILE, CodeMap, CodeOptions, Counts, packed_rows, planes
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.quantization import TILE
 
-__all__ = ["TILE", "CodeMap", "Counts", "code_attention", "decode_codes", "pack", "packed_rows", "unpack"]
+__all__ = ["TILE", "CodeMap", "Counts", "code_attention", "decode_codes", "pack", "pack_codes", "packed_rows", "unpack"]
 
 
 def pack(levels: torch.Tensor, counts: Counts) -> torch.Tensor:
     """Packs levels, (batch, sum of counts, tokens), int8, each within -2**(bits - 1) to 2**(bits - 1) - 1: (batch, rows, tokens), uint8."""
     _check_counts("counts", counts)
     check_tensor("levels", levels, (None, sum(counts), None), torch.int8)
-    packed = levels.new_zeros(levels.shape[0], packed_rows(counts), levels.shape[2], dtype=torch.uint8)
-    for bits, count, level, row, rows in planes(counts):
-        codes = levels[:, level : level + count].view(torch.uint8) + (1 << bits - 1)  # wraps around
-        for slot in range(8 // bits):
-            packed[:, row : row + rows].bitwise_or_(codes[:, slot * rows : (slot + 1) * rows] << bits * slot)
+    centers = [1 << plane.bits - 1 for plane in planes(counts) for _ in range(plane.size)]
+    center = torch.tensor(centers, dtype=torch.uint8, device=levels.device)[:, None]
+    return pack_codes(levels.view(torch.uint8) + center, counts)  # wraps around
+
+
+def pack_codes(codes: torch.Tensor, counts: Counts) -> torch.Tensor:
+    """Packs codes, (batch, sum of counts, tokens), uint8, each within 0 to 2**bits - 1: (batch, rows, tokens), uint8. Not checked."""
+    packed = codes.new_empty(codes.shape[0], packed_rows(counts), codes.shape[2])
+    for plane in planes(counts):
+        own = packed[:, plane.row : plane.row + plane.rows]
+        slots = codes[:, plane.level : plane.level + plane.size].split(plane.rows, 1)
+        own.copy_(slots[0])
+        for number, slot in enumerate(slots[1:], 1):
+            own.bitwise_or_(slot << plane.bits * number)
     return packed
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_kvcaches.kernels.attention_parts_reference import exact_attention
-from hf_kvcaches.kernels.quantization import TILE
+from hf_kvcaches.kernels.code_layout import TILE
 from hf_kvcaches.kernels.rotation import cos_sin, rotate_
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.kernels.attention_parts import Part, by_kv_head, computing_dtype, exponentials, from_first_position, normalized
-from hf_kvcaches.kernels.code_layout import CodeMap, CodeOptions, Counts, planes
-from hf_kvcaches.kernels.quantization import TILE
+from hf_kvcaches.kernels.code_layout import TILE, CodeMap, CodeOptions, Counts, planes
 from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 
 # Numbers of a block of decoded vectors or levels: 2 MB in float32, so that they are still in cache when they are used.

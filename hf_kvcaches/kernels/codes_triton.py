@@ -5,7 +5,7 @@ bytes that hold codes of its head, neighbouring tokens together, and takes the c
 levels. `combine_kernel` puts the runs together, multiplies by the basis of the values and adds their offset, once.
 
 With a bank of bases a program takes a tile at a time, loads a basis of keys when it changes, and multiplies by a basis of values when it
-ends. Keys are decoded on the tensor cores and rotated in registers, as in `coefficients_triton.py`: where positions count up, the query is
+ends. Keys are decoded on the tensor cores and rotated in registers: where positions count up, the query is
 unrotated to the first token of each block, and all that is left are the same few angles in every block.
 
 Options come to the kernel as tuples of a tensor and its strides, or as None, which leaves their code out.
@@ -36,9 +36,9 @@ from hf_kvcaches.kernels.bases_triton import (
     vector_halves,
     warps,
 )
+from hf_kvcaches.kernels.code_layout import TILE
 from hf_kvcaches.kernels.common_triton import basis_at, capped, combine, decoded, dot, finite, load_option, rotate_pairs, store_part
 from hf_kvcaches.kernels.launch import padded, split_tokens, strided, strided_or_none
-from hf_kvcaches.kernels.quantization import TILE
 
 if TYPE_CHECKING:
     from hf_kvcaches.kernels.attention_parts import KeyRotation, Part

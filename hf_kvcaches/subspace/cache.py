@@ -1,4 +1,4 @@
-"""`SubspaceCache`: attention over coefficients in low-dimensional subspaces."""
+"""`SubspaceCache`: attention over codes of a few bits."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any, Literal, Self
 
 import torch
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.rope_families import head_sizes
+from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS
-from hf_kvcaches.subspace.adaptive import AdaptiveSubspace
-from hf_kvcaches.subspace.adaptive_layer import NEEDS_QUERIES, AdaptiveLayer
+from hf_kvcaches.subspace.adaptive.layer import FollowingLayer
+from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace
 from hf_kvcaches.subspace.coded import CodedLayer, CodedSettings
 from hf_kvcaches.subspace.diagnostics import SubspaceDiagnostics, measure
-from hf_kvcaches.subspace.layer import SubspaceLayer
-from hf_kvcaches.subspace.store import StoreSettings
-from hf_kvcaches.subspace.warming import SharedBudget
 
 
 class SubspaceCache(AnsweringCache):
@@ -29,26 +28,23 @@ class SubspaceCache(AnsweringCache):
     Online Subspace Projection for KV Caches: Training-Free Low-Rank Attention at Inference Time. Keys are decoded and rotated in blocks
     while they are read, or the query is projected; values are summed up as codes and decoded once.
 
-    **Departs from the paper**: see `KVCodec` for bases and bits. The first `sinks` and the last `recent` tokens are exact (both may be 0).
-    A prompt attends exactly to itself.
+    **Departs from the paper**: see `KVCodec` for bases and bits, `AdaptiveSubspace` for bases that follow the text. The first `sinks` and
+    the last `recent` tokens are exact (both may be 0). A prompt attends exactly to itself.
 
     **Refuses**: models that do not ask this package's attention; ready masks that differ by head; position biases; gradients through codes;
     taking back tokens that were not recorded (`activate_past_recording`) once the window has moved on; `torch.compile` (`is_compileable`
     is False).
 
     **Memory per token**: `codec.bytes_per_token`; a fixed number of exact tokens besides. The codec's own tensors are shared by all caches
-    of a model. Adaptive bases and their sketches belong to a row.
+    of a model. With `adaptive`, sketches and bases belong to a row: as much as some hundred exact tokens.
 
     Args:
         model: A transformers model.
         codec: Made for it by `KVCodec.calibrate`, or loaded with `KVCodec.from_pretrained`.
-        adaptive: In place of `codec`: find bases in the text.
+        adaptive: Beside `codec`: lets its bases follow the text. In place of it: finds bases in the text.
         sinks: First tokens of each row that stay exact.
         recent: Newest tokens that stay exact.
-        coefficients: With `adaptive`: "int8" for 8 bits with a scale for each tile; None for the model's own precision.
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
-        shadow: With `adaptive`: keep all tokens exactly, too, so that `diagnostics` can measure errors. That takes more memory than a full
-            cache.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -62,54 +58,51 @@ class SubspaceCache(AnsweringCache):
         adaptive: AdaptiveSubspace | None = None,
         sinks: int = 4,
         recent: int = 64,
-        coefficients: Literal["int8"] | None = None,
         backend: Literal["auto", "torch", "triton", "reference"] = "auto",
-        shadow: bool = False,
         offloading: bool = False,
     ) -> None:
-        if (codec is None) == (adaptive is None):
-            got = "none" if codec is None else "both"
-            hint = "KVCodec.calibrate(model, tokenizer, texts) makes a codec, KVCodec.from_pretrained(folder) loads one."
-            raise ConfigError.of("codec, adaptive", "one of them", got, hint)
+        if codec is None and adaptive is None:
+            hint = (
+                "KVCodec.calibrate(model, tokenizer, texts) makes a codec, KVCodec.from_pretrained(folder) loads one; "
+                "adaptive=AdaptiveSubspace(bytes_ratio=0.25) does without."
+            )
+            raise ConfigError.of("codec", "a KVCodec", None, hint)
         if codec is not None:
             hint = "KVCodec.calibrate makes one for a model."
             require_instance("codec", codec, KVCodec, {"model": model, "adaptive": adaptive}, hint)
         if adaptive is not None:
-            require_instance("adaptive", adaptive, AdaptiveSubspace, {"model": model}, "Try AdaptiveSubspace(rank=(16, 32)).")
-        elif coefficients is not None or shadow:
-            raise ConfigError.of("coefficients, shadow", "neither with a codec", (coefficients, shadow), "codec.at(widths=8) has 8 bits.")
+            require_instance("adaptive", adaptive, AdaptiveSubspace, {"model": model}, "Try AdaptiveSubspace(bytes_ratio=0.25).")
+            _check_bits(codec, adaptive)
         sinks = whole_number("sinks", sinks, 0, "a number of tokens, 0 or more")
         recent = whole_number("recent", recent, 0, "a number of tokens, 0 or more")
-        require_choice("coefficients", coefficients, (None, "int8"))
         require_choice("backend", backend, BACKENDS)
-        if adaptive is None or adaptive.rank is None or adaptive.metric != "plain":
-            instead = "Use AdaptiveSubspace with rank= and metric='plain', or EquipCache."
+        if codec is not None or adaptive is None or adaptive.rank is None:
+            instead = "Use AdaptiveSubspace(rank=...) without a codec, or EquipCache."
             require_all_heads(model, "SubspaceCache with these settings", instead)
         self.codec, self.adaptive = codec, adaptive
-        self._settings = StoreSettings(sinks, recent, coefficients, None, backend, bool(shadow))
-        self._budget: SharedBudget | None = None
+        self._settings = CodedSettings(sinks, recent, backend)
         super().__init__(model, offloading=offloading)
         if codec is not None:
             codec.require_model(model)
 
-    def make_layer(self, layer_idx: int) -> SubspaceLayer | CodedLayer:
-        if self.adaptive is not None:
-            self._check_rank(layer_idx)
-            geometry = self._geometry(layer_idx, self.adaptive.rotation, "adaptive", "Use rotation='post'.")
-            if self._budget is None:
-                self._budget = SharedBudget(self.adaptive)
-            return AdaptiveLayer(self._settings, self.adaptive, geometry, self.passes, self.config, self._budget)
-        assert self.codec is not None
-        if layer_idx >= len(self.codec.layers) or self.codec.layers[layer_idx] is None:
-            got = f"a codec of {len(self.codec.layers)} layers without it"
+    def make_layer(self, layer_idx: int) -> CodedLayer:
+        codec, adaptive = self.codec, self.adaptive
+        if codec is not None and (layer_idx >= len(codec.layers) or codec.layers[layer_idx] is None):
+            got = f"a codec of {len(codec.layers)} layers without it"
             raise ConfigError.of("codec", f"codes for layer {layer_idx}", got, "Calibrate with this model.")
-        geometry = self._geometry(layer_idx, self.codec.settings.rotation, "codec", "Calibrate with rotation='post'.")
-        settings = CodedSettings(self.codec, self._settings.sinks, self._settings.recent, self._settings.backend)
-        return CodedLayer(settings, layer_idx, geometry, self.passes, self.config)
+        if codec is not None:
+            geometry = self._geometry(layer_idx, codec.settings.rotation, "codec", "Calibrate with rotation='post'.")
+        else:
+            assert adaptive is not None
+            self._check_rank(layer_idx, adaptive)
+            geometry = self._geometry(layer_idx, adaptive.rotation, "adaptive", "Use rotation='post'.")
+        if adaptive is None:
+            return CodedLayer(codec, self._settings, layer_idx, geometry, self.passes, self.config)
+        return FollowingLayer(codec, adaptive, self._settings, layer_idx, geometry, self.passes, self.config)
 
-    def _check_rank(self, layer_idx: int) -> None:
+    def _check_rank(self, layer_idx: int, adaptive: AdaptiveSubspace) -> None:
         """Refuses ranks above the size of a head, as far as the config tells it."""
-        sizes, rank = head_sizes(self.config, layer_idx), self.adaptive.rank if self.adaptive is not None else None
+        sizes, rank = head_sizes(self.config, layer_idx), adaptive.rank
         if isinstance(rank, tuple) and sizes is not None and (rank[0] > sizes[0] or rank[1] > sizes[1]):
             raise ConfigError.of("rank", f"1 to {sizes[0]} for keys and 1 to {sizes[1]} for values, the model's head size", rank)
 
@@ -126,26 +119,33 @@ class SubspaceCache(AnsweringCache):
         return geometry
 
     def adopt_refused(self, window: int = 0) -> str:
-        return "" if self.adaptive is None or self.adaptive.metric == "plain" else NEEDS_QUERIES
+        return ""
 
-    def diagnostics(self) -> SubspaceDiagnostics:
-        """What adaptive bases lose, of each layer and head: see `LayerDiagnostics` for what is measured where.
+    def diagnostics(self, input_ids: torch.Tensor) -> SubspaceDiagnostics:
+        """What a cache with these settings loses of a text, for each layer and head; see `LayerDiagnostics`.
 
-        Fields are tensors; printed, it is a table.
+        The model reads the text twice, as a prompt: into an empty cache like this one, and with exact keys and values.
+
+        Args:
+            input_ids: (batch, tokens), without padding.
         """
-        if self.adaptive is None:
-            raise UnsupportedError(
-                "diagnostics: measures bases of the text, and this cache has a codec. Print codec.describe_calibration()."
-            )
-        return SubspaceDiagnostics(tuple(measure(layer) if isinstance(layer, AdaptiveLayer) else None for layer in self.layers))
+        if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.numel():
+            got = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+            raise ConfigError.of("input_ids", "token ids (batch, tokens)", got, "Try tokenizer(text, return_tensors='pt').input_ids.")
+        own, model = self._settings, compat.base_model(self.model)
+        like = type(self)(model, self.codec, adaptive=self.adaptive, sinks=own.sinks, recent=own.recent, backend=own.backend)
+        with torch.no_grad(), evaluating(model):
+            model(input_ids=input_ids, past_key_values=like, use_cache=True)
+            return measure(like.layers, model, input_ids)
 
     def settings(self) -> dict[str, Any]:
         own = self._settings
         options: dict[str, Any] = {"sinks": own.sinks, "recent": own.recent, "backend": own.backend}
         if self.codec is not None:
-            return options | {"codec": self.codec.metadata()}
-        assert self.adaptive is not None
-        return options | {"coefficients": own.coefficients, "shadow": own.shadow, "adaptive": asdict(self.adaptive)}
+            options["codec"] = self.codec.metadata()
+        if self.adaptive is not None:
+            options["adaptive"] = asdict(self.adaptive)
+        return options
 
     def shared_state(self) -> dict[str, torch.Tensor]:
         return {} if self.codec is None else self.codec.tensors()
@@ -155,6 +155,14 @@ class SubspaceCache(AnsweringCache):
         options = dict(settings)
         if "adaptive" in options:
             options["adaptive"] = AdaptiveSubspace(**options["adaptive"])
-        else:
+        if "codec" in options:
             options["codec"] = KVCodec.restore(shared, options["codec"])
         return cls(model, **options)
+
+
+def _check_bits(codec: KVCodec | None, adaptive: AdaptiveSubspace) -> None:
+    """Refuses bits that nobody gives, or two do."""
+    if codec is None and not adaptive.finds_bits:
+        raise ConfigError.of("bytes_ratio, rank, energy", "one of them without a codec", None, "Try AdaptiveSubspace(bytes_ratio=0.25).")
+    if codec is not None and adaptive.finds_bits:
+        raise ConfigError.of("bytes_ratio, rank, energy", "none beside a codec, which says so", adaptive, "Use codec.at for other bits.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig
@@ -20,7 +20,7 @@ from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.attention_parts import KeyRotation, exact_attention, merge_attention
-from hf_kvcaches.kernels.codes import code_attention
+from hf_kvcaches.kernels.codes import CodeMap, code_attention, decode_codes, packed_rows
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.subspace.placement import Intake, Placement
 
@@ -38,18 +38,18 @@ class CodedSettings:
         backend: Of the kernels.
     """
 
-    codec: KVCodec
     sinks: int
     recent: int
     backend: Backend
 
 
-@dataclass(frozen=True, eq=False)
-class _Moment:
-    """All that a layer held at some time; tensors that are never written to, and a number of codes."""
+class Bases(NamedTuple):
+    """What codes stand for: see `code_attention`."""
 
-    placement: Placement
-    exact: tuple[torch.Tensor | None, ...]
+    keys: CodeMap
+    values: CodeMap
+    key_basis_of: torch.Tensor | None = None
+    value_basis_of: torch.Tensor | None = None
 
 
 class CodedLayer(TensorLayer):
@@ -78,14 +78,23 @@ class CodedLayer(TensorLayer):
     positions: torch.Tensor | None = None
 
     def __init__(
-        self, settings: CodedSettings, layer_idx: int, geometry: RotaryGeometry | None, passes: Passes[Pass], config: PreTrainedConfig
+        self,
+        codec: KVCodec | None,
+        settings: CodedSettings,
+        layer_idx: int,
+        geometry: RotaryGeometry | None,
+        passes: Passes[Pass],
+        config: PreTrainedConfig,
     ) -> None:
         super().__init__()
-        self.settings, self.layer_idx, self.geometry, self.passes, self.config = settings, layer_idx, geometry, passes, config
+        self.codec, self.settings, self.layer_idx, self.geometry, self.passes, self.config = (
+            *(codec, settings, layer_idx),
+            *(geometry, passes, config),
+        )
         self.coded = 0
         self.recording = False
-        # What the layer held before each pass whose tokens may be taken back.
-        self.past: list[_Moment] = []
+        # What the layer held before each pass whose tokens may be taken back: all tensors but the codes, which only grow.
+        self.past: list[dict[str, Any]] = []
 
     @property
     def kept(self) -> int:
@@ -94,14 +103,25 @@ class CodedLayer(TensorLayer):
     @property
     def coder(self) -> LayerCoder:
         """What encodes and decodes, shared by all caches with this codec."""
-        return self.settings.codec.coder(self.layer_idx, self.dtype, self.device)
+        assert self.codec is not None
+        return self.codec.coder(self.layer_idx, self.dtype, self.device)
+
+    @property
+    def bases(self) -> Bases:
+        """What the codes stand for."""
+        return Bases(self.coder.keys.map, self.coder.values.map)
 
     @property
     def placement(self) -> Placement:
         """Which tokens lie where."""
         first, newest = (0 if held is None else held.shape[2] for held in (self.sink_keys, self.recent_keys))
-        limits = self.settings.sinks, self.settings.recent
+        limits = self.settings.sinks, self.settings.recent, self.warmup
         return Placement(*limits, self.seen, first, self.coded, newest, self.columns, self.positions)
+
+    @property
+    def warmup(self) -> int:
+        """How many tokens behind the sinks a row has before any becomes codes."""
+        return 0
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Returns a view that takes the new tokens and attends to all.
@@ -148,22 +168,33 @@ class CodedLayer(TensorLayer):
     def _take(self, keys: torch.Tensor, values: torch.Tensor, running: Pass) -> None:
         """Puts new tokens where they belong, and codes those that are no longer exact."""
         if self.recording:
-            exact = self.sink_keys, self.sink_values, self.recent_keys, self.recent_values
-            self.past.append(_Moment(self.placement, exact))
-        intake = self._intake(keys, running)
+            self.past.append({name: getattr(self, name) for name in (*self.row_tensors, *self.counters) if name != "codes"})
+        self._put(self._intake(keys, running), keys, values)
+
+    def _put(self, intake: Intake, keys: torch.Tensor, values: torch.Tensor) -> None:
         after, leaving = intake.after, intake.leaving
         self.sink_keys, held_keys = intake.exact(self.sink_keys, self.recent_keys, keys.detach())
         self.sink_values, held_values = intake.exact(self.sink_values, self.recent_values, values.detach())
         if leaving:
-            plain = self._unrotated(held_keys[:, :, :leaving], after.code_positions(after.coded - leaving, after.coded, keys.device))
-            new = self.coder.encode(plain, held_values[:, :, :leaving])
+            new = self._encode(held_keys, held_values, intake)
             held = None if self.codes is None else self.codes[..., None]
             self.codes = append(held, new[..., None], self.coded, _RESERVE)[..., 0]
+            if intake.slots is not None:
+                self.codes.scatter_(2, intake.slots[:, None].expand_as(new), new)
         # Copies, so that the rest of a prompt is not kept alive. Behind a step that rest is one token.
         copied = leaving > 1 or not intake.before.newest
         recent = (held[:, :, leaving:] for held in (held_keys, held_values))
         self.recent_keys, self.recent_values = (each.clone() if copied else each for each in recent)
         self.seen, self.coded, self.columns, self.positions = after.seen, after.coded, after.columns, after.positions
+
+    def _encode(self, keys: torch.Tensor, values: torch.Tensor, intake: Intake) -> torch.Tensor:
+        """The codes of the tokens that are no longer exact, (batch, bytes, leaving).
+
+        Args:
+            keys: As the model rotated them, (batch, kv_heads, tokens, d), those that stay exact behind them.
+        """
+        leaving = intake.leaving
+        return self.coder.encode(self._unrotated(keys[:, :, :leaving], intake.positions(leaving, keys.device)), values[:, :, :leaving])
 
     def _intake(self, keys: torch.Tensor, running: Pass) -> Intake:
         """Where the tokens of a pass go; the same in all layers."""
@@ -193,17 +224,19 @@ class CodedLayer(TensorLayer):
             parts.append(exact_attention(query, exact_keys, exact_values, call.scaling, shown_exact, call.softcap, check=False))
         if self.coded:
             assert self.codes is not None
-            coder = self.coder
-            key_codes, value_codes = coder.split(self.codes[:, :, : self.coded])
+            bases = self.bases
+            rows = packed_rows(bases.keys.counts)
             part = code_attention(
                 query,
-                key_codes,
-                value_codes,
-                coder.keys.map,
-                coder.values.map,
+                self.codes[:, :rows, : self.coded],
+                self.codes[:, rows:, : self.coded],
+                bases.keys,
+                bases.values,
                 call.scaling,
                 valid=shown_codes,
                 rotation=self._rotation(placement, keys.device),
+                key_basis_of=bases.key_basis_of,
+                value_basis_of=bases.value_basis_of,
                 softcap=call.softcap,
                 backend=self.settings.backend,
                 check=False,
@@ -277,7 +310,10 @@ class CodedLayer(TensorLayer):
             assert self.recent_keys is not None
             assert self.recent_values is not None
             return self.recent_keys[:, :, :0], self.recent_values[:, :, :0]
-        keys, values = self.coder.decode(self.codes[:, :, : self.coded])
+        codes, bases = self.codes[:, :, : self.coded], self.bases
+        rows = packed_rows(bases.keys.counts)
+        keys = decode_codes(codes[:, :rows], bases.keys, bases.key_basis_of)
+        values = decode_codes(codes[:, rows:], bases.values, bases.value_basis_of)
         if self.geometry is not None:
             keys = self.geometry.rotate(keys, self.placement.code_positions(0, self.coded, keys.device))
         return keys, values
@@ -295,11 +331,10 @@ class CodedLayer(TensorLayer):
         tokens = -int(tokens_to_remove)
         if not 0 <= tokens <= self.seen:
             raise ConfigError.of("tokens_to_remove", f"a number from -{self.seen} to 0", -tokens, "crop(-n) removes the last n tokens.")
-        moment = next((each for each in self.past if each.placement.seen == self.seen - tokens), None)
+        moment = next((each for each in self.past if each["seen"] == self.seen - tokens), None)
         if tokens and moment is not None:
-            placement = moment.placement
-            self.sink_keys, self.sink_values, self.recent_keys, self.recent_values = moment.exact
-            self.seen, self.coded, self.columns, self.positions = placement.seen, placement.coded, placement.columns, placement.positions
+            for name, held in moment.items():
+                setattr(self, name, held)
         elif tokens:
             self._cut(self.seen - tokens)
         self.past = []

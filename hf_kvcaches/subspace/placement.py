@@ -1,7 +1,8 @@
 """Which tokens of a row lie where: the first ones and the newest exactly, those between them as codes.
 
-Each row is placed as if it were alone: its first `sinks` and last `recent` real tokens are exact. While no token is padding, everything is
-a slice. Else `columns` says which token of the model's input is in each slot, and slots of rows with fewer tokens stay empty.
+Each row is placed as if it were alone: its first `sinks` and last `recent` real tokens are exact, and its codes follow each other. While no
+token is padding, everything is a slice. Else `columns` says which token of the model's input is in each slot, and rows with fewer tokens
+leave slots of codes empty at the end, those of exact tokens at the beginning.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Placement:
     Args:
         sinks: First tokens of each row that stay exact.
         recent: Newest ones.
+        warmup: A row has no codes before it has so many tokens behind the sinks.
         seen: Tokens that the model has fed in.
         first: Slots of sinks in use.
         coded: Slots of codes.
@@ -30,6 +32,7 @@ class Placement:
 
     sinks: int
     recent: int
+    warmup: int = 0
     seen: int = 0
     first: int = 0
     coded: int = 0
@@ -48,10 +51,10 @@ class Placement:
         if valid is None and self.columns is None:
             new_sinks = min(max(0, self.sinks - self.seen), tokens)
             held = self.newest + tokens - new_sinks
-            leaving = max(0, held - self.recent)
+            leaving = max(0, held - self.recent) if self.coded + held >= self.warmup else 0
             first, coded, newest = self.first + new_sinks, self.coded + leaving, held - leaving
             after = replace(self, seen=self.seen + tokens, first=first, coded=coded, newest=newest, positions=known)
-            return Intake(self, after, leaving, new_sinks)
+            return Intake(self, after, leaving, ((self.coded, leaving),) * rows, new_sinks)
         return self._place_padded(tokens, valid, known, rows, device)
 
     def _place_padded(
@@ -60,22 +63,40 @@ class Placement:
         valid = torch.ones(rows, tokens, dtype=torch.bool, device=device) if valid is None else valid
         old_sinks, old_codes, old_recent = self._columns(rows, device)
         new = torch.arange(self.seen, self.seen + tokens, device=device).where(valid, _EMPTY)
+        coded = (old_codes >= 0).sum(1)
         before = sum((each >= 0).sum(1, keepdim=True) for each in (old_sinks, old_codes, old_recent))
         numbers = (before + valid.cumsum(1) - 1).masked_fill(~valid, _EMPTY)
         # The new token with number j goes to sink j.
         match = numbers[:, None] == torch.arange(self.sinks, device=device)[:, None]
         sink_index, sink_found = match.to(torch.uint8).argmax(-1) if tokens else old_sinks, match.any(-1)
-        sinks = new.gather(1, sink_index).where(sink_found, old_sinks)
+        sinks = new.gather(1, sink_index).where(sink_found, old_sinks) if tokens else old_sinks
         held = torch.cat([old_recent, new.masked_fill(numbers < self.sinks, _EMPTY)], 1)
+        # The tokens of a row at the end, in their order: the oldest leave.
         order = (held >= 0).to(torch.uint8).argsort(dim=1, stable=True)
-        used = int((held >= 0).sum(1).max())
-        order = order[:, order.shape[1] - used :]
+        used = (held >= 0).sum(1)
+        leaving = (used - self.recent).clamp(min=0).where(coded + used >= self.warmup, 0)
+        leave, stay = int(leaving.max()), int((used - leaving).max())
+        places = torch.arange(leave, device=device)
+        left, right = (held.shape[1] - used)[:, None] + places, held.shape[1] - stay + torch.arange(stay, device=device)
+        order = torch.cat([order.gather(1, left.clamp(max=held.shape[1] - 1)), order[:, right]], 1)
         held = held.gather(1, order)
-        leaving = max(0, used - self.recent)
-        columns = torch.cat([sinks, old_codes, held], 1)
-        coded, newest = self.coded + leaving, used - leaving
-        after = Placement(self.sinks, self.recent, self.seen + tokens, self.sinks, coded, newest, columns, positions)
-        return Intake(self, after, leaving, 0, (sink_index, sink_found), order)
+        gone, held = held.split([leave, stay], 1)
+        gone = gone.masked_fill(places >= leaving[:, None], _EMPTY)
+        held = held.masked_fill(torch.arange(stay, 0, -1, device=device) > (used - leaving)[:, None], _EMPTY)
+        slots = coded[:, None] + places
+        codes = torch.nn.functional.pad(old_codes, (0, leave), value=_EMPTY).scatter(1, slots, gone)
+        codes = codes[:, : int((coded + leaving).max())]
+        after = replace(
+            self,
+            seen=self.seen + tokens,
+            first=self.sinks,
+            coded=codes.shape[1],
+            newest=stay,
+            columns=torch.cat([sinks, codes, held], 1),
+            positions=positions,
+        )
+        spans = tuple(zip(coded.tolist(), leaving.tolist(), strict=True))
+        return Intake(self, after, leave, spans, 0, (sink_index, sink_found), order, slots, torch.cat([gone, held], 1))
 
     def _columns(self, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The columns of sinks, all of them, of codes and of recent tokens, (batch, slots) each."""
@@ -100,7 +121,11 @@ class Placement:
             if self.positions is not None:
                 return self.positions[:, first : self.first + stop]
             return torch.arange(first, self.first + stop, device=device)[None]
-        columns = self.columns[:, first : self.first + stop].clamp(min=0)
+        return self.positions_of(self.columns[:, first : self.first + stop])
+
+    def positions_of(self, columns: torch.Tensor) -> torch.Tensor:
+        """The model's positions of some tokens, (batch, n); any number where there is none."""
+        columns = columns.clamp(min=0)
         return columns if self.positions is None else self.positions.gather(1, columns)
 
     def shown(self, allowed: torch.Tensor | None, rows: int, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -127,18 +152,31 @@ class Intake:
     Args:
         before: The slots so far.
         after: The slots with them.
-        leaving: How many of the recent and new tokens become codes.
+        leaving: How many of the recent and new tokens become codes, in the row with most.
+        spans: For each row how many codes it has so far, and how many more it gets.
         new_sinks: While slots follow the text: how many of the new tokens are sinks.
         sinks: Else, for each sink which new token it is, (batch, sinks), and whether it is one.
-        order: Else, which of the recent and new tokens, side by side, stay or become codes, (batch, slots).
+        order: Else, which of the recent and new tokens, side by side, become codes and which stay, (batch, leaving + newest).
+        slots: Else, where the new codes go, (batch, leaving); slots behind those of a row are free.
+        held: Else, the tokens in that order, (batch, leaving + newest), -1 for none.
     """
 
     before: Placement
     after: Placement
     leaving: int
+    spans: tuple[tuple[int, int], ...]
     new_sinks: int = 0
     sinks: tuple[torch.Tensor, torch.Tensor] | None = None
     order: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    held: torch.Tensor | None = None
+
+    def positions(self, count: int, device: torch.device) -> torch.Tensor:
+        """The model's positions of the first of the tokens that become codes or stay, (batch or 1, count)."""
+        if self.held is not None:
+            return self.after.positions_of(self.held[:, :count])
+        start = self.before.coded
+        return self.after.code_positions(start, start + count, device)
 
     def exact(self, sinks: torch.Tensor | None, recent: torch.Tensor | None, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The sinks, and the recent and new tokens that stay or become codes.

@@ -146,7 +146,7 @@ def adaptive(model: Any, **options: Any) -> SubspaceCache:
     """A cache with bases of the text; all directions unless told otherwise."""
     config = model.config.get_text_config(decoder=True)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    follow = {"rank": size, "warmup": 16, "chunk": 16} | options.pop("follow", {})
+    follow = {"rank": size, "widths": 24, "warmup": 16, "chunk": 16} | options.pop("follow", {})
     return SubspaceCache(model, adaptive=AdaptiveSubspace(**follow), **options)
 
 
@@ -333,17 +333,24 @@ ENTRIES = [
         partial(adaptive, sinks=1, recent=3),
         lossless=True,
         records=True,
-        without=frozenset({"forced_tokens@bfloat16"}),
+        without=SUBSPACE,
+        refuses=WITHOUT_GRADIENTS,
     ),
     Entry(
-        "subspace_adaptive", partial(adaptive, sinks=1, recent=2, follow={"rank": (3, 4)}), lossless=False, every_family=False, records=True
-    ),
-    Entry(
-        "subspace_adaptive_int8",
-        partial(adaptive, sinks=0, recent=2, coefficients="int8", follow={"rank": (3, 4), "rotation": "post", "sketch": "fd"}),
+        "subspace_adaptive",
+        partial(adaptive, sinks=1, recent=2, follow={"rank": (3, 4), "widths": 8, "rotation": "post", "sketch": "fd"}),
         lossless=False,
         every_family=False,
         records=True,
+        refuses=WITHOUT_GRADIENTS,
+    ),
+    Entry(
+        "subspace_followed",
+        partial(subspace, bytes_ratio=0.25, sinks=0, recent=2, adaptive=AdaptiveSubspace(chunk=16, agreement=0.0)),
+        lossless=False,
+        every_family=False,
+        records=True,
+        refuses=WITHOUT_GRADIENTS,
     ),
     *(
         Entry(

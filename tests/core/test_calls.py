@@ -31,7 +31,7 @@ CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
     "snapkv": lambda model: EquipCache(model, "snapkv", 96),
     "pages": lambda model: EquipCache(model, "h2o", 64, page_size=16),
     "subspace": lambda model: SubspaceCache(model, codec(), sinks=1, recent=4),
-    "adaptive": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=8, warmup=16, chunk=16), sinks=1, recent=4),
+    "adaptive": lambda model: SubspaceCache(model, adaptive=AdaptiveSubspace(rank=8, widths=24, warmup=16, chunk=16), sinks=1, recent=4),
 }
 
 
@@ -59,22 +59,19 @@ def test_under_autocast_a_cache_that_keeps_all_is_as_near_to_the_model_as_autoca
 @pytest.mark.parametrize("name", ["h2o", "subspace", "adaptive"])
 def test_under_autocast_a_pruned_or_compressed_cache_decodes(name: str) -> None:
     model = tiny.llama()
-    adaptive = AdaptiveSubspace(rank=(3, 4), warmup=16, chunk=16)
+    adaptive = AdaptiveSubspace(rank=(3, 4), widths=8, warmup=16, chunk=16)
     small = {
         "h2o": EquipCache(model, "h2o", 8, sinks=1, recent=2),
         "subspace": SubspaceCache(model, codec(), sinks=0, recent=0),
-        "adaptive": SubspaceCache(model, adaptive=adaptive, sinks=0, recent=0, coefficients="int8"),
+        "adaptive": SubspaceCache(model, adaptive=adaptive, sinks=0, recent=0),
     }
     assert torch.isfinite(logits(model, small[name], autocast=True)).all()
 
 
-FOLLOWED = AdaptiveSubspace(rank=(3, 4), warmup=16, chunk=16)
 SMALL: dict[str, Callable[[PreTrainedModel], Cache]] = {
     "streaming": lambda model: EquipCache(model, "streaming", 16, sinks=2, rope="frames"),
     "tova": lambda model: EquipCache(model, "tova", 16, sinks=2, rope="frames"),
     "h2o": lambda model: EquipCache(model, "h2o", 16, sinks=2, rope="on_read"),
-    "adaptive": lambda model: SubspaceCache(model, adaptive=FOLLOWED, sinks=1, recent=4),
-    "int8": lambda model: SubspaceCache(model, adaptive=FOLLOWED, sinks=1, recent=4, coefficients="int8"),
 }
 
 

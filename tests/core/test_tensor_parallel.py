@@ -20,14 +20,13 @@ SERVED: dict[str, Callable[[PreTrainedModel], Cache]] = {
     "streaming": lambda model: EquipCache(model, "streaming", 16, sinks=2, recent=4),
     "h2o": lambda model: EquipCache(model, "h2o", 16, sinks=2, recent=4),
     "snapkv": lambda model: EquipCache(model, "snapkv", 16, sinks=2, recent=4),
-    "adaptive": lambda model: SubspaceCache(model, adaptive=adaptive(rank=(3, 4), metric="plain"), sinks=1, recent=4),
+    "adaptive": lambda model: SubspaceCache(model, adaptive=adaptive(rank=(3, 4)), sinks=1, recent=4),
 }
 REFUSED: dict[str, Callable[[PreTrainedModel], Cache]] = {
     "tova": lambda model: EquipCache(model, "tova", 16),
     "random": lambda model: EquipCache(model, "random", 16),
     "codec": lambda model: SubspaceCache(model, codec()),
-    "bytes_ratio": lambda model: SubspaceCache(model, adaptive=adaptive(bytes_ratio=0.5, metric="plain")),
-    "metric": lambda model: SubspaceCache(model, adaptive=adaptive(rank=(3, 4), metric="attention")),
+    "bytes_ratio": lambda model: SubspaceCache(model, adaptive=adaptive(bytes_ratio=0.5)),
 }
 
 

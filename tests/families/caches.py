@@ -106,7 +106,7 @@ class SubspacePost(Subspace):
 
 class Adaptive(Bench):
     def make(self, **options: Any) -> SubspaceCache:
-        return SubspaceCache(self.model, adaptive=AdaptiveSubspace(bytes_ratio=1.0, warmup=16, chunk=16), sinks=1, recent=3)
+        return SubspaceCache(self.model, adaptive=AdaptiveSubspace(energy=1.0, widths=24, warmup=16, chunk=16), sinks=1, recent=3)
 
 
 class Segments(Bench):

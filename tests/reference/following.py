@@ -1,28 +1,43 @@
-"""How a head follows its text, written down plainly: one token after the other, and nothing is forgotten."""
+"""How the bases of a head follow its text, written down plainly: one token after the other, and nothing is forgotten."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from hf_kvcaches.core.codec.sides import CalibratedSide
+
 TILE = 16
-SLACK = 1.5
+BITS = (1, 2, 3, 4, 5, 6, 8, 16, 24)
+
+
+class Slot(NamedTuple):
+    """A direction that has bits.
+
+    Args:
+        unit: Its step, for an energy of 1.
+        loss: What is lost of an energy, as a share.
+    """
+
+    width: int
+    unit: float
+    loss: float
 
 
 class Step(NamedTuple):
     """What one token became.
 
     Args:
-        coefficients: (rank,).
+        vector: What its codes stand for, (d,).
         basis: The number of its basis.
-        decode: What reads the coefficients, (d, rank).
+        near: Whether another order of arithmetic may give it other codes.
     """
 
-    coefficients: torch.Tensor
+    vector: torch.Tensor
     basis: int
-    decode: torch.Tensor
+    near: bool
 
 
 @dataclass
@@ -30,101 +45,133 @@ class FollowingOracle:
     """One head of one row.
 
     Args:
-        rank: Coefficients of a token.
-        chunk: The most tokens until a basis is looked at again.
-        warmup: Tokens that the first basis is made of.
-        tail: Tokens that stay exact behind a token until it gets its coefficients.
-        limit: Of a tile's loss; None for SLACK times the basis' own.
-        decay: Of the energy, after each chunk.
-        agreement: What a new basis must save.
-        directions: None for all outer products; (rows that remain, rows more that fit) for Frequent Directions.
+        limit: Of a tile's loss, as a share of its length; None for what was calibrated, or 1.5 times that of a new basis.
+        rows: None for all outer products; how many remain with Frequent Directions.
 
     Attributes:
-        margin: How near to another outcome it was: the smallest distance of any comparison, and of any two directions' energies, as a
-            share of what is compared.
+        close: Whether another order of arithmetic may give another basis.
     """
 
-    rank: int
+    side: CalibratedSide
+    head: int
     chunk: int
-    warmup: int
-    tail: int = 0
     limit: float | None = None
     decay: float = 1.0
     agreement: float = 0.0
-    directions: tuple[int, int] | None = None
-    margin: float = float("inf")
+    rows: int | None = None
+    close: bool = False
+    kept: list[torch.Tensor] = field(default_factory=list)  # each with its energy's weight in its length
 
-    def follow(self, vectors: torch.Tensor, root: torch.Tensor | None) -> list[Step]:
-        """What each token becomes that is not among the last `tail`.
+    def follow(self, vectors: torch.Tensor, warmup: int = 0) -> list[Step]:
+        """What each token becomes.
 
         Args:
-            vectors: All, (n, d), float64.
-            root: Of the metric, (d, d), or None for the identity.
+            vectors: All, (n, d).
+            warmup: How many of them the first basis is made of; 0 for that of the calibration.
         """
-        dim = vectors.shape[1]
-        if self.rank == dim:
-            return [Step(vector, 0, torch.eye(dim).double()) for vector in vectors[: max(0, len(vectors) - self.tail)]]
-        self.root = torch.eye(dim).double() if root is None else root
-        self.kept: list[torch.Tensor] = []  # each with its energy's weight in its length
-        self.known, self.begun, self.basis = 0, 0, -1
-        self._know(vectors, self.warmup)
-        self._renew(0)
-        steps = []
-        for token in range(len(vectors) - self.tail):
-            steps.append(Step(self.encode @ vectors[token], self.basis, self.decode))
-            end = token + 1
-            if end % TILE == 0 and self._is_due(vectors[end - TILE : end], end - self.begun):
-                self._know(vectors, end + self.tail)
-                self._renew(end)
+        side, head = self.side, self.head
+        self.mean, self.encode = side.mean[head].double(), side.encode[head].double()
+        energies = side.energies[head].double()
+        self.widths, self.slots, self.sizes, self.tail = side.widths[head].tolist(), [], [], 0.0
+        for direction, width in enumerate(self.widths):
+            if width:
+                size = max(float(energies[direction]), float(energies.mean()) * self._least(width))
+                place = BITS.index(width)
+                lost = float(side.distortions[head, direction, 1 + place] / side.distortions[head, direction, 0] * energies[direction])
+                self.tail += lost / float(energies.sum())
+                self.slots.append(Slot(width, float(side.steps[head, direction, place]) / size**0.5, lost / size))
+                self.sizes.append(size)
+        self.tail += float(side.tails[head, len(self.slots)])
+        self.tokens, self.basis = 0.0, -1
+        tokens = [self.encode @ (vector.double() - self.mean) for vector in vectors]
+        if warmup:
+            for start in range(0, warmup, TILE):
+                self._feed(tokens[start : start + TILE])
+            self._renew()
+        else:
+            dim, units = len(energies), torch.eye(len(energies)).double()
+            self._store([(4 * dim * energy).sqrt() * unit for energy, unit in zip(energies, units, strict=True)])
+            self.tokens, self.basis = 4.0 * dim, 0
+            self.axes = [unit for unit, width in zip(units, self.widths, strict=True) if width]
+            self.share = self._expected(self.axes, self.sizes)[0] / float(energies.sum())
+            self.bound = self.tail if self.limit is None else self.limit**2
+        steps, looked = [], False
+        for index in range(len(tokens)):
+            steps.append(self._step(tokens[index]))
+            end = index + 1
+            if end % TILE:
+                continue
+            tile, near = tokens[end - TILE : end], steps[end - TILE : end]
+            if end > warmup:
+                self._feed(tile)
+            if end % self.chunk == 0:
+                self.kept, self.tokens = [row * self.decay**0.5 for row in self.kept], self.tokens * self.decay
+                self._renew()
+                looked = False
+            elif not looked:
+                lost = sum(float((token - self._coefficients(step.vector)).square().sum()) for token, step in zip(tile, near, strict=True))
+                if self._above(lost / sum(float(token.square().sum()) for token in tile), self.bound):
+                    self._renew()
+                    looked = True
         return steps
 
-    def _know(self, vectors: torch.Tensor, tokens: int) -> None:
-        """Sees to it that the whole tiles of the first tokens are known."""
-        while self.known + TILE <= tokens:
-            tile = [self.root @ vector for vector in vectors[self.known : self.known + TILE]]
-            self.known += TILE
-            if self.directions is not None and len(self.kept) + TILE > sum(self.directions):
-                self.kept = frequent(torch.stack([*self.kept, *tile]), self.directions[0])
-            else:
-                self.kept += tile
+    def _coefficients(self, vector: torch.Tensor) -> torch.Tensor:
+        return self.encode @ (vector - self.mean)
 
-    def _is_due(self, tile: torch.Tensor, length: int) -> bool:
-        if length >= self.chunk:
-            return True
-        lost = sum(float((self.root @ (x - self.decode @ (self.encode @ x))).square().sum()) for x in tile)
-        whole = sum(float((self.root @ x).square().sum()) for x in tile)
-        return length >= max(TILE, self.chunk // 4) and self._above((lost / whole) ** 0.5, self.bound, 1.0)
+    def _least(self, width: int) -> float:
+        """The least energy that a step is made for, as a share of the head's mean."""
+        return 1.0 if width >= 16 else 1e-8
 
-    def _renew(self, at: int) -> None:
+    def _step(self, token: torch.Tensor) -> Step:
+        found, near = torch.zeros_like(token), False
+        for slot, axis, size in zip(self.slots, self.axes, self.sizes, strict=True):
+            step, most = slot.unit * size**0.5, 2.0 ** (slot.width - 1)
+            level = float(axis @ token) / step
+            near |= step > 4e-3 and abs(level - round(level)) * step < 5e-4
+            found += (min(max(level // 1, -most), most - 1) + 0.5) * step * axis
+        return Step(self.mean + torch.linalg.solve(self.encode, found), self.basis, near)
+
+    def _feed(self, tile: list[torch.Tensor]) -> None:
+        self._store(tile)
+        self.tokens += len(tile)
+
+    def _store(self, rows: list[torch.Tensor]) -> None:
+        self.kept += rows
+        if self.rows is not None and len(self.kept) > 2 * min(self.rows, len(rows[0])):
+            self.kept = frequent(torch.stack(self.kept), self.rows)
+
+    def _expected(self, axes: list[torch.Tensor], sizes: list[float]) -> tuple[float, float]:
+        """What a token loses, and its energy, in the mean of the sketch."""
         seen = torch.stack(self.kept)
-        _, singular, axes = torch.linalg.svd(seen)
-        energies = singular.square()
-        total, lost = float(energies.sum()), float(energies[self.rank :].sum())
-        gaps = energies[: self.rank] - energies[1 : self.rank + 1]
-        self.margin = min(self.margin, float(gaps.min() / energies[0]))
-        better = True
-        if self.basis >= 0:
-            back = torch.linalg.inv(self.root)
-            left = seen - seen @ (self.root @ self.decode @ self.encode @ back).T
-            old = float(left.square().sum())
-            worse = self._above(old / total - self.share, self.agreement, 1.0)
-            better = worse and self._above(old - lost, self.agreement * total, total)
-            lost = lost if better else old
-        if better:
-            self.share = lost / total
-            self.basis += 1
-            self.encode = axes[: self.rank] @ self.root
-            self.decode = torch.linalg.solve(self.root, axes[: self.rank].T)
-        if not better and at - self.begun < self.chunk:
-            self.bound = float("inf")  # not again before the chunk is over
-            return
-        self.bound = SLACK * (lost / total) ** 0.5 if self.limit is None else self.limit
-        weight = self.decay ** ((at - self.begun) / self.chunk)
-        self.kept = [vector * weight**0.5 for vector in self.kept]
-        self.begun = at
+        lost = energy = float(seen.square().sum()) / self.tokens
+        for slot, axis, size in zip(self.slots, axes, sizes, strict=True):
+            lost -= min(float((seen @ axis).square().sum()) / self.tokens, size) * (1 - slot.loss)
+        return max(0.0, lost), energy
 
-    def _above(self, value: float, bound: float, scale: float) -> bool:
-        self.margin = min(self.margin, abs(value - bound) / scale)
+    def _renew(self) -> None:
+        _, singular, axes = torch.linalg.svd(torch.stack(self.kept))
+        energies = torch.nn.functional.pad(singular.square() / self.tokens, (0, len(axes) - len(singular)))
+        count, energy = len(self.slots), float(energies.sum())
+        new_axes, new_sizes = list(axes[:count]), [0.0] * count
+        ranked = sorted(range(count), key=lambda slot: -self.slots[slot].width)
+        for place, slot in enumerate(ranked):
+            new_axes[slot] = axes[place]
+            new_sizes[slot] = max(float(energies[place]), self._least(self.slots[slot].width) * energy / len(axes))
+        lost = self._expected(new_axes, new_sizes)[0] / energy
+        if self.basis >= 0:
+            old = self._expected(self.axes, self.sizes)[0] / energy
+            if not self._above(old, max(self.share * (1 + self.agreement), 1e-6)):
+                return
+            if not self._above(old, lost * (1 + self.agreement)):
+                self.share = old
+                return
+        gaps = energies[: min(count, len(axes) - 1)] - energies[1 : 1 + min(count, len(axes) - 1)]
+        self.close |= bool((gaps < 3e-3 * energies[0]).any())
+        self.axes, self.sizes, self.share, self.basis = new_axes, new_sizes, lost, self.basis + 1
+        self.bound = max(2.25 * lost, self.tail) if self.limit is None else self.limit**2
+
+    def _above(self, value: float, bound: float) -> bool:
+        self.close |= abs(value - bound) < 2e-6 + 1e-3 * bound
         return value > bound
 
 

@@ -304,9 +304,8 @@ def test_gradients_through_codes_are_refused() -> None:
         ({"sinks": -1}, "sinks"),
         ({"recent": 1.5}, "recent"),
         ({"backend": "cuda"}, "backend"),
-        ({"coefficients": "int8"}, "coefficients, shadow: expected neither with a codec"),
-        ({"shadow": True}, "coefficients, shadow: expected neither with a codec"),
-        ({"adaptive": AdaptiveSubspace(rank=3)}, "codec, adaptive: expected one of them, got .*both"),
+        ({"adaptive": AdaptiveSubspace(rank=3)}, "bytes_ratio, rank, energy: expected none beside a codec"),
+        ({"adaptive": {"chunk": 64}}, "adaptive"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(options: dict[str, Any], name: str) -> None:
@@ -329,11 +328,6 @@ def test_a_codec_of_another_model_is_refused() -> None:
         SubspaceCache(tiny.llama(seed=1), codec)
     with pytest.raises((ConfigError, FingerprintMismatch)):
         SubspaceCache(tiny.llama(num_hidden_layers=5), codec)
-
-
-def test_diagnostics_are_of_bases_that_follow_the_text() -> None:
-    with pytest.raises(UnsupportedError, match=r"diagnostics: .*describe_calibration"):
-        SubspaceCache(*pair()).diagnostics()
 
 
 def test_other_rows_or_another_precision_than_those_held_are_refused_and_change_nothing() -> None:

@@ -49,9 +49,11 @@ class Slots(NamedTuple):
     recent: torch.Tensor
 
 
-def fed(text: Text, sinks: int, recent: int, chunks: list[int] | None = None, positions: torch.Tensor | None = None) -> Slots:
+def fed(
+    text: Text, sinks: int, recent: int, chunks: list[int] | None = None, positions: torch.Tensor | None = None, warmup: int = 0
+) -> Slots:
     """Feeds tokens that are their own columns through the placements, as a layer does with keys."""
-    placement, start, rows = Placement(sinks, recent), 0, len(text.real)
+    placement, start, rows = Placement(sinks, recent, warmup), 0, len(text.real)
     held_sinks = held_recent = None
     codes = torch.zeros(rows, 0, dtype=torch.int64)
     for tokens in text.chunks if chunks is None else chunks:
@@ -60,7 +62,15 @@ def fed(text: Text, sinks: int, recent: int, chunks: list[int] | None = None, po
         intake = placement.place(tokens, valid, None if positions is None else positions[:, span], rows, CPU)
         new = torch.arange(start, start + tokens).where(text.real[:, span], -1)[:, None, :, None]
         held_sinks, held = intake.exact(held_sinks, held_recent, new)
+        before = codes
         codes = torch.cat([codes, held[:, 0, : intake.leaving, 0]], 1)
+        if intake.slots is not None:
+            codes = codes.scatter(1, intake.slots, held[:, 0, : intake.leaving, 0])[:, : intake.after.coded]
+        for row, (stop, count) in enumerate(intake.spans):
+            assert torch.equal(codes[row, :stop], before[row, :stop])
+            assert bool((codes[row, stop : stop + count] >= 0).all())
+            expected = intake.after.code_positions(stop, stop + count, CPU).expand(rows, -1)[row]
+            assert torch.equal(intake.positions(count, CPU).expand(rows, -1)[row], expected)
         held_recent, placement, start = held[:, :, intake.leaving :], intake.after, start + tokens
         assert placement.seen == start
         assert (placement.first, placement.coded, placement.newest) == (held_sinks.shape[2], codes.shape[1], held_recent.shape[2])
@@ -84,13 +94,15 @@ def in_use(slots: Slots, row: int) -> tuple[list[int], list[int], list[int]]:
 limits = st.integers(0, 5)
 
 
-@given(text=texts(), sinks=limits, recent=limits)
-def test_the_first_and_the_newest_real_tokens_of_a_row_are_exact_and_all_others_codes_in_order(text: Text, sinks: int, recent: int) -> None:
-    slots = fed(text, sinks, recent)
+@given(text=texts(), sinks=limits, recent=limits, warmup=st.integers(0, 12))
+def test_the_first_and_the_newest_real_tokens_of_a_row_are_exact_and_all_others_codes_in_order(
+    text: Text, sinks: int, recent: int, warmup: int
+) -> None:
+    slots = fed(text, sinks, recent, warmup=warmup)
     for row, real in enumerate(text.real):
         columns = real.nonzero()[:, 0].tolist()
         first, rest = columns[:sinks], columns[sinks:]
-        coded = len(rest) - min(recent, len(rest))
+        coded = len(rest) - min(recent, len(rest)) if len(rest) >= warmup else 0
         assert in_use(slots, row) == (first, rest[:coded], rest[coded:])
 
 

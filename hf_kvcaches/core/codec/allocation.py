@@ -3,12 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from hf_kvcaches.core.codec.layout import packed_bytes
 from hf_kvcaches.core.codec.sides import WIDTHS, CalibratedLayer, CalibratedSide
-from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.errors import ConfigError, is_number, whole_number
+
+_WIDTHS_OF_BYTES = (1, 2, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class BitRule:
+    """How bits are allotted; described in `KVCodec.at`. Made by `of`, which checks it.
+
+    Args:
+        rule: The argument and its value.
+        widths: The bits that directions may have.
+    """
+
+    rule: dict[str, Any]
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, bytes_ratio: Any, rank: Any, energy: Any, widths: Any) -> BitRule:
+        rules = {"bytes_ratio": bytes_ratio, "rank": rank, "energy": energy}
+        rule = {name: value for name, value in rules.items() if value is not None}
+        if len(rule) != 1:
+            raise ConfigError.of("bytes_ratio, rank, energy", "exactly one of them", rule, "Try bytes_ratio=0.125.")
+        for name in ("bytes_ratio", "energy"):
+            if name in rule and not (is_number(rule[name]) and 0 < rule[name] <= 1):
+                raise ConfigError.of(name, "a number above 0 and up to 1", rule[name], "It is a share, such as 0.125 of the bytes.")
+        if "rank" in rule:
+            pair = rank if isinstance(rank, tuple | list) else (rank, rank)
+            expected = "an integer of at least 1, or two: (keys, values)"
+            if len(pair) != 2:
+                raise ConfigError.of("rank", expected, rank)
+            rule["rank"] = tuple(whole_number("rank", each, 1, expected) for each in pair)
+        if widths is None:
+            widths = _WIDTHS_OF_BYTES if "bytes_ratio" in rule else (16,)
+        listed = tuple(widths) if isinstance(widths, Sequence) and not isinstance(widths, str) else (widths,)
+        if not listed or any(type(each) is not int or each not in WIDTHS for each in listed):
+            raise ConfigError.of("widths", f"some of {WIDTHS}", widths)
+        if "bytes_ratio" not in rule and len(listed) != 1:
+            raise ConfigError.of("widths", f"one number with {next(iter(rule))}", widths)
+        return cls(rule, tuple(sorted(set(listed))))
+
+    def allot(self, layers: Sequence[CalibratedLayer]) -> list[CalibratedLayer]:
+        """The layers with these bits."""
+        [(name, value)] = self.rule.items()
+        if name == "bytes_ratio":
+            return by_bytes(layers, value, self.widths)
+        return (by_rank if name == "rank" else by_energy)(layers, value, self.widths[0])
 
 
 def by_bytes(layers: Sequence[CalibratedLayer], bytes_ratio: float, widths: Sequence[int]) -> list[CalibratedLayer]:

@@ -17,12 +17,10 @@ from hf_kvcaches.core.codec import allocation
 from hf_kvcaches.core.codec.coder import LayerCoder
 from hf_kvcaches.core.codec.layout import packed_bytes
 from hf_kvcaches.core.codec.measuring import Metric
-from hf_kvcaches.core.codec.sides import WIDTHS, CalibratedLayer, CalibratedSide
+from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, is_number, require_choice, whole_number
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
 from hf_kvcaches.stores.reading import checked_layers
-
-DEFAULT_WIDTHS = (1, 2, 4, 6, 8)
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class KVCodec(Artifact):
     """
 
     artifact_type: ClassVar[str] = "kv-codec"
-    format_version: ClassVar[int] = 1
+    format_version: ClassVar[int] = 2
 
     layers: tuple[CalibratedLayer | None, ...]
     settings: CodecSettings
@@ -122,17 +120,18 @@ class KVCodec(Artifact):
 
         if bytes_ratio is None and rank is None and energy is None:
             bytes_ratio = 0.125
-        choice = _Choice.of(bytes_ratio, rank, energy, widths, gamma)
+        choice = allocation.BitRule.of(bytes_ratio, rank, energy, widths)
+        require_choice("gamma", gamma, ("one", "paper"))
         measured = measure(model, tokenizer, texts, Reading(rotation, metric, block, batch_size, max_tokens, progress))
         with torch.no_grad():
             fitted = {index: fit_layer(meter) for index, meter in measured.meters.items()}
         layers = tuple(fitted.get(index) for index in range(measured.layers))
         reading = measured.reading
         settings = CodecSettings(
-            rotation, reading.metric, choice.rule, choice.widths, choice.gamma, reading.block, measured.blocks, measured.tokens
+            rotation, reading.metric, choice.rule, choice.widths, gamma, reading.block, measured.blocks, measured.tokens
         )
         fingerprint = ModelFingerprint.of(model, tokenizer if measured.used_tokenizer else None, any_precision=True)
-        return choice.apply(cls(layers, settings, fingerprint))
+        return cls(layers, settings, fingerprint)._with(choice)
 
     def at(
         self,
@@ -154,7 +153,14 @@ class KVCodec(Artifact):
                 given; else (1, 2, 4, 6, 8).
             gamma: The factor on decoded keys: "one", or the "paper"'s `sqrt(r / d)`. None: as it is.
         """
-        return _Choice.of(bytes_ratio, rank, energy, widths, self.settings.gamma if gamma is None else gamma).apply(self)
+        choice = allocation.BitRule.of(bytes_ratio, rank, energy, widths)
+        require_choice("gamma", gamma, ("one", "paper", None))
+        return replace(self, settings=replace(self.settings, gamma=gamma or self.settings.gamma))._with(choice)
+
+    def _with(self, choice: allocation.BitRule) -> KVCodec:
+        chosen = iter(choice.allot([layer for layer in self.layers if layer is not None]))
+        layers = tuple(None if layer is None else next(chosen) for layer in self.layers)
+        return KVCodec(layers, replace(self.settings, rule=choice.rule, widths=choice.widths), self.fingerprint)
 
     @property
     def bytes_per_token(self) -> int:
@@ -192,7 +198,7 @@ class KVCodec(Artifact):
                 raise ConfigError.of("codec", f"codes for layer {layer_idx}", f"a codec of {len(self.layers)} layers without it")
             # A later pass may need gradients, which tensors of the caller's inference mode refuse.
             with torch.inference_mode(False), torch.no_grad():
-                coders[key] = LayerCoder(layer, self._gamma(layer), dtype, device, separate)
+                coders[key] = LayerCoder(layer, self.gamma(layer), dtype, device, separate)
         return coders[key]
 
     def encode(self, keys: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -256,7 +262,8 @@ class KVCodec(Artifact):
         if self.fingerprint is not None:
             self.fingerprint.require_model(model, "KVCodec", tokenizer)
 
-    def _gamma(self, layer: CalibratedLayer) -> torch.Tensor:
+    def gamma(self, layer: CalibratedLayer) -> torch.Tensor:
+        """What decoded keys are multiplied with, for each head of a layer, (kv_heads,)."""
         heads, dim = layer.keys.shape
         if self.settings.gamma == "one":
             return torch.ones(heads)
@@ -315,53 +322,6 @@ class KVCodec(Artifact):
         head = "| layer | directions of keys | of values | bits of a key | of a value | energy of keys | of values |"
         table = "\n".join(_card_row(index, layer) for index, layer in enumerate(self.layers) if layer is not None)
         return f"| | |\n|---|---|\n{facts}\n\n{head}\n|---|---|---|---|---|---|---|\n{table}\n\nEnergies are the shares kept."
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """How bits are allotted; described in `KVCodec.at`. Made by `of`, which checks it."""
-
-    rule: dict[str, Any]
-    widths: tuple[int, ...]
-    gamma: Literal["one", "paper"]
-
-    @classmethod
-    def of(cls, bytes_ratio: Any, rank: Any, energy: Any, widths: Any, gamma: Any) -> _Choice:
-        rules = {"bytes_ratio": bytes_ratio, "rank": rank, "energy": energy}
-        rule = {name: value for name, value in rules.items() if value is not None}
-        if len(rule) != 1:
-            raise ConfigError.of("bytes_ratio, rank, energy", "exactly one of them", rule, "Try bytes_ratio=0.125.")
-        for name in ("bytes_ratio", "energy"):
-            if name in rule and not (is_number(rule[name]) and 0 < rule[name] <= 1):
-                raise ConfigError.of(name, "a number above 0 and up to 1", rule[name], "It is a share, such as 0.125 of the bytes.")
-        if "rank" in rule:
-            pair = rank if isinstance(rank, tuple | list) else (rank, rank)
-            expected = "an integer of at least 1, or two: (keys, values)"
-            if len(pair) != 2:
-                raise ConfigError.of("rank", expected, rank)
-            rule["rank"] = tuple(whole_number("rank", each, 1, expected) for each in pair)
-        if widths is None:
-            widths = DEFAULT_WIDTHS if "bytes_ratio" in rule else (16,)
-        listed = tuple(widths) if isinstance(widths, Sequence) and not isinstance(widths, str) else (widths,)
-        if not listed or any(type(each) is not int or each not in WIDTHS for each in listed):
-            raise ConfigError.of("widths", f"some of {WIDTHS}", widths)
-        if "bytes_ratio" not in rule and len(listed) != 1:
-            raise ConfigError.of("widths", f"one number with {next(iter(rule))}", widths)
-        require_choice("gamma", gamma, ("one", "paper"))
-        return cls(rule, tuple(sorted(set(listed))), gamma)
-
-    def apply(self, codec: KVCodec) -> KVCodec:
-        """The codec with these bits."""
-        coded = [layer for layer in codec.layers if layer is not None]
-        if "bytes_ratio" in self.rule:
-            chosen = iter(allocation.by_bytes(coded, self.rule["bytes_ratio"], self.widths))
-        elif "rank" in self.rule:
-            chosen = iter(allocation.by_rank(coded, self.rule["rank"], self.widths[0]))
-        else:
-            chosen = iter(allocation.by_energy(coded, self.rule["energy"], self.widths[0]))
-        layers = tuple(None if layer is None else next(chosen) for layer in codec.layers)
-        settings = replace(codec.settings, rule=self.rule, widths=self.widths, gamma=self.gamma)
-        return KVCodec(layers, settings, codec.fingerprint)
 
 
 def _layer_of(keys: CalibratedSide | None, values: CalibratedSide | None, index: int) -> CalibratedLayer | None:

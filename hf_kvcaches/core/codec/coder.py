@@ -6,59 +6,108 @@ import torch
 
 from hf_kvcaches.core.codec.layout import Layout
 from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
-from hf_kvcaches.kernels.codes import CodeMap, decode_codes, pack
+from hf_kvcaches.kernels.codes import CodeMap, decode_codes, pack_codes
 
 # Tokens that are encoded at a time, so that a long prompt needs no more memory.
 _PIECE = 2048
+
+
+class Levels:
+    """From coefficients in steps to packed codes, and what the levels of these are worth, for directions with given bits.
+
+    A code u of w bits stands for `u + 1/2 - 2^(w - 1)` steps; each of its parts is a level of its own, counted from its middle.
+
+    Args:
+        widths: Bits of each direction, (kv_heads, d).
+        separate: Whether a byte belongs to one head.
+
+    Attributes:
+        kept: The directions with bits of each head, (kv_heads, most of a head); heads with fewer are filled up with others.
+        widths: Theirs, (kv_heads, most).
+        index: Of each head its levels, (kv_heads, most levels of a head).
+        rows: Bytes of a token.
+        row_heads: With `separate`, the head of each byte, (rows,).
+    """
+
+    def __init__(self, widths: torch.Tensor, device: torch.device, separate: bool = False) -> None:
+        heads, dim = widths.shape
+        layout = Layout.of(widths, separate)
+        self.counts = layout.counts
+        self.rows = layout.counts[0] + layout.counts[1] // 2 + layout.counts[2] // 4 + layout.counts[3] // 8
+        self.row_heads = layout.row_heads.to(device)
+        most = max(1, int((widths > 0).sum(1).max()))
+        kept = (widths == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+        kept_widths = widths.gather(1, kept)
+        self.kept, self.widths = kept.to(device), kept_widths.to(device)
+        self._top = (2.0 ** kept_widths[..., None] - 1).to(device, torch.float32)
+        # Codes of a byte take a quarter of the time of wider ones.
+        self._dtype = torch.uint8 if int(kept_widths.max()) <= 8 else torch.int32
+        place = torch.zeros(heads, dim, dtype=torch.int64).scatter(1, kept, torch.arange(most).expand(heads, -1))
+        self._source = (layout.heads * most + place[layout.heads, layout.directions]).to(device)
+        self._bits_below = layout.shifts.to(device, self._dtype)[:, None]
+        self._mask = (2**layout.bits - 1).to(device, self._dtype)[:, None]
+        index, there = layout.by_head(heads)
+        self.index = index.to(device)
+        self._place = place[torch.arange(heads)[:, None], layout.directions[index]].to(device)
+        self._worth = (2.0 ** layout.shifts[index] * there).to(device, torch.float64)
+        self._middle = (2.0 ** (layout.bits - 1))[index].to(device, torch.float64)
+
+    @property
+    def middle(self) -> torch.Tensor:
+        """What is added to coefficients in steps, so that their floor is their code, (kv_heads, most)."""
+        return 2.0 ** (self.widths.double() - 1)
+
+    def pack(self, steps: torch.Tensor) -> torch.Tensor:
+        """The packed codes, (batch, rows, tokens), uint8.
+
+        Args:
+            steps: Coefficients of the kept directions in steps, with the middle added, (batch, kv_heads, most, tokens); changed in place.
+        """
+        # What is no number counts as 0; the rest is cut off by the conversion.
+        codes = torch.fmax(steps, torch.zeros_like(self._top), out=steps)
+        codes = torch.minimum(codes, self._top, out=steps).to(self._dtype)
+        levels = codes.flatten(1, 2).index_select(1, self._source)
+        return pack_codes((levels.bitwise_right_shift_(self._bits_below)).bitwise_and_(self._mask).to(torch.uint8), self.counts)
+
+    def decoding(self, decode: torch.Tensor, steps: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What turns levels into vectors: `decode` and `offset` of a `CodeMap`, in float64.
+
+        Args:
+            decode: The directions with bits, (..., kv_heads, d, most).
+            steps: Theirs, (..., kv_heads, most).
+            mean: (kv_heads, d).
+        """
+        place = self._place.expand(*decode.shape[:-2], -1)
+        columns = decode.double().gather(-1, place[..., None, :].expand(*decode.shape[:-1], -1))
+        columns = columns * (steps.double().gather(-1, place) * self._worth)[..., None, :]
+        half = torch.where(self.widths > 0, 0.5 - self.middle, 0.0) * steps.double()
+        offset = mean.double() + (decode.double() @ half[..., None])[..., 0] + (columns * self._middle[:, None]).sum(-1)
+        return columns, offset
 
 
 class SideCoder:
     """The keys, or the values, of one layer.
 
     Args:
-        dtype: Of what is decoded.
         gamma: What decoded vectors are multiplied with, for each head, (kv_heads,).
-
+        dtype: Of what is decoded.
         separate: Whether a byte belongs to one head.
 
     Attributes:
-        rows: Bytes of a token.
-        row_heads: Where bytes belong to one head, the head of each, (rows,).
         map: How kernels read the codes.
     """
 
     def __init__(self, side: CalibratedSide, gamma: torch.Tensor, dtype: torch.dtype, device: torch.device, separate: bool = False) -> None:
-        heads, dim = side.shape
-        layout = Layout.of(side.widths.long(), separate)
-        self.row_heads = layout.row_heads.to(device)
-        self.counts = layout.counts
-        self.rows = layout.counts[0] + layout.counts[1] // 2 + layout.counts[2] // 4 + layout.counts[3] // 8
-        # Coefficients in steps, of the directions that have bits.
-        most = max(1, int((side.widths > 0).sum(1).max()))
-        kept = (side.widths == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
-        rows = side.encode.double().gather(1, kept[..., None].expand(-1, -1, dim)) / side.chosen_steps.double().gather(1, kept)[..., None]
-        place = torch.zeros(heads, dim, dtype=torch.int64).scatter(1, kept, torch.arange(most).expand(heads, -1))
-        width = side.widths.long().gather(1, kept)[..., None]
+        self.levels = levels = Levels(side.widths.long(), device, separate)
+        kept = levels.kept.cpu()
+        steps = side.chosen_steps.double().gather(1, kept)
+        rows = side.encode.double().gather(1, kept[..., None].expand(-1, -1, side.encode.shape[-1])) / steps[..., None]
         self._encode = rows.to(device, torch.float32)
-        self._shift = (2.0 ** (width - 1) - rows @ side.mean.double()[..., None]).to(device, torch.float32)
-        self._top = (2.0**width - 1).to(device, torch.float32)
-        source = layout.heads * most + place[layout.heads, layout.directions]
-        self._source = source.to(device)
-        self._bits_below = layout.shifts.to(device, torch.int32)[:, None]
-        self._mask = (2**layout.bits - 1).to(device, torch.int32)[:, None]
-        self._center = (2 ** (layout.bits - 1)).to(device, torch.int32)[:, None]
-        index, there = layout.by_head(heads)
-        own = torch.arange(heads)[:, None]
-        direction, weight = layout.directions[index], (2.0 ** layout.shifts[index]) * there
-        decode = side.decode[own, :, direction] * (side.chosen_steps.double()[own, direction] * weight)[..., None]
-        # A code u stands for (u + 1/2 - 2^(w-1)) steps, and its parts are counted from their middle.
-        middle = (2.0 ** (layout.bits - 1))[index]
-        half = torch.where(side.widths > 0, 0.5 - 2.0 ** (side.widths.double() - 1), 0.0) * side.chosen_steps.double()
-        offset = side.mean.double() + (side.decode @ half[..., None])[..., 0] + (decode * middle[..., None]).sum(1)
-        scale = gamma.double()[:, None]
-        self.map = CodeMap(
-            layout.counts, index.to(device), (decode.mT * scale[..., None]).to(device, dtype), (offset * scale).to(device, dtype)
-        )
+        self._shift = (levels.middle.cpu()[..., None] - rows @ side.mean.double()[..., None]).to(device, torch.float32)
+        decode = side.decode.gather(2, kept[:, None].expand(-1, side.decode.shape[1], -1))
+        columns, offset = levels.decoding(*(each.to(device) for each in (decode, steps, side.mean)))
+        scale = gamma.to(device, torch.float64)[:, None]
+        self.map = CodeMap(levels.counts, levels.index, (columns * scale[..., None]).to(dtype), (offset * scale).to(dtype))
 
     def encode(self, states: torch.Tensor) -> torch.Tensor:
         """The packed codes, (batch, rows, tokens), uint8.
@@ -66,15 +115,8 @@ class SideCoder:
         Args:
             states: (batch, kv_heads, tokens, d).
         """
-        pieces = [self._encode_piece(piece) for piece in states.split(_PIECE, 2)]
+        pieces = [self.levels.pack((self._encode @ piece.float().mT).add_(self._shift)) for piece in states.split(_PIECE, 2)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)
-
-    def _encode_piece(self, states: torch.Tensor) -> torch.Tensor:
-        # Adding the middle first, the floor of a coefficient in steps is its code.
-        codes = (self._encode @ states.float().mT).add_(self._shift).floor_()
-        codes = codes.nan_to_num_(0.0).clamp_(min=torch.zeros_like(self._top), max=self._top).to(torch.int32)
-        levels = codes.flatten(1, 2).index_select(1, self._source)
-        return pack(((levels >> self._bits_below) & self._mask).sub_(self._center).to(torch.int8), self.counts)
 
     def decode(self, packed: torch.Tensor) -> torch.Tensor:
         """(batch, kv_heads, tokens, d).
@@ -93,7 +135,7 @@ class LayerCoder:
     ) -> None:
         self.keys = SideCoder(layer.keys, gamma, dtype, device, separate)
         self.values = SideCoder(layer.values, torch.ones_like(gamma), dtype, device, separate)
-        self.rows = self.keys.rows + self.values.rows
+        self.rows = self.keys.levels.rows + self.values.levels.rows
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The packed codes, (batch, rows, tokens), uint8.
@@ -106,9 +148,13 @@ class LayerCoder:
 
     def split(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The codes of keys and of values, without a copy."""
-        return packed[:, : self.keys.rows], packed[:, self.keys.rows :]
+        return packed[:, : self.keys.levels.rows], packed[:, self.keys.levels.rows :]
 
     def decode(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, (batch, kv_heads, tokens, d)."""
         keys, values = self.split(packed)
         return self.keys.decode(keys), self.values.decode(values)
+
+    def row_heads(self) -> torch.Tensor:
+        """Where a byte belongs to one head, the head of each, (rows,)."""
+        return torch.cat([self.keys.levels.row_heads, self.values.levels.row_heads])

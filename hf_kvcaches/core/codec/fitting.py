@@ -14,6 +14,8 @@ from hf_kvcaches.core.moments import descending, roots
 
 # The step of a uniform quantiser that loses least of a normal distribution, in standard deviations.
 _NORMAL_STEPS = {1: 1.596, 2: 0.9957, 3: 0.586, 4: 0.3352, 5: 0.1881, 6: 0.1041, 8: 0.0308}
+# The squared error of those that clip, as a share of the variance.
+_NORMAL_LOSSES = {1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.003495}
 # What it is multiplied with for distributions with heavier or lighter tails.
 _MULTIPLES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 # These need no choice: they reach 32 and 16 standard deviations of the direction, or of the head in the mean where that is more, so that
@@ -45,9 +47,29 @@ def _fit(side: SideMeter, cost: torch.Tensor) -> CalibratedSide:
     encode = directions @ root
     coefficients = (side.tokens().double() - side.mean[:, None]) @ encode.mT
     steps, distortions = _quantisers(coefficients.float())
-    tensors = (side.mean, encode, steps, distortions * size)
-    mean, encode, steps, distortions = (each.to("cpu", torch.float32).contiguous() for each in tensors)
-    return CalibratedSide(mean, encode, steps, distortions, torch.zeros(distortions.shape[:2], dtype=torch.uint8))
+    tensors = (side.mean, encode, distortions[..., 0], _tails(coefficients), steps, distortions * size)
+    mean, encode, energies, tails, steps, distortions = (each.to("cpu", torch.float32).contiguous() for each in tensors)
+    return CalibratedSide(mean, encode, energies, tails, steps, distortions, torch.zeros(mean.shape, dtype=torch.uint8))
+
+
+def unmeasured(heads: int, dim: int) -> CalibratedSide:
+    """A side of which nothing is known: vectors are their own coefficients, and steps are those of normal distributions with energy 1."""
+    mean, ones = torch.zeros(heads, dim), torch.ones(heads, dim)
+    # Twice as wide, they clip nothing any more, and lose what is uniform in a step.
+    sizes = _NORMAL_STEPS | {width: 2 * step for width, step in _NORMAL_STEPS.items() if width >= _REACHING} | _WIDE_STEPS
+    steps = torch.tensor([sizes[width] for width in WIDTHS])
+    lost = torch.tensor([1.0, *(_NORMAL_LOSSES.get(width, sizes[width] ** 2 / 12) for width in WIDTHS)])
+    whole = torch.eye(dim).repeat(heads, 1, 1)
+    tails = torch.zeros(heads, 1 + dim)
+    return CalibratedSide(mean, whole, ones, tails, steps.expand(heads, dim, -1), lost.expand(heads, dim, -1), mean.to(torch.uint8))
+
+
+def _tails(coefficients: torch.Tensor) -> torch.Tensor:
+    """See `CalibratedSide.tails`; of the sample, (heads, tokens, d)."""
+    energies = coefficients.square()
+    behind = torch.nn.functional.pad(energies.flip(-1).cumsum(-1).flip(-1), (0, 1))
+    shares = behind / behind[..., :1].clamp_min(_TINY)
+    return shares.kthvalue(-(-shares.shape[1] * 19 // 20), 1).values
 
 
 def _quantisers(coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ from hf_kvcaches.errors import ArtifactError
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 16, 24)
 """The bits that a direction can have; 0 besides."""
-_TENSORS = ("mean", "encode", "steps", "distortions", "widths")
+_TENSORS = ("mean", "encode", "energies", "tails", "steps", "distortions", "widths")
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,8 @@ class CalibratedSide:
     Args:
         mean: (kv_heads, d).
         encode: (kv_heads, d, d); the directions with the largest coefficients first.
+        energies: Mean squares of the coefficients, (kv_heads, d).
+        tails: What one token in twenty has behind the first so many directions, as a share of its energy, (kv_heads, 1 + d).
         steps: (kv_heads, d, widths), for each of `WIDTHS`.
         distortions: What is lost of a direction at 0 bits and at each of `WIDTHS`, (kv_heads, d, 1 + widths). With the metric "loss" these
             are twice the divergence of a token's prediction, with "attention" squared errors of the layer's output.
@@ -33,6 +35,8 @@ class CalibratedSide:
 
     mean: torch.Tensor
     encode: torch.Tensor
+    energies: torch.Tensor
+    tails: torch.Tensor
     steps: torch.Tensor
     distortions: torch.Tensor
     widths: torch.Tensor
@@ -50,9 +54,21 @@ class CalibratedSide:
     @property
     def chosen_steps(self) -> torch.Tensor:
         """The step of each direction at its width, (kv_heads, d); any where it has no bits."""
+        return self.steps.gather(-1, self._places[..., None].sub(1).clamp(min=0))[..., 0]
+
+    @property
+    def chosen_distortions(self) -> torch.Tensor:
+        """What is lost of each direction at its width, as a share of its energy, (kv_heads, d)."""
+        lost = self.distortions.double()
+        chosen = lost.gather(-1, self._places[..., None])[..., 0]
+        return torch.where(lost[..., 0] > 0, chosen / lost[..., 0].clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+
+    @property
+    def _places(self) -> torch.Tensor:
+        """Which of the distortions is that of each direction's width, (kv_heads, d)."""
         places = torch.zeros(max(WIDTHS) + 1, dtype=torch.int64)
-        places[list(WIDTHS)] = torch.arange(len(WIDTHS))
-        return self.steps.gather(-1, places[self.widths.long()][..., None])[..., 0]
+        places[list(WIDTHS)] = torch.arange(1, 1 + len(WIDTHS))
+        return places[self.widths.long()]
 
     @property
     def kept(self) -> float:
@@ -78,7 +94,8 @@ class CalibratedSide:
         """
         side = cls(*(tensors[name] for name in _TENSORS))
         heads, dim = side.shape
-        shapes = ((heads, dim), (heads, dim, dim), (heads, dim, len(WIDTHS)), (heads, dim, 1 + len(WIDTHS)), (heads, dim))
+        own = (heads, dim)
+        shapes = (own, (*own, dim), own, (heads, 1 + dim), (*own, len(WIDTHS)), (*own, 1 + len(WIDTHS)), own)
         known = torch.tensor([0, *WIDTHS])
         fits = all(tensors[name].shape == shape for name, shape in zip(_TENSORS, shapes, strict=True))
         if not fits or side.widths.dtype != torch.uint8 or not bool(torch.isin(side.widths.long(), known).all()):

@@ -21,7 +21,8 @@ def side_of(distortions: torch.Tensor) -> CalibratedSide:
     """A side that loses so much at each width, (kv_heads, d, 1 + widths)."""
     heads, dim, _ = distortions.shape
     steps, widths = torch.ones(heads, dim, len(WIDTHS)), torch.zeros(heads, dim, dtype=torch.uint8)
-    return CalibratedSide(torch.zeros(heads, dim), torch.eye(dim).expand(heads, -1, -1), steps, distortions, widths)
+    whole, tails = torch.eye(dim).expand(heads, -1, -1), torch.zeros(heads, 1 + dim)
+    return CalibratedSide(torch.zeros(heads, dim), whole, distortions[..., 0], tails, steps, distortions, widths)
 
 
 def lost(side: CalibratedSide) -> float:

@@ -17,7 +17,6 @@ import torch
 
 from hf_kvcaches.core.moments import second_moment
 from hf_kvcaches.errors import ConfigError, whole_number
-from hf_kvcaches.subspace.projections import principal
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -54,18 +53,6 @@ class Sketch(ABC):
         Args:
             factor: 0 and up, a number or a tensor (...) of the leading dimensions.
         """
-
-    def forget(self, state: torch.Tensor) -> torch.Tensor:
-        """The state with nothing in it: what to fill with the last tokens where a sketch shall know only these."""
-        return torch.zeros_like(state)
-
-    def basis(self, state: torch.Tensor, rank: int) -> torch.Tensor:
-        """The main directions as orthonormal rows, (..., rank, d), float32; any orthonormal ones where there was nothing to see."""
-        return principal(self.gram(state), rank).encode.float()
-
-    def energies(self, state: torch.Tensor) -> torch.Tensor:
-        """The energy in each direction, (..., d), float64, the largest first."""
-        return principal(self.gram(state), 1).energies
 
 
 @dataclass(frozen=True)
@@ -169,27 +156,6 @@ class FrequentDirections(Sketch):
     def _slots(self, dim: int) -> int:
         keep = min(self.size, dim)
         return keep + (self.buffer or keep)
-
-
-def agree(basis_a: torch.Tensor, basis_b: torch.Tensor, gram: torch.Tensor | None = None, *, tolerance: float) -> torch.Tensor:
-    """Whether two bases are as good as the same, (...) booleans: then the older one can stay in use.
-
-    Args:
-        basis_a: Orthonormal rows, (..., rank, d).
-        basis_b: Likewise. With a gram, the ranks may differ.
-        gram: The energy that they are to capture, (..., d, d). None: the subspaces themselves are compared.
-        tolerance: With a gram, by how much of the whole energy what they capture may differ. Without, the sine of the largest angle
-            between the subspaces.
-    """
-    a, b = basis_a.double(), basis_b.double()
-    if gram is None:
-        if a.shape[-2:] != b.shape[-2:]:
-            raise ConfigError.of("basis_b", f"shape (..., {a.shape[-2]}, {a.shape[-1]}), as basis_a", tuple(b.shape), "Or give a gram.")
-        # What b misses of a, and not sqrt(1 - cos^2), which can't tell small angles from none.
-        return torch.linalg.matrix_norm(a - (a @ b.mT) @ b, ord=2) <= tolerance
-    wide = gram.double()
-    captured_a, captured_b = (((basis @ wide) * basis).sum((-1, -2)) for basis in (a, b))
-    return (captured_a - captured_b).abs() <= tolerance * wide.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def _usable(state: torch.Tensor, rows: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
