@@ -10,13 +10,14 @@ at some vector of a layer has the mean 0, and to second order an error d there c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from hf_kvcaches.core.rope import RotaryGeometry
 
+Metric = Literal["loss", "attention", "plain"]
 _PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "proj")
 
 

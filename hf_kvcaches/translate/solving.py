@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_kvcaches.core.allocation import allocate
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.translate.allocation import allocate
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.paper.joint_svd import joint_svd
 from hf_kvcaches.translate.reuse import ReducedRank, reduced_rank

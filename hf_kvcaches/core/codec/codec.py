@@ -16,9 +16,9 @@ from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.codec import allocation
 from hf_kvcaches.core.codec.coder import LayerCoder
 from hf_kvcaches.core.codec.layout import packed_bytes
-from hf_kvcaches.core.codec.measuring import Metric
 from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.metric import Metric
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
 from hf_kvcaches.stores.reading import checked_layers
 
@@ -115,8 +115,8 @@ class KVCodec(Artifact):
             max_tokens: Stop after so many; None reads all.
             progress: Whether to show a bar.
         """
-        from hf_kvcaches.core.codec.calibration import Reading, measure
-        from hf_kvcaches.core.codec.fitting import fit_layer
+        from hf_kvcaches.core.metering.calibration import Reading, measure
+        from hf_kvcaches.core.metering.fitting import fit_layer
 
         if bytes_ratio is None and rank is None and energy is None:
             bytes_ratio = 0.125

@@ -12,6 +12,8 @@ from hf_kvcaches.errors import ArtifactError
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 16, 24)
 """The bits that a direction can have; 0 besides."""
+EXACT = 4
+"""First tokens of a text that caches keep exactly: they are unlike all others."""
 _TENSORS = ("mean", "encode", "energies", "tails", "steps", "distortions", "widths")
 
 

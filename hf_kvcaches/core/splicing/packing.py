@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.codec.layout import packed_bytes
-from hf_kvcaches.core.codec.measuring import EXACT
+from hf_kvcaches.core.codec.sides import EXACT
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.codec.codec import KVCodec
-from hf_kvcaches.core.codec.fitting import unmeasured
 from hf_kvcaches.core.codec.sides import CalibratedLayer
+from hf_kvcaches.core.metering.fitting import unmeasured
 from hf_kvcaches.core.moments import descending, second_moment
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry

@@ -14,7 +14,7 @@ from hf_kvcaches.core.codec.layout import packed_bytes
 from hf_kvcaches.core.codec.sides import WIDTHS, CalibratedLayer, CalibratedSide
 from hf_kvcaches.errors import ConfigError
 from tests import testbed, tiny
-from tests.core.codec.measured import calibrate, energies
+from tests.core.metering.measured import calibrate, energies
 
 
 def side_of(distortions: torch.Tensor) -> CalibratedSide:

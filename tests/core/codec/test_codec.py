@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hf_kvcaches import ConfigError, FingerprintMismatch, KVCodec
 from hf_kvcaches.core.codec.sides import WIDTHS, CalibratedLayer, CalibratedSide
 from tests import tiny
-from tests.core.codec.measured import calibrate
+from tests.core.metering.measured import calibrate
 from tests.reference.codec import codes_of, decoded, vectors_of
 
 

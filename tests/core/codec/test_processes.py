@@ -14,7 +14,7 @@ import torch
 
 from hf_kvcaches import KVCodec
 from tests import tiny
-from tests.core.codec.measured import energies
+from tests.core.metering.measured import energies
 
 ROOT = Path(__file__).parents[3]
 _WORKER = """

@@ -12,7 +12,7 @@ from hf_kvcaches import ArtifactError, FingerprintMismatch, KVCodec
 from hf_kvcaches.stores.reading import read_safetensors
 from tests import tiny
 from tests.core.artifact_helpers import rewrite_manifest, tensor_file
-from tests.core.codec.measured import calibrate
+from tests.core.metering.measured import calibrate
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from hf_kvcaches.core.codec.stakes import AttentionMeter
-from hf_kvcaches.core.metric import Sizes, before_rotation, output_metric
+from hf_kvcaches.core.codec.sides import EXACT
+from hf_kvcaches.core.metering.stakes import AttentionMeter
+from hf_kvcaches.core.metric import Metric, Sizes, before_rotation, output_metric
 from hf_kvcaches.core.moments import Moments
 from hf_kvcaches.core.rope import RotaryGeometry
 
-EXACT = 4
 SAMPLE_TOKENS = 4096
 SAMPLE_OF_BLOCK = 128
 # Of a head's mean square.
 _LEAST_VARIANCE = 1e-12
-Metric = Literal["loss", "attention", "plain"]
 
 
 class Pick(NamedTuple):

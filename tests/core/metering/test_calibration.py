@@ -12,12 +12,12 @@ from transformers import BloomConfig, DynamicCache, MistralConfig, T5Config, T5F
 
 from hf_kvcaches import ConfigError, KVCodec, RotaryGeometry, UnsupportedError, enable
 from hf_kvcaches.core.codec import fitting, measuring
-from hf_kvcaches.core.codec.calibration import MeterCache, Reading, _batches, _blocks, _pass
 from hf_kvcaches.core.codec.sides import WIDTHS
+from hf_kvcaches.core.metering.calibration import MeterCache, Reading, _batches, _blocks, _pass
 from hf_kvcaches.core.metric import loss_of_drawn
 from tests import testbed, tiny
 from tests.conformance import models
-from tests.core.codec.measured import IDS, TEXTS, calibrate, coded, energies, held, measured, moment, rotated
+from tests.core.metering.measured import IDS, TEXTS, calibrate, coded, energies, held, measured, moment, rotated
 from tests.reference.codec import codes_of, vectors_of
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64, "partial_rotary_factor": 1.0}

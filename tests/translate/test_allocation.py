@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_kvcaches.core.allocation import allocate
 from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.translate.allocation import allocate
 
 
 def choices(dim: int, multiple_of: int, minimum: int) -> list[int]:

@@ -8,8 +8,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_kvcaches import KVCodec, RotaryGeometry
-from hf_kvcaches.core.codec.calibration import MeterCache, Reading
-from hf_kvcaches.core.codec.measuring import EXACT
+from hf_kvcaches.core.codec.sides import EXACT
+from hf_kvcaches.core.metering.calibration import MeterCache, Reading
 from tests import tiny
 
 IDS = tiny.ids(3, 40, seed=5)

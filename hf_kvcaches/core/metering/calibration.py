@@ -19,9 +19,9 @@ from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.calibrating import Tokenized, add_up, process_device, sequences
-from hf_kvcaches.core.codec.measuring import LayerMeter, Metric, Pick, Sampler
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
-from hf_kvcaches.core.metric import Sizes, loss_of_drawn
+from hf_kvcaches.core.metering.measuring import LayerMeter, Pick, Sampler
+from hf_kvcaches.core.metric import Metric, Sizes, loss_of_drawn
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, require_choice, whole_number

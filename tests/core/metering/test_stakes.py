@@ -7,11 +7,11 @@ import torch
 
 from hf_kvcaches.core import metric as metrics
 from hf_kvcaches.core.codec import stakes
-from hf_kvcaches.core.codec.calibration import MeterCache, Reading
+from hf_kvcaches.core.metering.calibration import MeterCache, Reading
 from hf_kvcaches.core.metric import Sizes
 from tests import tiny
 from tests.conformance import models
-from tests.core.codec.measured import calibrate, coded, held, measured, moment, rotated
+from tests.core.metering.measured import calibrate, coded, held, measured, moment, rotated
 from tests.reference.codec import decoded
 
 

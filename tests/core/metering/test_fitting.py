@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import torch
 
-from hf_kvcaches.core.codec.fitting import fit_layer, unmeasured
 from hf_kvcaches.core.codec.sides import WIDTHS, CalibratedSide
+from hf_kvcaches.core.metering.fitting import fit_layer, unmeasured
 
 
 def fitted(sample: torch.Tensor) -> CalibratedSide:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_kvcaches.core.codec.measuring import LayerMeter, SideMeter
 from hf_kvcaches.core.codec.sides import WIDTHS, CalibratedLayer, CalibratedSide
+from hf_kvcaches.core.metering.measuring import LayerMeter, SideMeter
 from hf_kvcaches.core.moments import descending, roots
 
 # The step of a uniform quantiser that loses least of a normal distribution, in standard deviations.
