@@ -1,7 +1,7 @@
 """Semantic codes: what a producer sends in place of its keys and values, and consumers rebuild theirs from.
 
 A batch's tokens are concatenated without padding, so each code is `(tokens of all rows, rank)`. Codes come in parts, one for each layer
-that is sent or one for all, and the head that comes before them says what they will be. `_codes_format` has the bytes.
+that is sent or one for all, and the head that comes before them says what they will be. `core/messages.py` has the bytes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_kvcaches.core.messages import Bytes, MessageWriter
 from hf_kvcaches.core.quantize import Quantized, quantize
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import dense
 from hf_kvcaches.stores.files import write_atomically
-from hf_kvcaches.stores.reading import DTYPES, as_bytes, opened
-from hf_kvcaches.translate._codes_format import (
-    LONGEST_HEAD,
-    MAGIC,
-    MOST_COMMAS,
-    PART,
-    START,
-    VERSION,
-    body_header,
-    digest_of,
-    digest_of_part,
-)
+from hf_kvcaches.stores.reading import DTYPES, opened
 from hf_kvcaches.translate.head import CodesHead, check_dtype
 
 
@@ -87,30 +77,16 @@ class CodesWriter:
 
     def __init__(self, head: CodesHead) -> None:
         self.head = head
-        self._digest: bytes | None = None
-        self._number = 0
+        self._message = MessageWriter(head)
 
     def begin(self) -> bytes:
         """What is sent first. Called once."""
-        assert self._digest is None, "the codes were begun already"
-        text = self.head.to_json()
-        if len(text) > LONGEST_HEAD or text.count(b",") > MOST_COMMAS:
-            limits = f"at most {LONGEST_HEAD} bytes of JSON and {MOST_COMMAS} commas in it"
-            raise ConfigError.of("head", limits, (len(text), text.count(b",")), "Encode fewer rows at once.")
-        start = START.pack(MAGIC, VERSION, len(text)) + text
-        self._digest = digest_of(start)
-        return start + self._digest
+        return self._message.begin()
 
     def add(self, part: Part) -> bytes:
         """The bytes of the next part."""
-        assert self._digest is not None, "begin() comes first"
-        assert not (fault := _misfit(self.head, self._number, part)), fault
-        tensors, given = self.head.tensors_of(self.head.parts[self._number]), dense(_tensors(part))
-        body = b"".join((body_header(tensors), *(as_bytes(given[tensor.name]) for tensor in tensors)))
-        self._digest = digest_of_part(self._digest, self._number, body)
-        start = PART.pack(self._number, len(body), self._digest)
-        self._number += 1
-        return start + body
+        assert not (fault := _misfit(self.head, self._message.number, part)), fault
+        return self._message.add(dense(_tensors(part)))
 
 
 class SemanticCodes:
@@ -145,13 +121,13 @@ class SemanticCodes:
         return b"".join(self.chunks())
 
     @staticmethod
-    def from_bytes(data: bytes | bytearray | memoryview) -> SemanticCodes:
+    def from_bytes(data: Bytes) -> SemanticCodes:
         """The inverse of `to_bytes`. Anything else is an `ArtifactError`.
 
         Args:
             data: All of the bytes, and no more.
         """
-        if not isinstance(data, bytes | bytearray | memoryview):
+        if not isinstance(data, Bytes):
             raise ConfigError.of("data", "bytes", type(data).__name__)
         return _collected([data])
 
@@ -197,7 +173,7 @@ class SemanticCodes:
         )
 
 
-def _collected(pieces: Iterable[bytes | bytearray | memoryview]) -> SemanticCodes:
+def _collected(pieces: Iterable[Bytes]) -> SemanticCodes:
     # Late: codes make their reader and the reader makes codes.
     from hf_kvcaches.translate.arriving import ArrivingCodes
 

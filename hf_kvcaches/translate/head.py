@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.reading import MOST_LAYERS, parse_json
-from hf_kvcaches.translate._codes_format import DIGEST, MOST_COMMAS, PART, START, VERSION, BodyTensor, body_size, body_tensors, code_meta
+from hf_kvcaches.core.messages import DIGEST, BodyTensor, head_of, json_of, message_bytes
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.stores.reading import MOST_LAYERS
 
 CODE_DTYPES = ("float32", "float16", "int8", "int4")
 PART_KINDS = ("reuse", "patch", "cross_layer")
-AGAIN = "Have them sent again."
+# Codes that are sent as they are: the name of their type in a body.
+PLAIN = {"float32": "F32", "float16": "F16"}
 # What a head says is also said in errors.
 _LONGEST_TEXT = 1000
 _MOST_TOKENS, _MOST_RANK = 1 << 40, 1 << 31
@@ -122,6 +122,8 @@ class CodesHead:
         group: How many tokens of a channel share a scale; None: all. Codes of the first two types have no scales.
     """
 
+    kind: ClassVar[str] = "semantic codes"
+
     translator: str
     producer: str
     consumer: str
@@ -154,42 +156,48 @@ class CodesHead:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole message. The head and the form of the parts suffice to know it."""
-        bodies = (body_size(self.tensors_of(part)) for part in self.parts)
-        return START.size + len(self.to_json()) + DIGEST + sum(PART.size + size for size in bodies)
+        """Of the whole message."""
+        return message_bytes(self)
 
     def tensors_of(self, part: PartHead) -> list[BodyTensor]:
-        """What the body of a part holds."""
-        return body_tensors(part.ranks, self.tokens, self.dtype, self.group)
+        """What the body of a part holds, in its order."""
+        tokens = self.tokens
+        if self.dtype in PLAIN:
+            return [BodyTensor(name, PLAIN[self.dtype], (tokens, rank)) for name, rank in part.ranks.items()]
+        groups = -(-tokens // (self.group or max(tokens, 1)))
+        data, length = ("I8", tokens) if self.dtype == "int8" else ("U8", -(-tokens // 2))
+        found = []
+        for name, rank in part.ranks.items():
+            found += [BodyTensor(f"{name}.scale", "BF16", (rank, groups)), BodyTensor(f"{name}.zero", "F16", (rank, groups))]
+        # The widest first: so each begins at a multiple of its elements' size.
+        return found + [BodyTensor(f"{name}.data", data, (rank, length)) for name, rank in part.ranks.items()]
 
     def meta_of(self, rank: int) -> dict[str, Any]:
-        """What a quantised code has beside its tensors."""
-        return code_meta(rank, self.tokens, self.dtype, self.group)
+        """What a quantised code has beside its tensors, as `Quantized` takes and gives it."""
+        bits = 8 if self.dtype == "int8" else 4
+        return {"shape": [self.tokens, rank], "dtype": "float16", "bits": bits, "group": self.group, "axis": 0}
+
+    def content(self) -> dict[str, Any]:
+        """What is sent of it, for JSON."""
+        parts = [[part.name, part.kind, part.layers, part.ranks] for part in self.parts]
+        content = {field.name: getattr(self, field.name) for field in fields(self)}
+        return content | {"rows": [[row.tokens, row.digest] for row in self.rows], "parts": parts}
+
+    @classmethod
+    def of_content(cls, content: dict[str, Any]) -> Self:
+        """The inverse of `content`."""
+        rows = tuple(Row(*row) for row in content["rows"])
+        parts = tuple(PartHead(name, kind, tuple(layers), ranks) for name, kind, layers, ranks in content["parts"])
+        return cls(**content | {"rows": rows, "parts": parts})
 
     def to_json(self) -> bytes:
         """As it is sent: for each head there are exactly these bytes."""
-        parts = [[part.name, part.kind, part.layers, part.ranks] for part in self.parts]
-        content = {field.name: getattr(self, field.name) for field in fields(self)}
-        content |= {"rows": [[row.tokens, row.digest] for row in self.rows], "parts": parts}
-        return json.dumps(content, separators=(",", ":")).encode()
+        return json_of(self)
 
     @classmethod
     def from_json(cls, text: bytes | bytearray) -> Self:
         """The inverse of `to_json`; an `ArtifactError` for any other bytes."""
-        if text.count(b",") > MOST_COMMAS:
-            raise ArtifactError(f"Semantic codes have a head with more than the {MOST_COMMAS} commas allowed. {AGAIN}")
-        try:
-            raw = parse_json(text)
-            raw["rows"] = tuple(Row(*row) for row in raw["rows"])
-            raw["parts"] = tuple(PartHead(name, kind, tuple(layers), ranks) for name, kind, layers, ranks in raw["parts"])
-            head = cls(**raw)
-            same = head.to_json() == text
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            # What a head says may be as long as the head.
-            raise ArtifactError(f"Semantic codes have a head that makes no sense: {str(error)[:300]} {AGAIN}") from error
-        if not same:
-            raise ArtifactError(f"Semantic codes have a head that version {VERSION} of the format would write otherwise. {AGAIN}")
-        return head
+        return head_of(cls, text)
 
 
 def _check_text(argument: str, value: object) -> None:

@@ -60,7 +60,7 @@ def blake(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-def message(head: bytes, bodies: list[bytes], version: int = 2, numbers=None, lengths=None) -> bytes:
+def message(head: bytes, bodies: list[bytes], version: int = 3, numbers=None, lengths=None) -> bytes:
     """The format in a few lines, with digests that are right whatever is in it."""
     start = b"HFKVCODE" + version.to_bytes(4, "little") + len(head).to_bytes(4, "little") + head
     out, digest = start + blake(start), blake(start)
@@ -72,7 +72,7 @@ def message(head: bytes, bodies: list[bytes], version: int = 2, numbers=None, le
 
 
 def json_of(head: CodesHead) -> bytes:
-    content = {name: getattr(head, name) for name in ("translator", "producer", "consumer", "method", "dtype")}
+    content = {"kind": "semantic codes"} | {name: getattr(head, name) for name in ("translator", "producer", "consumer", "method", "dtype")}
     content["rows"] = [[row.tokens, row.digest] for row in head.rows]
     content["parts"] = [[part.name, part.kind, list(part.layers), part.ranks] for part in head.parts]
     content["group"] = head.group

@@ -68,8 +68,8 @@ def test_what_is_refused_says_why():
     refused(b"", "end after 0 bytes")
     refused(b"PK\3\4" + data, r"Expected semantic codes, got bytes that begin with b'PK")
     refused(b"no", "Expected semantic codes")
-    refused(message(head, bodies, version=3), "format version 3, this reads version 2. Upgrade hf-kvcaches")
-    refused(message(head, bodies, version=1), "version 1, this reads version 2. Encode")
+    refused(message(head, bodies, version=4), "format version 4, this reads version 3. Upgrade hf-kvcaches")
+    refused(message(head, bodies, version=2), "version 2, this reads version 3. Encode")
     refused(data[:12] + (17 << 20).to_bytes(4, "little") + data[16:], "more than the 16777216 allowed")
     refused(data[:30] + b"X" + data[31:], "damaged head")
     refused(data[:-1] + bytes([data[-1] ^ 1]), r"Part 'all' \(3 of 3\) of semantic codes is damaged")
@@ -161,7 +161,7 @@ def test_a_forged_head_that_fits_its_bodies_is_what_it_says():
         json.dumps(HEAD | {"more": 1}, separators=(",", ":")).encode(),
         json.dumps({name: value for name, value in HEAD.items() if name != "group"}, separators=(",", ":")).encode(),
         json.dumps(dict(reversed(HEAD.items())), separators=(",", ":")).encode(),
-        json.dumps(HEAD, separators=(",", ":")).encode().replace(b'{"translator"', b'{"dtype":"int8","translator"'),
+        json.dumps(HEAD, separators=(",", ":")).encode().replace(b'"translator"', b'"dtype":"int8","translator"'),
         json.dumps(HEAD, separators=(",", ":")).encode().replace(b'"group":null', b'"group":NaN'),
         json.dumps(HEAD, separators=(",", ":")).encode().replace(b"[4,", b"[4.0,"),
         json.dumps(HEAD, separators=(",", ":")).encode().replace(b"[4,", b"[" + b"9" * 5000 + b","),
@@ -172,7 +172,7 @@ def test_a_head_that_is_no_head_is_refused_though_its_digest_is_right(head):
     assert len(refused(message(head, bodies_of(codes_of())))) < 1000
 
 
-@pytest.mark.parametrize("name", ["translator", "producer", "consumer", "method", "dtype", "rows", "parts", "group"])
+@pytest.mark.parametrize("name", ["kind", "translator", "producer", "consumer", "method", "dtype", "rows", "parts", "group"])
 @pytest.mark.parametrize(
     "value", [None, True, 3, -1.5, "", "x" * 5000, [], [[]], [None], [[1]], [["a", "b", "c", "d"]], {}, {"a": 1}, "\ud800"], ids=range(14)
 )

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from transformers import BloomConfig, DynamicCache, MistralConfig, T5Config, T5ForConditionalGeneration
 
 from hf_kvcaches import ConfigError, KVCodec, RotaryGeometry, UnsupportedError, enable
-from hf_kvcaches.core.codec import fitting, measuring
 from hf_kvcaches.core.codec.sides import WIDTHS
+from hf_kvcaches.core.metering import fitting, measuring
 from hf_kvcaches.core.metering.calibration import MeterCache, Reading, _batches, _blocks, _pass
 from hf_kvcaches.core.metric import loss_of_drawn
 from tests import testbed, tiny

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_kvcaches.core import metric as metrics
-from hf_kvcaches.core.codec import stakes
+from hf_kvcaches.core.metering import stakes
 from hf_kvcaches.core.metering.calibration import MeterCache, Reading
 from hf_kvcaches.core.metric import Sizes
 from tests import tiny
