@@ -16,6 +16,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.masks import padding_of
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -95,7 +96,7 @@ class AdoptingCache(KVCache):
         tokens = _require_source(past, cache)
         if queries is not None and len(queries) != len(cache.layers):
             raise ConfigError.of("queries", f"one value for each of {len(cache.layers)} layers", f"{len(queries)} values")
-        padding = None if attention_mask is None else _padding(attention_mask, tokens)
+        padding = None if attention_mask is None else padding_of(attention_mask, tokens)
         if position_ids is None:
             position_ids = torch.arange(tokens)[None]
             position_ids = position_ids if padding is None else (position_ids.to(padding.device) - padding[:, None]).clamp(min=0)
@@ -259,18 +260,3 @@ def _provenance(past: KVCache, cache: KVCache) -> Provenance:
     if model is not None and identity.fingerprint is not None and not cache.takes_over_prefill and identity_of(model) == identity:
         return Provenance.of(glanced_identity(model), cache.seen)
     return copy.deepcopy(past.provenance)
-
-
-def _padding(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """How many slots at the start of each row hold no token, (batch,), or None for none.
-
-    Args:
-        attention_mask: 1 where a token is real, (batch, tokens).
-    """
-    real = attention_mask.bool()
-    if real.ndim != 2 or real.shape[1] != tokens:
-        raise ConfigError.of("attention_mask", f"(batch, {tokens}), the tokens that past has seen", tuple(attention_mask.shape))
-    padding = tokens - real.sum(-1)
-    if not bool((real == (torch.arange(tokens, device=real.device) >= padding[:, None])).all()):
-        raise ConfigError.of("attention_mask", "padding at the start of rows only", "padding elsewhere", "Pad on the left.")
-    return padding if bool(padding.any()) else None

@@ -7,19 +7,24 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.core import attention, continuing, prefill, saving
+from hf_kvcaches.core import attention, continuing, prefill, saving, sending
 from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answering
+from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.messages import Source
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_tensors, measured_bytes, summarise
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from hf_kvcaches.core.codec.codec import KVCodec
 
 # Passes of assisted decoding bring at most so many drafted tokens.
 _DRAFTED = 32
@@ -79,6 +84,11 @@ class KVCache(compat.MarkedCache, Cache, ABC):
     def generate_begins(self, call: compat.GenerateCall) -> None:
         if self._model is not None and (model := self._model()) is not None:
             continuing.begin_generate(model, self, call)
+
+    @property
+    def codec(self) -> KVCodec | None:
+        """The codec whose codes the layers hold, if they hold codes."""
+        return None
 
     @abstractmethod
     def make_layer(self, layer_idx: int) -> KVLayer:
@@ -219,7 +229,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
             for name, tensor in (layer.owned_tensors() if isinstance(layer, KVLayer) else foreign_tensors(layer)).items()
         }
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
         """Writes the cache to one safetensors file, with the fingerprint of the model that filled it.
 
         The fingerprint is that of the passes that filled it. The model must still be the same, because the last tokens may be newer; where
@@ -227,39 +237,74 @@ class KVCache(compat.MarkedCache, Cache, ABC):
 
         Args:
             path: The file; replaced in one step.
+            codec: What `load` is given, too: the file names it and has no copy. A cache of its codes is written as it is; one that keeps
+                every token exactly is written as codes, but for the first tokens of each row, and comes back decoded.
+            attention_mask: With codec, of a cache with several rows that are exact: 1 where a token is real, (batch, tokens) of the prompt
+                or of all, with padding at the start of rows. Keys are coded best where positions count these, as with `generate`.
+        """
+        saving.save(self.content(codec, attention_mask), Path(path))
+
+    def to_bytes(self, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> bytes:
+        """The cache as a message, to go on in another process that has the model.
+
+        Args:
+            codec: As for `save`, and `attention_mask`.
+        """
+        return b"".join(sending.written(self.content(codec, attention_mask)))
+
+    @classmethod
+    def from_bytes(cls, data: Source, model: Any, codec: KVCodec | None = None) -> Self:
+        """Reads a cache that `to_bytes` wrote.
+
+        Args:
+            data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
+                connected socket's `recv`.
+            model: As for `load`, and `codec`.
+        """
+        return sending.read(data).cache(cls, model, codec, "this message")
+
+    def content(self, codec: KVCodec | None, attention_mask: torch.Tensor | None) -> saving.Content:
+        """What is saved or sent.
+
+        Args:
+            codec: As for `save`, and `attention_mask`.
         """
         if self._learned_prompt:
             raise UnsupportedError("save: what a learned prompt put into the cache is in no fingerprint. Keep the cache in memory.")
-        saving.save(self, Path(path))
+        return saving.Content.of(self, codec, attention_mask)
 
     @classmethod
-    def load(cls, path: str | Path, model: Any) -> Self:
+    def load(cls, path: str | Path, model: Any, codec: KVCodec | None = None) -> Self:
         """Reads a cache that `save` wrote.
 
         Args:
             path: The file.
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
+            codec: The one that it was saved with, if it was with one.
         """
-        return saving.load(cls, Path(path), model)
+        return saving.load(cls, Path(path), model, codec)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> None:
         """Writes the cache into a folder, made if need be, as `save` does into a file.
 
         Args:
             folder: Where to. Other files in it stay.
+            codec: As for `save`, and `attention_mask`.
         """
-        saving.save_in_folder(self, Path(folder))
+        make_folder(Path(folder))
+        self.save(Path(folder) / saving.FILE_NAME, codec, attention_mask)
 
     @classmethod
-    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, **options: Any) -> Self:
+    def from_pretrained(cls, folder_or_hub_id: str | Path, model: Any, codec: KVCodec | None = None, **options: Any) -> Self:
         """Reads a cache that `save_pretrained` wrote, from a folder, or from the Hub where there is no such folder.
 
         Args:
             folder_or_hub_id: A folder, or `"owner/name"`.
             model: The model to go on with; another one than the cache was filled by is a `FingerprintMismatch`.
+            codec: The one that it was saved with, if it was with one.
             **options: `revision`, `token`, `cache_dir` and `local_files_only` of a download.
         """
-        return cls.load(saving.file_in(folder_or_hub_id, **options), model)
+        return cls.load(local_folder(folder_or_hub_id, [saving.FILE_NAME], **options) / saving.FILE_NAME, model, codec)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -18,6 +18,7 @@ class GrowingLayer(TensorLayer):
     """
 
     row_tensors: ClassVar[tuple[str, ...]] = ("key_buffer", "value_buffer")
+    exact_tensors = row_tensors
     is_croppable = True
     key_buffer: torch.Tensor | None = None
     value_buffer: torch.Tensor | None = None
@@ -94,7 +95,7 @@ class GrowingLayer(TensorLayer):
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, values = super().export_state()
-        buffers = {name: tensor[:, :, : self.kept] for name, tensor in tensors.items() if name in GrowingLayer.row_tensors}
+        buffers = {name: tensor[:, :, : self.kept] for name, tensor in tensors.items() if name in self.exact_tensors}
         return tensors | buffers, values
 
 

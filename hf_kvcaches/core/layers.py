@@ -31,6 +31,8 @@ class KVLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     is_sliding = False
+    exact_tensors: ClassVar[tuple[str, ...]] = ()
+    """The tensors of `export_state` that are all keys and all values, as long as the layer has `exact_states`."""
     seen: int = 0
 
     @property

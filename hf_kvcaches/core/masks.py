@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,21 @@ class TokenMask:
                 "attention_mask: the model lets tokens look at later ones (a prefix that is read in both directions, for example), which "
                 "this cache can follow in a whole first prompt only. Use another cache, or leave chunks and drafts out."
             )
+
+
+def padding_of(attention_mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """How many slots at the start of each row hold no token, (batch,), or None for none.
+
+    Args:
+        attention_mask: 1 where a token is real, (batch, tokens).
+    """
+    real = attention_mask.bool()
+    if real.ndim != 2 or real.shape[1] != tokens:
+        raise ConfigError.of("attention_mask", f"(batch, {tokens}), the tokens that past has seen", tuple(attention_mask.shape))
+    padding = tokens - real.sum(-1)
+    if not bool((real == (torch.arange(tokens, device=real.device) >= padding[:, None])).all()):
+        raise ConfigError.of("attention_mask", "padding at the start of rows only", "padding elsewhere", "Pad on the left.")
+    return padding if bool(padding.any()) else None
 
 
 def _as_booleans(mask: Any, columns: int, tokens: int) -> torch.Tensor:

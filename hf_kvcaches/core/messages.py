@@ -1,4 +1,4 @@
-"""Tensors as bytes that are checked part by part, while they arrive: codes of a translator, and codes of a `KVCodec`.
+"""Tensors as bytes that are checked part by part, while they arrive: codes of a translator or a `KVCodec`, and whole caches.
 
 ```
 8 bytes   HFKVCODE
@@ -73,6 +73,8 @@ class Head(Protocol):
 
     kind: ClassVar[str]
     """What the codes are, in small letters: in the head, and in errors."""
+    finite: ClassVar[bool]
+    """Whether floating-point numbers other than finite ones are refused."""
 
     @property
     def parts(self) -> Sequence[Any]:
@@ -250,7 +252,7 @@ class MessageReader(Generic[SomeHead]):
         for tensor in tensors:
             found[tensor.name] = _tensor(body, start, DTYPES[tensor.dtype], tensor.shape)
             start += tensor.nbytes
-        if not all(bool(tensor.isfinite().all()) for tensor in found.values() if tensor.is_floating_point()):
+        if self.head.finite and not all(bool(tensor.isfinite().all()) for tensor in found.values() if tensor.is_floating_point()):
             raise ArtifactError(f"Part {name} of {codes} has infinities or NaN. Look for them in what the producer computed.")
         self.taken, self._digest = number + 1, digest
         return found

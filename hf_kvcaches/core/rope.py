@@ -236,6 +236,22 @@ class RotaryGeometry:
         return {**self.__dict__, "_on_device": {}}
 
 
+def undoable_rotation(config: Any, layer_idx: int, argument: str, hint: str) -> RotaryGeometry | None:
+    """How a layer rotates its keys, where that can be undone for each key; None if it does not rotate them.
+
+    Args:
+        argument: What asks for keys before rotation, for the error.
+        hint: What to do instead.
+    """
+    geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
+    if geometry.kind in ("learned", "none", "alibi"):
+        return None
+    if geometry.kind != "rope" or geometry.refusal is not None:
+        why = geometry.refusal or f"the config does not say how keys carry positions (kind {geometry.kind!r})"
+        raise UnsupportedError(f"{argument}: {why}. {hint}")
+    return geometry
+
+
 def _require_integers(positions: int | torch.Tensor, argument: str) -> None:
     if isinstance(positions, torch.Tensor):
         kind = positions.dtype

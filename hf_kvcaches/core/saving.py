@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,8 +11,10 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.artifact import local_folder, make_folder, refusing_nonsense
+from hf_kvcaches.core.artifact import refusing_nonsense
 from hf_kvcaches.core.checksum import digest_of
+from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.core.codec.content import CodedContent
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
@@ -31,29 +33,70 @@ FORMAT = "hf_kvcaches.cache"
 VERSION = 2
 
 
-def save(cache: KVCache, path: Path) -> None:
-    """Writes a cache and the fingerprint of its model.
+@dataclass(frozen=True, eq=False)
+class Content:
+    """All of a cache, outside of its process.
 
     Args:
-        cache: A cache that was built with its model, which is still as it was when it filled the cache.
+        header: Plain values, for JSON.
+        tensors: By name: "shared.NAME", and "INDEX.NAME" for the tensors of a layer.
     """
-    fingerprint = _fingerprint(cache)
-    tensors = {f"shared.{name}": tensor for name, tensor in cache.shared_state().items()}
-    layers = []
-    for index, layer in enumerate(cache.layers):
-        own, values = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
-        tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
-        layers.append({"class": type(layer).__name__, "values": values})
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "class": type(cache).__name__,
-        "settings": cache.settings(),
-        "layers": layers,
-        "fingerprint": fingerprint.to_dict(),
-    }
-    header["checksum"] = _checksum(header, tensors)
-    write_atomically(path, lambda temporary: write_safetensors(temporary, tensors, {FORMAT: json.dumps(header)}))
+
+    header: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, cache: KVCache, codec: KVCodec | None = None, attention_mask: torch.Tensor | None = None) -> Content:
+        """The content of a cache.
+
+        Args:
+            cache: A cache that was built with its model, which is still as it was when it filled the cache.
+            codec: See `KVCache.save`, and `attention_mask`.
+        """
+        fingerprint, settings = _fingerprint(cache), cache.settings()
+        coded = None if codec is None else CodedContent.of(cache, codec, attention_mask)
+        shared = {} if coded else cache.shared_state()
+        tensors = {f"shared.{name}": tensor for name, tensor in shared.items()}
+        layers = []
+        for index, layer in enumerate(cache.layers):
+            own, values = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
+            if coded and isinstance(layer, KVLayer):
+                own = coded.encode(layer, index, own, cache.config)
+            tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
+            layers.append({"class": type(layer).__name__, "values": values})
+        header = {"class": type(cache).__name__, "settings": settings, "layers": layers, "fingerprint": fingerprint.to_dict()}
+        if coded:
+            header |= {"codec": coded.to_dict(), "settings": settings | ({"codec": None} if "codec" in settings else {})}
+        return cls(header, tensors)
+
+    def cache(self, cls: type[SomeCache], model: Any, codec: KVCodec | None, where: str) -> SomeCache:
+        """The cache again.
+
+        Args:
+            cls: The class that must have written it.
+            model: Must be the model that filled the cache.
+            codec: What it was written with.
+            where: What is read, for errors.
+        """
+        header = self.header
+        if header["class"] != cls.__name__:
+            kind = header["class"]
+            raise ArtifactError(f"{where} holds {with_article(kind)}, not {with_article(cls.__name__)}. Load it with {kind}.load.")
+        fingerprint = require_identity(compat.base_model(model), f"The cache in {where}")
+        fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {where}")
+        coded = CodedContent.of_header(header.get("codec"), codec, where)
+        with refusing_nonsense(f"{where}: its content doesn't make a {cls.__name__}", "Save the cache again."):
+            cache = _rebuilt(cls, where, model, self, coded)
+        identity = Identity(fingerprint) if cls.takes_over_prefill else glanced_identity(cache.model)
+        cache.provenance = Provenance.of(identity, cache.seen)
+        return cache
+
+
+def save(content: Content, path: Path) -> None:
+    """Writes a cache's content; see `KVCache.save`."""
+    header = {"format": FORMAT, "version": VERSION, **content.header}
+    header["checksum"] = _checksum(header, content.tensors)
+    write_atomically(path, lambda temporary: write_safetensors(temporary, content.tensors, {FORMAT: json.dumps(header)}))
 
 
 def _fingerprint(cache: KVCache) -> ModelFingerprint:
@@ -80,58 +123,29 @@ def _differences(cache: KVCache, filled: Identity, here: ModelFingerprint) -> li
     return [] if glanced_identity(cache.model) == filled else ["its weights, settings or adapters are others"]
 
 
-def save_in_folder(cache: KVCache, folder: Path) -> None:
-    """Writes a cache into a folder, made if need be."""
-    make_folder(folder)
-    cache.save(folder / FILE_NAME)
-
-
-def file_in(folder_or_hub_id: str | os.PathLike[str], **options: Any) -> Path:
-    """The file that `save_in_folder` wrote, in a folder or from the Hub.
-
-    Args:
-        folder_or_hub_id: A folder, or `"owner/name"`.
-        **options: `revision`, `token`, `cache_dir`, `local_files_only`.
-    """
-    return local_folder(folder_or_hub_id, [FILE_NAME], **options) / FILE_NAME
-
-
-def load(cls: type[SomeCache], path: Path, model: Any) -> SomeCache:
-    """Builds a cache from a file.
-
-    Args:
-        cls: The class that must have written it.
-        model: Must be the model that filled the cache.
-    """
+def load(cls: type[SomeCache], path: Path, model: Any, codec: KVCodec | None = None) -> SomeCache:
+    """Builds a cache from a file; see `KVCache.load`."""
     tensors, metadata = read_safetensors(path)
     header = _header(path, metadata)
     if header.pop("checksum") != _checksum(header, tensors):
         raise ArtifactError(f"{path} is damaged: its checksum doesn't fit its content. Copy it again, or save the cache again.")
-    if header["class"] != cls.__name__:
-        raise ArtifactError(
-            f"{path} holds {with_article(header['class'])}, not {with_article(cls.__name__)}. Load it with {header['class']}.load."
-        )
-    fingerprint = require_identity(compat.base_model(model), f"The cache in {path}")
-    fingerprint.require_same(ModelFingerprint.from_dict(header["fingerprint"]), f"The cache in {path}")
-    with refusing_nonsense(f"{path}: its content doesn't make a {cls.__name__}", "Save the cache again."):
-        cache = _rebuilt(cls, path, model, header, tensors)
-    identity = Identity(fingerprint) if cls.takes_over_prefill else glanced_identity(cache.model)
-    cache.provenance = Provenance.of(identity, cache.seen)
-    return cache
+    return Content(header, tensors).cache(cls, model, codec, str(path))
 
 
-def _rebuilt(cls: type[SomeCache], path: Path, model: Any, header: dict[str, Any], tensors: dict[str, torch.Tensor]) -> SomeCache:
+def _rebuilt(cls: type[SomeCache], where: str, model: Any, content: Content, coded: CodedContent | None) -> SomeCache:
+    header, tensors = content.header, content.tensors
     shared = {name.removeprefix("shared."): tensor for name, tensor in tensors.items() if name.startswith("shared.")}
-    cache = cls.rebuild(model, header["settings"], shared)
+    settings = header["settings"] | ({"codec": coded.codec} if coded and "codec" in header["settings"] else {})
+    cache = cls.rebuild(model, settings, shared)
     _, _, decoder_layers = compat.decoder_layers(cache.model)
     kinds = [type(layer).__name__ for layer in cache.layers]
     if kinds != [layer["class"] for layer in header["layers"]]:
-        raise ArtifactError(f"{path} has the layers {[layer['class'] for layer in header['layers']]}, and this model's cache has {kinds}.")
+        raise ArtifactError(f"{where} has the layers {[layer['class'] for layer in header['layers']]}, and this model's cache has {kinds}.")
     for index, (layer, stored) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         device = compat.layer_device(decoder_layers[index])
         own = {name.split(".", 1)[1]: tensor.to(device) for name, tensor in tensors.items() if name.split(".", 1)[0] == str(index)}
         if isinstance(layer, KVLayer):
-            layer.import_state(own, stored["values"])
+            layer.import_state(coded.decode(layer, index, own, cache.config) if coded else own, stored["values"])
         else:
             _import(layer, own, stored["values"])
     return cache

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,9 +11,13 @@ from hf_kvcaches.core import attention
 from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, first_position
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.saving import Content
 from hf_kvcaches.core.splicing.history import History
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from hf_kvcaches.core.codec.codec import KVCodec
 
 
 class SourceCache(KVCache):
@@ -156,18 +159,13 @@ class SourceCache(KVCache):
         fields = super()._report_fields()
         return fields if self.holder is None else fields | {"decode_with": self.holder.report()}
 
-    def save(self, path: str | Path) -> None:
-        """Writes the cache to one file; with `decode_with`, the holder, to be read with the holder's class.
-
-        Args:
-            path: The file; replaced in one step.
-        """
+    def content(self, codec: KVCodec | None, attention_mask: torch.Tensor | None) -> Content:
+        """What is saved or sent: with `decode_with`, the holder, to be read with the holder's class."""
         if self.holder is None:
-            super().save(path)
-            return
+            return super().content(codec, attention_mask)
         if self.seen and not self.handed_over:
             raise UnsupportedError("save: the prompt is not yet with the holder. Let the model answer it first.")
-        self.holder.save(path)
+        return self.holder.content(codec, attention_mask)
 
     def reset(self) -> None:
         self.layers[:] = self.source_layers

@@ -204,6 +204,10 @@ class EquipCache(AnsweringCache):
         self._rotations.append(SlotRotation(scheme, geometry))
         return self._rotations[-1]
 
+    @property
+    def codec(self) -> KVCodec | None:
+        return self._settings.codec
+
     def settings(self) -> dict[str, Any]:
         # What "auto" came to depends on the device, and stored keys are rotated as it was.
         schemes = {layer.rotation.scheme for layer in self._own_layers} - {"given"}
@@ -217,8 +221,9 @@ class EquipCache(AnsweringCache):
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
-        stored = settings.get("codec")
-        return cls(model, **{**settings, "codec": None if stored is None else KVCodec.restore(shared, stored)})
+        if isinstance(stored := settings.get("codec"), dict):
+            settings = settings | {"codec": KVCodec.restore(shared, stored)}
+        return cls(model, **settings)
 
     @classmethod
     def from_press(cls, press: Any, model: Any, budget: int | float | Sequence[int | float] | None = None, **options: Any) -> Self:

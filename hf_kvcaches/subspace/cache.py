@@ -11,10 +11,10 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.codec.codec import KVCodec
-from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.core.verify import evaluating
-from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
+from hf_kvcaches.errors import ConfigError, require_choice, require_instance, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS
 from hf_kvcaches.subspace.adaptive.layer import FollowingLayer
 from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace
@@ -79,11 +79,15 @@ class SubspaceCache(AnsweringCache):
         if codec is not None or adaptive is None or adaptive.rank is None:
             instead = "Use AdaptiveSubspace(rank=...) without a codec, or EquipCache."
             require_all_heads(model, "SubspaceCache with these settings", instead)
-        self.codec, self.adaptive = codec, adaptive
+        self._codec, self.adaptive = codec, adaptive
         self._settings = CodedSettings(sinks, recent, backend)
         super().__init__(model, offloading=offloading)
         if codec is not None:
             codec.require_model(model)
+
+    @property
+    def codec(self) -> KVCodec | None:
+        return self._codec
 
     def make_layer(self, layer_idx: int) -> CodedLayer:
         codec, adaptive = self.codec, self.adaptive
@@ -91,11 +95,13 @@ class SubspaceCache(AnsweringCache):
             got = f"a codec of {len(codec.layers)} layers without it"
             raise ConfigError.of("codec", f"codes for layer {layer_idx}", got, "Calibrate with this model.")
         if codec is not None:
-            geometry = self._geometry(layer_idx, codec.settings.rotation, "codec", "Calibrate with rotation='post'.")
+            geometry = codec.geometry(self.config, layer_idx)
         else:
             assert adaptive is not None
             self._check_rank(layer_idx, adaptive)
-            geometry = self._geometry(layer_idx, adaptive.rotation, "adaptive", "Use rotation='post'.")
+            geometry = None
+            if adaptive.rotation == "aware":
+                geometry = undoable_rotation(self.config, layer_idx, "adaptive", "Use rotation='post'.")
         if adaptive is None:
             return CodedLayer(codec, self._settings, layer_idx, geometry, self.passes, self.config)
         return FollowingLayer(codec, adaptive, self._settings, layer_idx, geometry, self.passes, self.config)
@@ -105,18 +111,6 @@ class SubspaceCache(AnsweringCache):
         sizes, rank = head_sizes(self.config, layer_idx), adaptive.rank
         if isinstance(rank, tuple) and sizes is not None and (rank[0] > sizes[0] or rank[1] > sizes[1]):
             raise ConfigError.of("rank", f"1 to {sizes[0]} for keys and 1 to {sizes[1]} for values, the model's head size", rank)
-
-    def _geometry(self, layer_idx: int, rotation: str, argument: str, hint: str) -> RotaryGeometry | None:
-        """How a layer's keys are rotated where bases are for keys before that, else None."""
-        if rotation != "aware":
-            return None
-        geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx)
-        if geometry.kind in ("learned", "none"):
-            return None
-        if geometry.kind != "rope" or geometry.refusal is not None:
-            why = geometry.refusal or f"its config does not say how its keys carry positions (kind {geometry.kind!r})"
-            raise UnsupportedError(f"{argument}: {why}. {hint}")
-        return geometry
 
     def adopt_refused(self, window: int = 0) -> str:
         return ""
@@ -155,7 +149,7 @@ class SubspaceCache(AnsweringCache):
         options = dict(settings)
         if "adaptive" in options:
             options["adaptive"] = AdaptiveSubspace(**options["adaptive"])
-        if "codec" in options:
+        if isinstance(options.get("codec"), dict):
             options["codec"] = KVCodec.restore(shared, options["codec"])
         return cls(model, **options)
 

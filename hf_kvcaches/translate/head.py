@@ -123,6 +123,7 @@ class CodesHead:
     """
 
     kind: ClassVar[str] = "semantic codes"
+    finite: ClassVar[bool] = True
 
     translator: str
     producer: str

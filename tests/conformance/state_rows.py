@@ -118,9 +118,12 @@ def saved_and_loaded(entry: Entry, model: PreTrainedModel, dtype: torch.dtype) -
         path = Path(folder) / "cache.safetensors"
         cache.save(path)
         # What a source handed over is read by the class of its holder.
-        again = type(getattr(cache, "holder", None) or cache).load(path, model)
-    assert again.get_seq_length() == 12
+        held = getattr(cache, "holder", None) or cache
+        again = type(held).load(path, model)
+    sent = type(held).from_bytes(cache.to_bytes(held.codec), model, held.codec)
+    assert again.get_seq_length() == sent.get_seq_length() == 12
     _expect(entry, model, dtype, again, text, tokens(4, seed=6))
+    _expect(entry, model, dtype, sent, text, tokens(4, seed=8))
     _expect(entry, model, dtype, cache, text, tokens(4, seed=7))
 
 

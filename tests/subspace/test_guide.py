@@ -32,7 +32,7 @@ def test_the_examples_run_one_after_the_other(quickstart, tmp_path, monkeypatch)
     with torch.no_grad():
         for example in EXAMPLES:
             exec(example, names)
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
     assert names["cache"].report().seen > quickstart["inputs"]["input_ids"].shape[1]
     assert (tmp_path / "kv-codec").is_dir()
 

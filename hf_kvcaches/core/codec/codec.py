@@ -10,15 +10,18 @@ from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.checksum import digest_of
-from hf_kvcaches.core.codec import allocation
+from hf_kvcaches.core.codec import allocation, message
 from hf_kvcaches.core.codec.coder import LayerCoder
 from hf_kvcaches.core.codec.layout import packed_bytes
 from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.messages import Source
 from hf_kvcaches.core.metric import Metric
+from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
 from hf_kvcaches.stores.reading import checked_layers
 
@@ -165,7 +168,12 @@ class KVCodec(Artifact):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's codes in all layers that are coded."""
-        return sum(packed_bytes(side.widths.long()) for layer in self.layers if layer is not None for side in layer)
+        return sum(filter(None, self._layer_bytes))
+
+    @property
+    def _layer_bytes(self) -> tuple[int | None, ...]:
+        """Those of each layer, or None where it is not coded."""
+        return tuple(None if layer is None else sum(packed_bytes(side.widths.long()) for side in layer) for layer in self.layers)
 
     @property
     def bytes_ratio(self) -> float:
@@ -241,6 +249,29 @@ class KVCodec(Artifact):
             raise ConfigError.of("codes", f"one tensor for each of {len(self.layers)} layers", len(codes))
         return [None if each is None else self.coder(index, dtype, each.device).decode(each) for index, each in enumerate(codes)]
 
+    def to_bytes(self, codes: Sequence[torch.Tensor | None]) -> bytes:
+        """Codes as a message, which names this codec and is checked where it is read.
+
+        Args:
+            codes: What `encode` gave.
+        """
+        given = [each for each in codes if each is not None]
+        batch, tokens = (given[0].shape[0], given[0].shape[-1]) if given else (0, 0)
+        shapes = [None if each is None else (each.dtype, *each.shape) for each in codes]
+        expected = [None if count is None else (torch.uint8, batch, count, tokens) for count in self._layer_bytes]
+        if shapes != expected:
+            raise ConfigError.of("codes", f"such as this codec's encode gives, {expected}", shapes)
+        return b"".join(message.written(message.CodecHead(self.digest, batch, tokens, self._layer_bytes), codes))
+
+    def from_bytes(self, data: Source) -> list[torch.Tensor | None]:
+        """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
+
+        Args:
+            data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
+                connected socket's `recv`.
+        """
+        return message.read(data, message.CodecHead(self.digest, 0, 0, self._layer_bytes))
+
     def require_all_layers(self, model: nn.Module, where: str) -> None:
         """Refuses a codec of another model, or one that leaves layers out.
 
@@ -261,6 +292,12 @@ class KVCodec(Artifact):
         """
         if self.fingerprint is not None:
             self.fingerprint.require_model(model, "KVCodec", tokenizer)
+
+    def geometry(self, config: PreTrainedConfig, layer_idx: int) -> RotaryGeometry | None:
+        """How a layer rotates keys, which the codec takes before that; None where it takes them as they are cached."""
+        if self.settings.rotation != "aware":
+            return None
+        return undoable_rotation(config, layer_idx, "codec", "Calibrate with rotation='post'.")
 
     def gamma(self, layer: CalibratedLayer) -> torch.Tensor:
         """What decoded keys are multiplied with, for each head of a layer, (kv_heads,)."""

@@ -22,7 +22,7 @@ from hf_kvcaches.core.calibrating import Tokenized, add_up, process_device, sequ
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.metering.measuring import LayerMeter, Pick, Sampler
 from hf_kvcaches.core.metric import Metric, Sizes, loss_of_drawn
-from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, require_choice, whole_number
 
@@ -122,7 +122,9 @@ class MeterCache(KVCache):
             raise UnsupportedError(f"calibrate: {type(model).__name__} has no layers with full attention, and only those are coded.")
 
     def make_layer(self, layer_idx: int) -> KVLayer:
-        geometry = rotating_geometry(self.config, layer_idx) if self.reading.rotation == "aware" else None
+        geometry = None
+        if self.reading.rotation == "aware":
+            geometry = undoable_rotation(self.config, layer_idx, "rotation='aware'", "rotation='post' works.")
         self.meters[layer_idx] = LayerMeter(geometry, self.reading.metric, self.reading.block)
         return _MeterLayer(self, layer_idx)
 
@@ -132,17 +134,6 @@ class MeterCache(KVCache):
         with torch.no_grad():
             for view in self.views:
                 self.meters[view.layer_idx].observe_gradients(next(gradients), next(gradients))
-
-
-def rotating_geometry(config: Any, layer_idx: int) -> RotaryGeometry | None:
-    """How a layer rotates its keys; None if it does not."""
-    geometry = RotaryGeometry.from_config(config, layer_idx=layer_idx)
-    if geometry.kind in ("learned", "none", "alibi"):
-        return None
-    if geometry.kind != "rope" or geometry.refusal is not None:
-        why = geometry.refusal or f"the config does not say how keys carry positions (kind {geometry.kind!r})"
-        raise UnsupportedError(f"rotation='aware': {why}. rotation='post' works.")
-    return geometry
 
 
 def measure(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], reading: Reading) -> Measurements:
