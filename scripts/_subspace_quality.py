@@ -35,6 +35,8 @@ def quality(model: Any, make: Callable[[], Cache] | None, ids: torch.Tensor, fir
     Args:
         make: The cache; None for the full one.
     """
+    if ids.shape[1] <= first + 1:
+        raise ConfigError.of("--tokens", f"at least {first + 2}, as {first} are exact", ids.shape[1])
     full, cache = DynamicCache(config=model.config), make() if make else None
     read = lambda block, past: model(input_ids=block, past_key_values=past, use_cache=True).logits.float().log_softmax(-1)  # noqa: E731
     ids = ids.to(model.device)

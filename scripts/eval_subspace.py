@@ -4,7 +4,8 @@
 
 A codec is calibrated on the first `--calibrate` tokens of the first text and on generated documents with facts. Measured is what comes
 behind these tokens, the other texts, which are of another domain, and other documents. Rows of text are fed in one token at a time behind
-4 exact tokens, so that all others are read as they were coded, the newest included.
+4 exact tokens, so that all others are read as they were coded, the newest included. Without a codec nothing is coded before a first
+basis is made: what stands before it is no part of the mean, and the row's `tokens` are fewer.
 
 **share**: bytes of a long text over those of keys and values in 16 bits. **owned**: bytes of all that a cache of 8,192 tokens keeps, over
 those of the full cache in bfloat16. **KL**: the mean divergence of predictions from those of the full cache, in nats. **recall**: questions
@@ -23,13 +24,12 @@ from typing import Any
 
 import torch
 from _subspace_quality import make_quiz, quality, read_rows, recall
-from _subspace_variants import FULL, RATIOS, SINKS, VARIANTS, Variant, Workshop
-from shared import TESTBED
+from _subspace_variants import FULL, RATIOS, VARIANTS, Setting, Variant, add_setting_options
 from shared.bars import Bar, verdicts
-from shared.cli import arguments, begin, check_counts, load, run_script
+from shared.cli import arguments, begin, check_counts, run_script
 from shared.plot import Panel, draw
 from shared.results import Results, Row, rows_where, show
-from shared.texts import encode, make_documents
+from shared.texts import make_documents
 from tqdm import tqdm
 
 from hf_kvcaches import KVCacheError
@@ -41,29 +41,17 @@ COLUMNS = (
 COUNTS = "rows tokens calibrate documents questions length bytes_tokens".split()
 WINDOW = 64  # facts are outside of it, for all caches alike
 LEAST_RECALL = 0.5  # of the full cache, where recall is measured
-# Seeds of the documents that codecs are calibrated on; those with questions begin at `--seed`.
-CALIBRATION_SEED = 10**6
 
 
 class Evaluation:
     """A model, what its codecs are calibrated on, and what is measured."""
 
     def __init__(self, args: argparse.Namespace, name: str, device: torch.device, results: Results) -> None:
-        self.args, self.name, self.results = args, Path(name).name, results
-        self.model, tokenizer = load(name, device)
-        first, *others = [torch.tensor(encode(tokenizer, path.read_text(encoding="utf-8"))) for path in args.texts]
-        calibration, rest = first[: args.calibrate].tolist(), first[args.calibrate :]
-        # Named after the file, so that no folder of this computer gets into the table.
-        names = [path.name for path in args.texts]
-        self.texts = dict(zip(names, [read_rows(ids, args.rows, args.tokens) for ids in (rest, *others)], strict=True))
-        texts = [calibration]
-        for seed in [CALIBRATION_SEED] if args.calibration_documents else []:
-            documents = make_documents(tokenizer, tokenizer.decode(calibration), args.calibration_documents, args.length, seed)
-            texts += [encode(tokenizer, document.text()) for document in documents]
-        documents = make_documents(tokenizer, tokenizer.decode(rest), args.documents, args.length, args.seed)
+        self.name, self.results, self.setting = Path(name).name, results, Setting(args, name, device)
+        self.texts = {text: read_rows(ids, args.rows, args.tokens) for text, ids in self.setting.texts.items()}
+        tokenizer, first = self.setting.tokenizer, next(iter(self.setting.texts.values()))
+        documents = make_documents(tokenizer, tokenizer.decode(first), args.documents, args.length, args.seed)
         self.quizzes = [make_quiz(tokenizer, document, WINDOW, args.questions) for document in documents]
-        self.workshop = Workshop(self.model, texts, args.bytes_tokens)
-        self.calibrated_on = f"{len(calibration)} tokens of {names[0]} and {len(texts) - 1} documents"
 
     def measure(self, variants: Sequence[Variant]) -> list[str]:
         """Adds a row for each variant and text, the full cache first; returns why some could not be measured."""
@@ -72,7 +60,7 @@ class Evaluation:
             progress.set_postfix_str(f"{self.name}, {variant.name}")
             try:
                 for text in list(self.texts)[: None if variant.other_texts else 1]:
-                    settings = {"model": self.name, "text": text, "calibrated_on": self.calibrated_on}
+                    settings = {"model": self.name, "text": text, "calibrated_on": self.setting.calibrated_on}
                     settings |= {"text_rows": len(self.texts[text]), "row_tokens": self.texts[text].shape[1], "variant": variant.name}
                     if not self.results.has(**settings):
                         self.results.add([settings | self._row(variant, text)])
@@ -83,17 +71,17 @@ class Evaluation:
         return refused
 
     def _row(self, variant: Variant, text: str) -> Row:
-        workshop, is_full = self.workshop, variant.kind == "full"
+        workshop, model, is_full = self.setting.workshop, self.setting.model, variant.kind == "full"
         make = lambda: workshop.make(variant)  # noqa: E731
         row = {"kind": variant.kind, "recent": variant.recent, "share": round(workshop.share(variant), 5)}
-        row |= quality(self.model, None if is_full else make, self.texts[text], SINKS)
+        row |= quality(model, None if is_full else make, self.texts[text], variant.exact)
         if text != next(iter(self.texts)):
             return row
         owned = workshop.owned(variant)
         row |= {} if owned is None else {"owned": round(owned, 5)}
         full = rows_where(self.results.rows, model=self.name, text=text, variant=FULL)
         if is_full or (variant.kind != "transformers" and full[0]["recall"] >= LEAST_RECALL):
-            row |= recall(self.model, make, self.quizzes)
+            row |= recall(model, make, self.quizzes)
         return row
 
 
@@ -119,6 +107,10 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
         for ratio, points in ((0.14, 0.01), (0.10, 0.03)) if full >= LEAST_RECALL else ():
             claim = f"recall at {ratio:g} within {100 * points:g} points of the full cache's {full:.1%}"
             add(claim, f"codec {ratio:g}", "recall", least=round(full - points, 6))
+        if full >= LEAST_RECALL and "codec 0.125" in found:
+            least = found["codec 0.125"]["recall"] - 0.01
+            claim = "recall at 0.125 with bases that follow within 1 point of the codec's own"
+            add(claim, "codec 0.125, adaptive", "recall", least=round(least, 6))
         for ratio in RATIOS:
             claim = f"all that the cache owns at {ratio:g} at most 1.03 of its share"
             add(claim, f"codec {ratio:g}", lambda row: row["owned"] / row["share"], "x", most=1.03)
@@ -146,17 +138,12 @@ def write_plot(path: Path, rows: Sequence[Row]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, "length", "seed", "device", "threads", "csv", "plot", "quick")
-    parser.add_argument("--model", nargs="+", default=["deep", "base"], help="folders or hub ids; default: models of this repository")
-    texts = [TESTBED / "prose.txt", TESTBED / "verse.txt"]
-    parser.add_argument("--texts", nargs="+", type=Path, default=texts, help="what is read; calibrated on is the first")
-    parser.add_argument("--calibrate", type=int, default=16384, help="tokens of the first text to calibrate on")
-    parser.add_argument("--calibration-documents", type=int, default=16, help="generated documents to calibrate on besides; 0 for none")
+    add_setting_options(parser)
     parser.add_argument("--variants", nargs="+", choices=[variant.name for variant in VARIANTS], help="default: all")
     parser.add_argument("--rows", type=int, default=16, help="how many places of a text are read at once")
     parser.add_argument("--tokens", type=int, default=512, help="how far each row is read")
     parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--questions", type=int, default=10, help="of each document, at most")
-    parser.add_argument("--bytes-tokens", type=int, default=8192, help="of the caches whose bytes are counted")
     args = parser.parse_args()
     check_counts(args, COUNTS)
     if args.quick:

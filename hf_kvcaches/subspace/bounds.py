@@ -10,12 +10,9 @@ The manuscript "Online Subspace Projection for KV Caches" (section 8) gives thes
   and yet their logits are off by the factor gamma. Here the residual is that of `k - gamma P k`, whatever gamma is.
 - It measures keys and values by the operator norm of all residuals together. No single logit or output can be off by more than the largest
   residual *row*, which is never above the operator norm and up to sqrt(T) below it. Each bound takes either.
-- Its bound on what a sketch's basis misses, `sqrt(eps) + 2 eps / gap`, is false: with the eigenvalues 100, 1, 0, rank 1 and a sketch of 101
-  rows it gives 0.1, and the second direction alone misses 1. It also adds numbers of different units. See `sketched_residual_bound`.
-- That bound speaks of the tokens that the sketch has seen. A basis frozen at the start of a chunk serves tokens that came later, for which
-  only their measured residuals say anything.
 
-Its bounds on softmax (tight) and on the output are right as they stand.
+Its bounds on softmax (tight) and on the output are right as they stand. `scripts/falsify_subspace.py` holds all of them, and those on
+sketches, against a model's keys and values.
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
-from hf_kvcaches.errors import ConfigError, whole_number
 
 Number = float | torch.Tensor
 
@@ -34,38 +29,12 @@ class AttentionBounds:
     """How far one query's attention can be off.
 
     Args:
-        weights: Sum of the absolute errors of the attention weights, at most 2.
+        logits: Absolute error of the logit that is off most.
         output: Euclidean norm of the error of the output.
     """
 
     logits: torch.Tensor
-    weights: torch.Tensor
     output: torch.Tensor
-
-
-def residual_norm_from_gram(
-    gram: torch.Tensor, encode: torch.Tensor, decode: torch.Tensor | None = None, gamma: float = 1.0
-) -> torch.Tensor:
-    """The operator norm of all residuals together, `||X (I - gamma P)||`, from `X.T @ X`: of any number of tokens.
-
-    Rounded up by what float64 may lose, so that it stays a bound. With an orthogonal projector that shows only where less than about 1e-6
-    of `||X||_F` is missed.
-
-    Args:
-        gram: (..., d, d), summed up in float64.
-        encode: (..., r, d).
-        decode: (..., d, r), or None for the transpose of `encode`.
-    """
-    gram = gram.double()
-    if gram.ndim < 2 or gram.shape[-1] != gram.shape[-2]:
-        raise ConfigError.of("gram", "a shape (..., d, d)", tuple(gram.shape))
-    complement = _complement(encode, decode, gamma, gram.shape[-1])
-    left = complement @ gram @ complement.mT
-    # The trace, because eigenvalues of rank-deficient matrices are lost against all of the energy and not against what is left of it.
-    energy = gram.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0)
-    stretch = (1 + abs(gamma) * _norm(encode) * (_norm(encode) if decode is None else _norm(decode))).square()
-    lost = 4 * gram.shape[-1] * torch.finfo(torch.float64).eps * stretch * energy
-    return (torch.linalg.eigvalsh((left + left.mT) / 2)[..., -1].clamp_min(0) + lost).sqrt()
 
 
 def logit_error_bound(residual: Number, query_norm: Number, scaling: Number) -> torch.Tensor:
@@ -124,7 +93,7 @@ def value_radius(values: torch.Tensor) -> torch.Tensor:
 def attention_error_bound(
     key_residuals: torch.Tensor, value_residuals: torch.Tensor, query_norm: Number, value_radius: Number, scaling: Number
 ) -> AttentionBounds:
-    """All three bounds over chunks that have bases of their own.
+    """Both bounds over chunks that have bases of their own.
 
     One softmax runs over all chunks, so the worst of them counts, and not their sum; the output's second term is an average over chunks.
     Tokens that are kept exactly have residuals of 0 and need not be listed.
@@ -138,79 +107,13 @@ def attention_error_bound(
         scaling: What the model multiplies `q.k` with.
     """
     logits = logit_error_bound(_largest(key_residuals), query_norm, scaling)
-    return AttentionBounds(logits, weight_error_bound(logits), output_error_bound(logits, value_radius, _largest(value_residuals)))
-
-
-def frequent_directions_certificate(energy: Number, sketch_energy: Number, sketch_size: int) -> torch.Tensor:
-    """How far a Frequent Directions sketch can be from what it has seen, `||X'X - S'S||`, from two numbers that a stream knows.
-
-    A shrinking by x takes x from at least `sketch_size` squared singular values. Variants differ in what `sketch_size` is: it is the number
-    of the singular value whose square is taken off. For a buffer of 2l rows that shrinks to l - 1 it is l.
-
-
-    Never above the least `tail_r / (sketch_size - r)` over the ranks r, where `tail_r` is what the best subspace of rank r misses of the
-    tokens. Summing up the x themselves is as good or better.
-
-    Args:
-        energy: `||X||_F ** 2`: the sum of the squares of all that the sketch has seen.
-        sketch_energy: `||S||_F ** 2`: that of the sketch.
-        sketch_size: The number of the singular value that is taken off.
-    """
-    _check_sketch_size(sketch_size)
-    energy = _double(energy)
-    # Both are sums of rounded squares, and their difference may be nothing.
-    return (energy - _double(sketch_energy)).clamp_min(0) / sketch_size + 64 * torch.finfo(torch.float64).eps * energy
-
-
-def sketched_residual_bound(next_singular_value: Number, covariance_error: Number, sides: int = 1) -> torch.Tensor:
-    """What a basis taken from a sketch can miss of the tokens that the sketch has seen: `||X (I - P)|| <= sqrt(s ** 2 + sides * error)`.
-
-    With P onto the first r right singular vectors of S, `||X (I - P)|| ** 2` is at most `||S (I - P)|| ** 2 + ||X'X - S'S||`, and the first
-    term is the square of the sketch's singular value r + 1. A Frequent Directions sketch is never longer than X in any direction, so the
-    singular value of X, being larger, does as well; that of X for any other sketch may be smaller than the sketch's by the error, which
-    then counts twice. No gap between singular values is needed: where they are close, a wrong direction costs little.
-
-    Args:
-        next_singular_value: Number r + 1 of the sketch or of the tokens; 0 where they have only r.
-        covariance_error: `||X'X - S'S||` or a bound on it.
-        sides: 2 if the singular value is that of the tokens and the sketch is not made by Frequent Directions.
-    """
-    if sides not in (1, 2):
-        raise ConfigError.of("sides", "1 or 2", sides)
-    return (_double(next_singular_value).square() + sides * _double(covariance_error)).sqrt()
+    return AttentionBounds(logits, output_error_bound(logits, value_radius, _largest(value_residuals)))
 
 
 def _double(value: Number) -> torch.Tensor:
     return value.double() if isinstance(value, torch.Tensor) else torch.tensor(float(value), dtype=torch.float64)
 
 
-def _norm(matrices: torch.Tensor) -> torch.Tensor:
-    """Their operator norms; 0 for those without elements."""
-    if 0 in matrices.shape[-2:]:
-        return torch.zeros(matrices.shape[:-2], dtype=torch.float64, device=matrices.device)
-    return torch.linalg.matrix_norm(matrices.double(), ord=2)
-
-
 def _largest(residuals: torch.Tensor) -> torch.Tensor:
     """The largest of each row; 0 where there are none."""
     return torch.nn.functional.pad(residuals.double(), (0, 1)).amax(-1)
-
-
-def _maps(encode: torch.Tensor, decode: torch.Tensor | None, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in float64, checked against the vectors' size."""
-    encode = encode.double()
-    decode = encode.mT if decode is None else decode.double()
-    if encode.ndim < 2 or encode.shape[-1] != size:
-        raise ConfigError.of("encode", f"a shape (..., r, {size})", tuple(encode.shape))
-    if decode.ndim < 2 or decode.shape[-2:] != (size, encode.shape[-2]):
-        raise ConfigError.of("decode", f"a shape (..., {size}, {encode.shape[-2]})", tuple(decode.shape))
-    return encode, decode
-
-
-def _complement(encode: torch.Tensor, decode: torch.Tensor | None, gamma: float, size: int) -> torch.Tensor:
-    encode, decode = _maps(encode, decode, size)
-    return torch.eye(size, dtype=torch.float64, device=encode.device) - gamma * (decode @ encode)
-
-
-def _check_sketch_size(sketch_size: int) -> None:
-    whole_number("sketch_size", sketch_size, 1)

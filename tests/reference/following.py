@@ -95,7 +95,7 @@ class FollowingOracle:
             self.axes = [unit for unit, width in zip(units, self.widths, strict=True) if width]
             self.share = self._expected(self.axes, self.sizes)[0] / float(energies.sum())
             self.bound = self.tail if self.limit is None else self.limit**2
-        steps, looked = [], False
+        steps = []
         for index in range(len(tokens)):
             steps.append(self._step(tokens[index]))
             end = index + 1
@@ -107,12 +107,12 @@ class FollowingOracle:
             if end % self.chunk == 0:
                 self.kept, self.tokens = [row * self.decay**0.5 for row in self.kept], self.tokens * self.decay
                 self._renew()
-                looked = False
-            elif not looked:
+            else:
                 lost = sum(float((token - self._coefficients(step.vector)).square().sum()) for token, step in zip(tile, near, strict=True))
-                if self._above(lost / sum(float(token.square().sum()) for token in tile), self.bound):
+                share = lost / sum(float(token.square().sum()) for token in tile)
+                if self._above(share, self.bound):
+                    self.bound = share
                     self._renew()
-                    looked = True
         return steps
 
     def _coefficients(self, vector: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from hf_kvcaches.errors import ConfigError
 from tests import testbed, tiny
 from tests.scripts.running import ROOT, rows_of, run_script
 
-CACHES = ("full cache", "codec 0.125", "KIVI 2 bit", "adaptive 0.34")
+CACHES = ("full cache", "codec 0.125", "KIVI 2 bit", "codec 0.125, adaptive")
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +158,17 @@ def test_recall_is_held_against_that_of_the_full_cache(script, right, verdict):
     lines = judged(script, row("full cache", recall=0.99), row("codec 0.1", recall=right))
     assert f"recall at 0.1 within 3 points of the full cache's 99.0%: {verdict} " in lines
     assert "recall" not in judged(script, row("full cache", recall=0.2), row("codec 0.1", recall=right)), "a model that recalls nothing"
+
+
+@pytest.mark.parametrize(("right", "verdict"), [(0.97, "met"), (0.96, "NOT met")])
+def test_recall_with_bases_that_follow_is_held_against_that_of_the_codec(script, right, verdict):
+    rows = row("full cache", recall=0.99), row("codec 0.125", recall=0.98), row("codec 0.125, adaptive", recall=right)
+    assert f"follow within 1 point of the codec's own: {verdict} " in judged(script, *rows)
+
+
+def test_rows_that_end_before_there_are_codes_are_refused(script):
+    with pytest.raises(ConfigError, match="--tokens: expected at least 32"):
+        script("_subspace_quality").quality(tiny.llama(), None, tiny.ids(1, 31), first=30)
 
 
 @pytest.mark.parametrize(("owned", "verdict"), [(0.103, "met"), (0.104, "NOT met")])

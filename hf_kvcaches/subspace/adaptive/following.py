@@ -43,8 +43,7 @@ class Track(NamedTuple):
         turn: The directions of the basis in use, (batch, heads, slots, d).
         sizes: The energies that their steps are made for, (batch, heads, slots).
         share: Of the energy, what that basis lost when it was looked at last, (batch, heads), float64.
-        limit: Of a tile's loss, as a share of its energy, (batch, heads), float64.
-        looked: Whether a tile has lost more than that in this chunk, and the basis was looked at, (batch, heads).
+        limit: Of a tile's loss, as a share of its energy, (batch, heads), float64; what a tile lost where no other basis was better.
         current: The number of that basis, (batch, heads), int64.
         decode: What reads the codes of each basis so far, (batch, heads, bases, d, levels).
         offset: Likewise, (batch, heads, bases, d).
@@ -58,7 +57,6 @@ class Track(NamedTuple):
     sizes: torch.Tensor
     share: torch.Tensor
     limit: torch.Tensor
-    looked: torch.Tensor
     current: torch.Tensor
     decode: torch.Tensor
     offset: torch.Tensor
@@ -151,7 +149,6 @@ class Follower:
             sizes=torch.ones(*lead, self.slots, device=device),
             share=torch.zeros(lead, dtype=torch.float64, device=device),
             limit=torch.full(lead, torch.inf, dtype=torch.float64, device=device),
-            looked=torch.zeros(lead, dtype=torch.bool, device=device),
             current=torch.full(lead, -1, dtype=torch.int64, device=device),
             decode=torch.zeros(*lead, 0, self.dim, self.levels.index.shape[1], dtype=self.dtype, device=device),
             offset=torch.zeros(*lead, 0, self.dim, dtype=self.dtype, device=device),
@@ -185,11 +182,11 @@ class Follower:
             if tiles:
                 energies = block[:, :, : tiles * TILE].square().sum(-1).unflatten(2, (tiles, TILE)).sum(-1)
                 shares = lost[:, :, : tiles * TILE].unflatten(2, (tiles, TILE)).sum(-1) / energies.clamp_min(1e-30)
-                over = (shares > track.limit[..., None]) & ~track.looked[..., None]
+                over = shares > track.limit[..., None]
                 beyond = over.flatten(0, 1).any(0)
                 if bool(beyond.any()):
                     tile = int(beyond.to(torch.uint8).argmax())
-                    due, tiles = over[..., tile], tile + 1
+                    due, share, tiles = over[..., tile], shares[..., tile], tile + 1
                     end = at - behind + tiles * TILE
             taken = end - at
             made.append(self.levels.pack(steps[..., behind : behind + taken]))
@@ -201,11 +198,11 @@ class Follower:
             if tiles and at - behind + tiles * TILE > known:
                 track = self._fed(track, whole[:, :, max(0, known - (at - behind)) :])
             if end % chunk == 0:
-                track = self._renewed(self._decayed(track), torch.ones_like(track.looked))
-                track = track._replace(looked=torch.zeros_like(track.looked))
+                track = self._renewed(self._decayed(track), torch.ones_like(track.current, dtype=torch.bool))
             elif due is not None:
-                track = self._renewed(track, due)
-                track = track._replace(looked=track.looked | due)
+                # What another basis does not mend is no reason to look before a tile loses more.
+                raised = torch.where(due, share, track.limit)
+                track = self._renewed(track._replace(limit=raised), due)
             at = end
         codes = made[0] if len(made) == 1 else torch.cat(made, 2)
         return track, codes
