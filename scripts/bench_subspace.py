@@ -5,7 +5,9 @@
 The model is a Llama with random weights, 16 query and 8 key heads of 128, and a codec of 0.125 of the bytes, calibrated on random tokens.
 `step` is the forward pass of one new token a row, 4 first and 64 last tokens exact, and its processor time. Texts are random keys and
 values, since what is in them does not matter to the clock. `prefill` is a prompt into an empty cache, so that what is measured is encoding.
-Fewer `--layers` take less time and memory; times are printed for a layer, too.
+Fewer `--layers` take less time and memory; times are printed for a layer, too. `roofline` is arithmetic: the bytes that a step of one row
+reads and its operations in attention, and how long an H100 (SXM, 3.35 TB/s, 989 TFLOP/s in bfloat16) needs for these and the weights at
+least. Keys are decoded with the codec's bases, which is most of the operations; values are summed up as codes.
 
 Before anything is timed, a codec that keeps everything must give DynamicCache's logits. All sides run in turns in one process: a ratio is
 the median over rounds of DynamicCache's time by ours. Bytes are those of all tensors that a cache keeps.
@@ -33,12 +35,13 @@ from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
 from hf_kvcaches import KVCodec, SubspaceCache
 from hf_kvcaches.core.report import measured_bytes
 
-SECTIONS = ("step", "prefill")
+SECTIONS = ("step", "prefill", "roofline")
 FULL, CODEC = "DynamicCache", "codec 0.125"
+H100_BYTES, H100_FLOPS = 3.35e12, 989e12  # a second
 TOLERANCE = {"float32": 1e-3, "bfloat16": 6e-2}  # of logits of the order of 1
 COLUMNS = (
     "section dtype layers batch tokens rounds steps side baseline time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 total_ratio "
-    "processor_ms processor_ratio layer_ms bytes bytes_share"
+    "processor_ms processor_ratio layer_ms bytes bytes_share operations h100_ms h100_ratio"
 ).split()
 SHOWN = {
     "": "{dtype} {layers} layers {batch} x {tokens}",
@@ -49,6 +52,9 @@ SHOWN = {
     "ratio of it": "{processor_ratio:.2f}x",
     "bytes": "{bytes:,}",
     "share": "{bytes_share:.4f}",
+    "operations": "{operations:.2e}",
+    "H100 ms": "{h100_ms:.3f}",
+    "ratio on it": "{h100_ratio:.1f}x",
 }
 
 
@@ -63,16 +69,19 @@ class Size:
     intermediate: int = 3072
     vocabulary: int = 2048
     layers: int = 28
+    sinks: int = 4
+    recent: int = 64
     tokens: tuple[int, ...] = (8192,)
     batches: tuple[int, ...] = (1, 4)
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     rounds: int = 9
     steps: int = 4  # of a round
+    roofline: tuple[int, ...] = (8192, 32768, 131072)
     prompt: int = 2048
     calibration: int = 1024
 
 
-QUICK = Size(64, 4, 2, 16, 96, 64, 2, (96,), (1, 2), rounds=2, steps=2, prompt=80, calibration=512)
+QUICK = Size(64, 4, 2, 16, 96, 64, 2, tokens=(96,), batches=(1, 2), rounds=2, steps=2, prompt=80, calibration=512)
 
 
 class Bench:
@@ -150,6 +159,30 @@ class Bench:
         rows = self._timed({name: lambda make=make: self.feed(make(), ids) for name, make in makers.items()}, 1)
         return [row | {"batch": 1, "tokens": self.size.prompt} for row in rows]
 
+    def roofline(self) -> list[Row]:
+        """What a step of one row in bfloat16 reads and computes at least, and an H100's time for it."""
+        size, rows = self.size, []
+        exact = 2 * 2 * size.layers * size.kv_heads * size.head_dim  # bytes of a token
+        ends = size.sinks + size.recent
+        kept = [[sum(counts) for counts in zip(*layer, strict=True)] for layer in self.codec.ranks if layer is not None]
+        key_directions, value_directions = (sum(counts) for counts in zip(*kept, strict=True))
+        bases = 2 * size.head_dim * (key_directions + value_directions)
+        weights = 2 * sum(parameter.numel() for parameter in self.model.parameters())
+        group = size.heads // size.kv_heads
+        for tokens in size.roofline:
+            logits = 2 * tokens * size.layers * size.heads * size.head_dim
+            decoding = 2 * tokens * (size.head_dim * key_directions + group * value_directions)
+            sides = {
+                FULL: (tokens * exact, 2 * logits),
+                CODEC: (tokens * self.codec.bytes_per_token + ends * exact + bases, logits + decoding),
+            }
+            least = [max(read / H100_BYTES, operations / H100_FLOPS) + weights / H100_BYTES for read, operations in sides.values()]
+            for (side, (read, operations)), seconds in zip(sides.items(), least, strict=True):
+                where = {"dtype": "bfloat16", "layers": size.layers, "batch": 1, "tokens": tokens, "side": side, "baseline": FULL}
+                share = {"bytes": read, "bytes_share": round(read / (tokens * exact), 5), "operations": operations}
+                rows.append(where | share | {"h100_ms": round(1e3 * seconds, 5), "h100_ratio": round(least[0] / seconds, 3)})
+        return rows
+
     def _timed(self, works: Mapping[str, Callable[[], object]], steps: int) -> list[Row]:
         size, processor = self.size, time.process_time
 
@@ -193,6 +226,9 @@ class Run:
         cells = [(dtype, batch, tokens) for dtype in self.size.dtypes for tokens in self.size.tokens for batch in self.size.batches]
         for dtype, batch, tokens in tqdm(cells, unit="cell"):
             yield from self.bench(dtype).step(batch, tokens)
+
+    def roofline(self) -> Iterator[Row]:
+        yield from self.bench("bfloat16").roofline()
 
     def prefill(self) -> Iterator[Row]:
         for dtype in tqdm(reversed(self.size.dtypes), unit="cell", total=len(self.size.dtypes)):
@@ -238,7 +274,7 @@ def main() -> None:
     size = size_of(args, device)
     run = Run(size, device)
     output = Output("SubspaceCache over DynamicCache, times as fast", COLUMNS, SHOWN, bars(size.dtypes), panels)
-    run_sections(args, device, {"step": run.step, "prefill": run.prefill}, output)
+    run_sections(args, device, {"step": run.step, "prefill": run.prefill, "roofline": run.roofline}, output)
 
 
 if __name__ == "__main__":
