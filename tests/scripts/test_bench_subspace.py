@@ -49,7 +49,8 @@ def test_it_proves_equality_first_then_prints_a_line_for_each_side_and_bar(quick
 
 
 def test_its_numbers_stand_in_a_file_with_what_they_depend_on(rows):
-    assert {row["section"] for row in rows} == {"step", "prefill"}
+    assert {row["section"] for row in rows} == {"step", "prefill", "roofline"}
+    rows = [row for row in rows if row["section"] != "roofline"]
     assert len(rows) == 2 * (2 * 2 + 2)
     assert all(row[name] for row in rows for name in ("hardware", "device", "threads", "python", "torch", "transformers", "layers"))
     for row in rows:
@@ -82,6 +83,15 @@ def test_bytes_are_those_of_codes_and_exact_tokens(bench, script):
     codes = 2 * (500 - 68) * bench.codec.bytes_per_token
     assert whole * 68 / 500 + codes <= owned < whole / 2
     assert {cache.get_seq_length() for cache in caches.values()} == {500}
+
+
+def test_the_roofline_is_of_what_a_step_reads(rows, bench):
+    full, codec = [row for row in rows if row["section"] == "roofline" and row["tokens"] == "131072"]
+    exact = 2 * 2 * 2 * 2 * 16  # of a token, in 16 bits
+    assert int(full["bytes"]) == 131072 * exact
+    assert int(codec["bytes"]) == pytest.approx(131072 * bench.codec.bytes_per_token + 68 * exact, rel=0.01)
+    assert int(full["operations"]) == 131072 * 2 * 2 * 4 * 2 * 16
+    assert float(codec["h100_ms"]) < float(full["h100_ms"])
 
 
 def row_of(**values: object) -> dict[str, object]:
