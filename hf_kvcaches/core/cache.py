@@ -14,13 +14,14 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_kvcaches import compat
-from hf_kvcaches.core import attention, continuing, prefill, saving, sending
+from hf_kvcaches.core import attention, continuing, prefill, saving
 from hf_kvcaches.core.answerable import refuse_encoder_decoder, require_answering
 from hf_kvcaches.core.artifact import local_folder, make_folder
 from hf_kvcaches.core.identity import Identity, Provenance
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.messages import Source
 from hf_kvcaches.core.report import CacheReport, foreign_kept, foreign_tensors, measured_bytes, summarise
+from hf_kvcaches.core.wire import caches as wire
+from hf_kvcaches.core.wire.messages import Source
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         Args:
             codec: As for `save`, and `attention_mask`.
         """
-        return b"".join(sending.written(self.content(codec, attention_mask)))
+        return b"".join(wire.written(self.content(codec, attention_mask)))
 
     @classmethod
     def from_bytes(cls, data: Source, model: Any, codec: KVCodec | None = None) -> Self:
@@ -261,7 +262,7 @@ class KVCache(compat.MarkedCache, Cache, ABC):
                 connected socket's `recv`.
             model: As for `load`, and `codec`.
         """
-        return sending.read(data).cache(cls, model, codec, "this message")
+        return wire.read(data).cache(cls, model, codec, "this message")
 
     def content(self, codec: KVCodec | None, attention_mask: torch.Tensor | None) -> saving.Content:
         """What is saved or sent.

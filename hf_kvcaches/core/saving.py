@@ -14,7 +14,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.artifact import refusing_nonsense
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.codec.codec import KVCodec
-from hf_kvcaches.core.codec.content import CodedContent
+from hf_kvcaches.core.coded_content import CodedContent
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer

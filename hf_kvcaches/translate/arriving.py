@@ -7,8 +7,8 @@ from typing import Self
 
 from torch import Tensor
 
-from hf_kvcaches.core.messages import Bytes, MessageReader
 from hf_kvcaches.core.quantize import Quantized
+from hf_kvcaches.core.wire.messages import Bytes, MessageReader
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.translate.codes import Part, SemanticCodes
 from hf_kvcaches.translate.head import PLAIN, CodesHead

@@ -1,7 +1,7 @@
 """Semantic codes: what a producer sends in place of its keys and values, and consumers rebuild theirs from.
 
 A batch's tokens are concatenated without padding, so each code is `(tokens of all rows, rank)`. Codes come in parts, one for each layer
-that is sent or one for all, and the head that comes before them says what they will be. `core/messages.py` has the bytes.
+that is sent or one for all, and the head that comes before them says what they will be. `core/wire/messages.py` has the bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_kvcaches.core.messages import Bytes, MessageWriter
 from hf_kvcaches.core.quantize import Quantized, quantize
+from hf_kvcaches.core.wire.messages import Bytes, MessageWriter
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs_format import dense
 from hf_kvcaches.stores.files import write_atomically

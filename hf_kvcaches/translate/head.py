@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from torch import Tensor
 
-from hf_kvcaches.core.messages import DIGEST, BodyTensor, head_of, json_of, message_bytes
+from hf_kvcaches.core.wire.messages import DIGEST, BodyTensor, head_of, json_of, message_bytes
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.reading import MOST_LAYERS
 

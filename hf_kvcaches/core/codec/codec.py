@@ -14,14 +14,15 @@ from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.checksum import digest_of
-from hf_kvcaches.core.codec import allocation, message
+from hf_kvcaches.core.codec import allocation
 from hf_kvcaches.core.codec.coder import LayerCoder
 from hf_kvcaches.core.codec.layout import packed_bytes
 from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.messages import Source
 from hf_kvcaches.core.metric import Metric
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
+from hf_kvcaches.core.wire import codes as wire
+from hf_kvcaches.core.wire.messages import Source
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
 from hf_kvcaches.stores.reading import checked_layers
 
@@ -261,7 +262,7 @@ class KVCodec(Artifact):
         expected = [None if count is None else (torch.uint8, batch, count, tokens) for count in self._layer_bytes]
         if shapes != expected:
             raise ConfigError.of("codes", f"such as this codec's encode gives, {expected}", shapes)
-        return b"".join(message.written(message.CodecHead(self.digest, batch, tokens, self._layer_bytes), codes))
+        return b"".join(wire.written(wire.CodecHead(self.digest, batch, tokens, self._layer_bytes), codes))
 
     def from_bytes(self, data: Source) -> list[torch.Tensor | None]:
         """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
@@ -270,7 +271,7 @@ class KVCodec(Artifact):
             data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
                 connected socket's `recv`.
         """
-        return message.read(data, message.CodecHead(self.digest, 0, 0, self._layer_bytes))
+        return wire.read(data, wire.CodecHead(self.digest, 0, 0, self._layer_bytes))
 
     def require_all_layers(self, model: nn.Module, where: str) -> None:
         """Refuses a codec of another model, or one that leaves layers out.

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 
-from hf_kvcaches.core.messages import BodyTensor, MessageReader, MessageWriter, Source
 from hf_kvcaches.core.saving import Content
+from hf_kvcaches.core.wire.messages import BodyTensor, MessageReader, MessageWriter, Source
 from hf_kvcaches.stores.reading import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

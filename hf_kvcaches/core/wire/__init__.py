@@ -1,0 +1,1 @@
+"""What leaves a process and is checked while it arrives."""
