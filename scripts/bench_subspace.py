@@ -24,13 +24,13 @@ from typing import Any
 import torch
 from shared.bars import Bar
 from shared.cli import check_counts, run_script
-from shared.models import random_ids
+from shared.models import random_ids, random_llama
 from shared.plot import Panel
 from shared.results import Row
 from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 from shared.timing import compared, in_turns, ratios, seconds_of, spread
 from tqdm import tqdm
-from transformers import Cache, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import Cache, DynamicCache
 
 from hf_kvcaches import KVCodec, SubspaceCache
 from hf_kvcaches.core.report import measured_bytes
@@ -88,23 +88,11 @@ class Bench:
     """A model of one dtype with its codec."""
 
     def __init__(self, size: Size, dtype: str, device: torch.device) -> None:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=size.vocabulary,
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads,
-            head_dim=size.head_dim,
-            max_position_embeddings=65536,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
         self.size, self.dtype, self.device = size, dtype, device
-        with device:
-            self.model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+        sizes = {"vocab_size": size.vocabulary, "hidden_size": size.hidden, "intermediate_size": size.intermediate}
+        heads = {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads, "head_dim": size.head_dim}
+        model = random_llama(device, num_hidden_layers=size.layers, **sizes, **heads)
+        self.model = model.to(getattr(torch, dtype)).eval()
         ids = random_ids(size.vocabulary, size.calibration, seed=2).tolist()
         self.codec = KVCodec.calibrate(self.model, None, [ids], 0.125, progress=False)
 

@@ -7,13 +7,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import LayerView, previous_attention
-from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.layers import KVLayer, PassingLayer
-from hf_kvcaches.errors import UnsupportedError
+from hf_kvcaches.core.watching import Attended, WatchingCache
 from hf_kvcaches.subspace.adaptive.layer import FollowingLayer
 from hf_kvcaches.subspace.bounds import attention_error_bound, value_radius
 from hf_kvcaches.subspace.coded import CodedLayer
@@ -74,57 +70,15 @@ class SubspaceDiagnostics:
     __repr__ = __str__
 
 
-@dataclass(frozen=True, eq=False)
-class _Exact:
-    """What a layer's attention was given: all keys and values, and the last query."""
-
-    query: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    scaling: float
-    softcap: float | None
-
-
-class _ExactView(LayerView):
-    """Keys and values of one pass, which attends as ever and is kept."""
-
-    def __init__(self, cache: _ExactCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        scaling = kwargs.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        # Layers that share another's keys come back with the same view.
-        exact = _Exact(query[:, :, -1:], self.keys, self.values, scaling, kwargs.get("softcap"))
-        self.cache.exact.setdefault(self.layer_idx, exact)
-        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its attention can't be measured.")
-
-
-class _ExactLayer(PassingLayer):
-    """Holds nothing, and hands out the view that keeps."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.seen += key_states.shape[-2]
-        view = _ExactView(self.cache, self.layer_idx, key_states, value_states)
-        return view, view
-
-
-class _ExactCache(KVCache):
-    """Lets a model attend as ever, and keeps what it attends with."""
-
-    needs_attention = True
+class _ExactCache(WatchingCache):
+    """Keeps what a model attends with."""
 
     def __init__(self, model: Any) -> None:
-        self.exact: dict[int, _Exact] = {}
+        self.attended: dict[int, Attended] = {}
         super().__init__(model)
 
-    def make_layer(self, layer_idx: int) -> KVLayer:
-        return _ExactLayer(self, layer_idx)
+    def watch(self, attended: Attended) -> None:
+        self.attended[attended.layer_idx] = attended._replace(query=attended.query[:, :, -1:])
 
 
 @torch.no_grad()
@@ -138,13 +92,13 @@ def measure(layers: Sequence[Any], model: Any, input_ids: torch.Tensor) -> Subsp
     watching = _ExactCache(model)
     compat.base_model(model)(input_ids=input_ids, past_key_values=watching, use_cache=True)
     found = [
-        _of_layer(layer, watching.exact[index]) if isinstance(layer, CodedLayer) and index in watching.exact else None
+        _of_layer(layer, watching.attended[index]) if isinstance(layer, CodedLayer) and index in watching.attended else None
         for index, layer in enumerate(layers)
     ]
     return SubspaceDiagnostics(tuple(found))
 
 
-def _of_layer(layer: CodedLayer, exact: _Exact) -> LayerDiagnostics:
+def _of_layer(layer: CodedLayer, exact: Attended) -> LayerDiagnostics:
     """Compares what a layer would read with what there was."""
     placement = layer.placement
     coded = slice(placement.first, placement.first + placement.coded)
@@ -160,8 +114,8 @@ def _of_layer(layer: CodedLayer, exact: _Exact) -> LayerDiagnostics:
             found[f"{side}_bases"] = torch.zeros(whole.shape[:2]) if current is None else current + 1
     query = exact.query.double().unflatten(1, (keys.shape[1], -1)).squeeze(3)
     logits, near = (exact.scaling * query @ each.mT for each in (keys, near_keys))
-    if exact.softcap is not None:
-        logits, near = (exact.softcap * torch.tanh(each / exact.softcap) for each in (logits, near))
+    if (softcap := exact.options.get("softcap")) is not None:
+        logits, near = (softcap * torch.tanh(each / softcap) for each in (logits, near))
     nothing = not placement.coded
     error = torch.zeros(query.shape[:3]) if nothing else (logits - near).abs().amax(-1)
     output = torch.linalg.vector_norm(logits.softmax(-1) @ values - near.softmax(-1) @ near_values, dim=-1)

@@ -21,6 +21,7 @@ from hf_kvcaches.core.metric import Sizes, output_metric
 from hf_kvcaches.core.model_parts import tokenizer_part
 from hf_kvcaches.core.moments import Moments
 from hf_kvcaches.core.verify import evaluating
+from hf_kvcaches.core.watching import Attended
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError, is_number, require_choice, whole_number
 from hf_kvcaches.translate.head import CODE_DTYPES
 from hf_kvcaches.translate.maps import Maps
@@ -133,17 +134,16 @@ class Sums:
             self.moments[key] = BlockMoments(widths, known.device)
         self.moments[key].add(one=known.new_ones(len(known), 1), side=known, producer=x, consumer=y)
 
-    def look(
-        self, layer: int, module: Any, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, arguments: dict[str, Any]
-    ) -> None:
+    def look(self, attended: Attended) -> None:
         """Counts a layer's queries in; see `ReadingCache`."""
+        layer, module, query, keys, values, options = attended
         if layer not in self.sent:
             return
         if layer not in self.queries:
             output = output_metric(module, query.shape[1], values)
             if output is None:
                 raise UnsupportedError(f"metric: found no output projection in {type(module).__name__}. Use metric='plain'.")
-            sizes = Sizes.of(query, keys, values, arguments, True)
+            sizes = Sizes.of(query, keys, values, options, True)
             self.outputs[layer] = output
             self.queries[layer] = QueryMoments(sizes, self.pair.rotation.layers[layer], keys.device)
         self.queries[layer].add(query)
@@ -206,7 +206,7 @@ class Pair:
         return producer, require_identity(self.consumer, "consumer: the translator", any_precision=True)
 
     def states(
-        self, ids: torch.Tensor, lowest: int, hidden: Sequence[int] = (), queries: Callable[..., None] | None = None
+        self, ids: torch.Tensor, lowest: int, hidden: Sequence[int] = (), queries: Callable[[Attended], None] | None = None
     ) -> tuple[dict[int, State], dict[int, State]]:
         """What both models make of a text, by layer.
 

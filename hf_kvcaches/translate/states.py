@@ -16,12 +16,12 @@ from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
-from hf_kvcaches.core.attention import LayerView, previous_attention
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.partial import PassEnded, SkippedLayer, ToldModule, name_of, twin_of, with_layers
 from hf_kvcaches.core.prefill import run_module, run_span
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
+from hf_kvcaches.core.watching import Attended, WatchedView
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
@@ -108,8 +108,7 @@ class ReadingCache(KVCache):
     """Holds nothing: it reads keys and values as they come, and can look at queries.
 
     Args:
-        queries: Called with a layer's index, its attention module, rotated queries (batch, heads, tokens, head_dim), keys and values as
-            they are and the attention's arguments; None where nobody asks.
+        queries: Called with what each layer attends with; None where nobody asks.
 
     Attributes:
         leaves: A list to put each layer's keys and values into, for gradients; None for none.
@@ -117,7 +116,7 @@ class ReadingCache(KVCache):
 
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
-    def __init__(self, model: PreTrainedModel, queries: Callable[..., None] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, queries: Callable[[Attended], None] | None = None) -> None:
         self.on_queries = queries
         self.on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda index, keys, values: None
         self.leaves: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -155,25 +154,8 @@ class _ReadingLayer(PassingLayer):
         self.cache.on_layer(self.layer_idx, key_states, value_states)
         if self.cache.on_queries is None:
             return key_states, value_states
-        view = _QueryView(self.cache, self.layer_idx, key_states, value_states)
+        view = WatchedView(self.cache.on_queries, self.layer_idx, key_states, value_states)
         return view, view
-
-
-class _QueryView(LayerView):
-    """Attends as ever, and shows the queries."""
-
-    def __init__(self, cache: ReadingCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert self.cache.on_queries is not None
-        self.cache.on_queries(self.layer_idx, module, query, self.keys, self.values, kwargs)
-        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its queries can't be looked at.")
 
 
 @torch.no_grad()
@@ -184,7 +166,7 @@ def read_states(
     *,
     hidden: Sequence[int] = (),
     upto: int | None = None,
-    queries: Callable[..., None] | None = None,
+    queries: Callable[[Attended], None] | None = None,
 ) -> None:
     """Runs a model over prompts, and hands each layer's state on as soon as it is there.
 

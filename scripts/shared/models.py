@@ -14,6 +14,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 SCORES_SPREAD = 3.0  # standard deviation of attention scores
 
 
+def random_llama(device: torch.device, **sizes: int) -> LlamaForCausalLM:
+    """A Llama with random weights, the same in each process.
+
+    Args:
+        **sizes: Of `LlamaConfig`.
+    """
+    torch.manual_seed(0)
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    with device:
+        return LlamaForCausalLM(LlamaConfig(max_position_embeddings=65536, **tokens, **sizes))
+
+
 @dataclass(frozen=True)
 class Shape:
     """A Llama."""
@@ -50,22 +62,9 @@ class Pair:
     @classmethod
     def random(cls, shape: Shape, kv: str, device: torch.device, dtype: str = "float32", *, sharp: bool = False) -> Pair:
         """A Llama with random weights; `sharp`: whose attention differs from token to token, as in a trained model."""
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.intermediate,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads(kv),
-            head_dim=shape.head_dim,
-            max_position_embeddings=65536,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        with device:
-            model = LlamaForCausalLM(config)
+        sizes = {"vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
+        heads = {"num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads(kv), "head_dim": shape.head_dim}
+        model = random_llama(device, num_hidden_layers=shape.layers, **sizes, **heads)
         for layer in model.model.layers if sharp else ():
             for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
                 torch.nn.init.normal_(projection.weight, std=(SCORES_SPREAD / shape.hidden) ** 0.5)

@@ -106,7 +106,8 @@ def test_the_logit_moment_gives_the_square_of_a_models_own_logit(family):
     geometry = require_plain_layers(model.config).layers[layer]
     meters, logits, states = [], [], {}
 
-    def look(index, module, query, keys, values, arguments):
+    def look(attended):
+        index, module, query, keys, values, arguments = attended
         if index == layer:
             meters.append(QueryMoments(Sizes.of(query, keys, values, arguments, False), geometry, "cpu"))
             meters[0].add(query)

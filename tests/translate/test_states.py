@@ -73,7 +73,7 @@ def test_a_pass_with_the_reading_cache_says_what_the_model_says(family):
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         seen = []
-        for cache in (ReadingCache(model), ReadingCache(model, queries=lambda *seen_by_it: seen.append(seen_by_it[0]))):
+        for cache in (ReadingCache(model), ReadingCache(model, queries=lambda attended: seen.append(attended.layer_idx))):
             close(model(ids, past_key_values=cache).logits, expected)
     assert seen == list(range(len(layers_of(model))))
 
@@ -130,7 +130,7 @@ def test_nothing_is_left_behind_on_a_model(fails, queries):
         if fails and index == 2:
             raise Broken
 
-    options = {"queries": look} if queries else {}
+    options = {"queries": lambda attended: look(attended.layer_idx)} if queries else {}
     on_state = (lambda *_: None) if queries else look
     tokens = PromptTokens.of(tiny.ids(1, 6))
     for upto in (None, 3):

@@ -16,14 +16,13 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
-from hf_kvcaches.core.attention import LayerView, previous_attention
-from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.calibrating import Tokenized, add_up, process_device, sequences
-from hf_kvcaches.core.layers import KVLayer, PassingLayer
+from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.metering.measuring import LayerMeter, Pick, Sampler
 from hf_kvcaches.core.metric import Metric, Sizes, loss_of_drawn
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.verify import evaluating
+from hf_kvcaches.core.watching import Attended, WatchingCache
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError, require_choice, whole_number
 
 # A block's number and its token ids.
@@ -69,54 +68,15 @@ class Measurements:
     used_tokenizer: bool
 
 
-class _MeterView(LayerView):
-    """Keys and values of one forward pass, which attends as ever and is measured."""
-
-    def __init__(self, cache: MeterCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
-        self.attended = False
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # Layers that share another's keys come back with the same view.
-        if not self.attended:
-            self.attended = True
-            with torch.no_grad():
-                meter, keys, values = self.cache.meters[self.layer_idx], self.keys.detach(), self.values.detach()
-                meter.observe(module, query.detach(), keys, values, kwargs, self.cache.picks)
-            if torch.is_grad_enabled():
-                self.cache.views.append(self)
-                for states in (self.keys, self.values):
-                    if not states.requires_grad:
-                        # Below the first layer nothing may ask for gradients: parameters can be frozen or quantised.
-                        states.requires_grad_()
-        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its attention can't be measured.")
-
-
-class _MeterLayer(PassingLayer):
-    """Holds nothing, and hands out the view that measures."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        self.seen += key_states.shape[-2]
-        view = _MeterView(self.cache, self.layer_idx, key_states, value_states)
-        return view, view
-
-
-class MeterCache(KVCache):
-    """Lets a model attend as ever to the sequence at hand, and measures its full-attention layers."""
-
-    needs_attention = True
+class MeterCache(WatchingCache):
+    """Measures the full-attention layers of a model."""
 
     def __init__(self, model: PreTrainedModel, reading: Reading) -> None:
         self.reading = reading
         self.meters: dict[int, LayerMeter] = {}
         self.picks: list[Pick] = []
-        # Of the pass at hand, if gradients are asked for.
-        self.views: list[_MeterView] = []
+        # In the pass at hand, if gradients are asked for.
+        self.attended: list[Attended] = []
         super().__init__(model)
         if not self.meters:
             raise UnsupportedError(f"calibrate: {type(model).__name__} has no layers with full attention, and only those are coded.")
@@ -126,14 +86,25 @@ class MeterCache(KVCache):
         if self.reading.rotation == "aware":
             geometry = undoable_rotation(self.config, layer_idx, "rotation='aware'", "rotation='post' works.")
         self.meters[layer_idx] = LayerMeter(geometry, self.reading.metric, self.reading.block)
-        return _MeterLayer(self, layer_idx)
+        return super().make_layer(layer_idx)
+
+    def watch(self, attended: Attended) -> None:
+        layer_idx, module, query, keys, values, options = attended
+        with torch.no_grad():
+            self.meters[layer_idx].observe(module, query.detach(), keys.detach(), values.detach(), options, self.picks)
+        if torch.is_grad_enabled():
+            self.attended.append(attended)
+            for states in (keys, values):
+                if not states.requires_grad:
+                    # Below the first layer nothing may ask for gradients: parameters can be frozen or quantised.
+                    states.requires_grad_()
 
     def follow(self, loss: torch.Tensor) -> None:
         """Measures the gradients of a loss, in which the pass at hand ended, at keys and values."""
-        gradients = iter(torch.autograd.grad(loss, [states for view in self.views for states in (view.keys, view.values)]))
+        gradients = iter(torch.autograd.grad(loss, [states for each in self.attended for states in (each.keys, each.values)]))
         with torch.no_grad():
-            for view in self.views:
-                self.meters[view.layer_idx].observe_gradients(next(gradients), next(gradients))
+            for each in self.attended:
+                self.meters[each.layer_idx].observe_gradients(next(gradients), next(gradients))
 
 
 def measure(model: nn.Module, tokenizer: Any, texts: Iterable[str | Sequence[int]], reading: Reading) -> Measurements:
@@ -190,7 +161,7 @@ def _read(base: PreTrainedModel, cache: MeterCache, sampler: Sampler, blocks: It
 def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids: torch.Tensor) -> None:
     """Feeds a batch in."""
     cache.reset()
-    cache.views = []
+    cache.attended = []
     options: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
     if cache.reading.metric == "loss":
         on_gpu = base.device.type == "cuda"
@@ -204,7 +175,7 @@ def _pass(base: PreTrainedModel, cache: MeterCache, numbers: Sequence[int], ids:
         if "logits_to_keep" in inspect.signature(base.forward).parameters:
             options["logits_to_keep"] = 1
         base(input_ids=ids.to(base.device), **options)
-    cache.views = []
+    cache.attended = []
 
 
 def _no_gradients(base: PreTrainedModel, reading: Reading) -> str | None:

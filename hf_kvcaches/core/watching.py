@@ -1,0 +1,81 @@
+"""A cache that holds nothing, and shows what a model attends with."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_kvcaches.core.attention import LayerView, previous_attention
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.layers import KVLayer, PassingLayer
+from hf_kvcaches.errors import UnsupportedError
+
+
+class Attended(NamedTuple):
+    """What one call of attention was given.
+
+    Args:
+        module: The model's attention module.
+        query: (batch, heads, tokens, head_dim), as the model rotated them.
+        keys: (batch, kv_heads, tokens, head_dim), as the model rotated them; and `values`.
+        options: `scaling`, `softcap` and whatever else the model gives its attention function.
+    """
+
+    layer_idx: int
+    module: nn.Module
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    options: dict[str, Any]
+
+    @property
+    def scaling(self) -> float:
+        """What the model multiplies scores with."""
+        given: float | None = self.options.get("scaling")
+        return self.query.shape[-1] ** -0.5 if given is None else given
+
+
+class WatchedView(LayerView):
+    """Keys and values of one forward pass, which attends as ever; the first call of attention is shown.
+
+    Layers that share another's keys and values come back with the same view.
+    """
+
+    def __init__(self, watch: Callable[[Attended], None], layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.watch, self.layer_idx, self.keys, self.values = watch, layer_idx, keys, values
+        self.shown = False
+
+    def attend(
+        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self.shown:
+            self.shown = True
+            self.watch(Attended(self.layer_idx, module, query, self.keys, self.values, kwargs))
+        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedError(f"This model reads {name!r} from the keys or values of its cache, so its attention can't be measured.")
+
+
+class _WatchedLayer(PassingLayer):
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.seen += key_states.shape[-2]
+        view = WatchedView(self.cache.watch, self.layer_idx, key_states, value_states)
+        return view, view
+
+
+class WatchingCache(KVCache):
+    """Lets a model attend as ever to the sequence at hand, and watches its full-attention layers."""
+
+    needs_attention = True
+
+    @abstractmethod
+    def watch(self, attended: Attended) -> None:
+        """Told of each layer's attention before it is computed."""
+
+    def make_layer(self, layer_idx: int) -> KVLayer:
+        return _WatchedLayer(self, layer_idx)
