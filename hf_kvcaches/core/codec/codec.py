@@ -15,7 +15,7 @@ from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.codec import allocation
 from hf_kvcaches.core.codec.coder import LayerCoder
-from hf_kvcaches.core.codec.layout import packed_bytes
+from hf_kvcaches.core.codec.layout import Layout, packed_bytes
 from hf_kvcaches.core.codec.measuring import Metric
 from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.core.fingerprint import ModelFingerprint
@@ -176,6 +176,15 @@ class KVCodec(Artifact):
     def digest(self) -> str:
         """A name of all that decides how codes are read."""
         return digest_of({"tensors": self.tensors(), "metadata": json.dumps(self.metadata(), sort_keys=True)})
+
+    @cached_property
+    def separate_bytes(self) -> dict[int, int]:
+        """Bytes of a token in each layer that is coded, where a byte belongs to one head."""
+        return {
+            index: sum(len(Layout.of(side.widths.long(), separate=True).row_heads) for side in layer)
+            for index, layer in enumerate(self.layers)
+            if layer is not None
+        }
 
     @property
     def ranks(self) -> list[list[tuple[int, int]] | None]:
