@@ -118,7 +118,7 @@ class FlatStore:
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first slots, as they are kept."""
-        keys, values = self.encoded(used)
+        keys, values = self.encoded(used)[:2]
         return keys, values
 
     def encoded(self, used: int) -> tuple[torch.Tensor, ...]:
