@@ -55,6 +55,11 @@ class PagedCodes(PagedStore):
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self._prepare(keys)
 
+    def encoded(self, used: int) -> tuple[torch.Tensor, ...]:
+        pages = self.table[:, : self.pages.pages_for(used)].long().clamp(min=0)
+        gathered = self._by_slot(self.pool.stores["codes"].index_select(0, pages.flatten())).unflatten(0, pages.shape)
+        return (gathered.transpose(1, 2).contiguous().flatten(2, 3)[:, :, :used],)
+
     def write(self, slots: Slots, *states: torch.Tensor) -> None:
         put_in_pages(self._slots(), self.table, slots, states)
 
@@ -63,11 +68,6 @@ class PagedCodes(PagedStore):
 
     def _slots(self) -> list[torch.Tensor]:
         return [self._by_slot(self.pool.stores["codes"])]
-
-    def _gather(self, store: torch.Tensor, used: int) -> torch.Tensor:
-        pages = self.table[:, : self.pages.pages_for(used)].long().clamp(min=0)
-        gathered = self.pool.stores["codes"].index_select(0, pages.flatten())  # whole pages, in one copy each
-        return self._by_slot(gathered).unflatten(0, pages.shape).transpose(1, 2).contiguous().flatten(2, 3)[:, :, :used]
 
     def _by_slot(self, pages: torch.Tensor) -> torch.Tensor:
         """A view of pages of bytes as (pages, bytes of a slot, page_size, 1); a rest that is too short for a slot is left out."""

@@ -119,7 +119,7 @@ class PagedStore(FlatStore):
         pages.used, pages.slots, self.room = used, most, tensors[0].shape[2]
         index, counts = self.book.in_use(pages), [pages.pages_for(count) for count in used]
         for store, states in zip(self._slots(), tensors, strict=True):
-            content = in_pages(states, pages.page_size)
+            content = _in_pages(states, pages.page_size)
             store[index] = torch.cat([row[:count] for row, count in zip(content, counts, strict=True)])
 
     def reserve(self, slots: int, most: int) -> None:
@@ -211,7 +211,7 @@ class PagedStore(FlatStore):
         return copied
 
 
-def in_pages(states: torch.Tensor, page_size: int) -> torch.Tensor:
+def _in_pages(states: torch.Tensor, page_size: int) -> torch.Tensor:
     """Slots page by page, the last one filled up with zeros, (batch, pages, kv_heads, page_size, width).
 
     Args:
