@@ -72,8 +72,8 @@ class EquipCache(AnsweringCache):
         rope: How compact positions are kept: "frames", "on_read" (keys are rotated at each step), "rotated_keys" (the paper's), or "auto".
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
         page_size: Keep slots in pages of so many, taken as rows fill them; None for one buffer, or the pool's.
-        pool: The pages, shared with other caches of the same codec or none; None for pages of the cache's own, of which there are as many
-            as it needs.
+        pool: The pages, shared with other caches, all with the same codec or all without; None for pages of the cache's own, of which there
+            are as many as it needs.
         storage: Keep keys and values in fewer bits: "int8", "int4", or None for the model's dtype. Keys are kept without rotation then, and
             with original positions as the model rotated them.
         codec: Keep slots as its codes, but for the sinks; positions are compact then, and keys are rotated at each step.

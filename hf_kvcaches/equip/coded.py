@@ -85,7 +85,7 @@ class CodedStore(FlatStore):
         codes: Where the codes lie.
 
     Attributes:
-        exact: Keys and values of the sinks in `sinks` + 1 slots; the last one is anything.
+        exact_sinks: Keys and values of the sinks, in `sinks` + 1 slots; the last one is anything.
     """
 
     in_graphs = False
@@ -96,7 +96,7 @@ class CodedStore(FlatStore):
     ) -> None:
         super().__init__(rotation, backend)
         self.codec, self.layer_idx, self.sinks = codec, layer_idx, sinks
-        self.codes, self.exact = codes, FlatStore(rotation, backend)
+        self.codes, self.exact_sinks = codes, FlatStore(rotation, backend)
 
     @property
     def capacity(self) -> int:
@@ -104,7 +104,7 @@ class CodedStore(FlatStore):
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.exact.shape
+        return self.exact_sinks.shape
 
     def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
         codes, *exact = self.encode(keys, values)
@@ -112,7 +112,7 @@ class CodedStore(FlatStore):
             before = self.codes.encoded(self.capacity)[0]
             codes = torch.where(self._by_byte(source >= 0)[..., None], in_slots(before, self._by_byte(source.clamp(min=0))), codes)
         self.codes.fill([codes], kept, most)
-        self.exact.hold([states[:, :, : self.sinks] for states in exact], self.sinks + 1)
+        self.exact_sinks.hold([states[:, :, : self.sinks] for states in exact], self.sinks + 1)
 
     def reserve(self, slots: int, most: int) -> None:
         self.codes.reserve(slots, most)
@@ -120,24 +120,24 @@ class CodedStore(FlatStore):
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         first = min(self.sinks, used)
         keys, values = self._coder().decode(self.codes.encoded(used)[0][..., 0])
-        keys[:, :, :first], values[:, :, :first] = self.exact.read(first)
+        keys[:, :, :first], values[:, :, :first] = self.exact_sinks.read(first)
         return keys, values
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return self._coder(keys).encode(keys, values)[..., None], keys, values
 
     def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
-        return *self.codes.at(self._by_byte(slots)), *self.exact.at(slots.clamp(max=self.sinks))
+        return *self.codes.at(self._by_byte(slots)), *self.exact_sinks.at(slots.clamp(max=self.sinks))
 
     def write(self, slots: Slots, *states: torch.Tensor) -> None:
         codes, *exact = states
         self.codes.write(self._by_byte(slots), codes)
-        self.exact.write(slots.clamp(max=self.sinks), *exact)  # tokens that are no sinks share the slot behind these
+        self.exact_sinks.write(slots.clamp(max=self.sinks), *exact)  # tokens that are no sinks share the slot behind these
 
     # What both stores do, each for itself. Pages come first: a pool that is exhausted changes nothing.
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return self.codes.tensors() | self.exact.tensors()
+        return self.codes.tensors() | self.exact_sinks.tensors()
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for part in self._parts():
@@ -165,7 +165,7 @@ class CodedStore(FlatStore):
             part.clear()
 
     def export(self) -> dict[str, torch.Tensor]:
-        return self.codes.export() | self.exact.export()
+        return self.codes.export() | self.exact_sinks.export()
 
     def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
         for part in self._parts():
@@ -183,15 +183,15 @@ class CodedStore(FlatStore):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
-        copied.codes, copied.exact = copy.deepcopy(self.codes, memo), copy.deepcopy(self.exact, memo)
+        copied.codes, copied.exact_sinks = copy.deepcopy(self.codes, memo), copy.deepcopy(self.exact_sinks, memo)
         return copied
 
     def _parts(self) -> tuple[FlatStore, FlatStore]:
-        return self.codes, self.exact
+        return self.codes, self.exact_sinks
 
     def _coder(self, like: torch.Tensor | None = None) -> LayerCoder:
         """The layer's coder for a tensor's dtype and device; None: for those of the sinks."""
-        like = self.exact.keys if like is None else like
+        like = self.exact_sinks.keys if like is None else like
         assert like is not None
         return self.codec.coder(self.layer_idx, like.dtype, like.device, separate=True)
 

@@ -35,8 +35,8 @@ class PagePool:
 
     A cache gives its pages back with `reset()` and when it is deleted.
 
-    **Refuses**: layers whose heads have another shape, dtype or device than those that came first; caches with another codec, or one where
-    the first had none.
+    **Refuses**: layers whose heads have another shape, dtype or device than those that came first; a cache with another codec than
+    the first cache, with a codec where the first has none, or without one.
 
     Args:
         model: A transformers model or its config; its caches are the ones that fit.
@@ -109,10 +109,10 @@ class PagePool:
             raise ConfigError(f"The page pool lies on {self.device}, and a layer came with codes on {device}. Make a pool for each.")
 
     def _open(self, codec: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
-        """Makes the stores if there are none.
+        """Makes the stores if there are none, and refuses a cache whose pages hold something else.
 
         Args:
-            codec: The digest of the codec, or "".
+            codec: The digest of the cache's codec, or "".
             shapes: Of a page in each store.
         """
         with _lock:
