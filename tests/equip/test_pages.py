@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.coded import CodedStore
@@ -127,6 +127,15 @@ def test_models_without_rotation_and_with_sliding_layers_equal_the_flat_layout(c
         options = options_of("small_codec", other) if coded else {}
         expected = feed(EquipCache(other, "h2o", BUDGET, **options), ids, 25, mask, on=other)
         assert torch.equal(feed(EquipCache(other, "h2o", BUDGET, page_size=5, **options), ids, 25, mask, on=other), expected)
+
+
+@each_scheme
+def test_an_adopted_prompt_equals_the_flat_layout(scheme: str) -> None:
+    past, options = DynamicCache(config=model().config), options_of(scheme)
+    with torch.no_grad():
+        model()(tiny.ids(1, 40), past_key_values=past)
+    flat, paged = (EquipCache.from_cache(past, model(), "knorm", BUDGET, **pages, **options) for pages in ({}, {"page_size": 4}))
+    assert torch.equal(feed(paged, tiny.ids(1, 30, seed=4), 8), feed(flat, tiny.ids(1, 30, seed=4), 8))
 
 
 def test_a_model_that_attends_by_itself_gets_the_same_tensors() -> None:
