@@ -153,14 +153,13 @@ def install(layer: EquipLayer, entries: Entries) -> None:
     heads = max(entries.positions.shape[1], 1 if scores is None else scores.shape[1])
     positions, kept = entries.positions.expand(-1, heads, -1), entries.kept().expand(-1, heads, -1)
     used, keys, device = positions.shape[2], entries.keys, entries.keys.device
-    state.filled = state.common(kept)
+    state.filled, state.positions = state.common(kept), positions.to(torch.int32).contiguous()
     ranks = torch.arange(used, device=device)
     if entries.rotated_to is not None:
-        target = target_of(layer, ranks, state.row_tokens() - kept if layer.policy.order_only else 0)
+        target = target_of(layer, ranks, offset(layer))
         delta = torch.where(positions < 0, 0, target - entries.rotated_to)
         keys = layer.rotation.by(delta)(keys) if bool(delta.any()) else keys
     layer.store.install(keys, entries.values, kept, state.most(), entries.source)
-    state.positions = positions.to(torch.int32).contiguous()
     state.ranks = ranks.to(torch.int32).expand_as(positions).contiguous() if layer.rotation.unrotated else None
     state.attention, state.gathering = entries.attention, entries.gathering
     state.scores = None if layer.policy.scores_are_sums or scores is None else scores.contiguous()

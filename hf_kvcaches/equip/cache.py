@@ -15,7 +15,7 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import resolve_budgets
-from hf_kvcaches.equip.coded import CodedStore
+from hf_kvcaches.equip.coded import CodedStore, FlatCodes, PagedCodes
 from hf_kvcaches.equip.heads import of_layer, plain_head_budgets
 from hf_kvcaches.equip.latent import LatentStore, hand_out_uncompiled, latent_modules, require_absorbable
 from hf_kvcaches.equip.layer import EquipLayer
@@ -72,7 +72,8 @@ class EquipCache(AnsweringCache):
         rope: How compact positions are kept: "frames", "on_read" (keys are rotated at each step), "rotated_keys" (the paper's), or "auto".
         backend: Of the kernels: "auto", "torch", "triton" or "reference".
         page_size: Keep slots in pages of so many, taken as rows fill them; None for one buffer, or the pool's.
-        pool: The pages, shared with other caches; None for pages of the cache's own, of which there are as many as it needs.
+        pool: The pages, shared with other caches, all with the same codec or all without; None for pages of the cache's own, of which there
+            are as many as it needs.
         storage: Keep keys and values in fewer bits: "int8", "int4", or None for the model's dtype. Keys are kept without rotation then, and
             with original positions as the model rotated them.
         codec: Keep slots as its codes, but for the sinks; positions are compact then, and keys are rotated at each step.
@@ -165,18 +166,20 @@ class EquipCache(AnsweringCache):
         return EquipLayer(settings, geometry, rotation, self.passes, self._make_store(rotation, settings, layer_idx))
 
     def _make_store(self, rotation: SlotRotation, settings: EquipSettings, layer_idx: int) -> FlatStore:
-        if self._book is not None:
-            return PagedStore(rotation, settings.backend, self._book, settings.budget)
+        codec, backend, book = settings.codec, settings.backend, self._book
+        if codec is not None:
+            paged = None if book is None else PagedCodes(rotation, backend, book, settings.budget, codec, layer_idx)
+            return CodedStore(rotation, backend, codec, layer_idx, settings.sinks, paged or FlatCodes(rotation, backend))
+        if book is not None:
+            return PagedStore(rotation, backend, book, settings.budget)
         if self._latents:
             sizes: Any = compat.layer_configs(self.config)[layer_idx]
-            return LatentStore(rotation, settings.backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
+            return LatentStore(rotation, backend, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
         if settings.storage is not None:
-            return QuantizedStore(rotation, settings.backend, settings.storage)
-        if settings.codec is not None:
-            return CodedStore(rotation, settings.backend, settings.codec, layer_idx, settings.sinks)
+            return QuantizedStore(rotation, backend, settings.storage)
         if settings.head_budgets is not None:
-            return RaggedStore(rotation, settings.backend)
-        return (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, settings.backend)
+            return RaggedStore(rotation, backend)
+        return (RotatedKeysStore if rotation.scheme == "rotated_keys" else FlatStore)(rotation, backend)
 
     def _make_rotation(self, geometry: RotaryGeometry) -> SlotRotation:
         if self._settings.positions == "original" or geometry.kind in ("learned", "none"):

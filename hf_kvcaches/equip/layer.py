@@ -136,8 +136,12 @@ class EquipLayer(KVLayer):
             return False
         if self.geometry.changes_at is not None and self.rotation.compact:
             return False
-        rotates = self.rotation.kept_rotated and not policy.order_only  # as many keys as the victim's position says
-        return policy.in_graphs and self.store.in_graphs and not rotates
+        return policy.in_graphs and self.store.in_graphs and not self.eviction_rotates
+
+    @property
+    def eviction_rotates(self) -> bool:
+        """Whether evicting a token rotates all kept keys behind it."""
+        return self.rotation.kept_rotated and not self.policy.order_only
 
     def check_new_tokens(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Refuses keys and values that can't follow those of the layer, (batch, kv_heads, tokens, head_dim)."""

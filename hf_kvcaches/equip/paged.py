@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ import torch
 
 from hf_kvcaches.equip.pages import LayerPages, PageBook, PagePool
 from hf_kvcaches.equip.rotation import RotatingPass, SlotRotation
-from hf_kvcaches.equip.store import FlatStore, Slots, wrong_rows
+from hf_kvcaches.equip.store import FlatStore, Slots, extended, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels import slots as kernels
 from hf_kvcaches.kernels.launch import Backend
@@ -25,14 +25,15 @@ class PagedStore(FlatStore):
     Args:
         book: The pages of the layer's cache.
         budget: The layer's slots, or the fraction of the prompt.
+        page_size: Slots in a page; None for the pool's.
     """
 
     in_graphs = False  # which pages are written to is known in Python only
 
-    def __init__(self, rotation: SlotRotation, backend: Backend, book: PageBook, budget: int | float) -> None:
+    def __init__(self, rotation: SlotRotation, backend: Backend, book: PageBook, budget: int | float, page_size: int | None = None) -> None:
         super().__init__(rotation, backend)
         self.book, self.index, self.room = book, len(book.layers), 0
-        book.layers.append(LayerPages(budget))
+        book.layers.append(LayerPages(budget, book.pool.page_size if page_size is None else page_size))
 
     @property
     def pool(self) -> PagePool:
@@ -51,12 +52,12 @@ class PagedStore(FlatStore):
     @property
     def shape(self) -> tuple[int, int]:
         rows = len(self.pages.used)
-        return rows, self.pool.stores["keys"].shape[1] if rows else 0
+        return rows, self._slots()[0].shape[1] if rows else 0
 
     @property
     def table(self) -> torch.Tensor:
         """The block table, (batch, blocks), int32; -1 where a row has no page."""
-        return self.pages.table(self.pool.pages_for(self.room), self.pool.device)
+        return self.pages.table(self.pages.pages_for(self.room), self.pool.device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Copies of the pages in use: the pool's memory is not the layer's alone."""
@@ -89,7 +90,7 @@ class PagedStore(FlatStore):
         rows = self.shape[0]
         if rows and (rows != keys.shape[0] or self.pool.dtype != keys.dtype):
             raise wrong_rows(rows, self.pool.dtype, keys)
-        self.pool.prepare(keys, values)
+        self._prepare(keys, values)
 
     @contextmanager
     def space_for(self, rows: int, running: RotatingPass, block: int) -> Iterator[None]:
@@ -112,30 +113,33 @@ class PagedStore(FlatStore):
         self.room, self.pages.used, self.pages.slots = 0, [], 0
         self.book.trim(self.pages)
 
-    def install(self, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, most: int, source: torch.Tensor | None = None) -> None:
-        used = kept.amax((1, 2)).tolist()
-        self.book.provide([(self.pages, used)])
-        self.pages.used, self.pages.slots, self.room = used, most, keys.shape[2]
-        self.write(torch.arange(self.room, device=keys.device)[None, None], keys, values)
+    def fill(self, tensors: Sequence[torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        pages, used = self.pages, kept.amax((1, 2)).tolist()
+        self.book.provide([(pages, used)])
+        pages.used, pages.slots, self.room = used, most, tensors[0].shape[2]
+        index, counts = self.book.in_use(pages), [pages.pages_for(count) for count in used]
+        for store, states in zip(self._slots(), tensors, strict=True):
+            content = _in_pages(states, pages.page_size)
+            store[index] = torch.cat([row[:count] for row, count in zip(content, counts, strict=True)])
 
     def reserve(self, slots: int, most: int) -> None:
         self.room = max(self.room, slots)
 
-    def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._gather("keys", used), self._gather("values", used)
+    def encoded(self, used: int) -> tuple[torch.Tensor, ...]:
+        return tuple(self._gather(store, used) for store in self._slots())
 
     def at(self, slots: Slots) -> tuple[torch.Tensor, ...]:
         rows, heads = (torch.arange(count, device=slots.device) for count in self.shape)
         index = self._index(rows[:, None, None], heads[:, None], slots)
-        return self.pool.stores["keys"][index], self.pool.stores["values"][index]
+        return tuple(store[index] for store in self._slots())
 
     def write(self, slots: Slots, *states: torch.Tensor) -> None:
         # A row that has no new token may name a page that it has not; nothing is written there.
-        stores, (keys, values) = self.pool.stores, states
-        kernels.write_pages(stores["keys"], stores["values"], self.table, slots, keys, values, backend=self.backend)
+        (key_pages, value_pages), (keys, values) = self._slots(), states
+        kernels.write_pages(key_pages, value_pages, self.table, slots, keys, values, backend=self.backend)
 
     def rotate_down(self, which: torch.Tensor) -> None:
-        store = self.pool.stores["keys"]
+        store = self._slots()[0]
         rows, heads, slots = which.expand(*self.shape, which.shape[-1]).nonzero(as_tuple=True)
         if rows.numel():
             index = self._index(rows, heads, slots)
@@ -148,19 +152,21 @@ class PagedStore(FlatStore):
             return super().attend(query, used, scaling, ranks=ranks, **options)
         if options.get("valid") is None:
             options["valid"] = torch.ones(1, 1, used, dtype=torch.bool, device=query.device)
-        stores, table = self.pool.stores, self.table[:, : self.pool.pages_for(used)]
+        table = self.table[:, : self.pages.pages_for(used)]
         rotation = None if ranks is None else self.tables(ranks)
-        return kernels.paged_attention(
-            query, stores["keys"], stores["values"], table, scaling, rotation=rotation, backend=self.backend, **options
-        )
+        keys, values = self._slots()
+        return kernels.paged_attention(query, keys, values, table, scaling, rotation=rotation, backend=self.backend, **options)
 
     def export(self) -> dict[str, torch.Tensor]:
-        return {name: self._gather(name, self.room).contiguous() for name in self.exported} if self.shape[0] else {}
+        if not self.shape[0]:
+            return {}
+        return {name: tensor.contiguous() for name, tensor in zip(self.per_slot, self.encoded(self.room), strict=True)}
 
     def take(self, tensors: dict[str, torch.Tensor], kept: torch.Tensor | None, most: int) -> None:
         assert kept is not None
-        self.pool.prepare(tensors["keys"], tensors["values"])
-        self.install(tensors["keys"], tensors["values"], kept, most)
+        states = [tensors[name] for name in self.per_slot]
+        self._prepare(*states)
+        self.fill(states, kept, most)
 
     def snapshot(self) -> Any:
         return self.tensors(), list(self.pages.used), self.room
@@ -177,10 +183,18 @@ class PagedStore(FlatStore):
             self.pages.used = kept.amax((1, 2)).tolist()
             self.book.trim(self.pages)
 
-    def _gather(self, name: str, used: int) -> torch.Tensor:
+    def _prepare(self, *states: torch.Tensor) -> None:
+        """Has the pool make its stores, or refuse what `encode` gave."""
+        self.pool.prepare(*states)
+
+    def _slots(self) -> list[torch.Tensor]:
+        """The pages of the whole pool, (pages, kv_heads, page_size, width) each."""
+        return [self.pool.stores[name] for name in self.per_slot]
+
+    def _gather(self, store: torch.Tensor, used: int) -> torch.Tensor:
         """The first slots of all rows, a copy, (batch, kv_heads, slots, width). Page 0 is zeros, for a page that a row lacks."""
-        store, blocks = self.pool.stores[name], self.pool.pages_for(used)
         _, heads, size, width = store.shape
+        blocks = self.pages.pages_for(used)
         pages = self.table[:, None, :blocks].long().clamp(min=0)
         index = pages * heads + torch.arange(heads, device=store.device)[:, None]
         gathered = store.view(-1, size * width).index_select(0, index.flatten())
@@ -188,10 +202,20 @@ class PagedStore(FlatStore):
 
     def _index(self, rows: torch.Tensor, heads: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Slots of rows and heads as an index into the stores."""
-        size = self.pool.page_size
+        size = self.pages.page_size
         return self.table[rows, slots // size].long().clamp(min=0), heads, slots % size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)
         copied.book = copy.deepcopy(self.book, memo)
         return copied
+
+
+def _in_pages(states: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Slots page by page, the last one filled up with zeros, (batch, pages, kv_heads, page_size, width).
+
+    Args:
+        states: (batch, kv_heads, slots, width).
+    """
+    pages = -(-states.shape[2] // page_size)
+    return extended(states, pages * page_size).unflatten(2, (pages, page_size)).transpose(1, 2)

@@ -6,9 +6,9 @@ import copy
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,19 +17,26 @@ from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.equip.budgets import slots_for
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError, whole_number
 
+if TYPE_CHECKING:
+    from hf_kvcaches.core.codec.codec import KVCodec
+
 _LAYOUT = "{} heads of size {} in {} on {}"
 _lock = threading.Lock()
 
 
 class PagePool:
-    """Physical pages of keys and values that layers, rows and caches share; each page belongs to one row of one layer at a time.
+    """Physical pages of slots that layers, rows and caches share; each page belongs to one row of one layer at a time.
 
     Pages may be taken and given back by several threads; each cache is used by one at a time. Memory is taken with the first token,
     when dtype, device and the shape of heads are known for sure: `pages` + 1 pages (page 0 is zeros, for rows that have none).
 
+    Pages hold keys and values, or the codes of one `KVCodec`, as the first cache does. Layers differ in the bytes of a slot's codes: a page
+    has `page_size` slots of the layer with the most, and more slots of another.
+
     A cache gives its pages back with `reset()` and when it is deleted.
 
-    **Refuses**: layers whose heads have another shape, dtype or device than those that came first.
+    **Refuses**: layers whose heads have another shape, dtype or device than those that came first; a cache with another codec than
+    the first cache, with a codec where the first has none, or without one.
 
     Args:
         model: A transformers model or its config; its caches are the ones that fit.
@@ -53,6 +60,7 @@ class PagePool:
         self.dtype = dtype
         self.device = None if device is None else torch.empty(0, device=device).device  # "cuda" as "cuda:0"
         self.stores: dict[str, torch.Tensor] = {}
+        self.codec = ""  # the digest of the codec whose codes the pages hold
         self._heads = _head_shape(split_model(model)[1])
         self._free = deque(range(self.pages, 0, -1))
 
@@ -79,10 +87,9 @@ class PagePool:
             keys: (batch, kv_heads, tokens, head_dim).
             values: (batch, kv_heads, tokens, value_dim).
         """
-        with _lock:
-            if not self.stores:
-                self.dtype, self.device = self.dtype or keys.dtype, self.device or keys.device
-                self.stores = {"keys": self._make_store(keys), "values": self._make_store(values)}
+        shapes = {name: (states.shape[1], self.page_size, states.shape[3]) for name, states in (("keys", keys), ("values", values))}
+        self._open("", shapes, self.dtype or keys.dtype, keys.device)
+        self.dtype = self.stores["keys"].dtype
         for store, states in ((self.stores["keys"], keys), (self.stores["values"], values)):
             if _layout(store) != _layout(states):
                 room, new = (_LAYOUT.format(*_layout(tensor)) for tensor in (store, states))
@@ -90,9 +97,34 @@ class PagePool:
                     f"The page pool has room for {room}, and a layer came with {new}. Make a pool for each, or leave pages out."
                 )
 
-    def pages_for(self, slots: int) -> int:
-        """How many pages hold so many slots."""
-        return -(-slots // self.page_size)
+    def prepare_codes(self, codec: KVCodec, page_bytes: int, device: torch.device) -> None:
+        """Makes the store of a codec's codes if there is none, and refuses what doesn't fit into it.
+
+        Args:
+            page_bytes: Bytes of a page.
+            device: Of the codes.
+        """
+        self._open(codec.digest, {"codes": (page_bytes,)}, torch.uint8, device)
+        if device != self.device:
+            raise ConfigError(f"The page pool lies on {self.device}, and a layer came with codes on {device}. Make a pool for each.")
+
+    def _open(self, codec: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
+        """Makes the stores if there are none, and refuses a cache whose pages hold something else.
+
+        Args:
+            codec: The digest of the cache's codec, or "".
+            shapes: Of a page in each store.
+        """
+        with _lock:
+            if not self.stores:
+                self.codec, self.device = codec, self.device or device
+                with torch.inference_mode(False):  # may be written to in any mode
+                    self.stores = {
+                        name: torch.zeros(self.pages + 1, *shape, dtype=dtype, device=self.device) for name, shape in shapes.items()
+                    }
+        if codec != self.codec:
+            expected, content = (f"codes of the codec {digest[:8]}" if digest else "keys and values" for digest in (codec, self.codec))
+            raise ConfigError.of("pool", f"one with pages of {expected}", f"one with pages of {content}", "Make a pool for each.")
 
     def take(self, count: int) -> list[int]:
         """Pages of zeros, which belong to the caller from now on; all of them or none."""
@@ -109,7 +141,7 @@ class PagePool:
         self._free.extend(pages)
 
     def read(self, pages: list[int]) -> dict[str, torch.Tensor]:
-        """Copies of what pages hold, (pages, kv_heads, page_size, head_dim) each."""
+        """Copies of what pages hold, (pages, ...) each."""
         return {name: store[pages] for name, store in self.stores.items()}
 
     def write(self, pages: list[int], content: dict[str, torch.Tensor]) -> None:
@@ -122,11 +154,6 @@ class PagePool:
             f"The page pool is exhausted: {count} more pages are needed, and {len(self._free)} of {self.pages} are free. "
             "Reset or delete another cache on it, or make a PagePool with more pages."
         )
-
-    def _make_store(self, states: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode(False):  # may be written to in any mode
-            shape = self.pages + 1, states.shape[1], self.page_size, states.shape[3]
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
         return self
@@ -167,16 +194,22 @@ class LayerPages:
 
     Args:
         budget: The layer's slots, or the fraction of the prompt.
+        page_size: Slots in a page.
         slots: How many there may be, once that is known.
         rows: The pages of each row; slot s is in page s // page_size of these.
         used: How many slots of each row hold a token.
     """
 
     budget: int | float
+    page_size: int
     slots: int = 0
     rows: list[list[int]] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
     _table: torch.Tensor | None = field(default=None, repr=False)
+
+    def pages_for(self, slots: int) -> int:
+        """How many pages hold so many slots."""
+        return -(-slots // self.page_size)
 
     def table(self, blocks: int, device: torch.device | None) -> torch.Tensor:
         """The block table: the pages of each row, (rows, at least `blocks`), int32; -1 where it has none."""
@@ -218,7 +251,7 @@ class PageBook:
             rows = [*pages.rows, *([] for _ in range(len(slots) - len(pages.rows)))]
             grown.append(rows)
             for row, count in zip(rows, slots, strict=False):
-                lacking += [row] * (self.pool.pages_for(count) - len(row))
+                lacking += [row] * (pages.pages_for(count) - len(row))
         taken = self.pool.take(len(lacking)) if lacking else []
         for row, page in zip(lacking, taken, strict=True):
             row.append(page)
@@ -227,7 +260,7 @@ class PageBook:
 
     def trim(self, pages: LayerPages) -> None:
         """Gives back what rows hold beyond the slots in use."""
-        needs = [self.pool.pages_for(used) for used in pages.used] + [0] * (len(pages.rows) - len(pages.used))
+        needs = [pages.pages_for(used) for used in pages.used] + [0] * (len(pages.rows) - len(pages.used))
         for row, need in zip(pages.rows, needs, strict=True):
             if surplus := row[need:]:
                 row[need:], pages._table = [], None
@@ -237,11 +270,11 @@ class PageBook:
     def in_use(self, pages: LayerPages, rows: Sequence[int] | None = None) -> list[int]:
         """The pages with the tokens of some rows of a layer, or of all."""
         rows = range(len(pages.used)) if rows is None else rows
-        return [page for row in rows for page in pages.rows[row][: self.pool.pages_for(pages.used[row])]]
+        return [page for row in rows for page in pages.rows[row][: pages.pages_for(pages.used[row])]]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PageBook:
         copied = PageBook(copy.deepcopy(self.pool, memo))
-        copied.layers.extend(LayerPages(pages.budget, pages.slots, used=list(pages.used)) for pages in self.layers)
+        copied.layers.extend(LayerPages(pages.budget, pages.page_size, pages.slots, used=list(pages.used)) for pages in self.layers)
         copied.provide([(pages, pages.used) for pages in copied.layers])
         for pages, source in zip(copied.layers, self.layers, strict=True):
             copied.pool.write(copied.in_use(pages), self.pool.read(self.in_use(source)))

@@ -13,7 +13,7 @@ import torch
 
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.equip.rotation import SlotRotation
-from hf_kvcaches.equip.store import FlatStore, Slots, room_for, wrong_rows
+from hf_kvcaches.equip.store import FlatStore, Slots, wrong_rows
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.launch import Backend
 from hf_kvcaches.kernels.quantization import dequantize
@@ -71,7 +71,7 @@ class QuantizedStore(FlatStore):
         if source is not None and self.capacity:  # tokens that stay are not quantized again
             before = self.at(source.clamp(min=0))
             encoded = tuple(torch.where(stays[..., None], old, new) for new, old in zip(encoded, before, strict=True))
-        self._fill(encoded, room_for(keys.shape[2], most))
+        self.fill(encoded, kept, most)
 
     def _fit(self, keys: torch.Tensor, real: torch.Tensor, fitted: torch.Tensor) -> None:
         """Chooses what channels of keys are centered and scaled by, for rows and heads that keep no token from before.
@@ -108,7 +108,7 @@ class QuantizedStore(FlatStore):
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.center is not None
         assert self.spread is not None
-        key, key_scale, key_zero, value, value_scale, value_zero = (tensor[:, :, :used] for tensor in self._slots())
+        key, key_scale, key_zero, value, value_scale, value_zero = self.encoded(used)
         dtype, per_byte = self.center.dtype, 8 // self.bits
         compute = torch.promote_types(dtype, torch.float32)
         keys = dequantize(key, key_scale, key_zero, key.shape[3] * per_byte, None, compute)

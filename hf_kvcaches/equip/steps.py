@@ -5,7 +5,6 @@ Everything is computed on tensors of fixed shapes, so that a compiled graph runs
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +42,7 @@ def step(layer: EquipLayer, query: torch.Tensor, keys: torch.Tensor, values: tor
     assert state.positions is not None
     slot = layer.policy.victim(victim_scores(layer), state.candidates(), sinks_end=layer.sinks_end, recent_start=seen + 1 - state.recent)
     if layer.recording is not None:
-        layer.recording.note_slot(layer, slot, rotates=rotation.kept_rotated and not layer.policy.order_only)
+        layer.recording.note_slot(layer, slot, rotates=layer.eviction_rotates)
     _evict(layer, slot, live)
     _take_slot(layer, slot, live, seen)
     near = running.rotation(rotation.geometry, state.kept() - 1 + offset(layer)) if rotation.kept_rotated else None
@@ -73,7 +72,7 @@ def victim_scores(layer: EquipLayer) -> torch.Tensor:
 def _evict(layer: EquipLayer, slot: torch.Tensor, live: torch.Tensor | None) -> None:
     """Closes the gap that the token in a slot leaves, where positions are compact and the slot is not empty."""
     state = layer.state
-    if state.has_room() or not (layer.rotation.unrotated or (layer.rotation.kept_rotated and not layer.policy.order_only)):
+    if state.has_room() or not (layer.rotation.unrotated or layer.eviction_rotates):
         return
     positions = state.positions
     assert positions is not None
@@ -186,9 +185,10 @@ def _rescore(layer: EquipLayer, slot: torch.Tensor, module: nn.Module, complete:
     state, policy = layer.state, layer.policy
     assert state.scores is not None
     used, positions = state.used(), layer.positions
-    due = not isinstance(policy, WaitingPolicy) or policy.due(state.row_tokens(), layer.settings.sinks, complete)
+    scores = state.scores[..., :used]
+    due = policy.due(state.row_tokens(), layer.settings.sinks, complete) if isinstance(policy, WaitingPolicy) else True
     if due is False or (isinstance(due, torch.Tensor) and not bool(due.any())):
-        put_score(state.scores[..., :used], slot, torch.inf)  # without keys and values, which some stores have to gather
+        put_score(scores, slot, torch.inf)  # without keys and values, which some stores have to gather
         return
     keys, values = layer.store.read(used)
     if policy.directions:
@@ -203,11 +203,6 @@ def _rescore(layer: EquipLayer, slot: torch.Tensor, module: nn.Module, complete:
         queries=state.queries,
         budget=state.slots,
         module=module,
-        complete=complete if isinstance(complete, bool) else True,
+        due=due,
     )
-    scores = state.scores[..., :used]
-    if isinstance(complete, bool) or bool(complete.all()):
-        scores.copy_(policy.rescore(scores, tokens, slot))
-    else:
-        waiting = policy.rescore(scores.clone(), replace(tokens, complete=False), slot)
-        scores.copy_(torch.where(complete, policy.rescore(scores.clone(), tokens, slot), waiting))
+    scores.copy_(policy.rescore(scores, tokens, slot))

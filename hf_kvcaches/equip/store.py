@@ -43,7 +43,8 @@ class FlatStore:
     @property
     def capacity(self) -> int:
         """How many slots there are by now."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        tensor = self._slots()[0]
+        return 0 if tensor is None else tensor.shape[2]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -99,18 +100,30 @@ class FlatStore:
             most: How many slots there may ever be.
             source: The slots that they were read from, (batch, 1 or kv_heads, slots in use); -1 for new tokens. None: all are new.
         """
-        self._fill(self.encode(keys, values), room_for(keys.shape[2], most))
+        self.fill(self.encode(keys, values), kept, most)
+
+    def fill(self, tensors: Sequence[torch.Tensor], kept: torch.Tensor, most: int) -> None:
+        """Makes what `encode` gave the first slots, and all others empty; arguments as in `install`."""
+        self.hold(tensors, room_for(tensors[0].shape[2], most))
+
+    def hold(self, tensors: Sequence[torch.Tensor], slots: int) -> None:
+        """Makes what `encode` gave the first of so many slots."""
+        for name, tensor in zip(self.per_slot, tensors, strict=True):
+            setattr(self, name, extended(tensor, slots))
 
     def reserve(self, slots: int, most: int) -> None:
         """Makes room for a number of slots, of at most `most`."""
         if slots > self.capacity:
-            self._fill(self._slots(), room_for(slots, most))
+            self.hold(self._slots(), room_for(slots, most))
 
     def read(self, used: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the first slots, as they are kept."""
-        assert self.keys is not None
-        assert self.values is not None
-        return self.keys[:, :, :used], self.values[:, :, :used]
+        keys, values = self.encoded(used)[:2]
+        return keys, values
+
+    def encoded(self, used: int) -> tuple[torch.Tensor, ...]:
+        """What is in the first slots, as `encode` gives it."""
+        return tuple(tensor[:, :, :used] for tensor in self._slots())
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Keys and values as they are kept, (batch, kv_heads, tokens, any number) each."""
@@ -204,11 +217,6 @@ class FlatStore:
 
     def _slots(self) -> list[torch.Tensor]:
         return [getattr(self, name) for name in self.per_slot]
-
-    def _fill(self, tensors: Sequence[torch.Tensor], slots: int) -> None:
-        """Makes these the content of the first slots of as many as there are to be."""
-        for name, tensor in zip(self.per_slot, tensors, strict=True):
-            setattr(self, name, extended(tensor, slots))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         copied = copy.copy(self)

@@ -27,7 +27,7 @@ class Tokens:
             the mean over the query heads of a group; None where nothing observes.
         seen: Tokens fed in so far, padding included.
         sinks: How many of a row's first tokens are always kept.
-        complete: Whether `attention` has just got a complete window of observed queries; always so after a block.
+        due: True, or after a step (batch, 1, 1): the rows for which a `WaitingPolicy` takes over the new scores.
         first: The position of each row's first real token, (batch,), or one number for all rows.
         scores: (batch, 1 or kv_heads, slots), what the policy said before about tokens that were kept; NaN for new ones. None in the
             first block and after single steps.
@@ -46,7 +46,7 @@ class Tokens:
     attention: torch.Tensor | None
     seen: int
     sinks: int
-    complete: bool = True
+    due: bool | torch.Tensor = True
     first: torch.Tensor | int = 0
     scores: torch.Tensor | None = None
     queries: torch.Tensor | None = None

@@ -204,8 +204,13 @@ def write_pages(
         return slots_triton.write(key_pages, value_pages, tables, slots, new_keys, new_values)
     if backend == "reference":
         return slots_reference.write_pages(key_pages, value_pages, tables, slots, new_keys, new_values)
-    slots = slots.expand(new_keys.shape[:3])
-    size = key_pages.shape[2]
+    return put_in_pages((key_pages, value_pages), tables, slots, (new_keys, new_values))
+
+
+def put_in_pages(stores: Sequence[torch.Tensor], tables: torch.Tensor, slots: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+    """`write_pages` in plain PyTorch, for any number of stores of any dtype, whose arguments are not looked at."""
+    slots = slots.expand(states[0].shape[:3])
+    size = stores[0].shape[2]
     page = tables[_range(len(tables), slots).view(-1, 1, 1), slots.clamp(min=0) // size].long()
     head = _range(slots.shape[1], slots).view(1, -1, 1).expand_as(slots)
     live = ((slots >= 0) & (page >= 0)).flatten()
@@ -213,9 +218,8 @@ def write_pages(
     # So every shape is known beforehand, and nothing waits for a number.
     source = torch.where(live, _range(live.numel(), live), live.long().argmax())
     at = tuple(index.reshape(-1)[source] for index in (page.clamp(min=0), head, slots.clamp(min=0) % size))
-    for pages, new in ((key_pages, new_keys), (value_pages, new_values)):
-        pages.index_put_(at, torch.where(live.any(), new.reshape(-1, new.shape[-1])[source], pages[at]))
-    return None
+    for store, new in zip(stores, states, strict=True):
+        store.index_put_(at, torch.where(live.any(), new.reshape(-1, new.shape[-1])[source], store[at]))
 
 
 def _attention_torch(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, options: SlotOptions) -> Attended:

@@ -281,6 +281,14 @@ ENTRIES = [
         for name, policy in EQUIP
         if name in ("streaming", "h2o", "snapkv")
     ),
+    Entry(
+        "paged_coded",
+        partial(coded_equip, policy=SnapKVPolicy(window=3, kernel_size=3), budget=10, sinks=2, page_size=4),
+        lossless=False,
+        every_family=False,
+        refuses=NOT_ON_PAGES,
+        records=True,
+    ),
     *(
         Entry(
             f"adakv_{name}",

@@ -12,22 +12,36 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_kvcaches.equip.cache import EquipCache
+from hf_kvcaches.equip.coded import CodedStore
 from hf_kvcaches.equip.layer import EquipLayer
 from hf_kvcaches.equip.paged import PagedStore
-from hf_kvcaches.equip.pages import PagePool
+from hf_kvcaches.equip.pages import LayerPages, PagePool
 from hf_kvcaches.errors import ConfigError, PoolExhausted, UnsupportedError
 from tests import tiny
+from tests.conformance.entries import calibrated, codec_of
 
 BUDGET = 18
-SCHEMES = [{"rope": rope} for rope in ("frames", "on_read")] + [{"positions": "original"}]
+# "codec": as many bytes a slot in all layers; "small_codec": other ones in each.
+SCHEMES: dict[str, dict] = {"frames": {"rope": "frames"}, "on_read": {"rope": "on_read"}, "original": {"positions": "original"}}
+CODECS = ("codec", "small_codec")
+each_scheme = pytest.mark.parametrize("scheme", ["frames", "on_read", *CODECS])
+with_codec = pytest.mark.parametrize("scheme", ["frames", "codec"])
 
 
 @cache
 def model() -> PreTrainedModel:
     return tiny.llama(num_hidden_layers=2)
+
+
+def options_of(scheme: str, of: PreTrainedModel | None = None) -> dict:
+    """The arguments of a cache."""
+    if scheme not in CODECS:
+        return SCHEMES[scheme]
+    codec = calibrated(of or model(), codec_of)
+    return {"codec": codec if scheme == "codec" else codec.at(0.25)}
 
 
 def padded(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,11 +63,17 @@ def feed(cache_: EquipCache, ids: torch.Tensor, prompt: int, mask: torch.Tensor 
 
 
 def paged_layers(cache_: EquipCache) -> list[EquipLayer]:
-    return [layer for layer in cache_.layers if isinstance(layer, EquipLayer) and isinstance(layer.store, PagedStore)]
+    return [layer for layer in cache_.layers if isinstance(layer, EquipLayer)]
+
+
+def pages_of(layer: EquipLayer) -> LayerPages:
+    store = layer.store.codes if isinstance(layer.store, CodedStore) else layer.store
+    assert isinstance(store, PagedStore)
+    return store.pages
 
 
 def held_pages(cache_: EquipCache) -> list[int]:
-    return [page for layer in paged_layers(cache_) for row in layer.store.pages.rows for page in row]
+    return [page for layer in paged_layers(cache_) for row in pages_of(layer).rows for page in row]
 
 
 def check_conserved(pool: PagePool, *caches: EquipCache) -> None:
@@ -67,7 +87,7 @@ def check_conserved(pool: PagePool, *caches: EquipCache) -> None:
 def state(cache_: EquipCache) -> dict[str, torch.Tensor | list]:
     found = {f"{name}": tensor.clone() for name, tensor in cache_.owned_tensors().items()}
     counters = [layer.export_state()[1] for layer in paged_layers(cache_)]
-    return found | {"counters": counters, "pages": copy.deepcopy([layer.store.pages.rows for layer in paged_layers(cache_)])}
+    return found | {"counters": counters, "pages": copy.deepcopy([pages_of(layer).rows for layer in paged_layers(cache_)])}
 
 
 def same_state(one: dict, other: dict) -> bool:
@@ -79,30 +99,43 @@ def same_state(one: dict, other: dict) -> bool:
 # The same numbers
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova"])
-def test_logits_are_those_of_the_flat_layout_bit_for_bit(policy: str, scheme: dict) -> None:
+@pytest.mark.parametrize("scheme", [*SCHEMES, *CODECS])
+@pytest.mark.parametrize("policy", ["streaming", "h2o", "tova", "compactor"])
+def test_logits_are_those_of_the_flat_layout_bit_for_bit(policy: str, scheme: str) -> None:
+    options = options_of(scheme)
     for ids, mask in ((tiny.ids(1, 60), None), padded(60, 50, 37)):
-        flat = EquipCache(model(), policy, BUDGET, **scheme)
+        flat = EquipCache(model(), policy, BUDGET, **options)
         expected = feed(flat, ids, 40, mask)
         for size in (1, 3, 16) if policy == "h2o" else (3,):
-            paged = EquipCache(model(), policy, BUDGET, page_size=size, **scheme)
+            paged = EquipCache(model(), policy, BUDGET, page_size=size, **options)
             assert torch.equal(feed(paged, ids, 40, mask), expected)
             assert torch.equal(paged.kept_positions(1), flat.kept_positions(1))
 
 
-def test_a_cache_that_fills_token_by_token_equals_the_flat_layout() -> None:
-    ids, mask = padded(50, 30)
+@each_scheme
+def test_a_cache_that_fills_token_by_token_equals_the_flat_layout(scheme: str) -> None:
+    (ids, mask), options = padded(50, 30), options_of(scheme)
     for policy in ("streaming", "h2o"):
-        expected = feed(EquipCache(model(), policy, BUDGET), ids, 21, mask)
-        assert torch.equal(feed(EquipCache(model(), policy, BUDGET, page_size=4), ids, 21, mask), expected)
+        expected = feed(EquipCache(model(), policy, BUDGET, **options), ids, 21, mask)
+        assert torch.equal(feed(EquipCache(model(), policy, BUDGET, page_size=4, **options), ids, 21, mask), expected)
 
 
-def test_models_without_rotation_and_with_sliding_layers_equal_the_flat_layout() -> None:
+@pytest.mark.parametrize("coded", [False, True])
+def test_models_without_rotation_and_with_sliding_layers_equal_the_flat_layout(coded: bool) -> None:
     for other in (tiny.gpt2(), tiny.gemma2()):
         ids, mask = padded(40, 31)
-        expected = feed(EquipCache(other, "h2o", BUDGET), ids, 25, mask, on=other)
-        assert torch.equal(feed(EquipCache(other, "h2o", BUDGET, page_size=5), ids, 25, mask, on=other), expected)
+        options = options_of("small_codec", other) if coded else {}
+        expected = feed(EquipCache(other, "h2o", BUDGET, **options), ids, 25, mask, on=other)
+        assert torch.equal(feed(EquipCache(other, "h2o", BUDGET, page_size=5, **options), ids, 25, mask, on=other), expected)
+
+
+@each_scheme
+def test_an_adopted_prompt_equals_the_flat_layout(scheme: str) -> None:
+    past, options = DynamicCache(config=model().config), options_of(scheme)
+    with torch.no_grad():
+        model()(tiny.ids(1, 40), past_key_values=past)
+    flat, paged = (EquipCache.from_cache(past, model(), "knorm", BUDGET, **pages, **options) for pages in ({}, {"page_size": 4}))
+    assert torch.equal(feed(paged, tiny.ids(1, 30, seed=4), 8), feed(flat, tiny.ids(1, 30, seed=4), 8))
 
 
 def test_a_model_that_attends_by_itself_gets_the_same_tensors() -> None:
@@ -114,24 +147,26 @@ def test_a_model_that_attends_by_itself_gets_the_same_tensors() -> None:
     assert torch.equal(*logits)
 
 
-def test_what_a_page_held_before_is_never_seen() -> None:
-    pool = PagePool(model(), pages=80, page_size=4)
+@each_scheme
+def test_what_a_page_held_before_is_never_seen(scheme: str) -> None:
+    pool, options = PagePool(model(), pages=80, page_size=4), options_of(scheme)
     ids, mask = padded(40, 22)
-    expected = feed(EquipCache(model(), "h2o", BUDGET), ids, 25, mask)
-    first = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    expected = feed(EquipCache(model(), "h2o", BUDGET, **options), ids, 25, mask)
+    first = EquipCache(model(), "h2o", BUDGET, pool=pool, **options)
     feed(first, tiny.ids(2, 40), 30)
-    for page in held_pages(first):
-        pool.stores["keys"][page] = pool.stores["values"][page] = torch.nan
+    for store in pool.stores.values():
+        store[held_pages(first)] = torch.nan if store.is_floating_point() else 255
     first.reset()
-    assert torch.equal(feed(EquipCache(model(), "h2o", BUDGET, pool=pool), ids, 25, mask), expected)
+    assert torch.equal(feed(EquipCache(model(), "h2o", BUDGET, pool=pool, **options), ids, 25, mask), expected)
 
 
 # Several on one pool
 
 
-def test_caches_that_take_turns_on_one_pool_don_t_see_each_other() -> None:
+@pytest.mark.parametrize("schemes", [["on_read", "frames", "original"], ["small_codec"] * 3], ids=str)
+def test_caches_that_take_turns_on_one_pool_don_t_see_each_other(schemes: list[str]) -> None:
     pool = PagePool(model(), pages=200, page_size=4)
-    kinds = [("streaming", {"rope": "on_read"}), ("h2o", {}), ("tova", {"positions": "original"})]
+    kinds = [(policy, options_of(scheme)) for policy, scheme in zip(("streaming", "h2o", "tova"), schemes, strict=True)]
     texts = [tiny.ids(1, 45, seed=seed) for seed in range(3)]
     expected = [feed(EquipCache(model(), policy, BUDGET, **options), ids, 10) for (policy, options), ids in zip(kinds, texts, strict=True)]
     caches = [EquipCache(model(), policy, BUDGET, pool=pool, **options) for policy, options in kinds]
@@ -169,35 +204,54 @@ def test_threads_take_and_give_back_pages_at_once() -> None:
 # What rows take
 
 
+@with_codec
 @pytest.mark.parametrize("size", [1, 3, 16])
-def test_rows_take_the_pages_that_their_own_tokens_fill(size: int) -> None:
-    made = EquipCache(model(), "h2o", 40, page_size=size)
+def test_rows_take_the_pages_that_their_own_tokens_fill(size: int, scheme: str) -> None:
+    options = options_of(scheme)
+    made = EquipCache(model(), "h2o", 40, page_size=size, **options)
     ids, mask = padded(30, 17, 1)
     for stop in (20, *range(21, 31)):
         start = made.seen
         feed(made, ids[:, start:stop], stop - start, mask)
         real = mask[:, :stop].sum(-1).tolist()
         for layer in paged_layers(made):
-            assert [len(row) for row in layer.store.pages.rows] == [-(-count // size) for count in real]
+            assert [len(row) for row in pages_of(layer).rows] == [-(-count // size) for count in real]
     report = made.report()
-    slot = 2 * 2 * 8 * 4  # keys and values, heads, head size, float32
+    slot = 2 * 2 * 8 * (3 if "codec" in options else 4)  # keys and values, heads, head size, 24 bits or float32
     assert report.bytes >= len(held_pages(made)) * size * slot
-    flat = EquipCache(model(), "h2o", 40)
+    flat = EquipCache(model(), "h2o", 40, **options)
     feed(flat, ids, 30, mask)
     assert report.bytes < flat.report().bytes
 
 
-def test_a_full_cache_takes_no_more_pages() -> None:
+@with_codec
+def test_a_full_cache_takes_no_more_pages(scheme: str) -> None:
     pool = PagePool(model(), pages=100, page_size=4)
-    made = EquipCache(model(), "streaming", BUDGET, pool=pool)
+    made = EquipCache(model(), "streaming", BUDGET, pool=pool, **options_of(scheme))
     feed(made, tiny.ids(2, 60), 5)
     assert len(held_pages(made)) == 2 * 2 * 5
     check_conserved(pool, made)
 
 
-def test_pages_go_back_with_reset_and_with_the_cache() -> None:
+def test_codes_of_fewer_bytes_take_fewer_pages() -> None:
+    codec = options_of("small_codec")["codec"]
+    narrow, wide = sorted(codec.layer_bytes(separate=True))
+    assert narrow < wide
+    made = EquipCache(model(), "streaming", 40, page_size=4, codec=codec)
+    feed(made, tiny.ids(2, 50), 45)
+    pages = [len(row) for layer in paged_layers(made) for row in pages_of(layer).rows]
+    assert max(pages) == 10
+    assert min(pages) == -(-40 // (4 * wide // narrow))
+    assert made.pool.bytes == (made.pool.pages + 1) * 4 * wide
+    sinks = 2 * 2 * 5 * 2 * 2 * 8 * 4  # layers, rows, slots of sinks, keys and values, heads, head size, float32
+    states = sum(tensor.nbytes for layer in paged_layers(made) for tensor in layer.state.tensors().values())
+    assert made.report().bytes == sum(pages) * 4 * wide + sinks + states
+
+
+@with_codec
+def test_pages_go_back_with_reset_and_with_the_cache(scheme: str) -> None:
     pool = PagePool(model(), pages=100, page_size=4)
-    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme))
     feed(made, tiny.ids(2, 30), 25)
     assert pool.free_pages < 100
     made.reset()
@@ -214,12 +268,13 @@ def test_pages_go_back_with_reset_and_with_the_cache() -> None:
 # No room
 
 
+@with_codec
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
-def test_an_exhausted_pool_changes_nothing_and_work_goes_on_when_pages_are_free(policy: str) -> None:
-    ids, other = tiny.ids(2, 40), tiny.ids(1, 40, seed=2)
-    expected = feed(EquipCache(model(), policy, BUDGET), ids, 5)
+def test_an_exhausted_pool_changes_nothing_and_work_goes_on_when_pages_are_free(policy: str, scheme: str) -> None:
+    ids, other, options = tiny.ids(2, 40), tiny.ids(1, 40, seed=2), options_of(scheme)
+    expected = feed(EquipCache(model(), policy, BUDGET, **options), ids, 5)
     pool = PagePool(model(), pages=25, page_size=4)  # full caches hold 20 and 10
-    waits, blocks = EquipCache(model(), policy, BUDGET, pool=pool), EquipCache(model(), policy, BUDGET, pool=pool)
+    waits, blocks = (EquipCache(model(), policy, BUDGET, pool=pool, **options) for _ in range(2))
     feed(blocks, other, 30)
     logits = []
     for done in (5, *range(6, 13)):  # three pages for each row and layer
@@ -235,20 +290,22 @@ def test_an_exhausted_pool_changes_nothing_and_work_goes_on_when_pages_are_free(
     assert torch.equal(torch.cat(logits, 1), expected)
 
 
-def test_a_prompt_that_does_not_fit_leaves_an_empty_cache_empty() -> None:
-    pool = PagePool(model(), pages=9, page_size=4)
-    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+@with_codec
+def test_a_prompt_that_does_not_fit_leaves_an_empty_cache_empty(scheme: str) -> None:
+    pool, options = PagePool(model(), pages=9, page_size=4), options_of(scheme)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool, **options)
     empty = state(made)
     for _ in range(2):
         with pytest.raises(PoolExhausted, match=r"10 more .* 9 of 9"):
             feed(made, tiny.ids(1, 30), 30)
         assert same_state(empty, state(made))
-    assert torch.equal(feed(made, tiny.ids(1, 16), 16), feed(EquipCache(model(), "h2o", BUDGET), tiny.ids(1, 16), 16))
+    assert torch.equal(feed(made, tiny.ids(1, 16), 16), feed(EquipCache(model(), "h2o", BUDGET, **options), tiny.ids(1, 16), 16))
 
 
-def test_rows_and_copies_that_don_t_fit_change_nothing() -> None:
+@with_codec
+def test_rows_and_copies_that_don_t_fit_change_nothing(scheme: str) -> None:
     pool = PagePool(model(), pages=30, page_size=4)
-    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme))
     feed(made, tiny.ids(2, 30), 25)
     before = state(made)
     for attempt in (lambda: made.batch_repeat_interleave(2), lambda: copy.deepcopy(made), lambda: made.batch_select_indices([0, 0, 1, 1])):
@@ -260,9 +317,10 @@ def test_rows_and_copies_that_don_t_fit_change_nothing() -> None:
     check_conserved(pool, made)
 
 
-def test_an_edit_that_does_not_fit_changes_nothing() -> None:
+@with_codec
+def test_an_edit_that_does_not_fit_changes_nothing(scheme: str) -> None:
     pool = PagePool(model(), pages=8, page_size=4)
-    made = EquipCache(model(), "h2o", BUDGET, pool=pool)
+    made = EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme))
     feed(made, tiny.ids(1, 14), 14)
     before = state(made)
     with pytest.raises(PoolExhausted):
@@ -275,47 +333,49 @@ def test_an_edit_that_does_not_fit_changes_nothing() -> None:
 # Rows and states
 
 
-def test_beams_repeats_and_selections_equal_the_flat_layout() -> None:
-    ids, mask = padded(40, 24, 33)
+@each_scheme
+def test_beams_repeats_and_selections_equal_the_flat_layout(scheme: str) -> None:
+    (ids, mask), options = padded(40, 24, 33), options_of(scheme)
     changes = [
         lambda c: c.reorder_cache(torch.tensor([2, 0, 0])),
         lambda c: c.batch_repeat_interleave(2),
         lambda c: c.batch_select_indices(torch.tensor([5, 1, 1, 3])),
         lambda c: c.reorder_cache(torch.tensor([3, 2, 1, 0])),
     ]
-    for options in ({"rope": "on_read"}, {"rope": "frames"}):
-        flat, paged = EquipCache(model(), "h2o", BUDGET, **options), EquipCache(model(), "h2o", BUDGET, page_size=4, **options)
+    flat, paged = EquipCache(model(), "h2o", BUDGET, **options), EquipCache(model(), "h2o", BUDGET, page_size=4, **options)
+    for each in (flat, paged):
+        feed(each, ids, 30, mask)
+    for change in changes:
         for each in (flat, paged):
-            feed(each, ids, 30, mask)
-        for change in changes:
-            for each in (flat, paged):
-                change(each)
-            new = tiny.ids(len(flat.kept_positions(0)), 3, seed=3)
-            assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
-            check_conserved(paged.pool, paged)
+            change(each)
+        new = tiny.ids(len(flat.kept_positions(0)), 3, seed=3)
+        assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
+        check_conserved(paged.pool, paged)
 
 
-def test_beam_search_writes_what_it_writes_with_the_flat_layout() -> None:
+@with_codec
+def test_beam_search_writes_what_it_writes_with_the_flat_layout(scheme: str) -> None:
     ids, mask = padded(30, 22)
     texts = [
         model().generate(
             ids,
             attention_mask=mask,
-            past_key_values=EquipCache(model(), "streaming", BUDGET, **options),
+            past_key_values=EquipCache(model(), "streaming", BUDGET, **pages, **options_of(scheme)),
             num_beams=3,
             max_new_tokens=12,
             pad_token_id=0,
         )
-        for options in ({}, {"page_size": 4})
+        for pages in ({}, {"page_size": 4})
     ]
     assert torch.equal(*texts)
 
 
+@with_codec
 @pytest.mark.parametrize("policy", ["streaming", "h2o"])
-def test_taking_tokens_back_restores_pages_and_gives_back_the_rest(policy: str) -> None:
-    pool = PagePool(model(), pages=60, page_size=2)
+def test_taking_tokens_back_restores_pages_and_gives_back_the_rest(policy: str, scheme: str) -> None:
+    pool, options = PagePool(model(), pages=60, page_size=2), options_of(scheme)
     ids = tiny.ids(1, 40)
-    flat, paged = EquipCache(model(), policy, BUDGET), EquipCache(model(), policy, BUDGET, pool=pool)
+    flat, paged = EquipCache(model(), policy, BUDGET, **options), EquipCache(model(), policy, BUDGET, pool=pool, **options)
     for each in (flat, paged):
         feed(each, ids[:, :12], 12)
         each.activate_past_recording()
@@ -328,29 +388,30 @@ def test_taking_tokens_back_restores_pages_and_gives_back_the_rest(policy: str) 
         at += drafts - refused
         check_conserved(pool, paged)
         assert torch.equal(flat.kept_positions(0), paged.kept_positions(0))
-        assert all([len(row) for row in layer.store.pages.rows] == [-(-min(at, BUDGET) // 2)] for layer in paged_layers(paged))
+        assert all([len(row) for row in pages_of(layer).rows] == [-(-min(at, BUDGET) // 2)] for layer in paged_layers(paged))
 
 
-@pytest.mark.parametrize("options", [{"rope": "on_read"}, {"rope": "frames"}], ids=str)
-def test_edits_equal_the_flat_layout_and_give_pages_back(options: dict) -> None:
-    pool = PagePool(model(), pages=60, page_size=2)
+@pytest.mark.parametrize("scheme", ["on_read", "frames", "codec"])
+def test_edits_equal_the_flat_layout_and_give_pages_back(scheme: str) -> None:
+    pool, options = PagePool(model(), pages=60, page_size=2), options_of(scheme)
     flat, paged = EquipCache(model(), "h2o", 30, **options), EquipCache(model(), "h2o", 30, pool=pool, **options)
     ids, new = tiny.ids(1, 24), tiny.ids(1, 8, seed=3)
     for each in (flat, paged):
         feed(each, ids, 24)
         each.evict([5, 6, 7, 8, 9])
-    assert [len(row) for row in paged_layers(paged)[1].store.pages.rows] == [10]
+    assert [len(row) for row in pages_of(paged_layers(paged)[1]).rows] == [10]
     assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
     for each in (flat, paged):
         each.edit(model(), 12, 18, new[0, :2])
     check_conserved(pool, paged)
-    assert [len(row) for row in paged_layers(paged)[1].store.pages.rows] == [-(-int((flat.kept_positions(1) >= 0).sum(-1).max()) // 2)]
+    assert [len(row) for row in pages_of(paged_layers(paged)[1]).rows] == [-(-int((flat.kept_positions(1) >= 0).sum(-1).max()) // 2)]
     assert torch.equal(feed(paged, new, 1), feed(flat, new, 1))
 
 
-def test_a_cache_whose_tokens_were_all_evicted_has_no_pages_and_goes_on() -> None:
-    ids, new = tiny.ids(1, 12), tiny.ids(1, 8, seed=3)
-    flat, paged = EquipCache(model(), "h2o", BUDGET), EquipCache(model(), "h2o", BUDGET, page_size=4)
+@with_codec
+def test_a_cache_whose_tokens_were_all_evicted_has_no_pages_and_goes_on(scheme: str) -> None:
+    ids, new, options = tiny.ids(1, 12), tiny.ids(1, 8, seed=3), options_of(scheme)
+    flat, paged = EquipCache(model(), "h2o", BUDGET, **options), EquipCache(model(), "h2o", BUDGET, page_size=4, **options)
     for each in (flat, paged):
         feed(each, ids, 12)
         each.evict(range(12))
@@ -359,19 +420,19 @@ def test_a_cache_whose_tokens_were_all_evicted_has_no_pages_and_goes_on() -> Non
     check_conserved(paged.pool, paged)
 
 
-def test_copies_pickles_and_files_go_on_alike(tmp_path) -> None:
+@each_scheme
+def test_copies_pickles_and_files_go_on_alike(tmp_path, scheme: str) -> None:
     ids, mask = padded(30, 18)
-    for options in ({"rope": "on_read"}, {"rope": "frames"}):
-        made = EquipCache(model(), "h2o", BUDGET, page_size=4, **options)
-        feed(made, ids, 20, mask)
-        made.save(tmp_path / "cache.safetensors")
-        others = [copy.deepcopy(made), pickle.loads(pickle.dumps(made)), EquipCache.load(tmp_path / "cache.safetensors", model())]
-        new = tiny.ids(2, 12, seed=4)
-        expected = feed(made, new, 1)
-        for other in others:
-            assert other.pool is not made.pool
-            assert torch.equal(feed(other, new, 1), expected)
-            check_conserved(other.pool, other)
+    made = EquipCache(model(), "h2o", BUDGET, page_size=4, **options_of(scheme))
+    feed(made, ids, 20, mask)
+    made.save(tmp_path / "cache.safetensors")
+    others = [copy.deepcopy(made), pickle.loads(pickle.dumps(made)), EquipCache.load(tmp_path / "cache.safetensors", model())]
+    new = tiny.ids(2, 12, seed=4)
+    expected = feed(made, new, 1)
+    for other in others:
+        assert other.pool is not made.pool
+        assert torch.equal(feed(other, new, 1), expected)
+        check_conserved(other.pool, other)
 
 
 def test_a_loaded_cache_with_a_fraction_for_a_budget_keeps_as_many_tokens_as_the_saved_one(tmp_path) -> None:
@@ -384,9 +445,10 @@ def test_a_loaded_cache_with_a_fraction_for_a_budget_keeps_as_many_tokens_as_the
     check_conserved(loaded.pool, loaded)
 
 
-def test_a_copy_on_a_shared_pool_has_pages_of_its_own() -> None:
+@with_codec
+def test_a_copy_on_a_shared_pool_has_pages_of_its_own(scheme: str) -> None:
     pool = PagePool(model(), pages=60, page_size=4)
-    made = EquipCache(model(), "streaming", BUDGET, pool=pool)
+    made = EquipCache(model(), "streaming", BUDGET, pool=pool, **options_of(scheme))
     feed(made, tiny.ids(1, 30), 25)
     copied = copy.deepcopy(made)
     assert copied.pool is pool
@@ -397,15 +459,16 @@ def test_a_copy_on_a_shared_pool_has_pages_of_its_own() -> None:
 
 
 @given(
+    st.sampled_from(["frames", "codec"]),
     st.lists(
         st.tuples(st.sampled_from(["feed", "block", "reset", "reorder", "repeat", "select", "delete", "copy"]), st.integers(0, 2)),
         max_size=14,
-    )
+    ),
 )
-def test_no_page_is_lost_or_shared_whatever_is_done(deeds: list[tuple[str, int]]) -> None:
+def test_no_page_is_lost_or_shared_whatever_is_done(scheme: str, deeds: list[tuple[str, int]]) -> None:
     small = tiny_one_layer()
-    pool = PagePool(small, pages=40, page_size=3)
-    caches = [EquipCache(small, policy, 10, sinks=2, pool=pool) for policy in ("streaming", "h2o", "tova")]
+    pool, options = PagePool(small, pages=40, page_size=3), options_of(scheme, small)
+    caches = [EquipCache(small, policy, 10, sinks=2, pool=pool, **options) for policy in ("streaming", "h2o", "tova")]
     for deed, which in deeds:
         made = caches[which]
         rows = max(1, len(made.kept_positions(0)))
@@ -423,7 +486,7 @@ def test_no_page_is_lost_or_shared_whatever_is_done(deeds: list[tuple[str, int]]
             elif deed == "copy":
                 caches[which] = copy.deepcopy(made)
             else:
-                caches[which] = EquipCache(small, "knorm", 10, sinks=2, pool=pool)
+                caches[which] = EquipCache(small, "knorm", 10, sinks=2, pool=pool, **options)
         except PoolExhausted:
             made.reset()
         del made
@@ -455,9 +518,24 @@ def test_a_pool_that_does_not_fit_is_refused() -> None:
         EquipCache(model(), page_size=0)
 
 
-def test_gradients_other_rows_and_pickled_pools_are_refused() -> None:
+@pytest.mark.parametrize(("first", "second"), [("codec", "small_codec"), ("codec", "frames"), ("frames", "codec")])
+def test_a_pool_with_pages_of_another_kind_is_refused_and_both_caches_stay_as_they_were(first: str, second: str) -> None:
+    pool, ids = PagePool(model(), pages=50, page_size=4), tiny.ids(1, 20)
+    one, other = (EquipCache(model(), "h2o", BUDGET, pool=pool, **options_of(scheme)) for scheme in (first, second))
+    feed(one, ids[:, :15], 15)
+    before = state(one)
+    with pytest.raises(ConfigError, match="pool: expected one with pages of"):
+        feed(other, ids, 15)
+    assert same_state(before, state(one))
+    assert (other.seen, held_pages(other)) == (0, [])
+    expected = feed(EquipCache(model(), "h2o", BUDGET, **options_of(first)), ids, 15)[:, 15:]
+    assert torch.equal(feed(one, ids[:, 15:], 1), expected)
+
+
+@with_codec
+def test_gradients_other_rows_and_pickled_pools_are_refused(scheme: str) -> None:
     pool = PagePool(model(), pages=50, page_size=4)
-    made = EquipCache(model(), budget=BUDGET, pool=pool)
+    made = EquipCache(model(), budget=BUDGET, pool=pool, **options_of(scheme))
     with pytest.raises(UnsupportedError, match="no_grad"):
         model()(tiny.ids(1, 10), past_key_values=made)
     feed(made, tiny.ids(1, 10), 10)
@@ -469,10 +547,11 @@ def test_gradients_other_rows_and_pickled_pools_are_refused() -> None:
         made.layers[0].offload()
 
 
-def test_a_cache_filled_in_inference_mode_goes_on_outside() -> None:
-    ids = tiny.ids(1, 40)
-    expected = feed(EquipCache(model(), "h2o", BUDGET, page_size=4), ids, 20)
-    made = EquipCache(model(), "h2o", BUDGET, page_size=4)
+@with_codec
+def test_a_cache_filled_in_inference_mode_goes_on_outside(scheme: str) -> None:
+    ids, options = tiny.ids(1, 40), options_of(scheme)
+    expected = feed(EquipCache(model(), "h2o", BUDGET, page_size=4, **options), ids, 20)
+    made = EquipCache(model(), "h2o", BUDGET, page_size=4, **options)
     with torch.inference_mode():
         first = feed(made, ids[:, :25], 20)
     assert torch.equal(torch.cat([first, feed(made, ids[:, 25:], 1)], 1), expected)

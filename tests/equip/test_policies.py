@@ -37,6 +37,7 @@ from hf_kvcaches.equip.policies import (
     policy_from_settings,
     resolve_policy,
 )
+from hf_kvcaches.equip.policies.base import WaitingPolicy
 from hf_kvcaches.equip.tokens import Tokens, newest_from
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.translate.states import ReadingCache
@@ -287,9 +288,10 @@ def stepped(policy: Policy, tokens: Tokens, budget: int, steps: int, seed: int) 
         attention = draw(*positions.shape).abs() * (positions >= 0)
         received = received.scatter(-1, wide, 0) + attention
         complete = not policy.observes or step % policy.observes == 0
-        tokens = replace(tokens, keys=keys, values=values, positions=positions, attention=received, seen=tokens.seen + 1, complete=complete)
+        tokens = replace(tokens, keys=keys, values=values, positions=positions, attention=received, seen=tokens.seen + 1)
+        due = not isinstance(policy, WaitingPolicy) or policy.due(tokens.seen - tokens.row_start, tokens.sinks, complete)
         last = torch.cat([tokens.queries, draw(*tokens.queries.shape[:2], 1, 6)], 2)[:, :, -policy.queries :] if policy.queries else None
-        tokens = replace(tokens, queries=last)
+        tokens = replace(tokens, queries=last, due=due)
         scores = policy.rescore(scores, tokens, slot)
         if complete and policy.observes is not None:
             received = torch.zeros_like(received)
@@ -302,7 +304,7 @@ def test_after_a_step_scores_are_those_from_scratch(policy, steps):
     if isinstance(policy, PeriodicPolicy):
         policy = replace(policy, interval=1)
     scores, tokens = stepped(policy, tokens_of(2, 14, padding=(0, 9)), 8, steps, seed=7)
-    assert tokens.complete
+    assert torch.as_tensor(tokens.due).all()
     real = (tokens.positions >= 0)[:, : scores.shape[1]]
     torch.testing.assert_close(scores[real], policy.score(tokens)[real])
 

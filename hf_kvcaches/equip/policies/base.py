@@ -175,14 +175,14 @@ class WaitingPolicy(Policy):
 
         Args:
             seen: Real tokens fed in so far: a number, or (batch, 1, 1).
-            complete: As in `Tokens`.
+            complete: Whether the attention has just got a complete window of observed queries: of all rows, or (batch, 1, 1).
         """
         return False
 
     def rescore(self, scores: torch.Tensor, tokens: Tokens, slots: torch.Tensor) -> torch.Tensor:
         scores = put_score(scores, slots, torch.inf)
-        due = torch.as_tensor(self.due(tokens.seen - tokens.row_start, tokens.sinks, tokens.complete), device=scores.device)
-        return torch.where(due, self.checked_score(replace(tokens, scores=scores)), scores) if bool(due.any()) else scores
+        rescored = self.checked_score(replace(tokens, scores=scores))
+        return torch.where(torch.as_tensor(tokens.due, device=scores.device), rescored, scores)
 
 
 @dataclass(frozen=True)
