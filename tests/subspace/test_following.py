@@ -156,7 +156,7 @@ def test_a_tile_that_loses_more_than_one_that_no_other_basis_served_is_a_reason_
     rows[:, :, 96:] = rows[:, :, :104] * 1e-3
     rows[:, :, 96:112] += 1e-3 * turned()[1:, :, 96:112]  # too faint to count in the sketch
     rows[:, :, 144:] = turned()[1:, :, 144:]
-    track, basis, _ = fed(follower(calibrated(((4, 4, 3, 0, 0, 0),) * HEADS), chunk=256, agreement=0.5), rows, [])
+    _, basis, _ = fed(follower(calibrated(((4, 4, 3, 0, 0, 0),) * HEADS), chunk=256, agreement=0.5), rows, [])
     assert not basis[:, :, :160].any()
     assert bool((basis[:, :, 176:] > 0).all())
 
