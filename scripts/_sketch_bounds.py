@@ -1,7 +1,7 @@
 """How far a sketch, and a basis that is taken from it, can be from the vectors that it has seen.
 
 "Online Subspace Projection for KV Caches" (section 8) bounds what a sketch's basis misses by `sqrt(eps) + 2 eps / gap`. That is false: with
-the energies 100, 1, 0, rank 1 and a sketch of 101 rows it gives 0.12, and the second direction alone misses 1. It also adds numbers of
+the energies 100, 1, 0, rank 1 and a sketch of 101 rows it gives 0.1, and the second direction alone misses 1. It also adds numbers of
 different units, and speaks of the vectors that the sketch has seen, where a basis serves those that come later.
 `sketched_residual_bound` holds in its place.
 """
