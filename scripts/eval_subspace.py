@@ -29,7 +29,7 @@ from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.plot import Panel, draw
 from shared.results import Results, Row, rows_where, show
-from shared.texts import encode, make_documents
+from shared.texts import codec_texts, encode, make_documents
 from tqdm import tqdm
 
 from hf_kvcaches import KVCacheError
@@ -56,10 +56,7 @@ class Evaluation:
         # Named after the file, so that no folder of this computer gets into the table.
         names = [path.name for path in args.texts]
         self.texts = dict(zip(names, [read_rows(ids, args.rows, args.tokens) for ids in (rest, *others)], strict=True))
-        texts = [calibration]
-        for seed in [CALIBRATION_SEED] if args.calibration_documents else []:
-            documents = make_documents(tokenizer, tokenizer.decode(calibration), args.calibration_documents, args.length, seed)
-            texts += [encode(tokenizer, document.text()) for document in documents]
+        texts = codec_texts(tokenizer, calibration, args.calibration_documents, args.length, CALIBRATION_SEED)
         documents = make_documents(tokenizer, tokenizer.decode(rest), args.documents, args.length, args.seed)
         self.quizzes = [make_quiz(tokenizer, document, WINDOW, args.questions) for document in documents]
         self.workshop = Workshop(self.model, texts, args.bytes_tokens)
