@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from _segments_quality import CALIBRATION_SEED, Bench, Side, Workload
 from _segments_verdicts import KL, RECALL, SAVED, summary
 from shared import TESTBED
@@ -18,19 +17,19 @@ from hf_kvcaches import KVCodec, SegmentPolicy
 from hf_kvcaches.core.splicing.packing import Quantization, label_of
 from hf_kvcaches.segments.admission import Mode
 
-# What the codecs are calibrated on: tokens of the prose, and documents of so many tokens.
-TOKENS, DOCUMENTS, LENGTH = 16384, 16, 800
+# What the codecs are calibrated on: tokens of the prose, and of each document.
+TOKENS, LENGTH = 16384, 800
 MODES: tuple[tuple[str, Mode], ...] = (("prefix caching", "exact"), ("auto", "auto"), ("approximate", "approximate"))
 POLICY_COLUMNS = ("check_layer", "probe", "similarity", "repair", "repair_by")
 # Of the bytes of int8, at a share of 0.125.
 QUARTER = 0.27
 
 
-def codecs_of(model: Any, tokenizer: Any, shares: Sequence[float]) -> list[KVCodec]:
-    """Codecs with these shares of the bytes, calibrated once, on prose and generated documents."""
+def codecs_of(model: Any, tokenizer: Any, shares: Sequence[float], documents: int) -> list[KVCodec]:
+    """Codecs with these shares of the bytes, calibrated once, on prose and so many generated documents."""
     prose = encode(tokenizer, (TESTBED / "prose.txt").read_text(encoding="utf-8"))[:TOKENS]
-    with torch.enable_grad():
-        codec = KVCodec.calibrate(model, None, codec_texts(tokenizer, prose, DOCUMENTS, LENGTH, CALIBRATION_SEED), batch_size=4)
+    texts = codec_texts(tokenizer, prose, documents, LENGTH, CALIBRATION_SEED)
+    codec = KVCodec.calibrate(model, None, texts, batch_size=4)
     return [codec.at(share) for share in shares]
 
 

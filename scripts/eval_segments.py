@@ -58,6 +58,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calibration-requests", type=int, default=40)
     parser.add_argument("--bound", type=float, default=0.05, help="for the calibration: the most that the mean KL divergence may be")
     parser.add_argument("--codecs", type=float, nargs="+", help="compare stores of 8 bits and of a KVCodec with these shares of the bytes")
+    parser.add_argument("--codec-documents", type=int, default=16, help="generated documents that it is calibrated on, beside prose")
     args = parser.parse_args()
     check_counts(args, ["requests", "drifting", "calibration_requests"])
     return args
@@ -66,7 +67,7 @@ def parse() -> argparse.Namespace:
 def compare_stores(args: argparse.Namespace, model: Any, tokenizer: Any, device: torch.device) -> None:
     """Measures agents with stores of several kinds."""
     (workload, *_) = make_workloads(tokenizer, args.requests, 0, args.seed)
-    stores: list[Quantization] = ["int8", *codecs_of(model, tokenizer, args.codecs)]
+    stores: list[Quantization] = ["int8", *codecs_of(model, tokenizer, args.codecs, args.codec_documents)]
     rows = list(store_rows(model, tokenizer, workload, stores, lambda store: policy_of(args, model, tokenizer, store)))
     print(report_of_stores(rows))
     if args.csv:

@@ -80,11 +80,9 @@ def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
 
 
 def test_stores_of_codes_are_compared_with_one_of_8_bits(script, monkeypatch, tmp_path):
-    codecs = script("_segments_codecs")
-    for name, value in (("TOKENS", 600), ("DOCUMENTS", 0)):
-        monkeypatch.setattr(codecs, name, value)
+    monkeypatch.setattr(script("_segments_codecs"), "TOKENS", 600)
     POLICY.save_pretrained(tmp_path / "policy")
-    options = ["--requests", "3", "--policy", tmp_path / "policy", "--csv", tmp_path, "--codecs", "0.125", "0.25"]
+    options = ["--requests", "3", "--policy", tmp_path / "policy", "--csv", tmp_path, "--codecs", "0.125", "0.25", "--codec-documents", "0"]
     done = run_script("eval_segments", "--device", "cpu", *options)
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path / "segments-codecs.csv")
