@@ -13,7 +13,7 @@ from shared.results import Row
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.calibrating import divergence
-from hf_kvcaches.core.splicing.packing import Quantization
+from hf_kvcaches.core.splicing.packing import Quantization, label_of
 from hf_kvcaches.segments.admission import Mode
 from hf_kvcaches.segments.calibration import next_tokens
 from tests.testbed.agents import Request, adversarial_workload, agent_workload, no_repeat_workload
@@ -47,7 +47,7 @@ class Side:
     cap: float | None = None
 
     def __str__(self) -> str:
-        kind = "" if self.mode is None else f" {self.quantization or 'fp32'}"
+        kind = "" if self.mode is None else f" {label_of(self.quantization)}"
         return f"{self.name}{kind}{'' if self.cap is None else f', {self.cap:g} of the bytes'}"
 
 

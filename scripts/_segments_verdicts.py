@@ -15,6 +15,8 @@ from shared.numbers import mean, spearman
 from shared.plot import Panel, draw
 from shared.results import Row, rows_where, show, write_csv
 
+from hf_kvcaches.core.splicing.packing import label_of
+
 # What became of the requests of a workload on each side.
 Answers = Mapping[tuple[str, Side], Sequence[Answer]]
 
@@ -53,7 +55,7 @@ def summary(workload: str, side: Side, answers: Sequence[Answer]) -> Row:
     return {
         "workload": workload,
         "side": side.name,
-        "quantization": "" if side.mode is None else side.quantization or "none",
+        "quantization": "" if side.mode is None else label_of(side.quantization),
         "cap": "" if side.cap is None else side.cap,
         "requests": len(answers),
         "tokens": tokens,

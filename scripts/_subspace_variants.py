@@ -13,7 +13,7 @@ import _kivi
 import torch
 from shared import TESTBED
 from shared.cli import load
-from shared.texts import encode, make_documents
+from shared.texts import codec_texts, encode
 from transformers import Cache, DynamicCache, QuantizedCache
 
 from hf_kvcaches.core.codec.codec import KVCodec
@@ -167,10 +167,7 @@ class Setting:
         calibration, rest = first[: args.calibrate].tolist(), first[args.calibrate :]
         # Named after the file, so that no folder of this computer gets into the table.
         self.texts = dict(zip([path.name for path in args.texts], [rest, *others], strict=True))
-        texts = [calibration]
-        for seed in [CALIBRATION_SEED] if args.calibration_documents else []:
-            documents = make_documents(self.tokenizer, self.tokenizer.decode(calibration), args.calibration_documents, args.length, seed)
-            texts += [encode(self.tokenizer, document.text()) for document in documents]
+        texts = codec_texts(self.tokenizer, calibration, args.calibration_documents, args.length, CALIBRATION_SEED)
         self.calibrated_on = f"{len(calibration)} tokens of {args.texts[0].name} and {len(texts) - 1} documents"
         self.workshop = Workshop(self.model, texts, rest.repeat(-(-args.bytes_tokens // max(1, len(rest))))[: args.bytes_tokens])
 

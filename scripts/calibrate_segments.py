@@ -17,6 +17,7 @@ from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import show_measured
 from shared.texts import read_prompts
 
+from hf_kvcaches import KVCodec
 from hf_kvcaches.segments.calibration import calibrate
 
 
@@ -28,6 +29,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--asked", type=int, default=16, help="tokens at the end of each prompt of a file that are withheld and compared")
     parser.add_argument("--bound", type=float, default=0.05, help="the most that the mean KL divergence may be, in nats")
     parser.add_argument("--quantization", choices=("int8", "int4", "none"), default="int8", help="of the store that the policy is for")
+    parser.add_argument("--codec", help="in place of it: the folder or hub id of a KVCodec, for a store of its codes")
     args = parser.parse_args()
     check_counts(args, ["requests", "asked"])
     return args
@@ -43,6 +45,8 @@ def main() -> None:
     else:
         prompts, asked = {args.prompts.stem: read_prompts(args.prompts, tokenizer)[: args.requests]}, args.asked
     quantization = None if args.quantization == "none" else args.quantization
+    if args.codec is not None:
+        quantization = KVCodec.from_pretrained(args.codec, model=model)
     began = time.perf_counter()
     policy = calibrate(model, tokenizer, prompts, bound=args.bound, asked=asked, quantization=quantization)
     seconds = time.perf_counter() - began

@@ -58,7 +58,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=64, help="of the library that the gate is for")
     parser.add_argument("--layout", choices=("salient", "paper"), default="salient", help="of its slots")
     parser.add_argument("--encoder", help="of that library; default: the model's input embeddings")
-    parser.add_argument("--full", choices=("int8", "int4", "exact", "none"), default="int8", help="how it keeps keys and values")
+    parser.add_argument("--quantization", choices=("int8", "int4", "none"), default="int8", help="how it keeps keys and values")
+    parser.add_argument("--slots-only", action="store_true", help="it keeps summaries, and no keys and values of whole prompts")
     args = parser.parse_args()
     check_counts(args, ["each"])
     if args.quick:
@@ -72,8 +73,8 @@ def main() -> None:
     pairs = None if args.pairs is None else read_pairs(args.pairs)
     model, tokenizer = load(args.model, device)
     pairs = generated_pairs(tokenizer, args.each, args.lengths) if pairs is None else pairs
-    full = None if args.full == "none" else args.full
-    options = {"slots": args.slots, "layout": args.layout, "encoder": args.encoder, "full": full}
+    options = {"slots": args.slots, "layout": args.layout, "encoder": args.encoder, "full": not args.slots_only}
+    options["quantization"] = None if args.quantization == "none" else args.quantization
     began = time.perf_counter()
     gate = calibrate_gate(model, tokenizer, options, pairs, budget=args.budget)
     seconds = time.perf_counter() - began

@@ -8,6 +8,10 @@ heading. **adversarial**: one page behind a text that drifts away from under it.
 
 `prefix caching` is `mode="exact"`. `auto` takes a policy from `--policy`, or calibrates one on requests of other seeds. Operations are
 counted in the decoder layers. A cap is a share of the bytes that the same side takes when it may store everything.
+
+With `--codecs 0.125 0.25` stores are compared instead, on the requests of agents: one of 8 bits, and those that hold the codes of a
+`KVCodec` with these shares of the bytes, each with a policy that is calibrated for it. The codec is calibrated on prose and on generated
+documents.
 """
 
 from __future__ import annotations
@@ -17,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _segments_codecs import POLICY_COLUMNS, codecs_of, store_rows
+from _segments_codecs import report as report_of_stores
 from _segments_quality import Answer, Bench, Side, calibration_prompts, make_workloads
 from _segments_verdicts import ALONE, AUTO, BLIND, HALF, PLAIN, PREFIX, bars, report, summary, write_files, write_plot
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import environment
+from shared.results import environment, write_csv
 from tqdm import tqdm
 
 from hf_kvcaches import SegmentPolicy
+from hf_kvcaches.core.splicing.packing import Quantization
 from hf_kvcaches.segments.calibration import calibrate
 
 SIDES = (ALONE, PLAIN, PREFIX, AUTO, BLIND)
@@ -35,12 +42,12 @@ VARIANTS = (
 )
 
 
-def policy_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> SegmentPolicy:
-    """The policy that is named, or a calibrated one."""
+def policy_of(args: argparse.Namespace, model: Any, tokenizer: Any, quantization: Quantization = "int8") -> SegmentPolicy:
+    """The policy that is named, or one that is calibrated for a store."""
     if args.policy is not None:
         return SegmentPolicy.from_pretrained(args.policy, model=model, tokenizer=tokenizer)
     prompts, asked = calibration_prompts(tokenizer, args.calibration_requests)
-    return calibrate(model, tokenizer, prompts, asked=asked, bound=args.bound)
+    return calibrate(model, tokenizer, prompts, asked=asked, bound=args.bound, quantization=quantization)
 
 
 def parse() -> argparse.Namespace:
@@ -50,9 +57,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--policy", help="a folder or a hub id; default: one is calibrated")
     parser.add_argument("--calibration-requests", type=int, default=40)
     parser.add_argument("--bound", type=float, default=0.05, help="for the calibration: the most that the mean KL divergence may be")
+    parser.add_argument("--codecs", type=float, nargs="+", help="compare stores of 8 bits and of a KVCodec with these shares of the bytes")
+    parser.add_argument("--codec-documents", type=int, default=16, help="generated documents that it is calibrated on, beside prose")
     args = parser.parse_args()
     check_counts(args, ["requests", "drifting", "calibration_requests"])
     return args
+
+
+def compare_stores(args: argparse.Namespace, model: Any, tokenizer: Any, device: torch.device) -> None:
+    """Measures agents with stores of several kinds."""
+    (workload, *_) = make_workloads(tokenizer, args.requests, 0, args.seed)
+    stores: list[Quantization] = ["int8", *codecs_of(model, tokenizer, args.codecs, args.codec_documents)]
+    rows = list(store_rows(model, tokenizer, workload, stores, lambda store: policy_of(args, model, tokenizer, store)))
+    print(report_of_stores(rows))
+    if args.csv:
+        fixed = {**environment(device), "model": Path(args.model).name, "seed": args.seed}
+        write_csv(args.csv / "segments-codecs.csv", rows, fixed)
 
 
 @torch.no_grad()
@@ -60,6 +80,9 @@ def main() -> None:
     args = parse()
     device = begin(args)
     model, tokenizer = load(args.model, device)
+    if args.codecs:
+        compare_stores(args, model, tokenizer, device)
+        return
     policy = policy_of(args, model, tokenizer)
     print(f"{policy}\n")
     bench = Bench(model, tokenizer, policy)
@@ -76,8 +99,7 @@ def main() -> None:
     print(f"{report(rows)}\n")
     print("\n".join(bars(answers, policy.bound if policy.bound is not None else args.bound)))
     if args.csv:
-        names = ("check_layer", "probe", "similarity", "repair", "repair_by")
-        settings = {"model": Path(args.model).name, "seed": args.seed, **{name: getattr(policy, name) for name in names}}
+        settings = {"model": Path(args.model).name, "seed": args.seed, **{name: getattr(policy, name) for name in POLICY_COLUMNS}}
         write_files(args.csv, rows, answers, {**environment(device), **settings})
     if args.plot:
         write_plot(args.plot, rows, answers)

@@ -84,7 +84,9 @@ class Bench:
 
     def kls(self, adapters: Adapters | None) -> list[float]:
         """The divergence of the next token of each text that was not learned from."""
-        library = WarmStartLibrary(self.model, self.tokenizer, self.slots, layout=self.layout, tail=self.tail, full=None, adapters=adapters)
+        library = WarmStartLibrary(
+            self.model, self.tokenizer, self.slots, layout=self.layout, tail=self.tail, full=False, adapters=adapters
+        )
         found = []
         for ids, cold in zip(self.asked, self._cold, strict=True):
             library.add([ids])

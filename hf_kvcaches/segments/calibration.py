@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.fingerprint import ModelFingerprint
-from hf_kvcaches.core.splicing.packing import Quantization
+from hf_kvcaches.core.splicing.packing import Quantization, check_quantization, label_of
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.segments.cache import SegmentReuseCache
 from hf_kvcaches.segments.policy import SegmentPolicy
@@ -91,7 +91,7 @@ class Setting:
         """As it stands in a policy's table; `window` is the guard of all layers."""
         policy = self.policy
         return {
-            "quantization": self.quantization or "none",
+            "quantization": label_of(self.quantization),
             "check_layer": policy.check_layer,
             "probe": policy.probe,
             "similarity": policy.similarity,
@@ -160,17 +160,17 @@ def calibrate(
         bound: In nats, for the mean over the prompts in which something was taken from behind another text.
         slack: The share of operations that may be given up for less divergence, or for stricter thresholds.
         asked: How many tokens at the end of each prompt are withheld, and compared.
-        quantization: How the store that the policy is for keeps keys and values. The others are measured with the chosen policy, too.
+        quantization: As for the `SegmentStore` that the policy is for: "int8", "int4", a `KVCodec`, or None. A policy is for one of them,
+            because probes compare stored keys with exact ones. The others, but for codecs, are measured with the chosen policy, too.
         check_layers: The layers to try for probes; None: 1, 2 and the middle one.
     """
     for name, number in (("bound", bound), ("slack", slack)):
         if not is_number(number) or not 0 <= number < float("inf"):
             raise ConfigError.of(name, "a number of at least 0", number)
     series = _series(prompts, asked)
-    if quantization not in _QUANTIZATIONS:
-        raise ConfigError.of("quantization", "'int8', 'int4' or None", quantization)
-    with closing(SegmentStore("memory")) as store:
-        # Refuses models whose keys can't be moved.
+    quantization = check_quantization(quantization)
+    with closing(SegmentStore("memory", quantization=quantization)) as store:
+        # Refuses models whose keys can't be moved, and a codec of another model.
         layers = len(SegmentReuseCache(model, store, tokenizer, mode="approximate").layers)
     depths = sorted({1, 2, layers // 2} if check_layers is None else set(check_layers))
     depths = [depth for depth in depths if 1 <= depth < layers]

@@ -71,7 +71,8 @@ def calibrate_gate(
     nothing in fewer than a hundred admitted pairs: with none false among n, 3 / n may be.
 
     Args:
-        library_options: Of the `WarmStartLibrary` that the gate is for: `slots`, `encoder`, `layout`, `tail`, `full`, `adapters`.
+        library_options: Of the `WarmStartLibrary` that the gate is for: `slots`, `encoder`, `layout`, `tail`, `full`, `quantization`,
+            `adapters`.
         pairs: (earlier prompt, new prompt), as texts or token ids.
         budget: The largest share of false hits among admitted pairs.
         gate: Where the other limits come from; None for the defaults. Limits that nothing was measured for stay.
@@ -164,7 +165,7 @@ def measure_pair(
             reusable=sum(block.length for block in blocks) / len(after),
             refused=verdict.check,
             slots=divergence_of("slots") if has_summary else None,
-            align=divergence_of("align") if library.full is not None and blocks else None,
+            align=divergence_of("align") if library.full and blocks else None,
         )
     finally:
         library.delete(key)

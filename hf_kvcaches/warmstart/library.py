@@ -17,6 +17,7 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.splicing import packing
+from hf_kvcaches.core.splicing.packing import Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.errors import (
@@ -24,7 +25,6 @@ from hf_kvcaches.errors import (
     ConfigError,
     FingerprintMismatch,
     UnsupportedError,
-    require_choice,
     require_tokenizer,
     whole_number,
 )
@@ -39,7 +39,6 @@ from hf_kvcaches.warmstart.summaries.positions import PositionCorrection
 from hf_kvcaches.warmstart.summaries.slots import Slots
 
 Prompt = str | Sequence[int] | torch.Tensor
-Full = Literal["int8", "int4", "exact"] | KVCodec | None
 
 # How names of tensors begin.
 _SLOTS, _FULL = "slots.", "full."
@@ -54,7 +53,7 @@ class Neighbour(NamedTuple):
 
 
 class WarmStartLibrary:
-    """Prompts with what a model made of them: a summary in slots, and all keys and values unless `full=None`.
+    """Prompts with what a model made of them: a summary in slots, and all keys and values unless `full=False`.
 
     Any thread may use it, and processes may share a folder or a Redis. Whoever can write there can make a model say anything, so keep it
     as private as the weights; entries also hold their prompts as text.
@@ -67,7 +66,8 @@ class WarmStartLibrary:
             or folder of a sentence-transformers model, or a function from texts to vectors.
         layout: Of the slots: `"salient"`, or `"paper"`.
         tail: The last tokens of a prompt, which no slot stands for and which are recomputed behind the slots.
-        full: How all keys and values are stored: `"int8"`, `"int4"`, a `KVCodec` of the model, `"exact"`, or None for slots only.
+        full: Whether all keys and values of a prompt are stored; False for slots only, without alignment.
+        quantization: How these are stored: `"int8"`, `"int4"`, a `KVCodec` of the model, or None for bit-equal ones.
         location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
         max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, the least useful are evicted.
         timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take.
@@ -85,7 +85,8 @@ class WarmStartLibrary:
         *,
         layout: Literal["salient", "paper"] = "salient",
         tail: int = 1,
-        full: Full = "int8",
+        full: bool = True,
+        quantization: Quantization = "int8",
         location: str = "memory",
         max_bytes: int | str | None = None,
         timeout: float = TIMEOUT,
@@ -97,10 +98,11 @@ class WarmStartLibrary:
             raise ConfigError.of("tokenizer", "the model's tokenizer", type(tokenizer).__name__, "Prompts are compared as text, too.")
         tail = whole_number("tail", tail, 1, hint="The last token is always run.")
         slots = whole_number("slots", slots, 0, "a number of slots, 0 for none")
-        if not isinstance(full, KVCodec):
-            require_choice("full", full, ("int8", "int4", "exact", None), also=", or a KVCodec")
-        if not slots and full is None:
-            raise ConfigError("slots=0 and full=None: nothing would be stored. Keep one of them.")
+        if not isinstance(full, bool):
+            hint = "How keys and values are stored is quantization=: 'int8', 'int4', a KVCodec, or None for bit-equal ones."
+            raise ConfigError.of("full", "True or False", full, hint)
+        if not slots and not full:
+            raise ConfigError("slots=0 and full=False: nothing would be stored. Keep one of them.")
         self.model, self.tokenizer = compat.base_model(model), tokenizer
         compat.decoder_layers(self.model)  # or a refusal, before anything is stored
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
@@ -108,9 +110,10 @@ class WarmStartLibrary:
         if slots and not self.rotation.turns and self.correction is None:
             raise UnsupportedError(f"slots: {self.rotation.why}. Use slots=0, which reuses common starts of prompts.")
         self.slots, self.layout, self.tail, self.full = slots, layout, tail, full
+        quantization = packing.check_quantization(quantization)
+        self.quantization: Quantization = quantization if full else None
         if self.codec is not None:
-            packing.check_quantization(self.codec)
-            self.codec.require_all_layers(self.model, "full")
+            self.codec.require_all_layers(self.model, "quantization")
         if isinstance(adapters, TrainedAdapters):
             adapters = adapters.checked(self.model, slots, layout, tail)
         self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
@@ -121,12 +124,11 @@ class WarmStartLibrary:
     @property
     def codec(self) -> KVCodec | None:
         """What reads keys and values, if they are codes."""
-        return self.full if isinstance(self.full, KVCodec) else None
+        return self.quantization if isinstance(self.quantization, KVCodec) else None
 
     def _scope(self) -> str:
-        full: Any = self.full
         parts: list[Any] = ["warm start 2", self.digest, digest_of_tokenizer(self.tokenizer), self.encoder.name]
-        parts += [self.slots, self.layout, self.tail, packing.name_of(full), digest_of(self._adapter_tensors())]
+        parts += [self.slots, self.layout, self.tail, self.full, packing.name_of(self.quantization), digest_of(self._adapter_tensors())]
         return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
     def _adapter_tensors(self) -> dict[str, torch.Tensor]:
@@ -159,8 +161,8 @@ class WarmStartLibrary:
             slots = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling)
             tensors |= {_SLOTS + name: tensor for name, tensor in slots.tensors().items()}
         stored: dict[str, Any] = {}
-        if self.full is not None:
-            packed, stored = packing.encode(states.layers, {}, None if self.full == "exact" else self.full, 0, self.rotation.layers)
+        if self.full:
+            packed, stored = packing.encode(states.layers, {}, self.quantization, 0, self.rotation.layers)
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
         return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, provenance, stored))
 
@@ -236,7 +238,7 @@ class WarmStartLibrary:
         return self.entries.report()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write all entries and settings into a folder, as an artifact."""
+        """Write all entries and settings into a folder, as an artifact. Of a codec it holds the digest: save the codec as well."""
         self._packed().save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
@@ -258,6 +260,7 @@ class WarmStartLibrary:
         *,
         location: str = "memory",
         max_bytes: int | str | None = None,
+        codec: KVCodec | None = None,
         **options: Any,
     ) -> Self:
         """Load a library that `save_pretrained` wrote.
@@ -269,11 +272,13 @@ class WarmStartLibrary:
             encoder: The one that it was made with; None for that of the model.
             location: Where the entries go.
             max_bytes: See the class.
+            codec: The `KVCodec` that keys and values were coded with, which the folder names and does not hold; None where there is none.
             **options: Of `Artifact.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
         """
         packed = PackedLibrary.from_pretrained(folder_or_hub_id, model=compat.base_model(model), tokenizer=tokenizer, **options)
         adapters = Adapters.of(packed.adapters) if packed.adapters else None
-        library = cls(model, tokenizer, encoder=encoder, location=location, max_bytes=max_bytes, adapters=adapters, **packed.settings)
+        settings = packed.settings | {"quantization": packing.quantization_of(packed.settings["quantization"], codec)}
+        library = cls(model, tokenizer, encoder=encoder, location=location, max_bytes=max_bytes, adapters=adapters, **settings)
         if library.encoder.name != packed.encoder:
             raise ConfigError.of("encoder", f"the one that the library was made with, {packed.encoder!r}", library.encoder.name)
         try:
@@ -285,16 +290,12 @@ class WarmStartLibrary:
 
     def _packed(self) -> PackedLibrary:
         self._require_same_model()
-        if self.codec is not None:
-            raise UnsupportedError(
-                "save_pretrained: entries are codes, which need their codec. Keep the library in a folder: location='disk:FOLDER'."
-            )
         entries = []
         for key in self.ids():
             self.entries.catalog.blobs.begin()  # each is a request of its own
             entries.append(self.entries.get(key))
-        settings = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
-        settings["correct_positions"] = self.correction is not None
+        settings: dict[str, Any] = {"slots": self.slots, "layout": self.layout, "tail": self.tail, "full": self.full}
+        settings |= {"quantization": packing.name_of(self.quantization), "correct_positions": self.correction is not None}
         packed = PackedLibrary(tuple(filter(None, entries)), settings, self.encoder.name, self._adapter_tensors())
         packed.fingerprint = ModelFingerprint.of(self.model, self.tokenizer)
         return packed
@@ -319,7 +320,8 @@ class WarmStartLibrary:
         return self  # a copied cache shares the library
 
     def __repr__(self) -> str:
-        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, full={self.full!r}, {self.entries.catalog.place!r})"
+        kept = packing.label_of(self.quantization) if self.full else "slots only"
+        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, {kept}, {self.entries.catalog.place!r})"
 
 
 def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 
 from hf_kvcaches.core.artifact import Artifact
-from hf_kvcaches.core.splicing.packing import check
+from hf_kvcaches.core.splicing.packing import check, is_coded
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.warmstart.entries import Entry
 
@@ -17,7 +17,8 @@ _SETTINGS: dict[str, Callable[[Any], bool]] = {
     "slots": lambda value: type(value) is int and value >= 0,
     "layout": lambda value: value in ("salient", "paper"),
     "tail": lambda value: type(value) is int and value >= 1,
-    "full": lambda value: value in ("int8", "int4", "exact", None),
+    "full": lambda value: type(value) is bool,
+    "quantization": lambda value: value in ("int8", "int4", None) or is_coded({"quantization": value}),
     "correct_positions": lambda value: type(value) is bool,
 }
 
@@ -26,7 +27,7 @@ class PackedLibrary(Artifact):
     """A library of prompts with their states, to start similar prompts from; with the tensors of its adapters, if it has any."""
 
     artifact_type = "warm-start-library"
-    format_version = 2
+    format_version = 3
 
     def __init__(
         self, entries: tuple[Entry, ...], settings: dict[str, Any], encoder: str, adapters: Mapping[str, torch.Tensor] | None = None
@@ -59,6 +60,8 @@ class PackedLibrary(Artifact):
             parts, stored, provenance = groups[str(number)], dict(prompt["stored"]), dict(prompt["provenance"])
             ids, embedding = parts.pop("ids").tolist(), parts.pop("embedding").numpy()
             if stored:
+                if (kind := stored["quantization"]) != settings["quantization"]:
+                    raise ArtifactError(f"Prompt {number} is stored as {kind}, and the library as {settings['quantization']}.")
                 check({name.removeprefix("full."): tensor for name, tensor in parts.items() if name.startswith("full.")}, stored, len(ids))
             entries.append(Entry(prompt["text"], ids, embedding, parts, provenance, stored))
         return cls(tuple(entries), settings, metadata["encoder"], groups.get("adapters"))

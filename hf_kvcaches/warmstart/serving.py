@@ -68,7 +68,7 @@ class Serving:
             if plan.neighbour is not None:
                 self.library.entries.used(plan.neighbour.key, plan.reused)
         reused = sum(plan.reused for plan in plans)
-        inexact = any(plan.served == "align" or (plan.blocks and self.library.full != "exact") for plan in plans)
+        inexact = any(plan.served == "align" or (plan.blocks and self.library.quantization is not None) for plan in plans)
         prompt = PromptPlan(tuple(map(self._planned, self.padding, plans, rows)), total)
         return Outcome(cache.execute(self.call, prompt), tuple(plans), reused, tokens - reused, inexact)
 
@@ -78,7 +78,7 @@ class Serving:
         if len(ids) < 2:
             return RowPlan("cold", refused="One token has nothing before it.")
         exact = library.exact(ids)
-        splices = library.full is not None and cache.strategy != "slots"
+        splices = library.full and cache.strategy != "slots"
         if exact is not None and splices and self.full_of(exact.key) is not None:
             return RowPlan("exact", exact, (Block(0, 0, len(ids) - 1),))
         prefix = self._prefix(ids) if splices else RowPlan("cold")

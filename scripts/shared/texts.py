@@ -48,6 +48,12 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
+def codec_texts(tokenizer: Any, ids: list[int], documents: int, tokens: int, seed: int) -> list[list[int]]:
+    """Token ids to calibrate a codec on: of a text, and of documents of about so many tokens with facts between its paragraphs."""
+    made = make_documents(tokenizer, tokenizer.decode(ids), documents, tokens, seed) if documents else []
+    return [ids, *(encode(tokenizer, document.text()) for document in made)]
+
+
 def make_documents(tokenizer: Any, text: str, count: int, tokens: int, seed: int, facts: int = 2) -> list[Document]:
     """Documents of about so many tokens, with paragraphs of a text between their facts."""
     filler, documents = Filler(text), []

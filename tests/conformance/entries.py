@@ -166,7 +166,7 @@ def exact_segments(model: Any, decode_with: KVCache | None = None) -> SegmentReu
 
 def no_prompts(model: Any) -> WarmStartCache:
     """A cache with nothing to start from."""
-    return WarmStartCache(model, WarmStartLibrary(model, words(), slots=0, full="exact"))
+    return WarmStartCache(model, WarmStartLibrary(model, words(), slots=0, quantization=None))
 
 
 class SeenBefore(WarmStartCache):
@@ -183,7 +183,7 @@ class SeenBefore(WarmStartCache):
 
 def same_prompt(model: Any, decode_with: KVCache | None = None) -> SeenBefore:
     """A cache that takes all of a prompt but the last token from a library, bit for bit."""
-    return SeenBefore(model, WarmStartLibrary(model, words(), slots=0, full="exact"), decode_with=decode_with)
+    return SeenBefore(model, WarmStartLibrary(model, words(), slots=0, quantization=None), decode_with=decode_with)
 
 
 class ReadBefore(TranslatedCache):

@@ -71,7 +71,7 @@ def segments(of: PreTrainedModel, prompt: torch.Tensor, mask: torch.Tensor | Non
 
 def warm_start(of: PreTrainedModel, prompt: torch.Tensor, mask: torch.Tensor | None, **options: Any) -> KVCache:
     """A cache whose library has the prompt."""
-    library = WarmStartLibrary(of, words(), slots=0, full="exact")
+    library = WarmStartLibrary(of, words(), slots=0, quantization=None)
     library.add([row if mask is None else row[mask[number].bool()] for number, row in enumerate(prompt)])
     return WarmStartCache(of, library, **options)
 

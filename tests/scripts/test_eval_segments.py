@@ -79,6 +79,33 @@ def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
     assert (len(drifts), drifts[0], drifts[-1]) == (4, 0, 1)
 
 
+def test_stores_of_codes_are_compared_with_one_of_8_bits(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(script("_segments_codecs"), "TOKENS", 600)
+    POLICY.save_pretrained(tmp_path / "policy")
+    options = ["--requests", "3", "--policy", tmp_path / "policy", "--csv", tmp_path, "--codecs", "0.125", "0.25", "--codec-documents", "0"]
+    done = run_script("eval_segments", "--device", "cpu", *options)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "segments-codecs.csv")
+    stores, modes = ("int8", "codec 0.125", "codec 0.25"), ("prefix caching", "auto", "approximate")
+    assert [(row["quantization"], row["side"]) for row in rows] == [(store, mode) for store in stores for mode in modes]
+    int8, eighth, quarter = (float(row["mib"]) for row in rows if row["side"] == "auto")
+    assert eighth < 0.4 * int8
+    assert eighth < quarter < int8
+    assert all(row["hardware"] and row["probe"] == "0.9" and row["requests"] == "3" for row in rows)
+    assert done.stdout.count("codec 0.125: ") == 4
+
+
+def test_bars_of_stores_of_codes_are_beside_8_bits(script):
+    codecs = script("_segments_codecs")
+    plain = {"side": "auto", "quantization": "int8", "recall": 1.0, "saved": 0.6, "kl_mean": 1e-5, "mib": 20.0}
+    good = plain | {"quantization": "codec 0.125", "mib": 5.2, "recall": 0.99}
+    assert missed(dict(line.strip().rsplit(": ", 1) for line in codecs.bars([plain, good]))) == []
+    bad = {"saves": {"saved": 0.59}, "recall": {"recall": 0.97}, "mean KL": {"kl_mean": 0.1}, "a quarter": {"mib": 6.0}}
+    for claim, changes in bad.items():
+        (found,) = missed(dict(line.strip().rsplit(": ", 1) for line in codecs.bars([plain, good | changes])))
+        assert found.startswith(f"codec 0.125: {claim}")
+
+
 def test_the_calibration_writes_a_policy_for_this_model(tmp_path):
     lines = [f'{{"prompt": "{"The road was long and the day was cold. " * 6} Number {number}."}}' for number in range(3)]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
+from hf_kvcaches.core.splicing.packing import label_of
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.segments.calibration import (
     Answered,
@@ -23,6 +24,7 @@ from hf_kvcaches.segments.calibration import (
     next_tokens,
 )
 from tests import tiny
+from tests.segments.test_coded import codec_of
 
 PARTS = [tiny.ids(1, length, seed=seed)[0].tolist() for seed, length in enumerate((30, 41, 28, 17, 35))]
 ORDERS = ((0, 1, 3), (2, 1, 3), (4, 0, 1, 3), (1, 2, 0, 3))
@@ -75,6 +77,17 @@ def test_what_is_measured_comes_out_again_when_the_policy_is_used(model, policy)
     assert kls
     assert chosen(policy)["kl"] == pytest.approx(sum(kls) / len(kls), abs=1e-4)
     assert chosen(policy)["saved"] == pytest.approx(sum(saved) / len(saved), abs=1e-6)
+
+
+def test_a_policy_for_a_store_of_codes_is_measured_with_codes(model):
+    codec = codec_of(model).at(0.25)
+    policy = calibrate(model, None, PROMPTS, bound=0.5, **OPTIONS | {"quantization": codec})
+    assert chosen(policy)["quantization"] == label_of(codec)
+    assert {row["quantization"] for row in policy.measured} == {label_of(codec), "int8", "int4", "none"}
+    exact = next(row for row in policy.measured if row["quantization"] == "none")
+    assert chosen(policy)["kl"] != exact["kl"]
+    with pytest.raises(FingerprintMismatch, match="KVCodec"):
+        calibrate(tiny.llama(seed=1), None, PROMPTS, **OPTIONS | {"quantization": codec})
 
 
 def test_a_bound_of_nothing_lets_nothing_in_but_what_is_exact(model):

@@ -51,14 +51,14 @@ def test_a_segment_takes_the_bytes_of_its_codes_and_the_first_tokens_of_a_text()
     assert all(exact <= size < exact + 4000 for size in sizes.values())
 
 
-def test_processes_with_the_same_codec_share_a_folder_and_others_see_nothing(tmp_path: Path):
+def test_processes_with_the_same_codec_share_a_place_and_others_see_nothing(shared_location: str, tmp_path: Path):
     model, prompt = tiny.llama(), joined(A, B, C)
     codec = codec_of(model)
-    with SegmentStore(f"disk:{tmp_path / 'segments'}", quantization=codec) as store:
+    with SegmentStore(shared_location, quantization=codec) as store:
         first_logits(model, prompt, SegmentReuseCache(model, store))
     codec.save_pretrained(tmp_path / "codec")
     for again, found in ((KVCodec.from_pretrained(tmp_path / "codec"), True), (codec.at(0.25), False)):
-        with SegmentStore(f"disk:{tmp_path / 'segments'}", quantization=again) as store:
+        with SegmentStore(shared_location, quantization=again) as store:
             cache = SegmentReuseCache(model, store)
             context = nullcontext() if found else pytest.warns(RuntimeWarning, match="none for this model")
             with context:

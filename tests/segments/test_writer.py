@@ -47,6 +47,8 @@ def test_closing_writes_what_the_last_prompt_had_computed(model, tmp_path):
         cache = SegmentReuseCache(model, store, mode="exact")
         cache.prefill(prompt(0))
     assert len(blob_files(tmp_path)) > 0
+    for thread in writers():  # one that finds no job left
+        thread.join(30)
     assert writers() == []
 
 

@@ -66,10 +66,10 @@ def test_without_a_neighbour_nothing_is_lost(strategy: Any) -> None:
     assert report.refusals == ("No entry is like it.",)
 
 
-@pytest.mark.parametrize("full", ["int8", "int4"])
-def test_rounded_keys_and_values_are_near(full: Any) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_keys_and_values_are_near(quantization: Any) -> None:
     model = tiny.llama(initializer_range=0.1)
-    cache = WarmStartCache(model, library_of(model, EARLIER, full=full))
+    cache = WarmStartCache(model, library_of(model, EARLIER, quantization=quantization))
     got, expected = logits_of(model, EARLIER, cache), logits_of(model, EARLIER)
     assert cache.report().strategies == ("exact",)
     assert 1e-5 < float((got - expected).abs().max()) < 0.1 * float(expected.abs().max())
@@ -384,7 +384,7 @@ def test_another_adapter_is_another_model() -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model.add_adapter("other", config)
     model.set_adapter("default")
-    library = WarmStartLibrary(model, tokenizer, slots=0, full="exact")
+    library = WarmStartLibrary(model, tokenizer, slots=0, quantization=None)
     library.add(ids[0])
     cache = WarmStartCache(model, library)
     for change, strategy in ((lambda: None, "exact"), (lambda: model.set_adapter("other"), "cold")):
@@ -455,7 +455,7 @@ def _eager(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def summary(model: PreTrainedModel, layout: str = "salient", tail: int = 1, **options: Any) -> WarmStartCache:
-    library = library_of(model, SUMMED, slots=16, full=None, layout=layout, tail=tail)
+    library = library_of(model, SUMMED, slots=16, full=False, layout=layout, tail=tail)
     return WarmStartCache(model, library, strategy="slots", gate=OPEN, **options)
 
 
@@ -536,7 +536,7 @@ def test_the_last_token_is_forwarded_where_it_stands_and_the_length_before_it_is
 
 def test_a_summary_serves_the_same_prompt_where_nothing_else_is_stored() -> None:
     model = tiny.llama()
-    cache = WarmStartCache(model, library_of(model, SUMMED, slots=200, full=None), strategy="slots")
+    cache = WarmStartCache(model, library_of(model, SUMMED, slots=200, full=False), strategy="slots")
     # With as many slots as tokens the summary is all of them.
     close(logits_of(model, SUMMED, cache, 4), logits_of(model, SUMMED, new=4))
     assert cache.report().strategies == ("slots",)
@@ -637,7 +637,7 @@ def test_padding_between_turns_behind_a_summary_is_not_looked_at() -> None:
 
 def test_prompts_that_do_not_end_alike_and_those_the_gate_refuses_are_not_summed_up() -> None:
     model = tiny.llama()
-    library = library_of(model, SUMMED, slots=16, full=None)
+    library = library_of(model, SUMMED, slots=16, full=False)
     cache = WarmStartCache(model, library, strategy="slots", gate=WarmStartGate(tau=-1.0, content=None), tail=1)
     close(logits_of(model, joined(LIKE, D), cache), logits_of(model, joined(LIKE, D)))
     assert cache.report().refusals == ("The two don't end alike.",)
@@ -654,7 +654,7 @@ def test_prompts_that_do_not_end_alike_and_those_the_gate_refuses_are_not_summed
 
 def test_a_projector_changes_slots_where_it_fits_and_does_no_harm_where_it_does_not() -> None:
     model = tiny.llama(num_hidden_layers=2)
-    library = library_of(model, SUMMED, slots=16, full=None)
+    library = library_of(model, SUMMED, slots=16, full=False)
     geometries = rotation_of(model.config).layers
     mixing = tuple(torch.eye(16).roll(1, 0) for _ in range(2))
     projector = SlotProjector(mixing, "shared")
@@ -665,7 +665,7 @@ def test_a_projector_changes_slots_where_it_fits_and_does_no_harm_where_it_does_
     expected = behind_slots(model, slots, found.sequences[0, length - 1 : -1], length - 1)
     close(torch.stack(found.logits, 1)[0], expected)
     # A prompt with fewer tokens than slots.
-    short = library_of(model, D[:, :9], slots=16, full=None)
+    short = library_of(model, D[:, :9], slots=16, full=False)
     prompt = joined(E[:, :3], D[:, :9])
     with_it = WarmStartCache(model, short, strategy="slots", gate=OPEN, projector=projector)
     without = WarmStartCache(model, short, strategy="slots", gate=OPEN)
@@ -725,7 +725,7 @@ def test_a_loop_without_positions_gets_what_a_full_cache_gives(name: str) -> Non
 @pytest.mark.parametrize("swap", ["off", "sync", "background"])
 def test_by_itself_a_summary_only_stands_in_until_an_exact_prefill_takes_over(swap: Any) -> None:
     model = tiny.llama()
-    library = library_of(model, SUMMED, slots=16, full=None)
+    library = library_of(model, SUMMED, slots=16, full=False)
     cache = WarmStartCache(model, library, swap=swap, gate=OPEN)
     text = answer(model, LIKE, cache, 6)
     if swap == "off":

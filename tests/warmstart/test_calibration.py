@@ -166,7 +166,7 @@ def test_limits_of_what_the_library_does_not_hold_stay_as_they_were(loaded, pair
     only_stretches = calibrate_gate(*loaded, {"slots": 0}, pairs[:2], gate=base, progress=False)
     assert only_stretches.tau == 0.77
     assert {row["limit"] for row in only_stretches.measured} <= {"reusable"}
-    only_slots = calibrate_gate(*loaded, {"slots": 16, "full": None}, pairs[:2], gate=base, progress=False)
+    only_slots = calibrate_gate(*loaded, {"slots": 16, "full": False}, pairs[:2], gate=base, progress=False)
     assert only_slots.reusable == 0.44
     assert {row["limit"] for row in only_slots.measured} == {"tau"}
 

@@ -52,9 +52,9 @@ def test_the_gate_has_the_defaults_that_the_guide_names():
 
 def test_the_library_has_the_defaults_that_the_guide_names():
     defaults = {name: p.default for name, p in inspect.signature(WarmStartLibrary).parameters.items()}
-    rows = re.findall(r"^\| `(slots|encoder|full|location|max_bytes)` \| `?\"?([^|`\"]+?)\"?`? \|", GUIDE, flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(slots|encoder|full|quantization|location|max_bytes)` \| `?\"?([^|`\"]+?)\"?`? \|", GUIDE, flags=re.MULTILINE)
     assert {name: value for name, value in rows if name != "encoder"} == {
-        name: str(defaults[name]) for name in ("slots", "full", "location", "max_bytes")
+        name: str(defaults[name]) for name in ("slots", "full", "quantization", "location", "max_bytes")
     }
     assert dict(rows)["encoder"] == "model"
 

@@ -46,7 +46,7 @@ def prompt(seed: int) -> torch.Tensor:
 
 
 def opened(model: Any, location: str, **options: Any) -> WarmStartLibrary:
-    return WarmStartLibrary(model, words(), location=location, **{"slots": 0, "full": "exact", **options})
+    return WarmStartLibrary(model, words(), location=location, **{"slots": 0, "quantization": None, **options})
 
 
 def served(model: Any, library: WarmStartLibrary, ids: torch.Tensor) -> str:
@@ -156,10 +156,12 @@ def test_what_is_no_prompt_is_refused(prompts: Any, message: str) -> None:
         ({"tokenizer": "gpt2"}, "tokenizer"),
         ({"tail": 0}, "tail"),
         ({"tail": True}, "tail"),
-        ({"full": "int2"}, "full"),
+        ({"full": "int8"}, "full: expected True or False, got 'int8'. .* quantization="),
+        ({"full": None}, "full: expected True or False"),
+        ({"quantization": "int2"}, "quantization"),
         ({"slots": -1}, "slots"),
         ({"slots": 1.5}, "slots"),
-        ({"slots": 0, "full": None}, "nothing would be stored"),
+        ({"slots": 0, "full": False}, "nothing would be stored"),
         ({"layout": "round"}, "layout"),
         ({"encoder": 3}, "encoder"),
         ({"max_bytes": 0}, "max_bytes"),
@@ -173,7 +175,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 
 def test_a_prompt_and_its_slots_are_as_many_as_asked_for() -> None:
     model = tiny.llama()
-    library = library_of(model, EARLIER, slots=12, full="int8", tail=3)
+    library = library_of(model, EARLIER, slots=12, quantization="int8", tail=3)
     (key,) = library.ids()
     slots = library.slots_of(key)
     assert slots is not None
@@ -211,7 +213,7 @@ def test_the_longest_beginning_is_found_as_by_looking_at_all(prompts: list[list[
 # Files
 
 
-@pytest.mark.parametrize("options", [{"slots": 12, "full": "exact"}, {"slots": 0, "full": "int8"}, {"slots": 12, "full": None}])
+@pytest.mark.parametrize("options", [{"slots": 12, "quantization": None}, {"slots": 0}, {"slots": 12, "full": False}])
 def test_a_library_comes_back_from_its_folder_with_the_same_answers(tmp_path: Path, options: dict[str, Any]) -> None:
     model = tiny.llama()
     library = WarmStartLibrary(model, words(), layout="paper", tail=2, **options)
@@ -219,7 +221,8 @@ def test_a_library_comes_back_from_its_folder_with_the_same_answers(tmp_path: Pa
     library.save_pretrained(tmp_path / "saved")
     again = WarmStartLibrary.from_pretrained(tmp_path / "saved", model, words(), location=f"disk:{tmp_path / 'entries'}")
     assert sorted(again.ids()) == sorted(library.ids())
-    assert (again.slots, again.layout, again.tail, again.full) == (library.slots, "paper", 2, options["full"])
+    assert (again.slots, again.layout, again.tail, again.full) == (library.slots, "paper", 2, library.full)
+    assert again.quantization == library.quantization
     assert all(again.provenance(key) == {"from": "here"} and again.prompt(key) == library.prompt(key) for key in library.ids())
     for ids in (EARLIER, CHANGED, joined(B, C[:, -9:])):
         caches = [WarmStartCache(model, each, gate=OPEN, swap="sync") for each in (library, again)]
@@ -261,7 +264,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_libraries_that_differ_do_not_see_each_other_in_one_place(tmp_path: Path) -> None:
     place, model = f"disk:{tmp_path}", small()
     opened(model, place).add(prompt(0)[0])
-    for options in ({"full": "int8"}, {"slots": 4}, {"tail": 2}, {"encoder": "hidden"}):
+    for options in ({"quantization": "int8"}, {"slots": 4}, {"tail": 2}, {"encoder": "hidden"}):
         with said() as sentences:
             other = opened(model, place, **options)
         assert len(other) == 0
@@ -305,7 +308,7 @@ def test_flipped_bits_anywhere_in_a_file_are_a_miss_that_is_said_once(tmp_path: 
 
 def test_a_damaged_summary_is_a_miss(tmp_path: Path) -> None:
     model = tiny.llama()
-    library = library_of(model, EARLIER, slots=12, full=None, location=f"disk:{tmp_path}")
+    library = library_of(model, EARLIER, slots=12, full=False, location=f"disk:{tmp_path}")
     (path,) = files(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data[:-40] + bytes([data[-40] ^ 16]) + data[-39:])
@@ -422,7 +425,7 @@ def test_a_process_that_is_killed_while_it_adds_leaves_a_library_that_opens(shar
 
 def test_the_longest_common_beginning_is_found_among_entries_that_share_the_first_thousand_tokens() -> None:
     model = small()
-    library = WarmStartLibrary(model, words(), slots=0, full="int4")
+    library = WarmStartLibrary(model, words(), slots=0, quantization="int4")
     shared = tiny.ids(1, 1100, seed=1)[0]
     for length, seed in ((5, 2), (60, 3), (20, 4), (40, 5)):
         library.add(torch.cat([shared, tiny.ids(1, 80, seed=9)[0][:length], tiny.ids(1, 30, seed=seed)[0]]).tolist())

@@ -43,7 +43,7 @@ def divergence(expected: torch.Tensor, actual: torch.Tensor) -> float:
 def test_a_summary_moved_to_any_place_gives_the_same_logits(name: str, padding: int) -> None:
     """All positions of a prompt shifted alike change nothing, whether padding or positions shift them."""
     tested = MODELS[name]()
-    library = library_of(tested, EARLIER, slots=200, full=None)
+    library = library_of(tested, EARLIER, slots=200, full=False)
     cache = WarmStartCache(tested, library, strategy="slots")
     ids, mask = left_padded(EARLIER, torch.zeros(1, 107 + padding, dtype=torch.long))
     got = logits_of(tested, ids[:1], cache, 4, attention_mask=mask[:1])
@@ -54,7 +54,7 @@ def test_a_summary_moved_to_any_place_gives_the_same_logits(name: str, padding: 
 @pytest.mark.parametrize("delta", [-40, 1, 77])
 def test_slots_turned_on_and_their_last_token_with_them_give_the_logits_of_where_they_came_from(delta: int) -> None:
     tested = tiny.llama()
-    library = library_of(tested, EARLIER, slots=16, full=None)
+    library = library_of(tested, EARLIER, slots=16, full=False)
     slots = library.slots_of(library.ids()[0])
     assert slots is not None
     logits = []
@@ -105,7 +105,7 @@ def _mean_divergence(layout: Any, slots: int) -> float:
     tested, tokenizer = trained()
     found = []
     for source, target, expected in _passages():
-        library = WarmStartLibrary(tested, tokenizer, slots=slots, full=None, layout=layout)
+        library = WarmStartLibrary(tested, tokenizer, slots=slots, full=False, layout=layout)
         library.add([source])
         cache = WarmStartCache(tested, library, strategy="slots", gate=OPEN)
         found.append(divergence(expected, logits_of(tested, torch.tensor([target]), cache)[:, 0]))
@@ -127,7 +127,7 @@ def test_with_as_many_slots_as_tokens_the_papers_layout_is_exact_and_with_few_it
     assert min(paper[2:]) < max(paper[:2]), paper
     tested, tokenizer = trained()
     source, _, _ = _passages()[0]
-    library = WarmStartLibrary(tested, tokenizer, slots=300, full=None, layout="paper")
+    library = WarmStartLibrary(tested, tokenizer, slots=300, full=False, layout="paper")
     library.add([source])
     ids = torch.tensor([source])
     assert divergence(logits_of(tested, ids)[:, 0], logits_of(tested, ids, WarmStartCache(tested, library))[:, 0]) < 1e-6
@@ -190,7 +190,7 @@ def test_a_prompts_slots_are_made_of_its_own_tokens_and_those_before_the_tail() 
 @pytest.mark.parametrize("strategy", ["auto", "align", "exact"])
 def test_the_same_prompt_is_exact(strategy: Any) -> None:
     tested, tokenizer = trained()
-    library = WarmStartLibrary(tested, tokenizer, full="exact")
+    library = WarmStartLibrary(tested, tokenizer, quantization=None)
     source = make_pairs(tokenizer, "identical", 1, length=300)[0].source.prompt
     library.add([source])
     cache = WarmStartCache(tested, library, strategy=strategy)
@@ -246,7 +246,7 @@ def test_an_unrelated_source_behind_an_open_gate_says_something_else_and_the_gat
         # They end with the same token, which alone is run.
         target = [*pair.target.prompt, pair.source.prompt[-1]] if pair.target.prompt[-1] != pair.source.prompt[-1] else pair.target.prompt
         ids = torch.tensor([target])
-        library = WarmStartLibrary(tested, tokenizer, slots=64, full=None)
+        library = WarmStartLibrary(tested, tokenizer, slots=64, full=False)
         library.add([pair.source.prompt])
         expected = logits_of(tested, ids)[:, 0]
         for gate, found, strategy in ((OPEN, wrong, "slots"), (None, cold, "cold")):
@@ -260,7 +260,7 @@ def test_an_unrelated_source_behind_an_open_gate_says_something_else_and_the_gat
 def test_the_source_without_the_turn_is_far_off() -> None:
     tested, tokenizer = trained()
     _, target, expected = _passages()[0]
-    library = WarmStartLibrary(tested, tokenizer, slots=64, full=None)
+    library = WarmStartLibrary(tested, tokenizer, slots=64, full=False)
     library.add([_passages()[0][0]])
     slots = library.slots_of(library.ids()[0])
     assert isinstance(slots, Slots)

@@ -36,7 +36,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 1e-4) -> N
 
 
 def warm(model: PreTrainedModel, swap: Any, served: str = "align") -> WarmStartCache:
-    options: dict[str, Any] = {"slots": 16, "full": None} if served == "slots" else {}
+    options: dict[str, Any] = {"slots": 16, "full": False} if served == "slots" else {}
     return WarmStartCache(model, library_of(model, EARLIER, **options), strategy=served, swap=swap, gate=OPEN)  # type: ignore[arg-type]
 
 
@@ -159,7 +159,7 @@ def test_what_was_exact_is_not_run_again() -> None:
         assert (cache.report().strategies, cache.report().swapped) == ((served,), False)
         assert cache._exact is None
     # What was rounded was not.
-    cache = WarmStartCache(model, library_of(model, EARLIER, full="int8"), swap="sync")
+    cache = WarmStartCache(model, library_of(model, EARLIER, quantization="int8"), swap="sync")
     found = answer(model, EARLIER, cache, 4)
     assert cache.report().swapped
     close(torch.stack(found.logits, 1)[:, 1:], cold(model, found.sequences, 4)[:, 1:])

@@ -37,7 +37,7 @@ def words(vocabulary: int = tiny.VOCABULARY) -> PreTrainedTokenizerFast:
 
 def library_of(model: Any, *prompts: torch.Tensor, **options: Any) -> WarmStartLibrary:
     """A library with these prompts, bit for bit and without summaries unless told otherwise."""
-    made = WarmStartLibrary(model, words(), **{"slots": 0, "full": "exact", **options})
+    made = WarmStartLibrary(model, words(), **{"slots": 0, "quantization": None, **options})
     made.add([prompt[0] for prompt in prompts])
     return made
 

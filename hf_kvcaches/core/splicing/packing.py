@@ -67,6 +67,30 @@ def name_of(quantization: Quantization) -> str | None:
     return _CODED + quantization.digest if isinstance(quantization, KVCodec) else quantization
 
 
+def quantization_of(name: str | None, codec: KVCodec | None) -> Quantization:
+    """The way to store that `name_of` named. Refuses another codec than the one that coded.
+
+    Args:
+        codec: The codec that the caller passed, or None.
+    """
+    digest = name.removeprefix(_CODED) if name is not None and name.startswith(_CODED) else None
+    if digest is None:
+        if codec is not None:
+            raise ConfigError.of("codec", f"None, since keys and values are stored without a codec ({name})", codec, "Leave it out.")
+        return check_quantization(name)
+    expected = f"the KVCodec that keys and values were coded with, of the digest {digest}"
+    if codec is None:
+        raise ConfigError.of("codec", expected, None, "Pass codec=KVCodec.from_pretrained(...).")
+    if codec.digest != digest:
+        raise ConfigError.of("codec", expected, codec.digest, "Other bits of a codec are another codec, too: pass codec.at(...) as it was.")
+    return codec
+
+
+def label_of(quantization: Quantization) -> str:
+    """Names a way to store in a table: "int8", "int4", "codec" with its share of the bytes, or "none"."""
+    return f"codec {quantization.bytes_ratio:.3g}" if isinstance(quantization, KVCodec) else quantization or "none"
+
+
 def encode(
     layers: Sequence[LayerStates],
     hidden: Mapping[int, torch.Tensor],
