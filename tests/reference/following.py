@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,6 +39,15 @@ class Step(NamedTuple):
     vector: torch.Tensor
     basis: int
     near: bool
+
+
+def clipped(energy: float, reach: float) -> float:
+    """What is lost of normally distributed numbers that are clipped to -reach and reach."""
+    if energy <= 0:
+        return 0.0
+    far = reach / energy**0.5
+    density = math.exp(-(far**2) / 2) / (2 * math.pi) ** 0.5
+    return (energy + reach**2) * math.erfc(far / 2**0.5) - 2 * reach * energy**0.5 * density
 
 
 @dataclass
@@ -145,7 +155,8 @@ class FollowingOracle:
         seen = torch.stack(self.kept)
         lost = energy = float(seen.square().sum()) / self.tokens
         for slot, axis, size in zip(self.slots, axes, sizes, strict=True):
-            lost -= min(float((seen @ axis).square().sum()) / self.tokens, size) * (1 - slot.loss)
+            found, reach = float((seen @ axis).square().sum()) / self.tokens, slot.unit * size**0.5 * 2.0 ** (slot.width - 1)
+            lost -= found * (1 - slot.loss) - max(0.0, clipped(found, reach) - clipped(size, reach))
         return max(0.0, lost), energy
 
     def _renew(self) -> None:

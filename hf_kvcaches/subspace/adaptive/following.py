@@ -237,14 +237,16 @@ class Follower:
         return track._replace(sketch=self.sketch.scaled(track.sketch, self.settings.decay), tokens=track.tokens * self.settings.decay)
 
     def _lost(self, track: Track, gram: torch.Tensor) -> torch.Tensor:
-        """What a token loses in the mean with the basis in use, (batch, heads), float64. Energy beyond that of a step is clipped.
+        """What a token loses in the mean with the basis in use, (batch, heads), float64, as if coefficients were normally distributed.
 
         Args:
             gram: The mean outer product of such tokens.
         """
-        turn = track.turn.double()
-        found = ((turn @ gram) * turn).sum(-1)
-        kept = found.minimum(track.sizes.double()) * (1 - self._losses)
+        turn, sizes = track.turn.double(), track.sizes.double()
+        found = ((turn @ gram) * turn).sum(-1).clamp_min(0.0)
+        reach = self._steps(track) * self.levels.middle.double()
+        clipped = (_beyond(found, reach) - _beyond(sizes, reach)).clamp_min(0.0)
+        kept = found * (1 - self._losses) - clipped
         return (gram.diagonal(dim1=-2, dim2=-1).sum(-1) - kept.masked_fill(~self._has_bits[..., 0], 0.0).sum(-1)).clamp_min(0.0)
 
     def _gram(self, track: Track) -> torch.Tensor:
@@ -308,6 +310,14 @@ class Follower:
         return track._replace(
             current=current, decode=decode.index_put(place, columns[row, head]), offset=offsets.index_put(place, offset[row, head])
         )
+
+
+def _beyond(energy: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+    """What is lost of normally distributed numbers where those beyond `reach` are clipped to it."""
+    deviation = energy.clamp_min(_TINY).sqrt()
+    far = reach / deviation
+    tail = 0.5 * torch.special.erfc(far / 2**0.5)
+    return 2 * ((energy + reach.square()) * tail - reach * deviation * (-far.square() / 2).exp() / (2 * torch.pi) ** 0.5)
 
 
 def part(track: Track, rows: list[int]) -> Track:

@@ -57,7 +57,7 @@ class AdaptiveSubspace:
     warmup: int = 256
     rotation: Literal["aware", "post"] = "aware"
     decay: float = 1.0
-    agreement: float = 0.2
+    agreement: float = 0.05
 
     def __post_init__(self) -> None:
         if self.finds_bits or self.widths is not None:
