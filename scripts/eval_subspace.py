@@ -129,7 +129,7 @@ def report(rows: Sequence[Row]) -> str:
 def write_plot(path: Path, rows: Sequence[Row]) -> None:
     panels = []
     for model in dict.fromkeys(row["model"] for row in rows):
-        own = rows_where(rows, model=model, recent=0)
+        own = [row for row in rows_where(rows, model=model, recent=0) if row["kind"] in ("codec", "kivi")]
         bare = [row for row in own if row["variant"].startswith(("codec", "KIVI"))]
         panels.append(Panel(f"{model}: KL, nats, by the share of bytes", bare, "{kind}, {text}", "share", "kl", log="xy"))
         panels.append(Panel(f"{model}: facts recalled", bare, "{kind}", "share", "recall"))
