@@ -36,7 +36,7 @@ class SubspaceCache(AnsweringCache):
     is False).
 
     **Memory per token**: `codec.bytes_per_token`; a fixed number of exact tokens besides. The codec's own tensors are shared by all caches
-    of a model. With `adaptive`, sketches and bases belong to a row, and bases become more with the text: they may take more than codes.
+    of a model. With `adaptive`, sketches and bases belong to a row: as much as some hundred exact tokens, more with each new basis.
 
     Args:
         model: A transformers model.

@@ -524,7 +524,7 @@ def prompt():
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         output = model(ids, past_key_values=cache, output_attentions=True)
-        model(ids, past_key_values=ReadingCache(model, lambda layer, module, query, *rest: queries.append(query)))
+        model(ids, past_key_values=ReadingCache(model, lambda attended: queries.append(attended.query)))
     layers = zip(cache.layers, output.attentions, queries, strict=True)
     return model.config, [(layer.keys, layer.values, probabilities, query) for layer, probabilities, query in layers]
 
