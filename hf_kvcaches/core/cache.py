@@ -100,21 +100,16 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         """
 
     def settings(self) -> dict[str, Any]:
-        """The constructor's arguments, besides the model, that build this cache again; saved with it as JSON."""
-        return {}
-
-    def shared_state(self) -> dict[str, torch.Tensor]:
-        """Tensors that the constructor's arguments are made of, and that no layer has; saved with the cache."""
+        """The constructor's arguments, besides the model and the codec, that build this cache again; saved with it as JSON."""
         return {}
 
     @classmethod
-    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
-        """An empty cache from what `settings` and `shared_state` gave.
+    def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
+        """An empty cache from what `settings` gave.
 
         Args:
             model: The model to go on with.
-            settings: From JSON.
-            shared: By name.
+            settings: From JSON; of a cache that holds codes, with its `codec`.
         """
         return cls(model, **settings)
 

@@ -39,7 +39,7 @@ class Content:
 
     Args:
         header: Plain values, for JSON.
-        tensors: By name: "shared.NAME", and "INDEX.NAME" for the tensors of a layer.
+        tensors: By name: "shared.NAME" for those of the codec that the cache was made with, and "INDEX.NAME" for those of a layer.
     """
 
     header: dict[str, Any]
@@ -55,8 +55,10 @@ class Content:
         """
         fingerprint, settings = _fingerprint(cache), cache.settings()
         coded = None if codec is None else CodedContent.of(cache, codec, attention_mask)
-        shared = {} if coded else cache.shared_state()
-        tensors = {f"shared.{name}": tensor for name, tensor in shared.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        if cache.codec is not None and coded is None:
+            settings = settings | {"codec": cache.codec.metadata()}
+            tensors = {f"shared.{name}": tensor for name, tensor in cache.codec.tensors().items()}
         layers = []
         for index, layer in enumerate(cache.layers):
             own, values = layer.export_state() if isinstance(layer, KVLayer) else _export(layer)
@@ -65,9 +67,7 @@ class Content:
             tensors |= {f"{index}.{name}": tensor for name, tensor in own.items()}
             layers.append({"class": type(layer).__name__, "values": values})
         header = {"class": type(cache).__name__, "settings": settings, "layers": layers, "fingerprint": fingerprint.to_dict()}
-        if coded:
-            header |= {"codec": coded.to_dict(), "settings": settings | ({"codec": None} if "codec" in settings else {})}
-        return cls(header, tensors)
+        return cls(header | ({} if coded is None else {"codec": coded.to_dict()}), tensors)
 
     def cache(self, cls: type[SomeCache], model: Any, codec: KVCodec | None, where: str) -> SomeCache:
         """The cache again.
@@ -134,9 +134,13 @@ def load(cls: type[SomeCache], path: Path, model: Any, codec: KVCodec | None = N
 
 def _rebuilt(cls: type[SomeCache], where: str, model: Any, content: Content, coded: CodedContent | None) -> SomeCache:
     header, tensors = content.header, content.tensors
-    shared = {name.removeprefix("shared."): tensor for name, tensor in tensors.items() if name.startswith("shared.")}
-    settings = header["settings"] | ({"codec": coded.codec} if coded and "codec" in header["settings"] else {})
-    cache = cls.rebuild(model, settings, shared)
+    settings = header["settings"]
+    if coded is not None and coded.padding is None:
+        settings = settings | {"codec": coded.codec}
+    elif settings.get("codec") is not None:
+        shared = {name.removeprefix("shared."): tensor for name, tensor in tensors.items() if name.startswith("shared.")}
+        settings = settings | {"codec": KVCodec.restore(shared, settings["codec"])}
+    cache = cls.rebuild(model, settings)
     _, _, decoder_layers = compat.decoder_layers(cache.model)
     kinds = [type(layer).__name__ for layer in cache.layers]
     if kinds != [layer["class"] for layer in header["layers"]]:

@@ -215,18 +215,8 @@ class EquipCache(AnsweringCache):
         # What "auto" came to depends on the device, and stored keys are rotated as it was.
         schemes = {layer.rotation.scheme for layer in self._own_layers} - {"given"}
         rope = schemes.pop() if schemes else self._settings.rope
-        codec = None if self._settings.codec is None else self._settings.codec.metadata()
-        own = {"rope": rope, "policy": self.policy.settings(), "budget": list(self._settings.budget), "codec": codec}
+        own = {"rope": rope, "policy": self.policy.settings(), "budget": list(self._settings.budget), "codec": None}
         return {**vars(self._settings), **own}
-
-    def shared_state(self) -> dict[str, torch.Tensor]:
-        return {} if self._settings.codec is None else self._settings.codec.tensors()
-
-    @classmethod
-    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
-        if isinstance(stored := settings.get("codec"), dict):
-            settings = settings | {"codec": KVCodec.restore(shared, stored)}
-        return cls(model, **settings)
 
     @classmethod
     def from_press(cls, press: Any, model: Any, budget: int | float | Sequence[int | float] | None = None, **options: Any) -> Self:

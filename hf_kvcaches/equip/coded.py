@@ -48,7 +48,7 @@ class PagedCodes(PagedStore):
     def __init__(
         self, rotation: SlotRotation, backend: Backend, book: PageBook, budget: int | float, codec: KVCodec, layer_idx: int
     ) -> None:
-        widths = [width or 1 for width in codec.layer_bytes(separate=True)]
+        widths = [width or 1 for width in codec.separate_bytes]
         self.codec, self.width = codec, dict(enumerate(widths)).get(layer_idx, 1)
         self.page_bytes = book.pool.page_size * max(widths)
         super().__init__(rotation, backend, book, budget, self.page_bytes // self.width)

@@ -137,7 +137,7 @@ class SegmentReuseCache(SplicingCache):
         return {"mode": self.mode, "policy": self.policy.to_json()}
 
     @classmethod
-    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
+    def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
         # The file holds the tokens' keys and values; the store is not in it, and what the loaded cache stores goes into one of its own.
         return cls(model, SegmentStore("memory"), mode=settings["mode"], policy=SegmentPolicy.from_json(settings["policy"]))
 

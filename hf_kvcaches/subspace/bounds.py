@@ -101,7 +101,7 @@ def attention_error_bound(
     Args:
         key_residuals: (..., chunks): the largest row or the operator norm of each chunk, with the gamma of the logits. The rows of all
             tokens do, too. With none, logits are exact.
-        value_residuals: (..., chunks), likewise.
+        value_residuals: (..., chunks): the same of values.
         query_norm: (...).
         value_radius: (...), over the values of all chunks and of the exact tokens.
         scaling: What the model multiplies `q.k` with.

@@ -103,8 +103,8 @@ class SubspaceCache(AnsweringCache):
             if adaptive.rotation == "aware":
                 geometry = undoable_rotation(self.config, layer_idx, "adaptive", "Use rotation='post'.")
         if adaptive is None:
-            return CodedLayer(codec, self._settings, layer_idx, geometry, self.passes, self.config)
-        return FollowingLayer(codec, adaptive, self._settings, layer_idx, geometry, self.passes, self.config)
+            return CodedLayer(codec, self._settings, layer_idx, geometry, self.passes)
+        return FollowingLayer(codec, adaptive, self._settings, layer_idx, geometry, self.passes)
 
     def _check_rank(self, layer_idx: int, adaptive: AdaptiveSubspace) -> None:
         """Refuses ranks above the size of a head, as far as the config tells it."""
@@ -135,22 +135,15 @@ class SubspaceCache(AnsweringCache):
     def settings(self) -> dict[str, Any]:
         own = self._settings
         options: dict[str, Any] = {"sinks": own.sinks, "recent": own.recent, "backend": own.backend}
-        if self.codec is not None:
-            options["codec"] = self.codec.metadata()
         if self.adaptive is not None:
             options["adaptive"] = asdict(self.adaptive)
         return options
 
-    def shared_state(self) -> dict[str, torch.Tensor]:
-        return {} if self.codec is None else self.codec.tensors()
-
     @classmethod
-    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
+    def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
         options = dict(settings)
         if "adaptive" in options:
             options["adaptive"] = AdaptiveSubspace(**options["adaptive"])
-        if isinstance(options.get("codec"), dict):
-            options["codec"] = KVCodec.restore(shared, options["codec"])
         return cls(model, **options)
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.attention import previous_attention
@@ -57,7 +56,7 @@ class CodedLayer(TensorLayer):
 
     Attributes:
         sink_keys: The first tokens of each row, as the model rotated them, (batch, kv_heads, slots, head_dim); and `sink_values`.
-        recent_keys: The last ones, oldest first, likewise; and `recent_values`.
+        recent_keys: The last ones, oldest first, of the same shape; and `recent_values`.
         codes: Of the tokens between them, (batch, bytes, capacity), uint8.
         columns: See `Placement`; and `positions`.
     """
@@ -84,13 +83,9 @@ class CodedLayer(TensorLayer):
         layer_idx: int,
         geometry: RotaryGeometry | None,
         passes: Passes[Pass],
-        config: PreTrainedConfig,
     ) -> None:
         super().__init__()
-        self.codec, self.settings, self.layer_idx, self.geometry, self.passes, self.config = (
-            *(codec, settings, layer_idx),
-            *(geometry, passes, config),
-        )
+        self.codec, self.settings, self.layer_idx, self.geometry, self.passes = codec, settings, layer_idx, geometry, passes
         self.coded = 0
         self.recording = False
         # What the layer held before each pass whose tokens may be taken back: all tensors but the codes, which only grow.
@@ -136,7 +131,7 @@ class CodedLayer(TensorLayer):
 
         Args:
             query: (batch, heads, tokens, head_dim), as the model rotated them.
-            keys: (batch, kv_heads, tokens, head_dim), likewise.
+            keys: (batch, kv_heads, tokens, head_dim), as the model rotated them; and `values`.
             call: What else the model said.
         """
         call.check("SubspaceCache")

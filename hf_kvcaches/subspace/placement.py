@@ -183,7 +183,7 @@ class Intake:
 
         Args:
             sinks: As kept so far, (batch, heads, first, d), or None for none.
-            recent: Likewise, (batch, heads, newest, d).
+            recent: The newest tokens as kept so far, (batch, heads, newest, d), or None for none.
             new: (batch, heads, tokens, d).
         """
         if sinks is None or recent is None:

@@ -91,7 +91,7 @@ class TranslatedCache(SplicingCache):
         return {"translated": self._translated}
 
     @classmethod
-    def rebuild(cls, model: Any, settings: dict[str, Any], shared: dict[str, torch.Tensor]) -> Self:
+    def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
         # Codes stay behind: what comes out of a file goes on with the tokens that it has.
         cache = cls.__new__(cls)
         SplicingCache.__init__(cache, model)

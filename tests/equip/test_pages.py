@@ -235,7 +235,7 @@ def test_a_full_cache_takes_no_more_pages(scheme: str) -> None:
 
 def test_codes_of_fewer_bytes_take_fewer_pages() -> None:
     codec = options_of("small_codec")["codec"]
-    narrow, wide = sorted(codec.layer_bytes(separate=True))
+    narrow, wide = sorted(codec.separate_bytes)
     assert narrow < wide
     made = EquipCache(model(), "streaming", 40, page_size=4, codec=codec)
     feed(made, tiny.ids(2, 50), 45)

@@ -227,6 +227,8 @@ def test_a_saved_cache_comes_back(tmp_path: Path, padded: bool) -> None:
     given.save(tmp_path / "cache.safetensors")
     loaded = SubspaceCache.load(tmp_path / "cache.safetensors", model)
     assert loaded.settings() == given.settings()
+    assert loaded.codec.metadata() == codec.metadata()
+    assert all(torch.equal(tensor, codec.tensors()[name]) for name, tensor in loaded.codec.tensors().items())
     options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, 70:]}
     with torch.no_grad():
         results = [model(text[:, 70:], past_key_values=each, **options).logits for each in (given, loaded)]

@@ -169,16 +169,17 @@ class KVCodec(Artifact):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a token's codes in all layers that are coded."""
-        return sum(filter(None, self.layer_bytes()))
+        return sum(filter(None, self.layer_bytes))
 
-    def layer_bytes(self, separate: bool = False) -> tuple[int | None, ...]:
-        """Those of each layer, or None where it is not coded.
+    @cached_property
+    def layer_bytes(self) -> tuple[int | None, ...]:
+        """Those of each layer, or None where it is not coded."""
+        return tuple(layer and sum(packed_bytes(side.widths) for side in layer) for layer in self.layers)
 
-        Args:
-            separate: Whether each byte belongs to one head.
-        """
-        parts = [layer and [part for side in layer for part in (side.widths if separate else [side.widths])] for layer in self.layers]
-        return tuple(None if own is None else sum(map(packed_bytes, own)) for own in parts)
+    @cached_property
+    def separate_bytes(self) -> tuple[int | None, ...]:
+        """`layer_bytes` where each byte belongs to one head."""
+        return tuple(layer and sum(packed_bytes(head) for side in layer for head in side.widths) for layer in self.layers)
 
     @property
     def bytes_ratio(self) -> float:
@@ -260,13 +261,12 @@ class KVCodec(Artifact):
         Args:
             codes: What `encode` gave.
         """
-        given = [each for each in codes if each is not None]
-        batch, tokens = (given[0].shape[0], given[0].shape[-1]) if given else (0, 0)
+        batch, tokens = next(((each.shape[0], each.shape[-1]) for each in codes if each is not None), (0, 0))
         shapes = [None if each is None else (each.dtype, *each.shape) for each in codes]
-        expected = [None if count is None else (torch.uint8, batch, count, tokens) for count in self.layer_bytes()]
+        expected = [None if count is None else (torch.uint8, batch, count, tokens) for count in self.layer_bytes]
         if shapes != expected:
             raise ConfigError.of("codes", f"such as this codec's encode gives, {expected}", shapes)
-        return b"".join(wire.written(wire.CodecHead(self.digest, batch, tokens, self.layer_bytes()), codes))
+        return b"".join(wire.written(wire.CodecHead(self.digest, batch, tokens, self.layer_bytes), codes))
 
     def from_bytes(self, data: Source) -> list[torch.Tensor | None]:
         """Codes from a message of `to_bytes`; anything else is an `ArtifactError`.
@@ -275,7 +275,7 @@ class KVCodec(Artifact):
             data: All of its bytes, whole or in pieces, or a function that returns between 1 and the given number of them, such as a
                 connected socket's `recv`.
         """
-        return wire.read(data, wire.CodecHead(self.digest, 0, 0, self.layer_bytes()))
+        return wire.read(data, self.digest, self.layer_bytes)
 
     def require_all_layers(self, model: nn.Module, where: str) -> None:
         """Refuses a codec of another model, or one that leaves layers out.

@@ -78,17 +78,17 @@ def written(head: CodecHead, codes: Sequence[torch.Tensor | None]) -> Iterator[b
             yield writer.add({"codes": layer})
 
 
-def read(source: Source, expected: CodecHead) -> list[torch.Tensor | None]:
+def read(source: Source, codec: str, layers: tuple[int | None, ...]) -> list[torch.Tensor | None]:
     """The codes of a message.
 
     Args:
-        expected: Of the codec; batch and tokens are any.
+        codec: As in `CodecHead`, and `layers`: those of the codec that reads.
     """
     message = MessageReader(source, CodecHead)
     head = message.head
-    if head.codec != expected.codec:
-        raise ArtifactError(f"These are codes of the codec {head.codec}, not of {expected.codec}. Read them with that one.")
-    if head.layers != expected.layers:
-        raise ArtifactError(f"Codes have {head.layers} bytes of a token in each layer, and the codec {expected.layers}. Encode them anew.")
+    if head.codec != codec:
+        raise ArtifactError(f"These are codes of the codec {head.codec}, not of {codec}. Read them with that one.")
+    if head.layers != layers:
+        raise ArtifactError(f"Codes have {head.layers} bytes of a token in each layer, and the codec {layers}. Encode them anew.")
     parts = iter([tensors["codes"] for tensors in message])
     return [None if rows is None else next(parts) for rows in head.layers]

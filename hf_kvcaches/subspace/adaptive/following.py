@@ -46,7 +46,7 @@ class Track(NamedTuple):
         limit: Of a tile's loss, as a share of its energy, (batch, heads), float64; what a tile lost where no other basis was better.
         current: The number of that basis, (batch, heads), int64.
         decode: What reads the codes of each basis so far, (batch, heads, bases, d, levels).
-        offset: Likewise, (batch, heads, bases, d).
+        offset: What is added to codes read in each basis, (batch, heads, bases, d).
         basis_of: In which basis each tile is, the last one that has begun included, (batch, heads, tiles), int16.
     """
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from transformers import PreTrainedConfig
 
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.codec.sides import CalibratedLayer
@@ -47,9 +46,8 @@ class FollowingLayer(CodedLayer):
         layer_idx: int,
         geometry: RotaryGeometry | None,
         passes: Passes[Pass],
-        config: PreTrainedConfig,
     ) -> None:
-        super().__init__(codec, settings, layer_idx, geometry, passes, config)
+        super().__init__(codec, settings, layer_idx, geometry, passes)
         self.adaptive = adaptive
         self._followers: tuple[Follower, Follower] | None = None
         for name in self.row_tensors:
