@@ -21,6 +21,22 @@ if TYPE_CHECKING:
 _CODES, _FIRST = "codes", ("first_keys", "first_values")
 
 
+def named_codec(codec: KVCodec | None, digest: str, where: str) -> KVCodec:
+    """The codec that something stored names; refuses none, and another one.
+
+    Args:
+        codec: What the caller passed.
+        digest: That of the named one.
+        where: What is read, for the error.
+    """
+    if codec is not None:
+        require_instance("codec", codec, KVCodec, {}, "KVCodec.from_pretrained loads one.")
+    if codec is None or codec.digest != digest:
+        hint = "Pass codec=KVCodec.from_pretrained(...); with other bits, codec.at(...), it is another codec."
+        raise ConfigError.of("codec", f"for {where} the one of digest {digest}", codec and codec.digest, hint)
+    return codec
+
+
 @dataclass(frozen=True)
 class CodedContent:
     """How a cache's layers are written with a codec that their reader has.
@@ -64,14 +80,12 @@ class CodedContent:
             stored: From `to_dict`, or None for a cache that was written without.
             where: What is read, for errors.
         """
+        if stored is not None:
+            named = named_codec(codec, stored["digest"], where)
+            return cls(named, None if stored["padding"] is None else tuple(stored["padding"]))
         if codec is not None:
-            require_instance("codec", codec, KVCodec, {}, "KVCodec.from_pretrained loads one.")
-        if stored is None and codec is None:
-            return None
-        if stored is None or codec is None or codec.digest != stored["digest"]:
-            needed = "none, since it was saved without one" if stored is None else f"the one of digest {stored['digest']}"
-            raise ConfigError.of("codec", f"for {where} {needed}", None if codec is None else f"one of digest {codec.digest}")
-        return cls(codec, None if stored["padding"] is None else tuple(stored["padding"]))
+            raise ConfigError.of("codec", f"for {where} none, since it was saved without one", codec, "Leave it out.")
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

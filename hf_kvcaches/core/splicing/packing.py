@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.codec.layout import packed_bytes
 from hf_kvcaches.core.codec.sides import EXACT
+from hf_kvcaches.core.coded_content import named_codec
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
@@ -73,17 +74,11 @@ def quantization_of(name: str | None, codec: KVCodec | None) -> Quantization:
     Args:
         codec: The codec that the caller passed, or None.
     """
-    digest = name.removeprefix(_CODED) if name is not None and name.startswith(_CODED) else None
-    if digest is None:
-        if codec is not None:
-            raise ConfigError.of("codec", f"None, since keys and values are stored without a codec ({name})", codec, "Leave it out.")
-        return check_quantization(name)
-    expected = f"the KVCodec that keys and values were coded with, of the digest {digest}"
-    if codec is None:
-        raise ConfigError.of("codec", expected, None, "Pass codec=KVCodec.from_pretrained(...).")
-    if codec.digest != digest:
-        raise ConfigError.of("codec", expected, codec.digest, "Other bits of a codec are another codec, too: pass codec.at(...) as it was.")
-    return codec
+    if is_coded({"quantization": name}):
+        return named_codec(codec, str(name).removeprefix(_CODED), "keys and values that were stored as codes")
+    if codec is not None:
+        raise ConfigError.of("codec", f"None, since keys and values are stored without a codec ({name})", codec, "Leave it out.")
+    return check_quantization(name)
 
 
 def label_of(quantization: Quantization) -> str:
