@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from hf_kvcaches import KVCodec, SegmentPolicy
 from hf_kvcaches.core.splicing.packing import Quantization, label_of
-from hf_kvcaches.segments.admission import Mode
+from hf_kvcaches.segments.tiers import Mode
 
 # What the codecs are calibrated on: tokens of the prose, and of each document.
 TOKENS, LENGTH = 16384, 800

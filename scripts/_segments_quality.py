@@ -14,8 +14,8 @@ from shared.results import Row
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.splicing.packing import Quantization, label_of
-from hf_kvcaches.segments.admission import Mode
 from hf_kvcaches.segments.calibration import next_tokens
+from hf_kvcaches.segments.tiers import Mode
 from tests.testbed.agents import Request, adversarial_workload, agent_workload, no_repeat_workload
 
 APPROXIMATE = ("guarded", "repaired", "probed")

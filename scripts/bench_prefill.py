@@ -54,7 +54,7 @@ def makers(pair: Pair, prompts: Prompts) -> dict[str, Callable[[], Cache]]:
     return {
         "dynamic": lambda: DynamicCache(config=pair.plain.config),
         "growing": lambda: GrowingCache(model),
-        "segments": lambda: SegmentReuseCache(model, store),
+        "segments": lambda: SegmentReuseCache(model, store, mode="auto"),
         "warmstart": lambda: WarmStartCache(model, library),
     }
 

@@ -185,7 +185,7 @@ def show_reuse(writer: Writer, texts: list[str]) -> str:
         for name, text in zip(("as they come", "in another order"), texts, strict=True):
             inputs, clocks = writer.encode([text]), (FirstToken(), FirstToken())
             full = writer.write(inputs, writer.full_cache(), clocks[0])
-            cache = kv.SegmentReuseCache(writer.model, store, writer.tokenizer)
+            cache = kv.SegmentReuseCache(writer.model, store, writer.tokenizer, mode="auto")
             same = writer.write(inputs, cache, clocks[1]) == full
             report = cache.report()
             del cache  # what it computed goes to the store

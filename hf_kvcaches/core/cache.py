@@ -164,6 +164,13 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} takes over the prefill but does not write take_prefill")
 
+    def prompt_left(self, reason: str) -> None:
+        """Told why `take_prefill` is not asked for a pass of several tokens.
+
+        Args:
+            reason: As a sentence.
+        """
+
     @property
     def wants_prompts(self) -> bool:
         """Whether `take_prefill` has a use for a prompt now."""

@@ -100,17 +100,23 @@ def _forget(model_reference: weakref.ref[PreTrainedModel]) -> None:
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     cache, input_ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     takeover = _takeovers.get(model)
-    if takeover is None or input_ids is None or not isinstance(cache, Cache) or cache not in takeover.caches:
+    if takeover is None or not isinstance(cache, Cache) or cache not in takeover.caches:
         return None
-    if not _tokens_alone(kwargs):
+    if (reason := _more_than_tokens(kwargs)) or input_ids is None:
+        cache.prompt_left(reason)
         return None
     _require_whole(cache)
     require_new_tokens(cache, kwargs)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     cache.observe(input_ids, mask, positions)
-    most = _most(model, kwargs, input_ids.shape[1])
-    if most < 1 or not cache.wants_prompts or not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
+    if not cache.wants_prompts:
         return None
+    tokens = input_ids.shape[1]
+    if reason := _left(model, kwargs, tokens):
+        if tokens > 1:
+            cache.prompt_left(reason)
+        return None
+    most = tokens - kwargs["logits_to_keep"]
     before = cache.seen
     try:
         cache.filling = True
@@ -137,16 +143,23 @@ def _require_whole(cache: KVCache) -> None:
         )
 
 
-def _most(model: PreTrainedModel, kwargs: dict[str, Any], tokens: int) -> int:
-    """How many of the tokens nobody wants logits or the insides of layers of, if they are the first ones."""
-    keep = kwargs.get("logits_to_keep")
-    inside = any(kwargs.get(name) or getattr(model.config, name, False) for name in _INSIDE)
-    return 0 if inside or not isinstance(keep, int) or keep < 1 else tokens - keep
+def _left(model: PreTrainedModel, kwargs: dict[str, Any], tokens: int) -> str:
+    """Why the model runs all tokens of a pass itself, as a sentence; "" where a cache may take the first ones."""
+    keep, mask = kwargs.get("logits_to_keep"), kwargs.get("attention_mask")
+    inside = next((name for name in _INSIDE if kwargs.get(name) or getattr(model.config, name, False)), None)
+    if inside is not None:
+        return f"{inside} asks for the insides of layers, which takes the passes of all tokens."
+    if not isinstance(keep, int) or not 0 < keep < tokens:
+        return f"The logits of all tokens are wanted (logits_to_keep={keep!r}), which takes their passes. Pass logits_to_keep=1."
+    if not (mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2)):
+        return "The attention mask is not one number for each token."
+    return ""
 
 
-def _tokens_alone(kwargs: dict[str, Any]) -> bool:
-    """Whether a call is about tokens alone, and not images, say, which a cache's own run would leave out."""
-    return not any(isinstance(value, torch.Tensor) for name, value in kwargs.items() if name not in _TOKEN_INPUTS)
+def _more_than_tokens(kwargs: dict[str, Any]) -> str:
+    """Why a call is not about tokens alone, as a sentence: a cache's own run would leave out images, say."""
+    others = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and name not in _TOKEN_INPUTS]
+    return f"The call brings {', '.join(others)}, and only token ids can be looked up." if others else ""
 
 
 def run_span(

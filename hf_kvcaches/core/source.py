@@ -113,13 +113,11 @@ class SourceCache(KVCache):
             )
         if self.handed_over:
             return
-        padding = None if torch.is_grad_enabled() or torch.compiler.is_compiling() else self.history.padding(self.seen + tokens)
-        if padding is None and self.seen:
-            raise UnsupportedError(
-                f"decode_with: {type(self).__name__} can't hand over a prompt with gradients, nor one whose tokens and positions it "
-                "doesn't know (embeddings, a mask that is more than padding on the left, position_ids of one's own). Leave decode_with out."
-            )
-        if padding is None:
+        unknown = torch.is_grad_enabled() or torch.compiler.is_compiling()
+        padding = "Gradients are enabled, or the pass is compiled." if unknown else self.history.padding(self.seen + tokens)
+        if isinstance(padding, str) and self.seen:
+            raise UnsupportedError(f"decode_with: {type(self).__name__} can't hand over this prompt. {padding} Leave decode_with out.")
+        if isinstance(padding, str):
             # There is nothing to hand over: the holder reads the prompt itself.
             self.layers[:] = holder.layers
             holder.take_provenance(self.provenance)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-import torch
-
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
-from hf_kvcaches.errors import UnsupportedError, require_choice, require_instance, require_tokenizer
-from hf_kvcaches.segments.admission import Mode, PlannedSpan
+from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, require_tokenizer
+from hf_kvcaches.segments.filling import SegmentPipeline
 from hf_kvcaches.segments.policy import SegmentPolicy
-from hf_kvcaches.segments.probing import Looked
-from hf_kvcaches.segments.records import Tier
-from hf_kvcaches.segments.remembering import Remembering
-from hf_kvcaches.segments.scope import check_policy, reader_for
+from hf_kvcaches.segments.scope import check_policy, discovery_for
+from hf_kvcaches.segments.stages import Looked
 from hf_kvcaches.segments.store import SegmentStore
-from hf_kvcaches.segments.taking import Taking
+from hf_kvcaches.segments.tiers import Mode, SegmentTier, tiers_of
 
 
 class ReusedSpan(NamedTuple):
@@ -33,15 +29,17 @@ class ReusedSpan(NamedTuple):
         repaired: How many stored tokens were run again.
         depth: Up to this layer they are reused; None: all layers.
         segments: The stored segments' ids, for `SegmentStore.pin` and `delete`.
+        reason: Why tokens that are stored are computed, as sentences; "" where nothing is stored of them, or they are reused.
     """
 
     row: int
     start: int
     stop: int
-    tier: Tier
+    tier: str
     repaired: int
     depth: int | None
     segments: tuple[str, ...]
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class SegmentReuseCache(SplicingCache):
     **Departs from the paper**: see docs/segments.md.
 
     **Refuses**: models whose keys change with the length of the text (dynamic and long RoPE), or with layers that keep no keys and
-    values; `mode="approximate"` with models without rotary positions, or that compute attention their own way.
+    values; `mode="approximate"` and `tiers` with models without rotary positions, or that compute attention their own way.
 
     **Memory per token**: 2 x kv_heads x head_dim x bytes per element x layers, plus an eighth (at least 64 slots) of reserve.
     Layers with a sliding window keep all tokens too.
@@ -84,11 +82,13 @@ class SegmentReuseCache(SplicingCache):
         model: A transformers model.
         store: Where segments live between requests.
         tokenizer: The model's. With it, prompts are cut at messages, JSON, code and headings; it is part of what segments are bound to.
-        mode: `"exact"`: only what an earlier prompt had from its start on. `"auto"`: other segments too, where the policy lets them in.
-            `"approximate"`: every verbatim segment, repaired, without gates.
+        mode: `"exact"`: only what an earlier prompt had from its first token on. `"auto"`: other segments too, where the policy admits
+            them. `"approximate"`: every verbatim segment, repaired, without gates. None: `"auto"` with a policy or tiers, else `"exact"`.
         policy: Guards and thresholds, from `scripts/calibrate_segments.py`; None for the paper's guards and strict thresholds.
         repair: Share of a segment's tokens to run again where the text before it is another; None for the policy's.
-        spans: For each row, the caller's own segments as (start, stop) places of its tokens, padding not counted; or None.
+        tiers: Rules of one's own that admit segments behind another text, in place of those of the mode.
+        separators: Strings between parts of a prompt, at which it is cut.
+        spans: For each row, the caller's own segments as (start, stop) indices of its tokens, padding not counted; or None.
         decode_with: A new cache of the same model that holds the tokens once the prompt is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
@@ -98,10 +98,11 @@ class SegmentReuseCache(SplicingCache):
         model: Any,
         store: SegmentStore,
         tokenizer: Any = None,
-        mode: Mode = "auto",
+        mode: Mode | None = None,
         policy: SegmentPolicy | None = None,
         repair: float | None = None,
         *,
+        tiers: Sequence[SegmentTier] | None = None,
         separators: tuple[str, ...] = (),
         spans: list[list[tuple[int, int]]] | None = None,
         decode_with: KVCache | None = None,
@@ -110,11 +111,13 @@ class SegmentReuseCache(SplicingCache):
         others = {"model": model, "tokenizer": tokenizer, "policy": policy}
         require_instance("store", store, SegmentStore, others, 'Such as SegmentStore("memory").')
         require_tokenizer(tokenizer)
-        require_choice("mode", mode, ("exact", "approximate", "auto"))
+        require_choice("mode", mode, ("exact", "approximate", "auto", None))
         if policy is not None:
             require_instance("policy", policy, SegmentPolicy, {"tokenizer": tokenizer}, "Or None.")
         super().__init__(model, decode_with=decode_with, offloading=offloading)
-        self.store, self.tokenizer, self.mode = store, tokenizer, mode
+        self.store, self.tokenizer = store, tokenizer
+        self.mode: Mode = mode or ("exact" if policy is None and tiers is None else "auto")
+        self.tiers = tiers_of(self.mode) if tiers is None else _checked_tiers(tiers, self.mode)
         self.policy = (policy or SegmentPolicy()).with_repair(repair)
         check_policy(self.model, self.policy)
         if store.codec is not None:
@@ -123,17 +126,23 @@ class SegmentReuseCache(SplicingCache):
             raise UnsupportedError(
                 f"store: with cuts or depth, layers are run from the middle, and {self.moving_refused}. Use a store without."
             )
-        if mode == "approximate" and self.moving_refused:
-            raise UnsupportedError(f"mode='approximate': {self.moving_refused}. Use mode='exact', or 'auto'.")
-        self.reader = reader_for(tokenizer, tuple(separators))
+        if (mode == "approximate" or tiers) and self.moving_refused:
+            name = "tiers" if tiers else "mode='approximate'"
+            raise UnsupportedError(f"{name}: {self.moving_refused}. Use mode='exact', or 'auto'.")
+        self.discovery = discovery_for(tokenizer, tuple(separators))
         self.given_spans = spans
-        self._parts: list[tuple[int, PlannedSpan]] = []
+        self.plans: list[PlannedRow] = []
         self._flops = [0.0, 0.0]
         self.probes: list[Looked] = []
-        self.reason = ""
-        self._watch()
+        self.remember_with(store.background)
+
+    def given(self, row: int) -> tuple[tuple[int, int], ...]:
+        """The caller's own segments of a row."""
+        return tuple(self.given_spans[row]) if self.given_spans else ()
 
     def settings(self) -> dict[str, Any]:
+        if type(self.tiers) is not tuple or tuple(map(type, self.tiers)) != tuple(map(type, tiers_of(self.mode))):
+            raise UnsupportedError("save: tiers of one's own can't be written to a file. Save a cache with the tiers of a mode.")
         return {"mode": self.mode, "policy": self.policy.to_json()}
 
     @classmethod
@@ -141,39 +150,40 @@ class SegmentReuseCache(SplicingCache):
         # The file holds the tokens' keys and values; the store is not in it, and what the loaded cache stores goes into one of its own.
         return cls(model, SegmentStore("memory"), mode=settings["mode"], policy=SegmentPolicy.from_json(settings["policy"]))
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        self.remembering.release()
-        super().observe(input_ids, attention_mask, position_ids)
-
     def take_prefill(self, call: PrefillCall) -> int:
         self.reason = ""
-        return Taking(self, call).take()
+        return SegmentPipeline(self, call).fill()
 
-    def earlier_parts(self, row: int) -> tuple[PlannedSpan, ...]:
-        """The plan of a row's earlier prompts. Where rows have been exchanged, any approximation counts for all."""
+    def earlier_spans(self, row: int) -> tuple[PlannedSpan, ...]:
+        """The spans of a row's earlier prompts. Where rows have been exchanged, any approximation counts for all."""
         if not self.exchanged:
-            return tuple(part for number, part in self._parts if number == row)
-        return tuple(replace(part, start=0) for _, part in self._parts if part.tier != "exact" and part.pieces)
+            return tuple(span for earlier in self.plans if earlier.number == row for span in earlier.spans)
+        return tuple(replace(span, start=0) for row in self.plans for span in row.spans if span.tier != "exact" and span.stored)
 
-    def note(self, row: int, parts: tuple[PlannedSpan, ...], cost: float, whole: float) -> None:
-        """Counts an executed plan of a row, its operations, and those of a prefill without reuse."""
-        self._parts += [(row, part) for part in parts]
+    def note(self, row: PlannedRow, cost: float, whole: float) -> None:
+        """Counts a row's plan that was carried out, its operations, and those of a prefill without reuse."""
+        self.plans.append(row)
         self._flops[0] += cost
         self._flops[1] += whole
 
     def report(self) -> SegmentReport:
         spans = tuple(
-            ReusedSpan(row, part.start, part.stop, part.tier, len(part.rerun), part.depth, tuple(piece.record.key for piece in part.pieces))
-            for row, part in self._parts
+            ReusedSpan(
+                *(row.number, span.start, span.stop, span.tier, len(span.recompute), span.depth),
+                tuple(tokens.key for tokens in span.stored),
+                span.reason,
+            )
+            for row in self.plans
+            for span in row.spans
         )
         tiers: Counter[str] = Counter()
         for span in spans:
             tiers[span.tier] += span.stop - span.start
         return SegmentReport(
             **self._report_fields(),
-            reused_tokens=sum(part.reused for _, part in self._parts),
-            repaired_tokens=sum(len(part.rerun) for _, part in self._parts),
-            computed_tokens=sum(len(part) for _, part in self._parts if not part.pieces),
+            reused_tokens=sum(row.reused for row in self.plans),
+            repaired_tokens=sum(span.repaired for span in spans),
+            computed_tokens=sum(span.stop - span.start for span in spans if not span.segments),
             tiers=dict(tiers),
             flops_saved=1 - self._flops[0] / self._flops[1] if self._flops[1] else 0.0,
             spans=spans,
@@ -181,51 +191,27 @@ class SegmentReuseCache(SplicingCache):
         )
 
     def reset(self) -> None:
-        self.remembering.release()
         super().reset()
-        self._parts, self._flops, self.probes, self.reason = [], [0.0, 0.0], [], ""
-
-    def crop(self, tokens_to_remove: int) -> None:
-        # New tokens are going to be written where these were, and the store's thread may be reading there.
-        self.remembering.release()
-        if self.seen + int(tokens_to_remove) < self.remembering.reading_until:
-            self.store.flush()
-        super().crop(tokens_to_remove)
-
-    def rows_change(self) -> None:
-        self.remembering.release()
-
-    def release_layer(self, layer: GrowingLayer) -> None:
-        if not self.remembering.waiting:
-            super().release_layer(layer)
-
-    def prompt_answered(self) -> None:
-        # What is new is read from the layers' buffers, which the store lets go of when it is written.
-        self.remembering.release()
-        for layer in self.source_layers:
-            layer.reset()
-
-    def _watch(self) -> None:
-        self.remembering = Remembering(self.source_layers, self.store)
-        self.store.watch(self.remembering)
-        # A cache that is dropped after one token has computed its prompt all the same.
-        weakref.finalize(self, self.remembering.release).atexit = False
+        self.plans, self._flops, self.probes = [], [0.0, 0.0], []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        self.remembering.release()
         # These are shared, not copied.
-        memo |= {id(part): part for part in (self.tokenizer, self.reader, self.policy, self.rotation)}
-        memo[id(self.remembering)] = None
-        copied = super().__deepcopy__(memo)
-        copied._watch()
-        return copied
+        memo |= {id(part): part for part in (self.tokenizer, self.discovery, self.policy, self.tiers)}
+        return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A store stays in its process. Elsewhere the cache goes on with what it has.
-        self.remembering.release()
-        return {**super().__getstate__(), "store": None, "remembering": None, "tokenizer": None, "reader": None}
+        return {**super().__getstate__(), "store": None, "tokenizer": None, "discovery": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.store, self.reader = SegmentStore("memory"), reader_for(None, ())
-        self._watch()
+        self.store, self.discovery = SegmentStore("memory"), discovery_for(None, ())
+        self.remember_with(self.store.background)
+
+
+def _checked_tiers(tiers: Any, mode: Mode) -> tuple[SegmentTier, ...]:
+    checked = tuple(tiers) if isinstance(tiers, list | tuple) else ()
+    if not checked or not all(isinstance(tier, SegmentTier) for tier in checked):
+        raise ConfigError.of("tiers", "a list of SegmentTier objects", tiers, "Such as [GuardedTier(), RepairedTier()].")
+    if mode != "auto":
+        raise ConfigError.of("mode", "'auto' or None beside tiers", mode, "Tiers of one's own take the place of those of a mode.")
+    return checked

@@ -142,7 +142,7 @@ def calibrate(
     bound: float = 0.05,
     slack: float = 0.05,
     asked: int = 16,
-    quantization: Quantization = "int8",
+    quantization: Quantization = None,
     check_layers: Sequence[int] | None = None,
     progress: bool = True,
 ) -> SegmentPolicy:
@@ -283,7 +283,7 @@ class _Sweep:
                 prompt, asked = ids[: -self.asked], ids[-self.asked :]
                 if (name, number) not in self.expected:
                     self.expected[name, number] = next_tokens(self.model, prompt, asked).cpu()
-                cache = SegmentReuseCache(self.model, store, self.tokenizer, policy=setting.policy)
+                cache = SegmentReuseCache(self.model, store, self.tokenizer, mode="auto", policy=setting.policy)
                 logits = next_tokens(self.model, prompt, asked, cache).cpu()
                 answers.append(_answered(cache, len(prompt), divergence(self.expected[name, number], logits)))
                 self.bar.update()

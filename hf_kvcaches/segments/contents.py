@@ -10,7 +10,8 @@ from itertools import accumulate, islice
 from hf_kvcaches.core.splicing import packing
 from hf_kvcaches.segments.experience import Experience
 from hf_kvcaches.segments.index import SegmentIndex
-from hf_kvcaches.segments.records import PERMUTATIONS, Record
+from hf_kvcaches.segments.records import Record
+from hf_kvcaches.segments.signatures import PERMUTATIONS
 from hf_kvcaches.stores.blobs import Stored
 
 # What blobs with results of probes may be and take in a store; the oldest are evicted.
@@ -20,13 +21,16 @@ _MOST_BLOBS, _MOST_BYTES = 256, 4 << 20
 class SegmentContents:
     """Segments of all scopes, as the `Contents` of a catalog.
 
+    Args:
+        signed: Whether segments can be looked up by their signatures.
+
     Attributes:
         indices: By scope.
         experience: Results of probes, of all processes.
     """
 
-    def __init__(self) -> None:
-        self.indices: defaultdict[str, SegmentIndex] = defaultdict(SegmentIndex)
+    def __init__(self, signed: bool = False) -> None:
+        self.indices: defaultdict[str, SegmentIndex] = defaultdict(lambda: SegmentIndex(signed))
         self.experience = Experience()
         # The blobs with results of probes: when each was made, and its bytes.
         self._probe_blobs: dict[str, tuple[float, int]] = {}
@@ -45,9 +49,8 @@ class SegmentContents:
             return 0
         record = Record.from_dict(dict(blob.head))
         packing.check_stored(record.stored)
-        signatures = [signature for signature in (record.signature, record.surroundings) if signature is not None]
-        if record.key != blob.key or any(len(signature) != PERMUTATIONS for signature in signatures):
-            raise ValueError("another name, or signatures of another kind")
+        if record.key != blob.key or (record.signature is not None and len(record.signature) != PERMUTATIONS):
+            raise ValueError("another name, or a signature of another kind")
         self.indices[record.scope].add(blob.key, record)
         return len(record)
 

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_kvcaches.errors import ConfigError, whole_number
-from hf_kvcaches.segments.canonical import Ids
+
+Ids = Sequence[int] | NDArray[np.int64]
 
 # How much a place divides: lines of a block; blocks; and what nothing is put together across.
 _LINE, _BLOCK, _WALL = 1, 2, 3
@@ -90,12 +91,9 @@ class Discovery:
             power[edge] = np.maximum(power[edge], _BLOCK)
         return list(self._put_together(places.tolist(), power[places].tolist(), {start for start, _ in kept}))
 
-    def text(self, ids: Ids) -> tuple[str, NDArray[np.int64]]:
-        """The row's text, and where in it each token begins: `(tokens + 1,)`, the last being the length of the text."""
-        pieces = self.pieces(ids)
-        offsets = np.zeros(len(pieces) + 1, dtype=np.int64)
-        np.cumsum(np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)), out=offsets[1:])
-        return "".join(pieces), offsets
+    def text(self, ids: Ids) -> str:
+        """The text of some tokens; without a tokenizer, their numbers."""
+        return " ".join(map(str, _as_list(ids))) if self._tokenizer is None else "".join(self.pieces(ids))
 
     def pieces(self, ids: Ids) -> list[str]:
         """The text of each token. One that is part of a character has a character of its own; one that is unknown, none."""
@@ -117,9 +115,11 @@ class Discovery:
 
     def _mark(self, row: list[int], power: NDArray[np.uint8]) -> None:
         """Writes how much the structure of the row's text divides at each token."""
-        text, offsets = self.text(row)
+        pieces = self.pieces(row)
+        # Where in the text each token begins.
+        offsets = np.cumsum([0, *map(len, pieces)])
         # With a line end in front, every line starts behind one.
-        text = "\n" + text
+        text = "\n" + "".join(pieces)
 
         def tokens(places: Iterable[int]) -> NDArray[np.int64]:
             found = np.searchsorted(offsets, np.fromiter(places, dtype=np.int64) - 1, side="right") - 1

@@ -1,4 +1,4 @@
-"""Looking up stored segments: by the tokens before them, by their own, and by likeness."""
+"""Looking up stored segments: by the tokens before them, by their own, and by their signatures."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_kvcaches.core.splicing.tokens import Ids, common_prefix, common_suffix, window_hashes
-from hf_kvcaches.segments.records import Chain, Record, Signature
-from hf_kvcaches.stores.signatures import SignatureIndex
+from hf_kvcaches.segments.records import Chain, Record
+from hf_kvcaches.segments.signatures import Signature, SignatureIndex
 
 # An anchor is so many consecutive tokens, found wherever they stand in a prompt.
 ANCHOR = 16
-# A shingle is so many, and only tells whether a look for something similar is worth it.
+# A shingle is so many, by which texts are compared.
 SHINGLE = 8
-# Bits that remember which shingles there were: 4 MiB a scope. They are never taken back, which only costs a look for nothing.
-_SEEN_BITS = 2**25
 # How many segments with the same anchor are remembered: the newest.
 ALIKE = 8
-# Bands and numbers in each, of the 64 in a signature: segments of a similarity of 0.5 are found more likely than not.
-BANDS, WIDTH = 14, 4
 
 
 class StoredSpan(NamedTuple):
@@ -72,39 +68,33 @@ def _anchor_offsets(length: int) -> Iterator[int]:
         yield length - ANCHOR
 
 
-def _bits(ids: Ids) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
-    """For each shingle the byte, and the bit in it, that remember it."""
-    numbers = (window_hashes(ids, SHINGLE) >> np.uint64(17)) % np.uint64(_SEEN_BITS)
-    return numbers >> np.uint64(3), np.left_shift(1, (numbers & np.uint64(7)).astype(np.int64)).astype(np.uint8)
-
-
 class SegmentIndex:
-    """The segments of one scope. It holds records only; the tensors stay where they are."""
+    """The segments of one scope. It holds records only; the tensors stay where they are.
 
-    def __init__(self) -> None:
+    Args:
+        signed: Whether segments can be looked up by their signatures.
+    """
+
+    def __init__(self, signed: bool = False) -> None:
         self.records: dict[str, Record] = {}
         # By the chain of all tokens before them, and their first token.
         self._after: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
         # How many segments start at an index with a token.
         self._starts: Counter[tuple[int, int]] = Counter()
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
-        self._seen = np.zeros(_SEEN_BITS // 8, np.uint8)
-        # Made when it is first asked.
-        self._signatures: SignatureIndex | None = None
+        self._signatures = SignatureIndex() if signed else None
 
     def add(self, key: str, record: Record) -> None:
         """Makes a segment known."""
         if key in self.records:
             return
         self.records[key] = record
-        if self._signatures is not None and record.signature is not None:
+        if self._signatures is not None and record.signature is not None and record.fresh:
             self._signatures.add(key, record.signature)
         first = int(record.ids[0])
         self._after[record.left, first].append(key)
         self._starts[record.start, first] += 1
         if record.fresh:
-            places, bits = _bits(record.ids)
-            np.bitwise_or.at(self._seen, places, bits)
             numbers = anchors(record.ids)
             for offset in _anchor_offsets(len(record)):
                 alike = self._anchored[int(numbers[offset])]
@@ -174,19 +164,14 @@ class SegmentIndex:
                     stop = max(stop, spans[-1].stop)
         return spans
 
-    def shares_with(self, ids: Ids) -> int:
-        """About how many shingles of a stretch stand in stored segments: never too few, sometimes too many."""
-        places, bits = _bits(ids)
-        return int((self._seen[places] & bits != 0).sum())
+    def near(self, signature: Signature) -> list[str]:
+        """The keys of segments that resemble one, the most similar first."""
+        near = [] if self._signatures is None else self._signatures.near(signature)
 
-    def near(self, signature: Signature) -> list[Record]:
-        """Segments that resemble one, by the signatures of their canonical texts."""
-        if self._signatures is None:
-            self._signatures = SignatureIndex(BANDS, WIDTH)
-            for key, record in self.records.items():
-                if record.signature is not None:
-                    self._signatures.add(key, record.signature)
-        return [self.records[key] for key in self._signatures.near(signature)]
+        def similarity(key: str) -> float:
+            return float(np.mean(self.records[key].signature == signature))
+
+        return sorted(near, key=similarity, reverse=True)
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
         """Verbatim runs of a row that earlier rows had at any index, from left to right and without overlaps."""

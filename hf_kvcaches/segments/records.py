@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from hf_kvcaches.core.splicing.plan import COMPUTED
 from hf_kvcaches.core.splicing.tokens import Ids
+from hf_kvcaches.segments.signatures import Signature
 from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
-
-Signature = npt.NDArray[np.uint32]
-Tier = Literal["exact", "guarded", "repaired", "probed", "computed"]
 
 # How many tokens to the left of a segment are stored with it: the longest window that depth guards can ask for, short of all.
 CONTEXT = 512
-# Numbers in a signature.
-PERMUTATIONS = 64
 
 _KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, "fresh": bool, "stored": dict}
 
@@ -51,12 +47,11 @@ class Record:
         ids: Its tokens, (tokens,).
         left: The `Chain` name of all that stood left of it.
         context: Up to `CONTEXT` tokens that stood left of it, (n,).
-        origin: How what it holds came about: "exact" when nothing to the left of it, nor itself, was an approximation.
+        origin: The tier that it came about by: "exact" when nothing to the left of it, nor itself, was an approximation.
         fresh: Whether all of it was computed where it stood. Only such segments are spliced into other contexts, so that drift does
             not add up.
         stored: What `packing` needs to read the tensors.
         signature: MinHash of its canonical text, or None.
-        surroundings: MinHash of what stood left of it, or None.
     """
 
     scope: str
@@ -65,11 +60,10 @@ class Record:
     right: str
     start: int
     context: Ids
-    origin: Tier
+    origin: str
     fresh: bool
     stored: dict[str, Any] = field(default_factory=dict)
     signature: Signature | None = None
-    surroundings: Signature | None = None
 
     @property
     def key(self) -> str:
@@ -84,22 +78,19 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        arrays = {"ids": self.ids, "context": self.context, "signature": self.signature, "surroundings": self.surroundings}
+        arrays = {"ids": self.ids, "context": self.context, "signature": self.signature}
         plain = {name: getattr(self, name) for name in _KINDS}
         return plain | {name: None if value is None else array_as_text(value, "<u4") for name, value in arrays.items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
         """Undoes `to_dict`; a `LookupError`, `TypeError` or `ValueError` where something is missing or of the wrong kind."""
-        arrays = {
-            name: None if data[name] is None else array_of_text(data[name], "<u4")
-            for name in ("ids", "context", "signature", "surroundings")
-        }
+        arrays = {name: None if data[name] is None else array_of_text(data[name], "<u4") for name in ("ids", "context", "signature")}
         plain = {name: data[name] for name in _KINDS}
         for name, kind in _KINDS.items():
             if type(plain[name]) is not kind:
                 raise TypeError(f"{name}: expected {kind.__name__}, got {type(plain[name]).__name__}")
-        if plain["origin"] not in get_args(Tier) or plain["start"] < 0:
+        if not plain["origin"] or plain["origin"] == COMPUTED or plain["start"] < 0:
             raise ValueError(f"no segment has the origin {plain['origin']!r} and the start {plain['start']!r}")
         if arrays["ids"] is None or not len(arrays["ids"]) or arrays["context"] is None:
             raise ValueError("a segment without tokens, or without those to the left of it")

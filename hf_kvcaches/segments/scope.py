@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from hf_kvcaches.core.fingerprint import digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, require_identity
 from hf_kvcaches.core.splicing.packing import Quantization, name_of
-from hf_kvcaches.segments.canonical import Signer
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.policy import SegmentPolicy
 
 # Tokens of a stored segment: each one costs time to look up and to load, and what is alike inside of them is found anyway.
 SHORTEST, LONGEST = 64, 128
 # The format of what is stored; raised when older segments can't be read any more.
-FORMAT = 2
+FORMAT = 3
 
 
 def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
@@ -27,15 +26,8 @@ def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
         policy.fingerprint.require_model(model, "The policy", here=require_identity(model, "The policy"))
 
 
-class Reader(NamedTuple):
-    """What reads prompts."""
-
-    discovery: Discovery
-    signer: Signer
-
-
 _tokenizers: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
-_readers: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Reader]] = weakref.WeakKeyDictionary()
+_discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] = weakref.WeakKeyDictionary()
 
 
 def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization, depth: int | None) -> str:
@@ -55,13 +47,12 @@ def _tokenizer_name(tokenizer: Any) -> str:
     return entry[1]
 
 
-_without_tokenizer: dict[tuple[str, ...], Reader] = {}
+_without_tokenizer: dict[tuple[str, ...], Discovery] = {}
 
 
-def reader_for(tokenizer: Any, separators: tuple[str, ...]) -> Reader:
+def discovery_for(tokenizer: Any, separators: tuple[str, ...]) -> Discovery:
     """One for each tokenizer, because it caches the text of tokens."""
-    readers = _without_tokenizer if tokenizer is None else _readers.setdefault(tokenizer, {})
-    if separators not in readers:
-        discovery = Discovery(tokenizer, separators=separators, shortest=SHORTEST, longest=LONGEST)
-        readers[separators] = Reader(discovery, Signer(None if tokenizer is None else discovery.pieces))
-    return readers[separators]
+    discoveries = _without_tokenizer if tokenizer is None else _discoveries.setdefault(tokenizer, {})
+    if separators not in discoveries:
+        discoveries[separators] = Discovery(tokenizer, separators=separators, shortest=SHORTEST, longest=LONGEST)
+    return discoveries[separators]

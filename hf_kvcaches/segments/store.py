@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -15,12 +15,13 @@ import torch
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.splicing import packing
+from hf_kvcaches.core.splicing.background import Background
 from hf_kvcaches.core.splicing.packing import LayerStates, Quantization
 from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.segments.contents import SegmentContents
 from hf_kvcaches.segments.index import SegmentIndex
-from hf_kvcaches.segments.records import Record, Signature
-from hf_kvcaches.segments.writer import Writer
+from hf_kvcaches.segments.records import Record
+from hf_kvcaches.segments.signatures import require_signatures
 from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.stores.catalog import Catalog
 
@@ -82,11 +83,13 @@ class SegmentStore:
     Args:
         location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
         max_bytes: The most that all segments may take, a number or such as `"4GiB"`. Above it, those go first that saved least work a byte.
-        quantization: How keys and values are stored: `"int8"`, `"int4"`, a `KVCodec` of the model, or None for bit-equal ones.
+        quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
         cuts: Every how many layers the hidden states of a segment are stored too, so that only the layers above have to be run where
             what stands to the left differs far away. None: nowhere.
         depth: How many layers' keys and values are stored, with the hidden state that enters the next one; the layers above are run
             again each time. None: of all layers.
+        near_identical: Whether segments that differ in a date or an id are looked for, too. It finds next to nothing that verbatim
+            search does not, and takes the extra `retrieval`.
         timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take. After a
             failure it is not asked for 5 s. A folder and memory answer at once.
     """
@@ -96,9 +99,10 @@ class SegmentStore:
         location: str = "memory",
         *,
         max_bytes: int | str | None = None,
-        quantization: Quantization = "int8",
+        quantization: Quantization = None,
         cuts: int | None = None,
         depth: int | None = None,
+        near_identical: bool = False,
         timeout: float = TIMEOUT,
     ) -> None:
         self.quantization = packing.check_quantization(quantization)
@@ -106,12 +110,13 @@ class SegmentStore:
         self.cuts = None if cuts is None else whole_number("cuts", cuts, 1, expected)
         self.depth = None if depth is None else whole_number("depth", depth, 1, expected)
         self.location = location
-        self.contents = SegmentContents()
+        if near_identical:
+            require_signatures()
+        self.near_identical = near_identical
+        self.contents = SegmentContents(near_identical)
         self.experience = self.contents.experience
         self.catalog = Catalog(location, timeout, max_bytes, self.contents, "segment")
-        self._writer = Writer()
-        self._waiting: weakref.WeakSet[Any] = weakref.WeakSet()
-        weakref.finalize(self, _finish, self._waiting, self._writer)
+        self.background = Background(partial(self.catalog.warn_once, "failed job"))
 
     @property
     def max_bytes(self) -> int | None:
@@ -123,19 +128,9 @@ class SegmentStore:
         """What reads the segments, if they are codes."""
         return self.quantization if isinstance(self.quantization, KVCodec) else None
 
-    def watch(self, waiting: Any) -> None:
-        """Calls `release` of an object before every look-up, and does not keep it alive."""
-        with self.catalog.lock:
-            self._waiting.add(waiting)
-
     def index(self, scope: str) -> SegmentIndex:
         """One scope's segments, to be used while `reading`."""
         return self.contents.indices[scope]
-
-    def near(self, scope: str, signature: Signature) -> list[Record]:
-        """Segments of a scope with similar signatures."""
-        with self.catalog.lock:
-            return self.index(scope).near(signature)
 
     def reading(self) -> threading.RLock:
         """A lock under which no index changes."""
@@ -194,23 +189,9 @@ class SegmentStore:
         # Processes that write at the same time stay within the cap together: the last one to look sees what all have written.
         self.catalog.refresh()
 
-    def later(self, job: Callable[[], None]) -> None:
-        """Runs a job in the background, after earlier ones; `refresh` and `flush` wait for it. The first job that fails warns."""
-        warn_once = self.catalog.warn_once
-
-        def guarded() -> None:
-            try:
-                job()
-            except Exception as error:  # in a thread, where nobody else would hear of it
-                warn_once("failed job", f"Segments were not stored: {type(error).__name__}: {error}")
-
-        self._writer.add(guarded)
-
     def flush(self) -> None:
         """Waits until everything is written that is computed."""
-        with self.catalog.lock:
-            waiting = list(self._waiting)
-        _finish(waiting, self._writer)
+        self.background.flush()
 
     def pin(self, key: str, pinned: bool = True) -> None:
         """Keeps a segment from eviction, by any process.
@@ -262,10 +243,3 @@ class SegmentStore:
     def _lengths(self) -> Mapping[str, int]:
         with self.catalog.lock:
             return self.contents.lengths()
-
-
-def _finish(waiting: Iterable[Any], writer: Writer) -> None:
-    """Stores what is computed, also where the interpreter ends."""
-    for cache in list(waiting):
-        cache.release(drop=False)
-    writer.wait()

@@ -11,7 +11,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.identity import identity_of
+from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.prefill import PrefillCall, run_span
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
@@ -24,18 +24,16 @@ from hf_kvcaches.errors import (
     require_tokenizer,
     whole_number,
 )
+from hf_kvcaches.warmstart.filling import WarmStartPipeline, kept_job
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
-from hf_kvcaches.warmstart.planning import Served
-from hf_kvcaches.warmstart.serving import Outcome, Serving
+from hf_kvcaches.warmstart.planning import Choice, Served, ServedRow
 from hf_kvcaches.warmstart.summaries.projector import SlotProjector
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap
 
 Strategy = Literal["auto", "slots", "align", "exact"]
-# Before a prompt.
-_NOTHING = Outcome(0, (), 0, 0, False)
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,7 @@ class WarmStartReport(CacheReport):
         reused_tokens: Tokens of the prompt that were not computed, in all rows.
         computed_tokens: Those that were.
         refused: Why nothing better was done, or "".
+        reason: Why the prompt was not looked up at all, as a sentence; "" where it was.
         swapped: Whether the exact prefill has replaced what was reused.
         strategies: `strategy` of each row.
         neighbours: `neighbour` of each row.
@@ -63,6 +62,7 @@ class WarmStartReport(CacheReport):
     reused_tokens: int = 0
     computed_tokens: int = 0
     refused: str = ""
+    reason: str = ""
     swapped: bool = False
     strategies: tuple[Served, ...] = ()
     neighbours: tuple[str | None, ...] = ()
@@ -96,6 +96,8 @@ class WarmStartCache(SplicingCache):
         guard: Tokens that are recomputed behind every change, with alignment.
         tail: Tokens at the end of a prompt that are always computed, with alignment.
         projector: A `SlotProjector` for summaries, or None.
+        remember: Whether the prompt enters the library, once it is computed exactly. What was reused inexactly is not stored, unless the
+            exact prefill has taken its place.
         decode_with: A new cache of the same model that holds the tokens once the prompt is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
@@ -112,6 +114,7 @@ class WarmStartCache(SplicingCache):
         guard: int = 8,
         tail: int = 16,
         projector: SlotProjector | None = None,
+        remember: bool = True,
         decode_with: KVCache | None = None,
         offloading: bool = False,
     ) -> None:
@@ -143,9 +146,12 @@ class WarmStartCache(SplicingCache):
         self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer
         self.strategy: Strategy = strategy
         self.swap, self.gate, self.guard, self.tail, self.projector = swap, gate or WarmStartGate(), guard, tail, projector
-        self._outcome = _NOTHING
+        self._choices: tuple[Choice, ...] = ()
+        self._tokens = [0, 0]
         self._exact: ExactPrefill | None = None
         self._swapped = False
+        self._remember = remember
+        self.remember_with(library.background)
 
     def make_layer(self, layer_idx: int) -> WarmLayer:
         return WarmLayer()
@@ -154,24 +160,38 @@ class WarmStartCache(SplicingCache):
         raise UnsupportedError("save: a WarmStartCache hangs on its library, which would not be in the file. Save the library instead.")
 
     def take_prefill(self, call: PrefillCall) -> int:
-        padding = self.padding_of(call)
-        if padding is None or self.seen or self.library is None:  # a cache that came from another process has none
+        if self.seen or self.library is None:  # a cache that came from another process has no library
+            self.reason = "Only the first prompt of a chat is looked up." if self.seen else "The cache came without its library."
             return 0
-        self._swapped = False
-        self._outcome = Serving(self, call, padding).serve()
-        if self.swap != "off" and self._outcome.inexact:
+        self.reason, self._swapped = "", False
+        return WarmStartPipeline(self, call).fill()
+
+    def note(self, rows: Sequence[ServedRow]) -> None:
+        """Keep what served each row."""
+        self._choices = tuple(row.outcome() for row in rows)
+        reused = sum(choice.reused for choice in self._choices)
+        self._tokens = [reused, sum(len(row.ids) for row in rows) - reused]
+
+    def remember(self, rows: Sequence[ServedRow], identity: Identity, slots: int) -> None:
+        """Have rows of a prompt enter the library once the first `slots` slots are computed, where the caller wants that."""
+        if self._remember and self.library.full and self.remembering is not None:
+            self.remembering.expect(kept_job(self, rows, identity, slots))
+
+    def expect_swap(self, call: PrefillCall, padding: Sequence[int]) -> None:
+        """Have the exact prefill take the place of what was reused, where the caller asked for that."""
+        if self.swap != "off":
             ids, mask = call.input_ids.clone(), call.attention_mask
             positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
             self._exact = ExactPrefill(self.model, ids, None if mask is None else mask.clone(), positions.clamp_min(0))
-        return self._outcome.taken
 
-    def start_from(self, slots: Slots, covered: int) -> None:
-        """Begin with a summary, rotated to its positions, that stands for `covered` tokens."""
+    def start_from(self, summaries: Sequence[Slots], covered: int) -> None:
+        """Begin with a summary for each row, rotated to its positions, that stand for the first `covered` slots of the prompt."""
         _, _, decoder = compat.decoder_layers(self.model)
-        for layer, module, summary in zip(self.layers, decoder, slots.layers, strict=True):
-            keys, values = (states.to(self.model.dtype) for states in summary[:2])
-            device = compat.layer_device(module)
-            layer.take_slots(LayerSlots(*(tensor.to(device) for tensor in (keys, values, summary.positions, summary.counts))), covered)
+        for index, (layer, module) in enumerate(zip(self.layers, decoder, strict=True)):
+            rows = [summary.layers[index] for summary in summaries]
+            tensors = (row._replace(keys=row.keys.to(self.model.dtype), values=row.values.to(self.model.dtype)) for row in rows)
+            stacked = (torch.stack(parts).to(compat.layer_device(module)) for parts in zip(*tensors, strict=True))
+            layer.take_slots(LayerSlots(*stacked), covered)
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self.history.crop(self.seen)  # a pass that did not run to its end
@@ -224,19 +244,20 @@ class WarmStartCache(SplicingCache):
             self._exact.result()
 
     def report(self) -> WarmStartReport:
-        plans = self._outcome.plans
-        strategies = tuple(plan.served for plan in plans)
-        neighbours = tuple(plan.neighbour.key if plan.neighbour else None for plan in plans)
-        similarities = tuple(plan.neighbour.similarity if plan.neighbour else None for plan in plans)
-        refusals = tuple(plan.refused for plan in plans)
+        choices = self._choices
+        strategies = tuple(choice.served for choice in choices)
+        neighbours = tuple(choice.neighbour.key if choice.neighbour else None for choice in choices)
+        similarities = tuple(choice.neighbour.similarity if choice.neighbour else None for choice in choices)
+        refusals = tuple(choice.refused for choice in choices)
         return WarmStartReport(
             **self._report_fields(),
-            strategy=_common(strategies, "mixed") if plans else "",
+            strategy=_common(strategies, "mixed") if choices else "",
             neighbour=_common(neighbours, None),
             similarity=_common(similarities, None),
-            reused_tokens=self._outcome.reused,
-            computed_tokens=self._outcome.computed,
+            reused_tokens=self._tokens[0],
+            computed_tokens=self._tokens[1],
             refused=_common(refusals, ""),
+            reason=self.reason,
             swapped=self._swapped,
             strategies=strategies,
             neighbours=neighbours,
@@ -255,7 +276,7 @@ class WarmStartCache(SplicingCache):
         if self._exact is not None:
             self._exact.stop()
         super().reset()
-        self._exact, self._outcome, self._swapped = None, _NOTHING, False
+        self._exact, self._choices, self._tokens, self._swapped = None, (), [0, 0], False
 
     def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._exchange(rows)
@@ -263,14 +284,13 @@ class WarmStartCache(SplicingCache):
             self._exact.rows = rows(self._exact.rows)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(shared): shared for shared in (self.tokenizer, self.rotation, self.gate, self.projector)}
+        memo |= {id(shared): shared for shared in (self.tokenizer, self.gate, self.projector)}
         if self._exact is not None:
             # Each copy swaps in a prefill of its own.
             memo[id(self._exact)] = self._exact.cropped(self._exact.ids.shape[1])
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A library stays in its process. Elsewhere the cache goes on with what it has.
         return {**super().__getstate__(), "library": None, "tokenizer": None, "_exact": None, "projector": None}
 
 

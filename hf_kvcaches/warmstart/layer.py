@@ -34,12 +34,12 @@ class WarmLayer(SplicedLayer):
         return self.seen - self.left_out
 
     def take_slots(self, slots: LayerSlots, seen: int) -> None:
-        """Begin with slots that stand for `seen` tokens."""
+        """Begin with slots that stand for `seen` tokens; all tensors have a dimension for rows before the others."""
         assert self.seen == 0
-        keys, values = slots.keys[None], slots.values[None]
+        keys, values = slots.keys, slots.values
         self.lazy_initialization(keys, values)
         self.key_buffer, self.value_buffer = append(None, keys, 0), append(None, values, 0)
-        self.counts, self.places = slots.counts[None].clone(), slots.positions[None].clone()
+        self.counts, self.places = slots.counts.clone(), slots.positions.clone()
         self.left_out = seen - keys.shape[2]
         self.seen = seen
 

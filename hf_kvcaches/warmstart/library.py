@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -17,7 +18,8 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.splicing import packing
-from hf_kvcaches.core.splicing.packing import Quantization
+from hf_kvcaches.core.splicing.background import Background
+from hf_kvcaches.core.splicing.packing import LayerStates, Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.errors import (
@@ -32,7 +34,7 @@ from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
-from hf_kvcaches.warmstart.reading import read_prompt
+from hf_kvcaches.warmstart.reading import PromptStates, read_prompt
 from hf_kvcaches.warmstart.summaries.adapters import Adapters, TrainedAdapters
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
 from hf_kvcaches.warmstart.summaries.positions import PositionCorrection
@@ -120,6 +122,7 @@ class WarmStartLibrary:
         self.encoder = encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
+        self.background = Background(partial(self.entries.catalog.warn_once, "failed job"))
 
     @property
     def codec(self) -> KVCodec | None:
@@ -154,7 +157,22 @@ class WarmStartLibrary:
         if (key := self.entries.exact(ids)) is not None:
             return key
         text = prompt if isinstance(prompt, str) else self.text(ids)
-        states = read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model)))
+        return self._put(text, ids, read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model))), provenance)
+
+    def keep(self, ids: Sequence[int], layers: Sequence[LayerStates]) -> str | None:
+        """Store what the model computed for a prompt, and return its id as `add` does; a summary takes a pass over the last token.
+
+        Args:
+            layers: Keys and values of each layer, those of the prompt alone and exact.
+        """
+        if len(ids) <= self.tail or (key := self.entries.exact(ids)) is not None:
+            return None if len(ids) <= self.tail else key
+        states = PromptStates(tuple(layers), (), ())
+        if self.compressor is not None:
+            states = read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model)))
+        return self._put(self.text(ids), list(ids), states, {})
+
+    def _put(self, text: str, ids: list[int], states: PromptStates, provenance: dict[str, Any]) -> str | None:
         tensors: dict[str, torch.Tensor] = {}
         if self.compressor is not None:
             keys, values = ([layer[:, : -self.tail] for layer in part] for part in zip(*states.layers, strict=True))
@@ -230,7 +248,8 @@ class WarmStartLibrary:
         return None if head is None else head.text
 
     def refresh(self) -> None:
-        """Apply what other processes added and deleted."""
+        """Store what served prompts computed, and apply what other processes added and deleted."""
+        self.background.flush()
         self.entries.refresh()
 
     def report(self) -> EntryReport:
@@ -310,7 +329,8 @@ class WarmStartLibrary:
             raise FingerprintMismatch(f"{why_not} Make a library for the model as it is, or bring back what it had.")
 
     def close(self) -> None:
-        """Close files and connections."""
+        """Store what served prompts computed, and close files and connections."""
+        self.background.flush()
         self.entries.close()
 
     def __len__(self) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+from typing import Any, Literal
 
 from hf_kvcaches.core.splicing.alignment import Block, align
-from hf_kvcaches.core.splicing.plan import Indices
+from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan, StoredTokens
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.library import Neighbour
 
@@ -24,10 +22,10 @@ ENOUGH = 0.75
 
 
 @dataclass(frozen=True)
-class RowPlan:
+class Choice:
     """How a row is served: from which entry, with which spans of it, and why nothing better was done."""
 
-    served: Served
+    served: Served = "cold"
     neighbour: Neighbour | None = None
     blocks: tuple[Block, ...] = ()
     refused: str = ""
@@ -37,12 +35,29 @@ class RowPlan:
         """Tokens that are not computed."""
         return sum(block.length for block in self.blocks)
 
-    def to_run(self, tokens: int) -> Indices:
-        """Return the indices of the others."""
-        run = np.ones(tokens, dtype=bool)
+    def spans(self, tokens: int, stored: Mapping[str, Any]) -> tuple[PlannedSpan, ...]:
+        """Return the spans of a row of so many tokens, the last one left out; `stored` says how the entry is stored."""
+        spans: list[PlannedSpan] = []
+        end = 0
         for block in self.blocks:
-            run[block.target : block.target + block.length] = False
-        return np.flatnonzero(run)
+            assert self.neighbour is not None
+            start, stop = block.target, block.target + block.length
+            reused = StoredTokens(start, stop, self.neighbour.key, block.source, block.source, stored)
+            spans += [PlannedSpan(end, start), PlannedSpan(start, stop, self.served, (reused,))]
+            end = stop
+        return tuple(span for span in [*spans, PlannedSpan(end, tokens - 1, reason=self.refused)] if len(span))
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRow(PlannedRow):
+    """A row of a prompt with the choice that its plan was made from."""
+
+    choice: Choice = Choice()
+
+    def outcome(self) -> Choice:
+        """Return the choice, or a cold one where what it names is gone."""
+        gone = bool(self.choice.blocks) and self.choice.served != "slots" and next(self.stored, None) is None
+        return Choice(refused="The entry is gone or damaged.") if gone else self.choice
 
 
 def reusable_blocks(source: Ids, target: Ids, *, guard: int, tail: int) -> tuple[Block, ...]:

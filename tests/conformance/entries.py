@@ -156,7 +156,7 @@ STORED = SegmentStore("memory", max_bytes="64MiB", quantization=None)
 
 def empty_store(model: Any) -> SegmentReuseCache:
     """A cache with nothing to reuse."""
-    return SegmentReuseCache(model, SegmentStore("memory"))
+    return SegmentReuseCache(model, SegmentStore("memory"), mode="auto")
 
 
 def exact_segments(model: Any, decode_with: KVCache | None = None) -> SegmentReuseCache:

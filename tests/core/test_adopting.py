@@ -119,7 +119,7 @@ def test_masks_and_queries_are_of_all_tokens_and_layers() -> None:
 
 def test_segments_that_were_reused_are_pruned(tmp_path: Path) -> None:
     model, store = models.tiny("llama"), SegmentStore("memory")
-    past = SegmentReuseCache(model, store)
+    past = SegmentReuseCache(model, store, mode="auto")
     ids, mask = left_padded([tokens(PROMPT), tokens(20, seed=1)])
     options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
     text = model.generate(ids, past_key_values=past, **options)
@@ -161,7 +161,7 @@ def test_a_model_without_attention_has_nothing_to_adopt() -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_segments_of_a_model_with_windows_are_pruned(family: str) -> None:
     model = models.tiny(family)
-    past, plain = SegmentReuseCache(model, SegmentStore("memory")), EquipCache(model, "knorm", 12)
+    past, plain = SegmentReuseCache(model, SegmentStore("memory"), mode="auto"), EquipCache(model, "knorm", 12)
     text = model.generate(tokens(PROMPT), past_key_values=past, max_new_tokens=4, do_sample=False)
     feed(model, plain, text[:, : past.seen], [past.seen])
     cache, more = EquipCache.from_cache(past, model, "knorm", 12), tokens(12, seed=2)

@@ -41,7 +41,7 @@ def every_cache(model: PreTrainedModel) -> list[Cache]:
         EquipCache(model, "h2o", 16, page_size=8),
         SubspaceCache(model, codec),
         SubspaceCache(model, adaptive=AdaptiveSubspace(rank=4)),
-        SegmentReuseCache(model, SegmentStore()),
+        SegmentReuseCache(model, SegmentStore(), mode="auto"),
         WarmStartCache(model, library),
     ]
 

@@ -49,7 +49,7 @@ def test_weights_that_cannot_be_read_ask_for_a_fingerprint() -> None:
         for ask in (lambda: SubspaceCache(model, codec), lambda: GrowingCache(model).save("unused")):
             with pytest.raises((FingerprintMismatch, UnsupportedError), match="set_fingerprint"):
                 ask()
-        SegmentReuseCache(model, store)
+        SegmentReuseCache(model, store, mode="auto")
 
 
 def test_a_given_fingerprint_says_what_cannot_be_read() -> None:

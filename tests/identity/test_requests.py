@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore, WarmStartCache
 from hf_kvcaches.errors import UnsupportedError
-from hf_kvcaches.segments.admission import Mode
+from hf_kvcaches.segments.tiers import Mode
 from hf_kvcaches.warmstart.swapping import Swap
 from tests import tiny
 from tests.identity.changes import BACK, CHANGES, INVOCATION, PROMPT, UNSEEN, Setup, activated, plain, two_adapters

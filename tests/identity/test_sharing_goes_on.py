@@ -37,7 +37,7 @@ def generated(model: PreTrainedModel) -> None:
 def shared(model: PreTrainedModel) -> None:
     with SegmentStore("memory") as store:
         for _ in range(2):
-            cache = SegmentReuseCache(model, store)
+            cache = SegmentReuseCache(model, store, mode="auto")
             model.generate(PROMPT, past_key_values=cache, max_new_tokens=2, do_sample=False)
             store.flush()
         assert cache.report().reused_tokens

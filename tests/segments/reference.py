@@ -67,11 +67,11 @@ def step_by_step(
 def reused_positions(cache: SegmentReuseCache, row: int = 0) -> tuple[dict[int, int], dict[int, int]]:
     """For each place that a cache has reused, where it stood when it was stored; and how many layers, where not all."""
     positions, depths = {}, {}
-    for number, part in cache._parts:
-        for piece in part.pieces if number == row else ():
-            for place in range(piece.start, piece.stop):
-                if place not in part.rerun:
-                    positions[place] = piece.position + place - piece.start
-                    if part.depth is not None:
-                        depths[place] = part.depth
+    for span in (span for planned in cache.plans if planned.number == row for span in planned.spans):
+        for tokens in span.stored:
+            for place in range(tokens.start, tokens.stop):
+                if place not in span.recompute:
+                    positions[place] = tokens.position + place - tokens.start
+                    if span.depth is not None:
+                        depths[place] = span.depth
     return positions, depths

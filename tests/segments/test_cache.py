@@ -156,14 +156,14 @@ def test_tokens_whose_keys_deviate_most_are_run_again():
     policy = SegmentPolicy(repair_by="deviation")
     cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate", policy=policy, repair=0.25)
     first_logits(model, prompt, cache)
-    (part,) = [part for _, part in cache._parts if part.pieces]
+    (part,) = [span for row in cache.plans for span in row.spans if span.stored]
     source, whole = Source(model, earlier), Source(model, prompt)
     deviations = {}
     for place in range(part.start, part.stop):
-        moved, fresh = source.at(place - part.start + part.pieces[0].position, place)[1][0], whole.at(place, place)[1][0]
+        moved, fresh = source.at(place - part.start + part.stored[0].position, place)[1][0], whole.at(place, place)[1][0]
         deviations[place] = float((moved - fresh).norm())
-    assert sorted(part.rerun) == sorted(sorted(deviations, key=deviations.get, reverse=True)[: len(part.rerun)])
-    assert len(part.rerun) == 12
+    assert sorted(part.recompute) == sorted(sorted(deviations, key=deviations.get, reverse=True)[: len(part.recompute)])
+    assert len(part.recompute) == 12
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -218,19 +218,18 @@ def test_segments_with_other_dates_and_numbers_share_what_is_equal():
         ]
         return tokenizer("\n".join(["", "", *lines, "", ""]), return_tensors="pt", add_special_tokens=False)["input_ids"]
 
-    store = SegmentStore("memory", quantization=None)
+    store = SegmentStore("memory", quantization=None, near_identical=True)
     policy = SegmentPolicy(aligned=5)
-    first_logits(model, joined(A, log(10), C), SegmentReuseCache(model, store, tokenizer))
+    first_logits(model, joined(A, log(10), C), SegmentReuseCache(model, store, tokenizer, mode="auto"))
     cache = SegmentReuseCache(model, store, tokenizer, mode="approximate", policy=policy)
     prompt = joined(A, D, log(20), D)
     first_logits(model, prompt, cache)
     reused = [span for span in cache.report().spans if span.tier == "repaired"]
     assert len(reused) >= 4
     assert sum(span.stop - span.start for span in reused) > 0.6 * log(20).shape[1]
-    for _, part in cache._parts:
-        for piece in part.pieces:
-            mine = prompt[0, piece.start : piece.stop].tolist()
-            assert mine == piece.record.ids[piece.offset : piece.offset + len(mine)].tolist()
+    for tokens in (tokens for row in cache.plans for tokens in row.stored):
+        mine, record = prompt[0, tokens.start : tokens.stop].tolist(), store.contents.record(tokens.key)
+        assert mine == record.ids[tokens.offset : tokens.offset + len(mine)].tolist()
 
 
 def test_what_was_reused_is_found_again_as_the_start_of_the_next_step():
@@ -275,7 +274,7 @@ def test_beams_and_chunks_go_on_as_without_reuse(options):
 def test_prefill_by_hand_fills_the_cache_up_to_the_last_token():
     model, store = tiny.llama(), SegmentStore("memory", quantization=None)
     for _ in range(2):
-        cache = SegmentReuseCache(model, store)
+        cache = SegmentReuseCache(model, store, mode="auto")
         assert cache.prefill(joined(A, B)) == 75
         with torch.no_grad():
             logits = model(B[:, -1:], past_key_values=cache).logits[:, -1]
@@ -287,33 +286,33 @@ def test_prefill_by_hand_fills_the_cache_up_to_the_last_token():
 
 def test_one_token_is_enough_to_store_a_prompt_and_a_cache_that_lives_on_is_waited_for():
     model, store = tiny.llama(), SegmentStore("memory", quantization=None)
-    alive = SegmentReuseCache(model, store)
+    alive = SegmentReuseCache(model, store, mode="auto")
     first_logits(model, joined(A, B), alive)
-    cache = SegmentReuseCache(model, store)
+    cache = SegmentReuseCache(model, store, mode="auto")
     first_logits(model, joined(A, C), cache)
     assert cache.report().reused_tokens == 29
 
 
 def test_tokens_written_over_a_prompt_do_not_reach_the_store():
     model, store = tiny.llama(), SegmentStore("memory", quantization=None)
-    cache = SegmentReuseCache(model, store)
+    cache = SegmentReuseCache(model, store, mode="auto")
     first_logits(model, joined(A, B), cache)
     cache.crop(-60)
     with torch.no_grad():
         model(C, past_key_values=cache)
-    other = SegmentReuseCache(model, store)
+    other = SegmentReuseCache(model, store, mode="auto")
     assert torch.allclose(first_logits(model, joined(A, B, D), other), plain(model, joined(A, B, D)), atol=1e-4)
     assert other.report().reused_tokens == 76
 
 
 def test_what_the_cache_was_not_told_of_is_never_stored_nor_matched():
     model, store = tiny.llama(), SegmentStore("memory", quantization=None)
-    cache = SegmentReuseCache(model, store)
+    cache = SegmentReuseCache(model, store, mode="auto")
     with torch.no_grad():
         model(inputs_embeds=model.get_input_embeddings()(A), past_key_values=cache)
     assert torch.allclose(first_logits(model, joined(A, B), cache), plain(model, joined(A, B)), atol=1e-4)
     assert store.report().segments == 0
-    positions = SegmentReuseCache(model, store)
+    positions = SegmentReuseCache(model, store, mode="auto")
     with torch.no_grad():
         model(input_ids=A, position_ids=torch.arange(29)[None] + 5, past_key_values=positions, logits_to_keep=1)
         model(input_ids=B, past_key_values=positions, logits_to_keep=1)
@@ -331,7 +330,7 @@ def test_training_does_not_take_from_the_store():
 def test_copies_share_the_store_and_go_on_alike():
     model = tiny.llama()
     store = stored(model, joined(A, B))
-    cache = SegmentReuseCache(model, store)
+    cache = SegmentReuseCache(model, store, mode="auto")
     text = model.generate(joined(A, B, C), past_key_values=cache, max_new_tokens=3, do_sample=False)
     other = copy.deepcopy(cache)
     assert other.store is store
@@ -345,10 +344,10 @@ def test_copies_share_the_store_and_go_on_alike():
 def test_models_that_cannot_move_keys_reuse_only_starts():
     model = tiny.gpt2()
     store = stored(model, joined(A, B, C))
-    cache = SegmentReuseCache(model, store)
+    cache = SegmentReuseCache(model, store, mode="auto")
     assert torch.allclose(first_logits(model, joined(A, B, D), cache), plain(model, joined(A, B, D)), atol=1e-4)
     assert cache.report().tiers == {"exact": 76, "computed": 16}
-    moved = SegmentReuseCache(model, store)
+    moved = SegmentReuseCache(model, store, mode="auto")
     assert torch.allclose(first_logits(model, joined(D, B, A), moved), plain(model, joined(D, B, A)), atol=1e-4)
     assert moved.report().reused_tokens == 0
     with pytest.raises(UnsupportedError, match="can't be moved"):
@@ -372,7 +371,7 @@ def test_a_store_is_asked_for():
 def test_keys_that_change_with_the_length_are_refused():
     model = tiny.llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
     with pytest.raises(UnsupportedError, match="model"):
-        SegmentReuseCache(model, SegmentStore("memory"))
+        SegmentReuseCache(model, SegmentStore("memory"), mode="auto")
 
 
 def test_a_policy_of_another_model_is_refused():
@@ -388,7 +387,7 @@ def test_a_policy_of_another_model_is_refused():
 @pytest.mark.parametrize("mode", ["exact", "auto", "approximate"])
 def test_with_all_that_is_stored_run_again_the_cache_holds_what_a_full_one_does(mode, prompt):
     model, store = tiny.llama(), SegmentStore("memory", quantization=None)
-    first_logits(model, joined(A, B), SegmentReuseCache(model, store))
+    first_logits(model, joined(A, B), SegmentReuseCache(model, store, mode="auto"))
     store.flush()
     if prompt.shape[1] == 76:
         store.clear()
@@ -409,7 +408,7 @@ def test_padded_rows_of_a_fresh_batch_get_the_logits_of_each_alone():
     width = max(row.shape[1] for row in rows)
     ids = torch.cat([torch.cat([torch.zeros(1, width - row.shape[1], dtype=torch.long), row], 1) for row in rows])
     mask = torch.cat([torch.cat([torch.zeros(1, width - row.shape[1], dtype=torch.long), torch.ones_like(row)], 1) for row in rows])
-    cache = SegmentReuseCache(model, store)
+    cache = SegmentReuseCache(model, store, mode="auto")
     found = first_logits(model, ids, cache, attention_mask=mask)
     for line, row in zip(found, rows, strict=True):
         assert torch.allclose(line[None], plain(model, row), atol=1e-4)

@@ -178,7 +178,7 @@ def test_asked_tokens_get_the_logits_of_one_pass_over_everything(model, asked):
     store = SegmentStore("memory", quantization=None)
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0, -asked - 1 : -1]
-    for cache in (None, SegmentReuseCache(model, store), SegmentReuseCache(model, store)):
+    for cache in (None, SegmentReuseCache(model, store, mode="auto"), SegmentReuseCache(model, store, mode="auto")):
         torch.testing.assert_close(next_tokens(model, ids[:-asked], ids[-asked:], cache), expected, atol=1e-4, rtol=1e-4)
     assert cache.report().reused_tokens == len(ids) - asked - 1
     store.close()
@@ -199,7 +199,7 @@ def test_looking_at_keys_counts_as_work(model):
         for mode in ("approximate", "auto"):
             policy = SegmentPolicy(probe=-1.0, similarity=1.01, probing=1.0, repair_by=repair_by, shortest=8)
             store = SegmentStore("memory", quantization=None)
-            next_tokens(model, PROMPTS[0], [5], SegmentReuseCache(model, store))
+            next_tokens(model, PROMPTS[0], [5], SegmentReuseCache(model, store, mode="auto"))
             cache = SegmentReuseCache(model, store, mode=mode, policy=policy)
             next_tokens(model, PROMPTS[1], [5], cache)
             saved[repair_by, mode], probed[mode] = cache.report().flops_saved, cache.probes

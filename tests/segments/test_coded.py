@@ -30,7 +30,7 @@ def test_exact_codes_give_what_plain_segments_give(name, options, mode):
     logits = []
     for quantization in (None, codec_of(model)):
         with SegmentStore("memory", quantization=quantization, **options) as store:
-            first_logits(model, joined(A, B, C), SegmentReuseCache(model, store))
+            first_logits(model, joined(A, B, C), SegmentReuseCache(model, store, mode="auto"))
             cache = SegmentReuseCache(model, store, mode=mode, policy=SegmentPolicy(aligned=5))
             logits.append(first_logits(model, joined(A, D, B), cache))
             assert cache.report().computed_tokens < 64
@@ -44,7 +44,7 @@ def test_a_segment_takes_the_bytes_of_its_codes_and_the_first_tokens_of_a_text()
     for ratio in (0.125, 0.25):
         codec = codec_of(model).at(ratio)
         with SegmentStore("memory", quantization=codec) as store:
-            first_logits(model, joined(A, B, C), SegmentReuseCache(model, store))
+            first_logits(model, joined(A, B, C), SegmentReuseCache(model, store, mode="auto"))
             report = store.report()
             sizes[ratio] = report.bytes - report.tokens * codec.bytes_per_token
     exact = 4 * 4 * 2 * 2 * 8 * 4  # 4 tokens in float32: 4 layers, both sides, 2 heads of 8
@@ -55,11 +55,11 @@ def test_processes_with_the_same_codec_share_a_place_and_others_see_nothing(shar
     model, prompt = tiny.llama(), joined(A, B, C)
     codec = codec_of(model)
     with SegmentStore(shared_location, quantization=codec) as store:
-        first_logits(model, prompt, SegmentReuseCache(model, store))
+        first_logits(model, prompt, SegmentReuseCache(model, store, mode="auto"))
     codec.save_pretrained(tmp_path / "codec")
     for again, found in ((KVCodec.from_pretrained(tmp_path / "codec"), True), (codec.at(0.25), False)):
         with SegmentStore(shared_location, quantization=again) as store:
-            cache = SegmentReuseCache(model, store)
+            cache = SegmentReuseCache(model, store, mode="auto")
             context = nullcontext() if found else pytest.warns(RuntimeWarning, match="none for this model")
             with context:
                 first_logits(model, prompt, cache)
@@ -69,16 +69,16 @@ def test_processes_with_the_same_codec_share_a_place_and_others_see_nothing(shar
 def test_rows_of_a_padded_batch_are_filled():
     model = tiny.llama()
     with SegmentStore("memory", quantization=codec_of(model)) as store:
-        first_logits(model, joined(A, B, C), SegmentReuseCache(model, store))
+        first_logits(model, joined(A, B, C), SegmentReuseCache(model, store, mode="auto"))
         prompts = [joined(A, B, D), joined(A, D)]
         length = max(prompt.shape[1] for prompt in prompts)
         ids = torch.cat([torch.nn.functional.pad(prompt, (length - prompt.shape[1], 0)) for prompt in prompts])
         mask = torch.stack([torch.arange(length) >= length - prompt.shape[1] for prompt in prompts]).long()
-        cache = SegmentReuseCache(model, store)
+        cache = SegmentReuseCache(model, store, mode="auto")
         together = first_logits(model, ids, cache, attention_mask=mask)
         assert cache.report().reused_tokens > 0
         for row, prompt in enumerate(prompts):
-            alone = first_logits(model, prompt, SegmentReuseCache(model, store))
+            alone = first_logits(model, prompt, SegmentReuseCache(model, store, mode="auto"))
             torch.testing.assert_close(together[row : row + 1], alone, atol=2e-3, rtol=0)
 
 

@@ -310,7 +310,7 @@ def test_a_segment_that_is_not_what_its_head_says_is_a_miss_and_is_mended(model,
         {"ids": None},
         {"signature": "AAAA"},
         {"surroundings": "AAAA"},
-        {"origin": "somewhere"},
+        {"origin": "computed"},
     ],
 )
 def test_a_head_that_makes_no_sense_is_a_miss(model, folder, change):

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
-from hf_kvcaches.segments.index import ALIKE, ANCHOR, SHINGLE, Run, SegmentIndex, anchors
-from hf_kvcaches.segments.records import CONTEXT, Chain, Record, Tier
+from hf_kvcaches.segments.index import ALIKE, ANCHOR, Run, SegmentIndex, anchors
+from hf_kvcaches.segments.records import CONTEXT, Chain, Record
+from hf_kvcaches.segments.signatures import signature_of
 
 SURE = 2 * ANCHOR - 1
 
 
-def add(index: SegmentIndex, row: Ids, cuts: Iterable[int], begin: int = 0, origin: Tier = "exact", fresh: bool = True) -> list[str]:
+def add(index: SegmentIndex, row: Ids, cuts: Iterable[int], begin: int = 0, origin: str = "exact", fresh: bool = True) -> list[str]:
     """Puts a row into an index from a place on, cut at others, and returns the ids of its segments."""
     chain = Chain().extend(row[:begin])
     edges = sorted({begin, len(row), *(cut for cut in cuts if begin < cut < len(row))})
@@ -33,7 +34,7 @@ def add(index: SegmentIndex, row: Ids, cuts: Iterable[int], begin: int = 0, orig
     return keys
 
 
-def feed(index: SegmentIndex, row: Ids, cuts: Iterable[int], mode: Tier = "exact") -> list[str]:
+def feed(index: SegmentIndex, row: Ids, cuts: Iterable[int], mode: str = "exact") -> list[str]:
     """What a request does: looks its row up, all but the last token, and stores what lies beyond."""
     pieces, _ = index.prefix(row[:-1], Chain(), 0, exact_only=mode == "exact")
     return add(index, row, cuts, pieces[-1].stop if pieces else 0, mode)
@@ -119,11 +120,11 @@ def test_what_was_stored_again_after_an_eviction_goes_on_into_what_was_left(fami
 @given(family=families(), data=st.data())
 def test_exact_requests_find_all_that_exact_requests_stored_and_nothing_else(family, data: st.DataObject) -> None:
     index = SegmentIndex()
-    stored: dict[Tier, list[Ids]] = {"exact": [], "repaired": []}
+    stored: dict[str, list[Ids]] = {"exact": [], "repaired": []}
     for row, cuts in family:
         assert assert_holds(index, row, 0, exact_only=True) == longest(row, stored["exact"])
         assert assert_holds(index, row, 0, exact_only=False) == longest(row, stored["exact"] + stored["repaired"])
-        mode: Tier = data.draw(st.sampled_from(["exact", "repaired"]))
+        mode: str = data.draw(st.sampled_from(["exact", "repaired"]))
         feed(index, row, cuts, mode)
         stored[mode].append(row)
 
@@ -338,32 +339,34 @@ def test_the_same_segment_twice_is_one() -> None:
     assert told(index) == told(SegmentIndex())
 
 
-@given(family=families(), probe=st.lists(st.integers(0, 3), max_size=40))
-def test_what_shares_a_shingle_with_a_stored_segment_is_never_overlooked(family, probe) -> None:
-    index = SegmentIndex()
-    known: set[tuple[int, ...]] = set()
-    for number, (ids, _) in enumerate(family):
-        if len(ids):
-            name = Chain().extend(ids).name
-            index.add(f"{number:032x}", Record("s", ids, Chain().name, name, 0, ids[:0], "exact", True))
-            known |= {tuple(ids[i : i + SHINGLE].tolist()) for i in range(len(ids) - SHINGLE + 1)}
-    asked = as_ids(probe)
-    shared = sum(tuple(probe[i : i + SHINGLE]) in known for i in range(len(probe) - SHINGLE + 1))
-    assert index.shares_with(asked) >= shared
-
-
-def test_segments_that_resemble_one_are_found_without_any_optional_package_also_those_that_came_later(monkeypatch):
-    for name in ("datasketch", "faiss", "redis"):
-        monkeypatch.setitem(sys.modules, name, None)
+def test_segments_that_resemble_one_are_found_the_most_similar_first() -> None:
     random = np.random.default_rng(0)
-    index, signatures = SegmentIndex(), random.integers(0, 2**32, (3, 64), dtype=np.uint32)
+    index, signatures = SegmentIndex(signed=True), random.integers(0, 2**32, (3, 64), dtype=np.uint32)
+    signatures[2] = signatures[1]
+    signatures[2, ::4] += 1
     for number, signature in enumerate(signatures):
         ids = as_ids(random.integers(0, 99, 20))
-        record = Record("scope", ids, "", str(number), 0, ids[:0], "exact", True, signature=signature)
-        index.add(str(number), record)
-        assert index.near(signature) == [record]
+        index.add(str(number), Record("scope", ids, "", str(number), 0, ids[:0], "exact", True, signature=signature))
     alike = signatures[1].copy()
     alike[::8] += 1
-    assert index.near(alike) == [index.records["1"]]
+    assert index.near(alike) == ["1", "2"]
     index.remove("1")
-    assert index.near(alike) == []
+    assert index.near(alike) == ["2"]
+
+
+def test_without_signatures_nothing_resembles_anything_and_no_optional_package_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("datasketch", "faiss", "redis"):
+        monkeypatch.setitem(sys.modules, name, None)
+    index = SegmentIndex()
+    index.add("0", Record("scope", as_ids([1, 2, 3]), "", "x", 0, as_ids([]), "exact", True))
+    assert index.near(np.zeros(64, np.uint32)) == []
+
+
+def test_dates_and_ids_make_no_difference_to_a_signature() -> None:
+    first, second, other = (
+        f"Report of {day}, build {build}: all ships left the port as planned, none is late today."
+        for day, build in (("2024-03-01", "0xa3"), ("2025-11-30", "0xb77"), ("yesterday", "final"))
+    )
+    assert np.array_equal(signature_of(first), signature_of(second))
+    assert not np.array_equal(signature_of(first), signature_of(other))
+    assert not np.array_equal(signature_of(first), signature_of("Something else entirely, with no words in common with that."))

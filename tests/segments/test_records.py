@@ -117,7 +117,7 @@ WRONG: dict[str, list[Any]] = {
     "left": [None, 5, ["aa"]],
     "right": [None, 5],
     "start": [None, "5", -1, 1.5, True],
-    "origin": [None, "made up", 5],
+    "origin": [None, "computed", 5],
     "fresh": [None, 1, "yes"],
     "stored": [None, [], "x"],
     "ids": [None, 5, [1, 2], "", "AAA=", "!!!!"],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hf_kvcaches.core.splicing.alignment import Block, align
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids
 from hf_kvcaches.warmstart.library import Neighbour
-from hf_kvcaches.warmstart.planning import SHORTEST, SHORTEST_MOVED, RowPlan, best_aligned, reusable_blocks
+from hf_kvcaches.warmstart.planning import SHORTEST, SHORTEST_MOVED, Choice, best_aligned, reusable_blocks
 
 R = np.random.default_rng(0)
 TEXT = as_ids(R.permutation(500)[:120])
@@ -122,11 +122,18 @@ def test_the_tail_is_run_though_the_prompts_are_the_same() -> None:
     assert reusable_blocks(TEXT, TEXT, guard=8, tail=120) == ()
 
 
-def test_what_is_not_in_a_block_is_to_be_run() -> None:
-    plan = RowPlan("align", None, (Block(0, 0, 3), Block(9, 5, 2)))
-    assert plan.reused == 5
-    assert plan.to_run(9).tolist() == [3, 4, 7, 8]
-    assert RowPlan("cold").to_run(3).tolist() == [0, 1, 2]
+def test_what_is_in_no_block_is_computed_but_for_the_last_token() -> None:
+    choice = Choice("align", Neighbour("key", TEXT), (Block(0, 0, 3), Block(9, 5, 2)))
+    assert choice.reused == 5
+    spans = choice.spans(9, {})
+    assert [(span.start, span.stop, span.tier) for span in spans] == [
+        (0, 3, "align"),
+        (3, 5, "computed"),
+        (5, 7, "align"),
+        (7, 8, "computed"),
+    ]
+    assert [tokens.offset for span in spans for tokens in span.stored] == [0, 9]
+    assert [(span.start, span.stop) for span in Choice().spans(3, {})] == [(0, 2)]
 
 
 def test_of_several_neighbours_the_one_is_taken_that_most_comes_from_and_the_nearer_of_two_alike() -> None:

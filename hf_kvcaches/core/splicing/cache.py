@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.prefill import PrefillCall, run_layers
 from hf_kvcaches.core.source import SourceCache
+from hf_kvcaches.core.splicing.background import Background
 from hf_kvcaches.core.splicing.layer import SplicedLayer
-from hf_kvcaches.core.splicing.placing import like_stored, splice_row
+from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
 from hf_kvcaches.core.splicing.plan import Indices, PromptPlan
+from hf_kvcaches.core.splicing.remembering import Remembering
 from hf_kvcaches.core.splicing.sparse import Look, LookingPass, SparsePass, SplicingPass
 from hf_kvcaches.core.splicing.trial import parts_refused
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -36,6 +41,26 @@ class SplicingCache(SourceCache):
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         self._check_layers()
         self.exchanged = False
+        # Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
+        self.reason = ""
+        self.background: Background | None = None
+        self.remembering: Remembering | None = None
+
+    def remember_with(self, background: Background) -> None:
+        """Has prompts stored in the background once they are computed, those that `remembering` is told to expect."""
+        self.background, self.remembering = background, Remembering(self.source_layers, background.later)
+        background.watch(self.remembering)
+        # A cache that is dropped after one token has computed its prompt all the same.
+        weakref.finalize(self, self.remembering.release).atexit = False
+
+    def _release(self) -> None:
+        """Hands a computed prompt to the store, before its buffers change."""
+        if self.remembering is not None:
+            self.remembering.release()
+
+    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
+        self._release()
+        super().observe(input_ids, attention_mask, position_ids)
 
     @property
     def parts_refused(self) -> str:
@@ -86,18 +111,24 @@ class SplicingCache(SourceCache):
         self.crop(-1)
         return self.seen
 
-    def padding_of(self, call: PrefillCall) -> list[int] | None:
-        """Each row's padding, or None where the prompt is to be left to the model.
+    def prompt_left(self, reason: str) -> None:
+        self.reason = reason
 
-        That is where tokens are unknown or not where they are expected, with gradients, under `torch.compile` and autocast, and where
-        more than the last token's logits are wanted.
+    def padding_of(self, call: PrefillCall) -> list[int] | str:
+        """Each row's padding, or why the prompt is left to the model, as a sentence.
 
         Args:
             call: The prompt.
         """
         tokens = call.input_ids.shape[1]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self.offloading or call.most != tokens - 1:
-            return None
+        if torch.is_grad_enabled():
+            return "Gradients are enabled, and stored keys and values have none. Call the model under torch.no_grad()."
+        if torch.compiler.is_compiling():
+            return "The pass is compiled, and look-ups happen in Python."
+        if self.offloading:
+            return "The cache offloads its layers, which can't be filled out of their order."
+        if call.most != tokens - 1:
+            return f"Logits of the last {tokens - call.most} tokens are wanted, which takes their passes. Pass logits_to_keep=1."
         return self.history.padding(self.seen + tokens)
 
     def run_sparse(
@@ -152,62 +183,103 @@ class SplicingCache(SourceCache):
         self.history.crop(seen)
         self.filling = False
 
-    def execute(self, call: PrefillCall, plan: PromptPlan) -> int:
+    def execute(
+        self, call: PrefillCall, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None = None
+    ) -> int:
         """Fills the cache with a prompt but for its last token, or with its prefix where no more is stored; returns the tokens it took.
 
         Args:
             call: The prompt.
             plan: What is stored of it, and what runs.
+            blobs: The tensors of the plan's blobs, by key.
+            codec: What reads them, where they are codes.
         """
-        if not any(row.stored for row in plan.rows):
+        if next(plan.stored, None) is None:
             return 0
-        self.write(plan)
+        self.write(plan, blobs, codec)
         if plan.reuses_a_prefix_only or self.parts_refused:
             return self.take(min(plan.prefixes))
         padding = [row.padding for row in plan.rows]
-        slots = slots_of([row.recompute for row in plan.rows], padding, plan.total, call.input_ids.device)
+        slots = slots_of([row.recompute() for row in plan.rows], padding, plan.total, call.input_ids.device)
         if slots.shape[1]:
             running = SparsePass(slots, torch.tensor(padding, device=slots.device), plan.total)
             self.run_sparse(running, ids_at(call, slots, plan.total))
         return self.take(plan.total - 1)
 
-    def write(self, plan: PromptPlan) -> None:
+    def write(self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None = None) -> None:
         """Makes room for a prompt, and writes what is stored of it; none of it counts as seen."""
-        some = next((row.stored[0] for row in plan.rows if row.stored), None)
+        loaded = [
+            [
+                Loaded(tokens.start, tokens.stop, tokens.offset, tokens.position, tokens.stored, blobs[tokens.key], span.depth, codec)
+                for span in row.spans
+                for tokens in span.stored
+            ]
+            for row in plan.rows
+        ]
+        some = next((stored[0] for stored in loaded if stored), None)
         if some is None:
             return
         _, _, decoder = compat.decoder_layers(self.model)
         for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(some, len(self.layers)), strict=True):
             device = compat.layer_device(module)
             layer.open(len(plan.rows), plan.total, keys.to(device), values.to(device))
-        for number, row in enumerate(plan.rows):
-            splice_row(self.layers, number, row.padding, row.stored, self.rotation.layers)
+        for number, (row, stored) in enumerate(zip(plan.rows, loaded, strict=True)):
+            splice_row(self.layers, number, row.padding, stored, self.rotation.layers)
 
-    def rows_change(self) -> None:
-        """Called before rows are exchanged, repeated or dropped."""
+    def release_layer(self, layer: GrowingLayer) -> None:
+        if self.remembering is None or not self.remembering.waiting:
+            super().release_layer(layer)
+
+    def prompt_answered(self) -> None:
+        # What is new is read from the layers' buffers, which the store lets go of when it is written.
+        self._release()
+        for layer in self.source_layers:
+            layer.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        # New tokens are going to be written where these were, and the store's thread may be reading there.
+        self._release()
+        reading_until = 0 if self.remembering is None else self.remembering.reading_until
+        if self.background is not None and self.seen + int(tokens_to_remove) < reading_until:
+            self.background.flush()
+        super().crop(tokens_to_remove)
 
     def reset(self) -> None:
+        self._release()
         super().reset()
-        self.exchanged = False
+        self.exchanged, self.reason = False, ""
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.rows_change()
+        self._release()
         super().reorder_cache(beam_idx)
         self._exchange(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.rows_change()
+        self._release()
         super().batch_repeat_interleave(repeats)
         self._exchange(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self.rows_change()
+        self._release()
         super().batch_select_indices(indices)
         self._exchange(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
 
     def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.exchanged = True
         self.history.map_rows(rows)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        self._release()
+        memo |= {id(self.rotation): self.rotation, id(self.remembering): None}
+        copied = super().__deepcopy__(memo)
+        if self.background is not None:
+            copied.remember_with(self.background)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A store stays in its process. Elsewhere the cache goes on with what it has.
+        self._release()
+        return {**super().__getstate__(), "background": None, "remembering": None}
 
     def _check_layers(self) -> None:
         foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})

@@ -83,27 +83,24 @@ class History:
             self._fed = [_Fed(*(torch.cat(parts, dim=1) for parts in zip(*self._fed, strict=True)))]
         return self._fed[0]
 
-    def padding(self, length: int) -> list[int] | None:
-        """How many slots at the start of each row hold no token; None where that is not all there is to the mask, or too little is known.
-
-        None also where the tokens did not have the positions that follow from their places in their rows.
-        """
+    def padding(self, length: int) -> list[int] | str:
+        """How many slots at the start of each row hold no token; or why that is not all there is to know of the prompt, as a sentence."""
         if not self.known or not self._fed or self._length != length:
-            return None
+            return "The cache does not know its tokens: a pass brought embeddings or images, or a mask for other tokens than its own."
         fed = self._all()
         real = fed.real.cpu()
         if bool(real.all()):
             padding = [0] * real.shape[0]
         elif self._bare or not bool(real[:, -1].all()) or bool((real[:, :-1] & ~real[:, 1:]).any()):
-            return None
+            return "The attention mask is more than padding on the left."
         else:
             padding = (~real).sum(1).tolist()
         expected = torch.arange(length)[None] - torch.tensor(padding)[:, None]
         if self._positions_matter and bool(((fed.positions.cpu() != expected) & real).any()):
-            return None
+            return "The position_ids are others than those that count a row's tokens from 0."
         # What earlier passes looked at has to be what this one looks at.
         agrees = self._mask is None or torch.equal(self._mask.to("cpu", torch.bool), real)
-        return padding if agrees else None
+        return padding if agrees else "The attention mask hides tokens that earlier passes looked at, or shows others."
 
     def rows(self) -> list[Ids]:
         """All slots of each row, padding included."""

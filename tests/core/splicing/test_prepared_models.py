@@ -27,7 +27,7 @@ def family(name: str):
 def reusing(model, prompt: torch.Tensor, mode: str) -> tuple[torch.Tensor, int]:
     """The logits behind a prompt, and how many tokens came from one before it."""
     store = SegmentStore("memory", quantization=None)
-    first_logits(model, joined(A, B, C), SegmentReuseCache(model, store))
+    first_logits(model, joined(A, B, C), SegmentReuseCache(model, store, mode="auto"))
     cache = SegmentReuseCache(model, store, mode=mode)
     return first_logits(model, prompt, cache), cache.report().reused_tokens
 
@@ -64,7 +64,7 @@ def test_under_autocast_the_model_runs_its_prompts_and_nothing_is_stored(mode: s
     model, store = tiny.llama(), SegmentStore("memory")
     library = WarmStartLibrary(model, words(), slots=8)
     library.add(joined(A, B)[0].tolist())
-    first_logits(model, joined(A, B), SegmentReuseCache(model, store))
+    first_logits(model, joined(A, B), SegmentReuseCache(model, store, mode="auto"))
     store.flush()
     before = store.report().segments
     with torch.autocast("cpu", torch.bfloat16):
@@ -80,7 +80,7 @@ def test_lengths_of_the_cache_in_attention_keep_segments_where_they_were() -> No
     model = family("llama4_text")
     with pytest.raises(UnsupportedError, match="number of tokens in the cache"):
         SegmentReuseCache(model, SegmentStore("memory"), mode="approximate")
-    assert not SegmentReuseCache(model, SegmentStore("memory")).approximates
+    assert not SegmentReuseCache(model, SegmentStore("memory"), mode="auto").approximates
 
 
 @pytest.mark.parametrize("name", ["gemma4_unified_text", "llama4_text"])

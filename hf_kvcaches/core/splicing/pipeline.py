@@ -1,0 +1,140 @@
+"""One prompt's way into a cache that is filled from a store: look up, plan, fetch, write, run, report."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.core.identity import Identity
+from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.splicing.cache import SplicingCache
+from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan, PromptPlan
+from hf_kvcaches.core.splicing.tokens import Ids
+
+CacheT = TypeVar("CacheT", bound=SplicingCache)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """The blobs that a plan names.
+
+    Args:
+        tensors: By key.
+        codec: What reads them, where they are codes.
+    """
+
+    tensors: Mapping[str, Tensors]
+    codec: KVCodec | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRow:
+    """A row of a prompt that is looked up.
+
+    Args:
+        padding: Slots at its start that hold no token.
+        ids: All its tokens, those in the cache included.
+        begin: How many of them are in the cache.
+    """
+
+    number: int
+    padding: int
+    ids: Ids
+    begin: int
+
+    def planned(self, spans: Collection[PlannedSpan], prefix: int = 0) -> PlannedRow:
+        """The row with a plan."""
+        return PlannedRow(self.number, self.padding, self.ids, self.begin, tuple(spans), max(prefix, self.begin))
+
+    def computed(self, reason: str = "") -> PlannedRow:
+        """The row with nothing reused."""
+        return self.planned([PlannedSpan(self.begin, len(self.ids) - 1, reason=reason)])
+
+
+class Pipeline(ABC, Generic[CacheT]):
+    """Gets one prompt into a cache. Each step makes a new value: a plan, a plan without what is gone, a plan as it was carried out.
+
+    A read that fails makes the tokens computed; a model that has changed since the look-up makes the look-up be done again.
+    """
+
+    def __init__(self, cache: CacheT, call: PrefillCall) -> None:
+        self.cache, self.call = cache, call
+        self.total = cache.seen + call.input_ids.shape[1]
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the prompt is on a CPU, where attention between reused tokens is slower than that of a whole prompt."""
+        return self.call.input_ids.device.type == "cpu"
+
+    def fill(self) -> int:
+        """Fills the cache; returns how many of the prompt's tokens it took."""
+        padding = self.cache.padding_of(self.call)
+        if isinstance(padding, str):
+            return self.leave(padding)
+        rows = tuple(
+            PromptRow(number, pad, slots[pad:], max(self.cache.seen - pad, 0))
+            for number, (slots, pad) in enumerate(zip(self.cache.history.rows(), padding, strict=True))
+        )
+        identity = self.cache.identity_of_pass(self.call.input_ids.shape[1])
+        reason = self.refused(identity)
+        plan = None if reason else self.look_up(identity, rows)
+        if plan is not None and identity.presumed and self.reuses(plan):
+            presumed, identity = identity, self.cache.confirmed_identity()
+            reason = self.refused(identity)
+            if not reason and identity != presumed:
+                plan = self.look_up(identity, rows)
+        if plan is None or reason:
+            return self.leave(reason)
+        plan, fetched = self.fetch(plan)
+        taken, plan = self.run(plan, fetched)
+        self.report(plan, identity)
+        return taken
+
+    def leave(self, reason: str) -> int:
+        """Leaves the prompt to the model, and keeps the reason for the report."""
+        self.cache.reason = reason
+        return 0
+
+    def reuses(self, plan: PromptPlan) -> bool:
+        """Whether a plan takes anything from the store."""
+        return next(plan.stored, None) is not None
+
+    def fetch(self, plan: PromptPlan) -> tuple[PromptPlan, Fetched]:
+        """Reads the blobs of a plan; what another process has evicted since the look-up, or what is damaged, is computed."""
+        found = {key: self.read(key) for key in dict.fromkeys(tokens.key for tokens in plan.stored)}
+        lost = {key for key, tensors in found.items() if tensors is None}
+        rows = tuple(row.without(lost, "The stored tokens are gone or damaged.") for row in plan.rows) if lost else plan.rows
+        fetched = Fetched({key: tensors for key, tensors in found.items() if tensors is not None}, self.codec)
+        return PromptPlan(rows, plan.total), fetched
+
+    def run(self, plan: PromptPlan, fetched: Fetched) -> tuple[int, PromptPlan]:
+        """Writes what is reused and runs the rest; returns how many tokens the cache took, and the plan as it was carried out."""
+        return self.cache.execute(self.call, plan, fetched.tensors, fetched.codec), plan
+
+    @property
+    @abstractmethod
+    def codec(self) -> KVCodec | None:
+        """What reads the store's blobs, where they are codes."""
+
+    @abstractmethod
+    def refused(self, identity: Identity) -> str:
+        """Why nothing stored is of use to a model of this identity, as a sentence; "" where it may be."""
+
+    @abstractmethod
+    def look_up(self, identity: Identity, rows: tuple[PromptRow, ...]) -> PromptPlan:
+        """What is found of the rows, and which of it is reused."""
+
+    @abstractmethod
+    def read(self, key: str) -> Tensors | None:
+        """The tensors of a blob, or None where it is gone or damaged."""
+
+    @abstractmethod
+    def report(self, plan: PromptPlan, identity: Identity) -> None:
+        """Counts a plan that was carried out, for the cache's report and for the store, and has what is new stored."""

@@ -1,0 +1,126 @@
+"""One prompt's way into a `SegmentReuseCache`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.core.identity import Identity, confirmation
+from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.splicing.flops import Costs
+from hf_kvcaches.core.splicing.pipeline import Fetched, Pipeline, PromptRow, Tensors
+from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan
+from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
+from hf_kvcaches.segments.near import NearIdentical
+from hf_kvcaches.segments.planning import plan_row
+from hf_kvcaches.segments.records import Chain
+from hf_kvcaches.segments.scope import scope_of
+from hf_kvcaches.segments.stages import Stages
+from hf_kvcaches.segments.storing import Hidden, NewRow, SegmentForm, new_segments
+from hf_kvcaches.segments.tiers import TierContext
+
+if TYPE_CHECKING:
+    from hf_kvcaches.segments.cache import SegmentReuseCache
+
+# On a CPU less than this part of a prompt, between tokens that are computed, costs more than it saves.
+SHARE = 5
+
+
+class SegmentPipeline(Pipeline["SegmentReuseCache"]):
+    """Looks up segments, lets tiers decide, and runs the rest, in stages where that takes more than one pass."""
+
+    def __init__(self, cache: SegmentReuseCache, call: PrefillCall) -> None:
+        super().__init__(cache, call)
+        self.scope = ""
+        self.stages: Stages | None = None
+        self.hidden: dict[int, Hidden] = {}
+
+    @property
+    def codec(self) -> KVCodec | None:
+        return self.cache.store.codec
+
+    def refused(self, identity: Identity) -> str:
+        return identity.reason
+
+    def look_up(self, identity: Identity, rows: tuple[PromptRow, ...]) -> PromptPlan:
+        cache, store = self.cache, self.cache.store
+        self.scope = scope_of(identity, cache.model, cache.tokenizer, store.quantization, store.depth)
+        store.refresh(self.scope)
+        policy = cache.policy
+        verdict = partial(store.experience.verdict, self.scope, policy.check_layer)
+        context = TierContext(policy, len(cache.layers), lambda ids, likeness: verdict(ids, likeness, policy.probe))
+        tiers = cache.tiers if cache.approximates else ()
+        with store.reading():
+            index = store.index(self.scope)
+            planned = []
+            for row in rows:
+                near = NearIdentical(index, cache.discovery, cache.given(row.number)) if store.near_identical else None
+                planned.append(self._worth_reusing(plan_row(row, index, tiers, context, near)))
+        return PromptPlan(tuple(planned), self.total)
+
+    def _worth_reusing(self, row: PlannedRow) -> PlannedRow:
+        """The row, without reuse where too few of its tokens are stored for that to pay. Prefixes alone are always reused."""
+        behind = sum(span.reused for span in row.spans if span.start >= row.prefix)
+        share = (len(row.ids) - row.begin) // SHARE if self.on_cpu else 0
+        if not behind or row.reused >= max(self.cache.policy.shortest, share):
+            return row
+        return row.cut(row.prefix, f"{row.reused} tokens are stored, too few for reuse to pay.")
+
+    def read(self, key: str) -> Tensors | None:
+        return self.cache.store.tensors(key)
+
+    def run(self, plan: PromptPlan, fetched: Fetched) -> tuple[int, PromptPlan]:
+        cache, store = self.cache, self.cache.store
+        if not cache.approximates:
+            # The model goes on from one slot in all rows.
+            common = min(plan.prefixes)
+            plan = replace(plan, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in plan.rows))
+        elif store.cuts or store.depth or plan.checked:
+            cache.write(plan, fetched.tensors, fetched.codec)
+            self.stages = Stages(cache, self.call, plan, fetched, self.scope)
+            plan, self.hidden = self.stages.run()
+            return cache.take(plan.total - 1), plan
+        return super().run(plan, fetched)
+
+    def report(self, plan: PromptPlan, identity: Identity) -> None:
+        cache = self.cache
+        costs, layers = Costs.of(cache.model), len(cache.layers)
+        with cache.store.reading():
+            rows = [self._new(row) for row in plan.rows]
+        for row in plan.rows:
+            cost = costs.of_tokens(np.append(row.recompute(), len(row.ids) - 1))
+            cost += sum(costs.of_tokens(span.joining(), span.depth, layers) for span in row.spans if span.depth is not None)
+            if self.stages is not None:
+                cost += self.stages.cost_of_looking(row, costs)
+            cache.note(row, cost, costs.of_prompt(row.begin, len(row.ids)))
+            # The deepest first: of what is worth the same, the start of a prompt is evicted last.
+            for tokens in reversed(list(row.stored)):
+                cache.store.used(tokens.key, tokens.stop - tokens.start)
+        if rows := [new for new in rows if new.stored < len(new.row.ids)]:
+            self._expect(rows, identity)
+
+    def _new(self, row: PlannedRow) -> NewRow:
+        """What of a row is to be stored. In a chat in one cache that includes what was generated since the last prompt."""
+        cache, stored = self.cache, row.prefix
+        if row.begin:
+            pieces, _ = cache.store.index(self.scope).prefix(row.ids[: row.begin], Chain(), 0, exact_only=not cache.tiers)
+            end = pieces[-1].stop if pieces else 0
+            stored = stored if end == row.begin else end
+        return NewRow(row, stored, cache.earlier_spans(row.number), cache.given(row.number), self.hidden.get(row.number))
+
+    def _expect(self, rows: list[NewRow], identity: Identity) -> None:
+        """Has the rows stored once they are computed."""
+        cache, store = self.cache, self.cache.store
+        form = SegmentForm(self.scope, cache.discovery, store.depth, store.near_identical, cache.rotation.layers)
+        confirmed = confirmation(cache.model, identity)
+
+        def put(buffers: Buffers) -> None:
+            if confirmed():
+                store.put([segment for new in rows for segment in new_segments(new, buffers, form)])
+
+        if cache.remembering is not None:
+            cache.remembering.expect(NewPrompt(self.total, put))
