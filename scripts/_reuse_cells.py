@@ -212,18 +212,24 @@ def changed_words(first: torch.Tensor, count: int, vocabulary: int) -> list[torc
 
 
 class Locations:
-    """Empty places for stores: memory, folders, databases of a Redis server."""
+    """Empty places for stores: memory, folders, a Redis server's database.
 
-    def __init__(self, redis: str | None) -> None:
-        self.names = ["memory", "disk"] + (["Redis"] if redis else [])
-        self._redis = redis
+    Args:
+        names: Of the back-ends.
+        redis: The server's URL, where one of them is Redis.
+    """
+
+    def __init__(self, names: Sequence[str], redis: str | None) -> None:
+        self.names, self._redis = names, redis
         self._folders: list[str] = []
+        self._count = 0
 
     def new(self, name: str) -> str:
         if name == "disk":
             self._folders.append(tempfile.mkdtemp())
             return f"disk:{self._folders[-1]}/store"
-        return "memory" if name == "memory" else str(self._redis)
+        self._count += 1
+        return f"{self._redis}?prefix=bench{self._count}" if name == "Redis" else name
 
     def clear(self) -> None:
         for folder in self._folders:

@@ -88,8 +88,8 @@ QUICK = Size(2, 64, 400, 2, 3)
 class Run:
     """One run: what is measured where."""
 
-    def __init__(self, size: Size, device: torch.device, redis: str | None = None) -> None:
-        self.size, self.pair, self.locations = size, size.model(device), Locations(redis)
+    def __init__(self, size: Size, device: torch.device, locations: Locations) -> None:
+        self.size, self.pair, self.locations = size, size.model(device), locations
         self.vocabulary = int(self.pair.plain.config.vocab_size)
         self.first = self._prompt(0)
         self.labels = {"model": f"{size.layers} x {size.hidden}", "dtype": size.dtype, "tokens": size.tokens}
@@ -191,12 +191,14 @@ def main() -> None:
     for name in ("layers", "hidden", "tokens", "hits"):
         parser.add_argument(f"--{name}", type=int, help=f"default: {getattr(Size(), name)}")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
-    parser.add_argument("--redis", metavar="URL", help="an empty database, to measure reuse through it; it is cleared")
+    parser.add_argument("--backends", nargs="+", choices=("memory", "disk"), default=["memory", "disk"], help="where stores lie")
+    parser.add_argument("--redis", metavar="URL", help="an empty database, to measure reuse through it, too; it is cleared")
     args = parser.parse_args()
     check_counts(args, ["layers", "hidden", "tokens"])
     device = begin_sections(args, "hits")
     given = {name: getattr(args, name) for name in ("layers", "hidden", "tokens", "hits", "dtype") if getattr(args, name) is not None}
-    run = Run(replace(QUICK if args.quick else Size(), **given), device, args.redis)
+    locations = Locations([*args.backends, *(["Redis"] if args.redis else [])], args.redis)
+    run = Run(replace(QUICK if args.quick else Size(), **given), device, locations)
     print(run.prove(), flush=True)
     works: dict[str, Any] = {section: lambda section=section: run.hits(section) for section in PROMPTS}
     works |= {"no repeats": run.no_repeats, "network": run.network}
