@@ -8,9 +8,9 @@ those of the processor, so that other jobs matter little (set OMP_NUM_THREADS=1)
 
 `prefix`: nine tenths of the prompt begin an earlier one. `moved`: five pages of an earlier prompt in another order, `mode="approximate"`.
 `aligned`: an earlier prompt with ten other words, in a warm start. `possible` is what the saved FLOPs allow: 1 / (1 - their share), and
-`efficiency` the share of it that is reached. `extra` is the peak memory of a hit, beside the weights, the store and what the cache keeps, as
-a share of what the reused keys and values take. `no repeats` are whole requests of which nothing is stored. `network` is arithmetic: what it takes to
-fetch stored tokens at several speeds, and to compute them as it was measured here.
+`efficiency` the share of it that is reached. `extra` is the peak memory of a hit, beside the weights, the store and what the cache keeps,
+as a share of what the reused keys and values take. `no repeats` are whole requests of which nothing is stored. `network` is arithmetic:
+what it takes to fetch a stored token at several speeds, to compute it as measured here, and up to how many tokens a second fetching wins.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hf_kvcaches.core.splicing import packing
 
 SECTIONS = ("prefix", "moved", "aligned", "no repeats", "network")
 COLUMNS = (
-    "section side stored model dtype tokens count cold_ms time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 saved possible efficiency extra "
-    "bytes gbps fetch_ms compute_ms faster_above"
+    "section side stored model dtype tokens count cold_ms time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 saved possible "
+    "efficiency extra bytes gbps fetch_ms compute_ms faster_above"
 ).split()
 SHOWN = {
     "": "{side}",

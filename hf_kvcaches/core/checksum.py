@@ -30,10 +30,11 @@ from torch import Tensor
 from hf_kvcaches.errors import UnsupportedError
 
 # The two ways to add up a tensor's integers: how far apart are those of a sum, and how many are added in each of two steps. The distances
-# have no common factor, so that no two integers share a sum of both ways; one of the sums has an odd number of terms, so that sign bits that
-# change everywhere don't cancel. Torch adds up to 16 rows at a time twice as fast as more.
+# have no common factor, so that no two integers share a sum of both ways; sums of the second way have an odd number of terms, so that sign
+# bits that change everywhere don't cancel. Torch adds up to 16 rows at a time twice as fast as more.
 _STRIDES = ((2048, 16), (2039, 15))
-# Of a sketch: numbers that share a row of weights, and rows at a time: on a CPU, what fits in a core's second-level cache.
+# Of a sketch: numbers that share a row of weights, and rows at a time: on a CPU, what fits in a core's second-level cache. On a GPU a
+# checksum takes as many blocks at a time.
 _ROW, _ROWS, _ROWS_ON_CPU = 1 << 15, 256, 8
 # Hex characters of a digest: 128 bits.
 _HEX = 32
@@ -240,7 +241,7 @@ def _sums(words: Tensor, stride: int, rows: int) -> Tensor:
         rest = table[full:]
         count = len(rest) // rows * rows
         sums.append((rest[:count].view(-1, rows, stride).sum(1).sum(0) + rest[count:].sum(0))[None])
-    if whole < len(words) or not sums:
+    if whole < len(words) or not sums:  # an empty tensor has a sum, too
         sums.append(torch.nn.functional.pad(words[whole:], (0, stride - len(words) + whole))[None])
     return torch.cat(sums)
 

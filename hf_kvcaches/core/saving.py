@@ -164,7 +164,7 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path} has a damaged header: {error}. Save the cache again.") from error
     if version != VERSION:
-        hint = "Upgrade hf-kvcaches." if version > VERSION else "Its fingerprint describes the model otherwise: fill and save the cache anew."
+        hint = "Upgrade hf-kvcaches." if version > VERSION else "Its fingerprint describes weights otherwise: save the cache anew."
         raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads {VERSION}. {hint}")
     missing = {"class", "settings", "layers", "fingerprint", "checksum"} - set(header)
     if missing:

@@ -217,7 +217,6 @@ def flip_signs(words: torch.Tensor, rows: slice | list[int], columns: slice | li
 @given(st.sampled_from([(64, 512), (300, 1536), (257, 2048), (128, 2039), (96, 4096)]), st.data())
 def test_sign_bits_of_pairs_rectangles_rows_and_columns_count(shape, data):
     # Modulo 2^64 two of them cancel.
-    rows, columns = shape
     words = torch.randint(-(1 << 62), 1 << 62, shape, generator=torch.Generator().manual_seed(0))
     before = digest_of(words)
     some = [data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True)) for size in shape]

@@ -158,9 +158,7 @@ class SplicingPass(LayerPass):
         super().__init__(cache, start)
         self.running = running
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         states = self.layers[layer_idx].write(key_states, value_states, self.running.slots, self.running.total)
         if len(self.running.blocks) == 1:
             return states
