@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from shared.models import Pair, random_ids
+from shared.models import Pair, random_ids, word_tokenizer
 from shared.timing import synchronize
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import DynamicCache
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore, WarmStartCache, WarmStartGate, WarmStartLibrary
 from hf_kvcaches.core.splicing.flops import Costs
@@ -118,15 +118,6 @@ class Aligned:
 
     def close(self) -> None:
         self.library.close()
-
-
-def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """For a model with random weights: each token is a word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
 def ask(way: Way, model: Any, ids: torch.Tensor, new_tokens: int = 1) -> Answer:

@@ -1,4 +1,4 @@
-"""The benchmark of reuse at real sizes runs as a user runs it, at its smallest, and its prompts and numbers are what they are said to be."""
+"""The benchmark of reuse at real sizes runs as a user runs it, at its smallest; its prompts and numbers are what they are said to be."""
 
 from __future__ import annotations
 
