@@ -23,11 +23,10 @@ import torch
 from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, SLOTS, Asked, Side, ask_in_turns, lookups, prove, rows_of
 from shared.bars import Bar
 from shared.cli import run_script
-from shared.models import LARGER, Pair, Shape, random_ids
+from shared.models import LARGER, Pair, Shape, random_ids, word_tokenizer
 from shared.plot import Panel
 from shared.results import Row, rows_where
 from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
-from transformers import PreTrainedTokenizerFast
 
 from hf_kvcaches import WarmStartGate, WarmStartLibrary
 
@@ -178,15 +177,6 @@ class Run:
     def look_up(self) -> Iterator[Row]:
         for count in self.size.prompts:
             yield from lookups(self.pair.switched, self.pair.tokenizer, count, self.size.calls)
-
-
-def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """For a model with random weights: each token is a word."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
 def changed(ids: torch.Tensor, places: int, vocabulary: int, seed: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # In the folder that `save_pretrained` makes.
 FILE_NAME = "kvcache.safetensors"
 FORMAT = "hf_kvcaches.cache"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +164,7 @@ def _header(path: Path, metadata: dict[str, str]) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ArtifactError(f"{path} has a damaged header: {error}. Save the cache again.") from error
     if version != VERSION:
-        hint = "Upgrade hf-kvcaches." if version > VERSION else "Its fingerprint knows too little of a model: fill and save the cache anew."
+        hint = "Upgrade hf-kvcaches." if version > VERSION else "Its fingerprint describes weights otherwise: save the cache anew."
         raise ArtifactError(f"{path} has format {version}; this version of hf-kvcaches reads {VERSION}. {hint}")
     missing = {"class", "settings", "layers", "fingerprint", "checksum"} - set(header)
     if missing:

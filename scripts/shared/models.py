@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 SCORES_SPREAD = 3.0  # standard deviation of attention scores
 
@@ -81,6 +81,15 @@ LARGER = Shape(512, 8, 8, 1408, 2048)  # where times are those of more than a sm
 def random_ids(vocabulary: int, *shape: int, seed: int) -> torch.Tensor:
     """Token ids but for 0, which is padding."""
     return torch.randint(1, vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def word_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """For a model with random weights: each token is a word."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocabulary)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
 
 
 def bytes_free(device: torch.device) -> int:

@@ -317,6 +317,11 @@ def test_a_broken_stored_fingerprint_is_an_artifact_error(data):
         ModelFingerprint.from_dict(data)
 
 
+def test_what_an_older_version_described_is_to_be_made_anew_and_is_not_called_another_model():
+    with pytest.raises(ArtifactError, match=r"format version 3, got 2.*describe weights otherwise.*make what it belongs to anew"):
+        ModelFingerprint.from_dict(broken(lambda d: d.update(format_version=2)))
+
+
 def test_a_local_path_is_not_told(tmp_path):
     llama().save_pretrained(tmp_path / "small")
     found = ModelFingerprint.of(AutoModelForCausalLM.from_pretrained(tmp_path / "small"))

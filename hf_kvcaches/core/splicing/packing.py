@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -208,40 +208,49 @@ def piles(
     stop: int,
     below: int | None = None,
     codec: KVCodec | None = None,
-) -> list[Pile]:
-    """The keys and values of some of a segment's tokens; with a codec decoded, and keys without rotation.
+    together: int = MOST_LAYERS,
+) -> Iterator[Pile]:
+    """The keys and values of some of a segment's tokens; with a codec keys without rotation, decoded as they are asked for.
 
     Args:
         stored: What `encode` gave with them.
         below: Only of layers below this one; None: of all.
+        together: The most layers in a pile.
     """
-    found = []
     for number, members in enumerate(stored["piles"]):
         count = sum(index < below for index in members) if below is not None else len(members)
-        if count and is_coded(stored):
-            assert codec is not None
-            found.append(_decoded(tensors, stored, number, members[:count], slice(start, stop), codec))
-        elif count:
-            parts = (_packed(tensors, f"{name}.{number}", stored, start, stop, count) for name in ("keys", "values"))
-            found.append(Pile(tuple(members[:count]), *parts))
-    return found
+        for first in range(0, count, together):
+            chosen = slice(first, min(first + together, count))
+            if is_coded(stored):
+                assert codec is not None
+                yield _decoded(tensors, stored, number, chosen, slice(start, stop), codec)
+            else:
+                parts = (_packed(tensors, f"{name}.{number}", stored, start, stop, chosen) for name in ("keys", "values"))
+                yield Pile(tuple(members[chosen]), *parts)
+
+
+def bytes_per_token(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> int:
+    """Of one layer's keys and values in a cache, the most of all layers."""
+    heads = (tensors[f"keys.{number}"].shape[1] for number in range(len(stored["dims"])))
+    return dtype_of(stored).itemsize * max(count * sum(dims) for count, dims in zip(heads, stored["dims"], strict=True))
 
 
 def _decoded(
-    tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], number: int, members: Sequence[int], tokens: slice, codec: KVCodec
+    tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], number: int, chosen: slice, tokens: slice, codec: KVCodec
 ) -> Pile:
     """Some of the tokens of coded layers.
 
     Args:
         number: Of the pile.
+        chosen: Which of its layers.
     """
-    layers = []
+    layers, members = [], stored["piles"][number][chosen]
     for index in members:
         codes = tensors[f"codes.{index}"][:, 0, tokens].mT.contiguous()
         layers.append(codec.coder(index, dtype_of(stored), codes.device).decode(codes))
     sides = []
     for name, parts in zip(("keys", "values"), zip(*layers, strict=True), strict=True):
-        side, first = torch.cat(parts), tensors[f"{name}.{number}"][: len(members), :, tokens]
+        side, first = torch.cat(parts), tensors[f"{name}.{number}"][chosen, :, tokens]
         side[:, :, : first.shape[2]] = first
         sides.append(Packed(side))
     return Pile(tuple(members), *sides)
@@ -253,15 +262,15 @@ def hidden_states(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any]
     Args:
         stored: What `encode` gave with them.
     """
-    return _packed(tensors, f"hidden.{cut}", stored, start, stop, 1)
+    return _packed(tensors, f"hidden.{cut}", stored, start, stop, slice(0, 1))
 
 
-def _packed(tensors: Mapping[str, torch.Tensor], name: str, stored: Mapping[str, Any], start: int, stop: int, count: int) -> Packed:
+def _packed(tensors: Mapping[str, torch.Tensor], name: str, stored: Mapping[str, Any], start: int, stop: int, layers: slice) -> Packed:
     data, scale, zero = tensors[name], tensors.get(name + ".scale"), tensors.get(name + ".zero")
     # Most segments are taken whole.
-    if (count, stop - start) != (data.shape[0], data.shape[2]):
-        data = data[:count, :, start:stop]
-        scale, zero = (part if part is None else part[:count, :, start:stop] for part in (scale, zero))
+    if (layers.stop - layers.start, stop - start) != (data.shape[0], data.shape[2]):
+        data = data[layers, :, start:stop]
+        scale, zero = (part if part is None else part[layers, :, start:stop] for part in (scale, zero))
     width = data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)
     return Packed(data, scale, zero, _group(_plain(stored), width))
 

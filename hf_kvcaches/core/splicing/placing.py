@@ -17,8 +17,10 @@ from hf_kvcaches.core.splicing.transfer import Portion, write_all
 from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.kernels.splice import Packed
 
-# Tokens that go to a GPU at a time: while one portion is written into the buffers, the next one is on its way.
-PORTION = 2048
+# Bytes in a cache. Pieces are put together up to so many of all layers: below, calls take longer than the copy.
+JOINED = 2**22
+# So many of some layers are decoded, or go to a GPU, at a time: while one portion is written, the next one is on its way.
+PORTION = 2**25
 
 
 class Loaded(NamedTuple):
@@ -74,22 +76,22 @@ def splice_row(
 
 
 def _portions(pieces: Sequence[Loaded]) -> list[list[Loaded]]:
-    """Pieces that are stored alike, up to `PORTION` tokens together."""
+    """Pieces that are stored alike, small ones together."""
     portions: list[list[Loaded]] = []
     size = 0
     for loaded in sorted(pieces, key=lambda each: (each.depth or 0, str(each.stored["dtype"]))):
-        length = loaded.tokens
+        needed = loaded.tokens * sum(map(len, loaded.stored["piles"])) * packing.bytes_per_token(loaded.tensors, loaded.stored)
         before = portions[-1][-1] if portions else None
         alike = (
             before is not None
             and before.depth == loaded.depth
             and all(before.stored[name] == loaded.stored[name] for name in ("dtype", "piles", "quantization"))
         )
-        if not alike or size + length > PORTION:
+        if not alike or size + needed > JOINED:
             portions.append([])
             size = 0
         portions[-1].append(loaded)
-        size += length
+        size += needed
     return portions
 
 
@@ -100,11 +102,12 @@ def _portions_of(
     pieces: Sequence[Loaded],
     geometries: Sequence[RotaryGeometry | None],
 ) -> Iterator[Portion]:
-    """Pieces that are stored alike, for each group of layers that are treated alike."""
-    lengths = [each.tokens for each in pieces]
+    """Pieces that are stored alike, for some layers at a time that are treated alike, the lowest first."""
+    tokens = sum(each.tokens for each in pieces)
+    together = max(1, PORTION // (tokens * packing.bytes_per_token(pieces[0].tensors, pieces[0].stored)))
     cut = [
-        packing.piles(each.tensors, each.stored, each.offset, each.offset + length, each.depth, each.codec)
-        for each, length in zip(pieces, lengths, strict=True)
+        packing.piles(each.tensors, each.stored, each.offset, each.offset + each.tokens, each.depth, each.codec, together)
+        for each in pieces
     ]
     slots = torch.from_numpy(np.concatenate([np.arange(each.start, each.stop) for each in pieces]) + padding)
     coded = packing.is_coded(pieces[0].stored)

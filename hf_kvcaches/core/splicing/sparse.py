@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,10 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import LayerView, previous_implementation
+from hf_kvcaches.core.attention import LayerView, previous_attention, previous_implementation
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layer_pass import LayerPass
 from hf_kvcaches.core.partial import Masks
+
+# Queries that look at keys together: with fewer the products get slow, with more they look at more keys behind themselves. On a GPU a
+# launch takes as long as many products.
+_BLOCK, _BLOCK_ON_CPU = 512, 64
 
 
 class SparsePass:
@@ -34,6 +39,15 @@ class SparsePass:
         """(batch, tokens)."""
         real = self.slots < self.total
         return torch.where(real, self.slots - self.padding[:, None], 0)
+
+    @cached_property
+    def blocks(self) -> list[tuple[int, int, int]]:
+        """Consecutive tokens, from and to, and behind the last slot that one of them looks at."""
+        size = _BLOCK_ON_CPU if self.slots.device.type == "cpu" else _BLOCK
+        bounds = [(start, min(start + size, self.slots.shape[1])) for start in range(0, self.slots.shape[1], size)]
+        if len(bounds) == 1:
+            return [(*bounds[0], self.total)]
+        return [(start, stop, min(int(self.slots[:, stop - 1].max()) + 1, self.total)) for start, stop in bounds]
 
     def masks(self, model: PreTrainedModel) -> Masks:
         """The masks of a model's layers in this pass."""
@@ -83,7 +97,14 @@ def _as_added(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-class Look(LayerView):
+class _View(LayerView):
+    """In the place of keys and of values."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
+
+
+class Look(_View):
     """Takes what a layer computed for some tokens, its queries too; what the layer makes of its answer is of no use.
 
     Args:
@@ -99,8 +120,35 @@ class Look(LayerView):
         batch, heads, tokens, _ = query.shape
         return query.new_zeros(batch, tokens, heads, self._value_dim), None
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
+
+class _BlockedView(_View):
+    """Keys and values of all slots, of which each block of queries is shown those up to its last slot.
+
+    Args:
+        keys: (batch, kv_heads, total, head_dim).
+    """
+
+    def __init__(self, running: SparsePass, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.running, self.keys, self.values = running, keys, values
+
+    def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        outputs = []
+        for start, stop, end in self.running.blocks:
+            keys, values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+            outputs.append(_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs))
+        return torch.cat(outputs, 1), None
+
+
+def _attention(
+    module: nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    """The model's own attention, (batch, queries, heads, head_dim)."""
+    special = kwargs.get("dropout") or kwargs.get("position_bias") is not None
+    if query.device.type != "cpu" or special or previous_implementation(module.config) != "sdpa":
+        return previous_attention(module, query, keys, values, mask, **kwargs)[0]
+    # With a mask, transformers copies keys and values for each query head of a group first, which a CPU does not need.
+    scale = kwargs.get("scaling")
+    return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
 class SplicingPass(LayerPass):
@@ -110,13 +158,13 @@ class SplicingPass(LayerPass):
         super().__init__(cache, start)
         self.running = running
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].write(
-            key_states, value_states, self.running.slots, self.running.total
-        )
-        return states
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        states = self.layers[layer_idx].write(key_states, value_states, self.running.slots, self.running.total)
+        if len(self.running.blocks) == 1:
+            return states
+        view = _BlockedView(self.running, *states)
+        self.cache.answer_next()
+        return view, view
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         # The mask is made from slots; any size will do for the one that the model makes.

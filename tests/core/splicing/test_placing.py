@@ -170,21 +170,26 @@ def test_any_pieces_in_any_row_are_written_and_nothing_else(data: st.DataObject)
     check(opened(plan, rows, padding + end + 1), data.draw(st.integers(0, rows - 1)), padding, placed, geometries)
 
 
-def test_many_tokens_are_written_a_portion_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, turning = [(2, 16, 16)] * 2, geometry("llama default")
+def test_small_pieces_are_written_together_and_large_ones_some_layers_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, turning = [(2, 16, 16)] * 4, geometry("llama default")
     stored = Stored(plan, 4, 50, "int8")
     placed = [place(stored, 5 * number) for number in range(6)]
     sizes = []
     whole = transfer.splice
     monkeypatch.setattr(
-        transfer, "splice", lambda packed, *args, **kwargs: (sizes.append(packed.data.shape[2]), whole(packed, *args, **kwargs))
+        transfer, "splice", lambda packed, *args, **kwargs: (sizes.append(packed.data.shape[::2]), whole(packed, *args, **kwargs))
     )
-    check(opened(plan, 1, 40), 0, 0, placed, [turning] * 2)
-    assert sizes == [24, 24]  # keys and values of both layers
+    check(opened(plan, 1, 40), 0, 0, placed, [turning] * 4)
+    assert sizes == [(4, 24)] * 2  # layers and tokens, for keys and for values
     sizes.clear()
-    monkeypatch.setattr(placing, "PORTION", 9)
-    check(opened(plan, 1, 40), 0, 0, placed, [turning] * 2)
-    assert sizes == [8] * 6
+    token = 4 * 2 * (16 + 16)  # bytes in a layer
+    monkeypatch.setattr(placing, "JOINED", 4 * 9 * token)
+    check(opened(plan, 1, 40), 0, 0, placed, [turning] * 4)
+    assert sizes == [(4, 8)] * 6
+    sizes.clear()
+    monkeypatch.setattr(placing, "PORTION", 3 * 8 * token)
+    check(opened(plan, 1, 40), 0, 0, placed, [turning] * 4)
+    assert sizes == [(3, 8), (3, 8), (1, 8), (1, 8)] * 3
 
 
 def test_segments_that_are_stored_in_different_ways_stand_beside_each_other() -> None:

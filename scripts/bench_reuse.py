@@ -1,0 +1,209 @@
+"""Times the first token of a prompt of which most is stored, at the size of a real model, against what the saved FLOPs allow.
+
+    python scripts/bench_reuse.py [--layers 28] [--redis redis://localhost/0] [--csv docs/benchmarks/reuse-speed.csv]
+
+The model is a Llama with random weights. Before anything is timed, the logits of a prefix from a bit-equal store are compared with those of
+no reuse. Then every prompt is asked on all sides in turns, in one process; the first hit of each side does not count. On a CPU times are
+those of the processor, so that other jobs matter little (set OMP_NUM_THREADS=1), on a GPU those of the clock.
+
+`prefix`: nine tenths of the prompt begin an earlier one. `moved`: five pages of an earlier prompt in another order, `mode="approximate"`.
+`aligned`: an earlier prompt with ten other words, in a warm start. `possible` is what the saved FLOPs allow: 1 / (1 - their share), and
+`efficiency` the share of it that is reached. `extra` is the peak memory of a hit, beside the weights, the store and what the cache keeps,
+as a share of what the reused keys and values take. `no repeats` are whole requests of which nothing is stored. `network` is arithmetic:
+what it takes to fetch a stored token at several speeds, to compute it as measured here, and up to how many tokens a second fetching wins.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from _reuse_cells import PROMPTS, STORED, Answer, Cold, Locations, Segments, Way, ask, ways
+from shared.bars import Bar
+from shared.cli import check_counts, run_script
+from shared.models import Pair, random_ids, random_llama
+from shared.results import Row
+from shared.sections import Output, begin_sections, run_sections, section_arguments
+from shared.timing import in_turns, ratios, spread
+from transformers import DynamicCache
+
+from hf_kvcaches import SegmentReuseCache, SegmentStore
+from hf_kvcaches.core.splicing import packing
+
+SECTIONS = ("prefix", "moved", "aligned", "no repeats", "network")
+COLUMNS = (
+    "section side stored model dtype tokens count cold_ms time_ms time_q1_ms time_q3_ms ratio ratio_q1 ratio_q3 saved possible "
+    "efficiency extra bytes gbps fetch_ms compute_ms faster_above"
+).split()
+SHOWN = {
+    "": "{side}",
+    "stored": "{stored}",
+    "n": "{count}",
+    "cold ms": "{cold_ms:.0f}",
+    "ms": "{time_ms:.0f}",
+    "speed-up": "{ratio:.2f}x",
+    "quartiles": "{ratio_q1:.2f}-{ratio_q3:.2f}",
+    "saved": "{saved:.1%}",
+    "possible": "{possible:.2f}x",
+    "efficiency": "{efficiency:.2f}",
+    "extra": "{extra:.2f}x",
+    "bytes a token": "{bytes:.0f}",
+    "Gb/s": "{gbps:g}",
+    "fetch ms": "{fetch_ms:.2f}",
+    "compute ms": "{compute_ms:.2f}",
+    "worth it below tokens/s": "{faster_above:.0f}",
+}
+EFFICIENCY, EXTRA, OVERHEAD, TOLERANCE = 0.85, 1.1, 1.03, 1e-4
+NETWORKS = (1, 10, 100)  # Gb/s
+CODEC = 0.125  # of a 16-bit cache's bytes, the default of `KVCodec.calibrate`
+NO_REUSE = "no reuse"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    layers: int = 28
+    hidden: int = 1024
+    tokens: int = 2048
+    hits: int = 3
+    new_tokens: int = 64  # of a whole request
+    dtype: str = "float32"
+
+    def model(self, device: torch.device) -> Pair:
+        """As Qwen3-0.6B is built, with few words so that the head costs nothing."""
+        head_dim = min(128, self.hidden // 8)
+        heads = {"num_attention_heads": 2 * self.hidden // head_dim, "num_key_value_heads": self.hidden // head_dim, "head_dim": head_dim}
+        sizes = {"vocab_size": min(4096, 4 * self.hidden), "hidden_size": self.hidden, "intermediate_size": 3 * self.hidden}
+        model = random_llama(device, num_hidden_layers=self.layers, **sizes, **heads)
+        return Pair.of(model.to(getattr(torch, self.dtype)), device)
+
+
+QUICK = Size(2, 64, 400, 2, 3)
+
+
+class Run:
+    """One run: what is measured where."""
+
+    def __init__(self, size: Size, device: torch.device, locations: Locations) -> None:
+        self.size, self.pair, self.locations = size, size.model(device), locations
+        self.vocabulary = int(self.pair.plain.config.vocab_size)
+        self.first = self._prompt(0)
+        self.labels = {"model": f"{size.layers} x {size.hidden}", "dtype": size.dtype, "tokens": size.tokens}
+        self.cold_seconds: list[float] = []
+
+    def _prompt(self, seed: int) -> torch.Tensor:
+        return random_ids(self.vocabulary, 1, self.size.tokens, seed=seed).to(self.pair.device)
+
+    def bytes_per_token(self, stored: Any, itemsize: int) -> int:
+        return packing.payload_bytes(self.pair.plain.config, stored, itemsize=itemsize)
+
+    def _ask(self, way: Way, ids: torch.Tensor, new_tokens: int = 1) -> Answer:
+        return ask(way, self.pair.plain if isinstance(way, Cold) else self.pair.switched, ids, new_tokens)
+
+    def hits(self, section: str) -> Iterator[Row]:
+        prompts = PROMPTS[section](self.first, self.size.hits + 1, self.vocabulary)
+        sides: dict[Any, Way] = {NO_REUSE: Cold(self.pair), **ways(section, self.pair, self.locations, self.first)}
+        works = {side: lambda number, way=way: self._ask(way, prompts[number]) for side, way in sides.items()}
+        answers = {side: own[1:] for side, own in in_turns(works, len(prompts)).items()}
+        for way in sides.values():
+            way.close()
+        self.locations.clear()
+        cold = [answer.seconds for answer in answers.pop(NO_REUSE)]
+        self.cold_seconds += cold
+        for (backend, stored), own in answers.items():
+            yield {"side": backend, "stored": stored, **self.labels, **self._hit(cold, own)}
+
+    def _hit(self, cold: Sequence[float], hits: Sequence[Answer]) -> Row:
+        seconds = [hit.seconds for hit in hits]
+        row = {"count": len(hits), "cold_ms": statistics.median(cold) * 1e3, **spread("time", seconds, 1e3), **ratios(cold, seconds)}
+        row["saved"] = statistics.median(hit.saved for hit in hits)
+        row["possible"] = 1 / (1 - row["saved"])
+        row["efficiency"] = row["ratio"] / row["possible"]
+        per_token = self.bytes_per_token(None, self.pair.plain.dtype.itemsize)
+        row["extra"] = max(hit.extra / (hit.reused * per_token) for hit in hits)
+        return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
+
+    def no_repeats(self) -> Iterator[Row]:
+        sides: dict[str, Way] = {NO_REUSE: Cold(self.pair)}
+        for mode in ("exact", "approximate"):
+            sides[mode] = Segments(self.pair, "memory", "bit-equal", mode, None)
+        prompts = [self._prompt(100 + number) for number in range(self.size.hits + 1)]
+        works = {side: lambda number, way=way: self._ask(way, prompts[number], self.size.new_tokens) for side, way in sides.items()}
+        answers = {side: [answer.seconds for answer in own[1:]] for side, own in in_turns(works, len(prompts)).items()}
+        for way in sides.values():
+            way.close()
+        cold = answers[NO_REUSE]
+        for side, seconds in answers.items():
+            row = {"side": side, **self.labels, "count": len(seconds), "cold_ms": round(statistics.median(cold) * 1e3, 4)}
+            yield row | spread("time", seconds, 1e3) | ratios(cold, seconds)
+
+    def network(self) -> Iterator[Row]:
+        if not self.cold_seconds:
+            self.cold_seconds.append(self._ask(Cold(self.pair), self.first).seconds)
+        compute = statistics.median(self.cold_seconds) / self.size.tokens * 1e3
+        exact = {name: self.bytes_per_token(None, itemsize) for name, itemsize in (("float32", 4), ("bfloat16", 2))}
+        forms = {**exact, "int8": self.bytes_per_token("int8", 1), f"KVCodec {CODEC:g}": round(CODEC * exact["bfloat16"])}
+        for stored, size in forms.items():
+            for gbps in NETWORKS:
+                per_second = gbps * 1e9 / 8 / size
+                times = {"fetch_ms": round(1e3 / per_second, 5), "compute_ms": round(compute, 4), "faster_above": round(per_second)}
+                yield {"side": "network", "stored": stored, **self.labels, "bytes": size, "gbps": gbps, **times}
+
+    @torch.no_grad()
+    def prove(self) -> str:
+        """Compare logits of a prefix from a bit-equal store with those of no reuse."""
+        plain, switched, reused, worst = self.pair.plain, self.pair.switched, 0, 0.0
+        with SegmentStore("memory", quantization=None) as store:
+            for ids in (self.first, *PROMPTS["prefix"](self.first, 1, self.vocabulary)):
+                cache = SegmentReuseCache(switched, store, mode="exact")
+                ours = switched(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+                reused = cache.report().reused_tokens
+                del cache
+                store.flush()
+                full = plain(input_ids=ids, past_key_values=DynamicCache(config=plain.config), logits_to_keep=1).logits
+                worst = max(worst, float((ours.float() - full.float()).abs().max()))
+        limit = TOLERANCE if self.size.dtype == "float32" else float(full.abs().max()) * 8 * torch.finfo(full.dtype).eps
+        if not worst <= limit or not reused:
+            raise SystemExit(f"logits differ by {worst:.3g}, with {reused} tokens reused: nothing timed")
+        return f"a prefix from a bit-equal store gives the logits of no reuse, to {worst:.1e}, with {reused} tokens reused"
+
+
+def bars() -> list[Bar]:
+    promised = []
+    for section, name in (("prefix", "exact prefixes"), ("moved", "moved pages"), ("aligned", "aligned warm starts")):
+        for stored in STORED:
+            where = {"section": section, "stored": stored}
+            text = f"at least {EFFICIENCY} of what the saved FLOPs allow, {name}, {stored}"
+            promised.append(Bar(text, where, "efficiency", least=EFFICIENCY, unit=""))
+            text = f"peak extra memory at most {EXTRA}x of what is reused, {name}, {stored}"
+            promised.append(Bar(text, where, "extra", most=EXTRA))
+    text = f"a request without repeats takes at most {OVERHEAD}x the time of no reuse"
+    cost, reuses = (lambda row: 1 / row["ratio"]), (lambda row: row["side"] != NO_REUSE)
+    return [*promised, Bar(text, {"section": "no repeats"}, cost, most=OVERHEAD, also=reuses)]
+
+
+def main() -> None:
+    parser = section_arguments(__doc__, SECTIONS)
+    for name in ("layers", "hidden", "tokens", "hits"):
+        parser.add_argument(f"--{name}", type=int, help=f"default: {getattr(Size(), name)}")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: float32")
+    parser.add_argument("--backends", nargs="+", choices=("memory", "disk"), default=["memory", "disk"], help="where stores lie")
+    parser.add_argument("--redis", metavar="URL", help="an empty database, to measure reuse through it, too; it is cleared")
+    args = parser.parse_args()
+    check_counts(args, ["layers", "hidden", "tokens"])
+    device = begin_sections(args, "hits")
+    given = {name: getattr(args, name) for name in ("layers", "hidden", "tokens", "hits", "dtype") if getattr(args, name) is not None}
+    locations = Locations([*args.backends, *(["Redis"] if args.redis else [])], args.redis)
+    run = Run(replace(QUICK if args.quick else Size(), **given), device, locations)
+    print(run.prove(), flush=True)
+    works: dict[str, Any] = {section: lambda section=section: run.hits(section) for section in PROMPTS}
+    works |= {"no repeats": run.no_repeats, "network": run.network}
+    run_sections(args, device, works, Output("Reuse at real sizes", COLUMNS, SHOWN, bars(), lambda rows: []))
+
+
+if __name__ == "__main__":
+    run_script(main)
