@@ -192,6 +192,12 @@ class SegmentReuseCache(SplicingCache):
             self.store.flush()
         super().crop(tokens_to_remove)
 
+    @property
+    def why_inexact(self) -> str:
+        reused = [part for _, part in self._parts if part.pieces]
+        exact = all(part.tier == "exact" for part in reused) and (not reused or self.store.quantization is None)
+        return "" if exact else "It reused segments that are not exact."
+
     def rows_change(self) -> None:
         self.remembering.release()
 

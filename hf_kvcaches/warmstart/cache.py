@@ -147,6 +147,11 @@ class WarmStartCache(SplicingCache):
         self._exact: ExactPrefill | None = None
         self._swapped = False
 
+    @property
+    def why_inexact(self) -> str:
+        approximate = self._outcome.inexact and not self._swapped
+        return "What it reused is approximate, and the exact prefill has not replaced it." if approximate else ""
+
     def make_layer(self, layer_idx: int) -> WarmLayer:
         return WarmLayer()
 
