@@ -116,7 +116,7 @@ class WarmStartLibrary:
             self.codec.require_all_layers(self.model, "quantization")
         if isinstance(adapters, TrainedAdapters):
             adapters = adapters.checked(self.model, slots, layout, tail)
-        self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
+        self.compressor, self.adapters = (SlotCompressor(slots, layout), adapters) if slots else (None, None)
         self.encoder = encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
@@ -132,7 +132,7 @@ class WarmStartLibrary:
         return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
     def _adapter_tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.compressor is None or self.compressor.adapters is None else self.compressor.adapters.tensors()
+        return {} if self.adapters is None else self.adapters.tensors()
 
     def add(
         self, prompts: Prompt | Sequence[Prompt], provenance: Mapping[str, Any] | None = None, *, cache: Cache | None = None
@@ -176,6 +176,7 @@ class WarmStartLibrary:
         if self.compressor is not None:
             keys, values = ([layer[:, : -self.tail] for layer in part] for part in zip(*states.layers, strict=True))
             slots = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling)
+            slots = slots if self.adapters is None else self.adapters.apply(slots, self.rotation.layers)
             tensors |= {_SLOTS + name: tensor for name, tensor in slots.tensors().items()}
         stored: dict[str, Any] = {}
         if self.full:
