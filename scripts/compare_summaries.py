@@ -123,7 +123,7 @@ class Comparison:
     def _asking_otherwise(self, pair: Pair) -> list[int]:
         """The source with another question at its end."""
         start = pair.source.parts[-1].start
-        return [*pair.source.prompt[:start], *self.tokenizer.encode(pair.source.facts[1].question, add_special_tokens=False)]
+        return [*pair.source.prompt[:start], *self.tokenizer.encode(pair.source.asked[1].question, add_special_tokens=False)]
 
     def encoders(self) -> Iterator[Row]:
         """Rows for what each encoder finds among the sources and prompts that nobody asks for."""
@@ -170,11 +170,10 @@ def main() -> None:
     args = parse()
     device = begin(args)
     comparison = Comparison(args, device)
-    rows = [comparison.cold_row()]
+    rows, encoders = [comparison.cold_row()], list(comparison.encoders())
     for layout in ("salient", "paper"):
         for slots in tqdm(args.slots, desc=layout):
             rows += comparison.structures(layout, slots)
-    encoders = list(comparison.encoders())
     numbers = {"first": "{first:.2g}", "following": "{following:.2g}", "right": "{right:.0%}"}
     print(show([{"layout": "", "slots": "", **row} for row in rows], {"layout": "{layout}", "slots": "{slots}", "map": "{map}", **numbers}))
     print(f"\n{show(encoders, {'encoder': '{encoder}', 'found': '{found:.0%} of {prompts}', 'from': '{map}', **numbers})}")

@@ -33,9 +33,8 @@ from hf_kvcaches.warmstart.planning import reusable_blocks
 FALSE = 0.05
 # Rejects everything.
 CLOSED = 1.01
-# Rejects nothing. A common prefix is taken before a summary where it has the share that alignment must have.
+# Rejects nothing.
 _OPEN = WarmStartGate(tau=-1.0, lengths=(0.0, math.inf), reusable=0.0, content=None, lexical=False)
-_OPEN_FOR: dict[Strategy, WarmStartGate] = {"slots": replace(_OPEN, reusable=CLOSED), "align": _OPEN}
 # Rows of a calibrated gate's table.
 _MOST_ROWS = 40
 
@@ -180,7 +179,9 @@ def measure_pair(
         chosen, expected = _greedy(model, after, following)
 
         def divergence_of(strategy: Strategy) -> ServedDivergence | None:
-            cache = WarmStartCache(model, library, strategy=strategy, gate=_OPEN_FOR[strategy], guard=guard, tail=tail)
+            # A common prefix is taken before a summary where it has the share that alignment must have.
+            gate = replace(_OPEN, reusable=CLOSED) if strategy == "slots" else _OPEN
+            cache = WarmStartCache(model, library, strategy=strategy, gate=gate, guard=guard, tail=tail)
             # One more, because the last of those that are asked for is not fed.
             logits = next_tokens(model, after, [*chosen, 0], cache)
             if cache.report().strategy != strategy:

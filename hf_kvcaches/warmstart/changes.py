@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from hf_kvcaches.core.splicing.alignment import Ids, align
+from hf_kvcaches.core.splicing.alignment import align
 from hf_kvcaches.core.splicing.tokens import common_prefix
 from hf_kvcaches.warmstart import words as lists
 
@@ -28,10 +28,9 @@ Risk = Literal["numbers", "names", "negations", "logic", "quotations", "code", "
 # All patterns begin with a set of characters, which is what makes the search fast.
 _WORD = re.compile(r"\w+(?:://\S+|(?:(?:['\u2019._@-]|(?<=\d)[,:/](?=\d))\w+)*)|\S")
 _NUMBER = re.compile(r"[-+.\u2212\u00b1]?\d+(?:[.,:/'\u2019\u2212-]?\d+)*[%\u2030\u00b0]?")
+# Longer quotations are prose that somebody speaks.
 _QUOTED = re.compile("[\u201c\u201e\u00ab\u300c][^\u201c\u201d\u00bb\u300d]{0,100}[\u201c\u201d\u00bb\u300d]")
 _SINGLE = re.compile("['\u2018](?<!\\w['\u2018])[^'\u2019\n]{1,100}['\u2019](?!\\w)")
-# Longer ones are prose that somebody speaks. Without direction any two marks may be a pair.
-_LONGEST_QUOTATION = 100
 _OPERATORS = frozenset("=<>+*/\\|&^~@{}[]#_`")
 _SIGNS = _OPERATORS | set("()%\u2030")  # punctuation by their category alone
 _QUOTES = frozenset('"\u201c\u201d\u201e\u00ab\u00bb\u2039\u203a\u300c\u300d\u300e\u300f')
@@ -87,7 +86,8 @@ def _is_punctuation(char: str) -> bool:
 
 def _middle(source: str, target: str) -> tuple[int, int, int]:
     """Return where two texts begin to differ, and where each is as the other again up to its end; all at spaces."""
-    a, b = (_characters(text) for text in (source, target))
+    # A lone surrogate can be in a string, though not in UTF-32.
+    a, b = (np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) for text in (source, target))
     head = common_prefix(a, b)
     tail = common_prefix(a[head:][::-1], b[head:][::-1])
     while head and not source[head - 1].isspace():
@@ -97,18 +97,10 @@ def _middle(source: str, target: str) -> tuple[int, int, int]:
     return head, len(source) - tail, len(target) - tail
 
 
-def _characters(text: str) -> Ids:
-    # A lone surrogate can be in a string, though not in UTF-32.
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.int64)
-
-
 def _listed(source: str, target: str, middle: tuple[int, int, int]) -> Iterator[tuple[Risk, list[str], list[str]]]:
     """Yield what must be the same in both texts, whatever the words around it, spacing included."""
-    start, *stops = middle
-    before, after = (
-        [match[0] for match in _NUMBER.finditer(text, start, stop)] for text, stop in zip((source, target), stops, strict=True)
-    )
-    yield "numbers", before, after
+    start, source_stop, target_stop = middle
+    yield "numbers", _NUMBER.findall(source, start, source_stop), _NUMBER.findall(target, start, target_stop)
     # These may have begun before the first difference.
     yield "code", source.split("```")[1::2], target.split("```")[1::2]
     yield "code", _between(source, "`"), _between(target, "`")
@@ -118,7 +110,8 @@ def _listed(source: str, target: str, middle: tuple[int, int, int]) -> Iterator[
 
 
 def _between(text: str, mark: str) -> list[str]:
-    return [quoted for quoted in text.split(mark)[1:-1] if len(quoted) <= _LONGEST_QUOTATION]
+    # Without direction any two marks may be a pair.
+    return [quoted for quoted in text.split(mark)[1:-1] if len(quoted) <= 100]
 
 
 def _became(before: str, after: str) -> str:

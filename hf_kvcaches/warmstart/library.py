@@ -116,7 +116,8 @@ class WarmStartLibrary:
             self.codec.require_all_layers(self.model, "quantization")
         if isinstance(adapters, TrainedAdapters):
             adapters = adapters.checked(self.model, slots, layout, tail)
-        self.compressor, self.adapters = (SlotCompressor(slots, layout), adapters) if slots else (None, None)
+        self.compressor = SlotCompressor(slots, layout) if slots else None
+        self.adapters = adapters if slots else None
         self.encoder = encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
@@ -150,10 +151,9 @@ class WarmStartLibrary:
             Their ids; None for one that did not stay because of `max_bytes` or a store that failed. One that is there already is kept.
         """
         self._require_same_model()
-        listed = _listed(prompts)
-        if cache is not None and len(listed) != 1:
+        if cache is not None and len(listed := _listed(prompts)) != 1:
             raise ConfigError.of("prompts", "one prompt, the one that cache= holds", f"{len(listed)} prompts")
-        return [self._add(prompt, dict(provenance or {}), cache) for prompt in listed]
+        return [self._add(prompt, dict(provenance or {}), cache) for prompt in _listed(prompts)]
 
     def _add(self, prompt: Prompt, provenance: dict[str, Any], cache: Cache | None) -> str | None:
         ids = token_ids(prompt, self.model, self.tokenizer)
@@ -170,7 +170,7 @@ class WarmStartLibrary:
     ) -> str | None:
         """Store a prompt with the exact states that the library's model computed for it, which nothing here checks.
 
-        Any thread may call it. Nothing is run through the model; only what the library stores is looked at (without summaries, no queries).
+        Any thread may call it. The prompt is not run; of a library without summaries, `states` needs no queries and no scaling.
         """
         tensors: dict[str, torch.Tensor] = {}
         if self.compressor is not None:
@@ -280,12 +280,7 @@ class WarmStartLibrary:
         self._packed().save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload all entries and settings to a Hub repository, and return the commit's address. Entries hold their prompts as text.
-
-        Args:
-            repo_id: `"owner/name"`.
-            **options: Of `Artifact.push_to_hub`: `private`, `token`, `commit_message`, `revision`.
-        """
+        """Upload all entries, prompts as text among them, to a Hub repository; options and result are those of `Artifact.push_to_hub`."""
         return self._packed().push_to_hub(repo_id, **options)
 
     @classmethod
@@ -308,8 +303,7 @@ class WarmStartLibrary:
             model: The model that it was made for; another one is a `FingerprintMismatch`.
             tokenizer: Its tokenizer.
             encoder: The one that it was made with; None for that of the model.
-            location: Where the entries go.
-            max_bytes: See the class.
+            location: See the class, and `max_bytes`.
             codec: The `KVCodec` that keys and values were coded with, which the folder names and does not hold; None where there is none.
             **options: Of `Artifact.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
         """

@@ -129,11 +129,9 @@ def _why_not(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, digest: st
         return ""
     if cache.filling:
         return "Its prefill failed."
-    if cache.why_inexact:
-        return cache.why_inexact
     identity = cache.provenance.identity
-    if identity.reason:
-        return identity.reason
+    if why := cache.why_inexact or identity.reason:
+        return why
     if identity.digest != digest if identity.fingerprint is not None else identity != glanced_identity(model):
         return "The model was another when it filled the cache, or had other adapters."
     if isinstance(cache, SourceCache):
@@ -142,6 +140,4 @@ def _why_not(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, digest: st
         fed = cache.fed.ids if len(cache.fed) >= tokens else None
     if fed is None or fed.shape[0] != 1:
         return "The tokens that it was fed are not known, or they are several rows or padded."
-    if not torch.equal(fed[0, :tokens].cpu(), ids.cpu()):
-        return "It was fed other tokens than those of the prompt."
-    return ""
+    return "" if torch.equal(fed[0, :tokens].cpu(), ids.cpu()) else "It was fed other tokens than those of the prompt."

@@ -18,20 +18,12 @@ _TINY = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class LayerReport:
-    """The cross-validation of one layer.
-
-    Args:
-        layer: Its index.
-        kept: Whether the fitted map is used; otherwise the identity is.
-        identity_error: Squared error of the source's slots on held-out targets, as a share of the targets' sum of squares; the mean for
-            keys and values.
-        fitted_error: The same of a map that was fitted to the other pairs.
-    """
+    """The cross-validation of one layer: squared errors on held-out targets, as a share of their sum of squares."""
 
     layer: int
-    kept: bool
-    identity_error: float
-    fitted_error: float
+    kept: bool  # whether the fitted map is used; otherwise the identity is
+    identity_error: float  # of the source's slots, the mean of keys and values
+    fitted_error: float  # of a map that was fitted to the other pairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +36,7 @@ class SlotProjector:
     **Departs from the paper**: the regulariser is `|M - I|^2` and not `|M|^2`. Keys and values have the same weight in the fit, and gamma
     is a share of the mean square of a slot. A map that does not improve held-out pairs is dropped.
 
-    **What to expect**: squared errors of slots are not divergences. On the testbed, between documents that differ in their preambles, maps
-    fitted to 24 pairs bring slots closer, and predictions by means (the paper's layout) hardly; where slots are exact tokens, predictions
-    get worse (0.008 to 0.02, from less than 0.0001 with the source's slots).
+    **What to expect**: slots come closer, and predictions don't (docs/benchmarks/warmstart-summaries.md).
 
     Args:
         maps: For each layer (slots, slots) or, for each head, (kv_heads, slots, slots), float32; None for the identity.
@@ -83,7 +73,9 @@ class SlotProjector:
             raise ConfigError.of("gamma", "a number above 0", gamma)
         folds, blocks = whole_number("folds", folds, 2), whole_number("blocks", blocks, 1)
         known = _checked(pairs, geometries)
-        allowed = _blocks(known[0][0].layers[0].keys.shape[1], blocks if structure == "block_diagonal" else 1)
+        slots = known[0][0].layers[0].keys.shape[1]
+        block = torch.arange(slots) * (min(blocks, slots) if structure == "block_diagonal" else 1) // slots
+        allowed = block == block[:, None]  # which slots may be mixed
         fits = []
         for layer, geometry in enumerate(geometries):
             sources, targets = _states(known, layer, geometry)
@@ -129,12 +121,6 @@ def _states(pairs: Sequence[tuple[Slots, Slots]], layer: int, geometry: RotaryGe
     weights = [target.norm().clamp_min(_TINY) for target in sides[1]]
     sources, targets = (torch.cat([states / weight for states, weight in zip(side, weights, strict=True)], -1) for side in sides)
     return sources, targets
-
-
-def _blocks(slots: int, blocks: int) -> torch.Tensor:
-    """Return which slots may be mixed, (slots, slots): those of the same block."""
-    block = torch.arange(slots) * min(blocks, slots) // slots
-    return block == block[:, None]
 
 
 def _fit_layer(
