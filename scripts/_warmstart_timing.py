@@ -24,9 +24,8 @@ from hf_kvcaches.warmstart.filling import COMPARED
 COLD, PREFIX, ALIGN, AUTO, SLOTS = "cold", "exact prefix", "align", "auto", "slots"
 STRATEGIES: dict[str, Any] = {PREFIX: "exact", ALIGN: "align", AUTO: "auto", SLOTS: "slots"}
 HITS = ("exact", "align", "slots")  # what a similar prompt is used for; a common beginning alone is no such hit
-# Of the answers compared before anything is timed: the least share with the same first token, and the most that identical prompts, of which
-# keys and values are rounded to 8 bits, may diverge.
-SAME, ROUNDING = 0.95, 0.01
+# Of the answers compared before anything is timed: the least share with the same first token, and the most that identical prompts diverge.
+SAME, ROUNDING = 0.95, 1e-4
 
 
 @dataclass(frozen=True)
@@ -135,6 +134,45 @@ def prove(sides: Sequence[Side], prompts: Sequence[Asked], what: str, *, trained
 def counted(served: Mapping[str, int]) -> str:
     """How often each way served, in words."""
     return ", ".join(f"{how} {count}" for how, count in sorted(served.items()) if how)
+
+
+def swaps(pair: Pair, library: WarmStartLibrary, ids: torch.Tensor, gate: WarmStartGate, most: int, rounds: int) -> Iterator[Row]:
+    """Rows for what the swap behind an aligned prompt, (1, tokens), costs, in processor time of all threads of the process.
+
+    Up to `most` tokens are decoded in each round.
+    """
+    prefills, steps, swapped = [], dict[str, list[float]](), dict[str, list[tuple[int, float]]]()
+    for _ in range(rounds):
+        cache, begin = DynamicCache(config=pair.plain.config), time.process_time()
+        _feed(pair.plain, ids, cache)
+        prefills.append(time.process_time() - begin)
+        for mode in ("off", "sync", "background"):
+            cache = WarmStartCache(pair.switched, library, strategy="align", swap=mode, gate=gate)
+            new = _feed(pair.switched, ids, cache)
+            if cache.report().strategy != "align":
+                raise SystemExit(f"swap={mode!r}: the prompt was served by {cache.report().strategy!r}: not timed")
+            for token in range(2, most + 1):
+                begin = time.process_time()
+                new = _feed(pair.switched, new, cache)
+                seconds = time.process_time() - begin
+                if cache.report().swapped:
+                    swapped.setdefault(mode, []).append((token, seconds))
+                    break
+                # With "background", the step that starts the thread and those while it runs.
+                steps.setdefault(mode, []).append(seconds)
+    row = {"length": ids.shape[1], "tokens": ids.shape[1]}
+    yield {**row, "side": COLD, "measure": "exact prefill", "count": rounds, **spread("time", prefills, 1e3)}
+    for mode, measure in (("off", "a decode step"), ("background", "a decode step meanwhile")):
+        yield {**row, "side": mode, "measure": measure, "count": len(steps[mode]), **spread("time", steps[mode], 1e3)}
+    for mode, found in swapped.items():
+        numbers = {"value": statistics.median(token for token, _ in found), "unit": "th token"}
+        yield {**row, "side": mode, "measure": "swapped in", "count": len(found), **spread("time", [s for _, s in found], 1e3), **numbers}
+
+
+@torch.no_grad()
+def _feed(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    """Run tokens, (1, tokens), and return the next one, (1, 1)."""
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
 
 
 _LENGTH, _ALIKE = 300, 50  # tokens of a made-up prompt, and how many prompts have a topic in common

@@ -10,7 +10,8 @@ half as many that nothing resembles.
 `hits` are those prompts that a similar one answers: by its keys and values ("exact" for the same prompt, "align" for what both share) or by
 its summary ("slots"). In `misses`, `unrelated` prompts begin as stored ones do, and `other text` has nothing in common with any. `larger`
 is a Llama with random weights and prompts of which one word in 128 is another; its gate lets all of them in. `look-up` is among made-up
-prompts without keys and values.
+prompts without keys and values. `swap` is what the exact prefill behind an aligned prompt costs, in processor time of all threads, for the
+model of this repository and for a Llama with random weights: alone, as a whole token (`sync`), and beside decode steps (`background`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, SLOTS, Asked, Side, ask_in_turns, lookups, prove, rows_of
+from _warmstart_timing import ALIGN, AUTO, COLD, PREFIX, SLOTS, Asked, Side, ask_in_turns, lookups, prove, rows_of, swaps
 from shared.bars import Bar
 from shared.cli import run_script
 from shared.models import LARGER, Pair, Shape, random_ids, word_tokenizer
@@ -30,7 +31,7 @@ from shared.sections import TIMES, Output, begin_sections, run_sections, section
 
 from hf_kvcaches import WarmStartGate, WarmStartLibrary
 
-SECTIONS = ("hits", "misses", "larger", "look-up")
+SECTIONS = ("hits", "misses", "larger", "look-up", "swap")
 FIRST_SIDES = (COLD, PREFIX, ALIGN, AUTO, SLOTS)
 HIT_KINDS = tuple("identical no_content few_words reworded reordered_notes reordered_tools changed_fact changed_digit negated".split())
 COLUMNS = (
@@ -70,10 +71,13 @@ class Size:
     rounds: int = 7  # how many of each
     prompts: tuple[int, ...] = (1_000, 10_000, 100_000)  # in the libraries of look-ups
     calls: int = 200  # look-ups in each
+    swap: tuple[Shape, int, int] = (Shape(1024, 8, 16, 2816, 2048), 1536, 3)  # of the model, tokens of its prompt, and rounds
+    swap_tokens: int = 400  # decoded at most
 
 
 QUICK = Size(
-    ("identical", "no_content", "changed_fact"), (128, 800), 2, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20
+    ("identical", "no_content", "changed_fact"), (128, 800), 2, (2, 1), 2, Shape(64, 4, 4, 96, 128), (300,), 2, (200,), 20,
+    (Shape(64, 4, 4, 96, 128), 300, 2), 60,
 )  # fmt: skip
 
 
@@ -178,6 +182,24 @@ class Run:
         for count in self.size.prompts:
             yield from lookups(self.pair.switched, self.pair.tokenizer, count, self.size.calls)
 
+    def swap(self) -> Iterator[Row]:
+        shape, length, rounds = self.size.swap
+        own = self.shelf(self.size.lengths[-1])
+        asked = next(asked for asked in own.similar if asked.kind == "changed_fact")
+        yield from self._swap("the model of this repository", self.pair, own.library, asked.ids, WarmStartGate(), max(5, rounds))
+        pair, (ids,) = Pair.random(shape, "gqa", self.device), random_ids(shape.vocabulary, 1, length, seed=length)
+        library = WarmStartLibrary(pair.switched, word_tokenizer(shape.vocabulary), slots=0)
+        library.add(ids)
+        target = changed(ids, length // CHANGED, shape.vocabulary, 0)[None].to(self.device)
+        gate = WarmStartGate(tau=-1.0, content=None, lexical=False)
+        yield from self._swap(f"hidden size {shape.hidden}, {shape.layers} layers", pair, library, target, gate, rounds)
+
+    def _swap(
+        self, workload: str, pair: Pair, library: WarmStartLibrary, ids: torch.Tensor, gate: WarmStartGate, rounds: int
+    ) -> Iterator[Row]:
+        list(swaps(pair, library, ids, gate, self.size.swap_tokens, 2))  # what is new to a process is slow
+        yield from ({**row, "workload": workload} for row in swaps(pair, library, ids, gate, self.size.swap_tokens, rounds))
+
 
 def changed(ids: torch.Tensor, places: int, vocabulary: int, seed: int) -> torch.Tensor:
     """The same prompt with other words in some places; the last words stay."""
@@ -230,7 +252,7 @@ def main() -> None:
     run = Run(size, device)
     if {"hits", "misses"} & set(args.sections):
         run.prove()
-    works = (run.hits, run.misses, run.larger, run.look_up)
+    works = (run.hits, run.misses, run.larger, run.look_up, run.swap)
     output = Output("WarmStartCache", COLUMNS, SHOWN, bars(), panels)
     run_sections(args, device, dict(zip(SECTIONS, works, strict=True)), output)
 

@@ -4,8 +4,9 @@
 
 A line of the file is one pair: an object with an earlier prompt under "source" and a new one under "target", each a string or a list of
 token ids. Give pairs as your prompts come, those included that must not be taken for each other. Without a file, generated ones are taken.
-Printed are the limits that were tried, with how many pairs each lets through and how many of these are false hits: their next token's
-distribution differs by more than 0.05 nats from that of the model alone.
+Printed are the limits that were tried, with how many pairs each admits and how many of these are false hits: the first token's
+distribution, or the mean over the `--following` ones behind it, differs by more than 0.05 nats from that of the model alone. `first`,
+`following` and `right` are means over the admitted pairs: both divergences, and the share of following tokens that the model chooses, too.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pairs", type=Path, help="one pair a line, as JSON")
     parser.add_argument("--each", type=int, default=6, help="generated pairs of each kind, length and way to ask")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 300, 600], help="of generated prompts, in tokens")
-    parser.add_argument("--budget", type=float, default=0.01, help="the largest share of false hits in what is let through")
+    parser.add_argument("--budget", type=float, default=0.01, help="the largest share of false hits in what is admitted")
     parser.add_argument("--slots", type=int, default=64, help="of the library that the gate is for")
     parser.add_argument("--layout", choices=("salient", "paper"), default="salient", help="of its slots")
     parser.add_argument("--encoder", help="of that library; default: the model's input embeddings")
-    parser.add_argument("--quantization", choices=("int8", "int4", "none"), default="int8", help="how it keeps keys and values")
+    parser.add_argument("--following", type=int, default=16, help="tokens behind the first one that are compared")
+    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="how it keeps keys and values")
     parser.add_argument("--slots-only", action="store_true", help="it keeps summaries, and no keys and values of whole prompts")
     args = parser.parse_args()
     check_counts(args, ["each"])
@@ -76,7 +78,7 @@ def main() -> None:
     options = {"slots": args.slots, "layout": args.layout, "encoder": args.encoder, "full": not args.slots_only}
     options["quantization"] = None if args.quantization == "none" else args.quantization
     began = time.perf_counter()
-    gate = calibrate_gate(model, tokenizer, options, pairs, budget=args.budget)
+    gate = calibrate_gate(model, tokenizer, options, pairs, budget=args.budget, following=args.following)
     seconds = time.perf_counter() - began
     gate.save_pretrained(args.out)
     print(f"{show_measured(gate.measured)}\n\n{len(pairs)} pairs, {seconds:.0f} s; written to {args.out}")

@@ -1,4 +1,4 @@
-"""How good the first tokens of warm starts are, on pairs of prompts that resemble each other, against the same model without.
+"""How good the tokens behind warm starts are, on pairs of prompts that resemble each other, against the same model without.
 
     python scripts/eval_warmstart.py [--pairs 60] [--csv FOLDER] [--plot FOLDER] [--quick]
 
@@ -6,7 +6,8 @@ The sources of a batch of pairs are put into a library, beside other prompts tha
 true answers and further questions are fed in. Compared are the distributions of these tokens. `exact prefix`, `auto`, `align` and `slots,
 gated` are strategies of `WarmStartCache` with all that it decides for itself. `slots` with a layout start from the pair's source, whatever
 a gate would say. Of the controls `tail only` has the last tokens of the target alone, `mismatched source` behind another pair's source.
-Divergences and shares within 0.05 are of what was admitted; right and stale answers and tokens run are of all pairs.
+Divergences and shares within 0.05 are of what was admitted: of the first token, and the mean over all following ones. Right and stale
+answers count all questions of all pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shared.results import environment
 from tqdm import tqdm
 
 from hf_kvcaches import WarmStartCache, WarmStartGate, WarmStartLibrary
-from hf_kvcaches.segments.calibration import next_tokens
+from hf_kvcaches.core.calibrating import next_tokens
 from hf_kvcaches.warmstart.reading import read_prompt
 from tests.testbed.pairs import KINDS, Kind, Pair, make_pairs
 

@@ -20,6 +20,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from _adapter_training import fit_values, identity_adapters, loss_of, sample_of, train_adapters
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import show
 from shared.texts import encode, read_prompts
@@ -33,7 +34,6 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.warmstart.reading import read_prompt
 from hf_kvcaches.warmstart.summaries.adapters import Adapters
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
-from hf_kvcaches.warmstart.summaries.training import fit_values, identity_adapters, loss_of, sample_of, train_adapters
 
 # Every so many texts one is not learned from.
 HELD_OUT = 5

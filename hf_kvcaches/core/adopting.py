@@ -105,7 +105,7 @@ class AdoptingCache(KVCache):
             if not isinstance(layer, KVLayer) and _is_alike(source, layer):
                 cache.layers[index] = copy.deepcopy(source)
                 continue
-            keys, values = _exact_states(source, index, tokens)
+            keys, values = exact_states(source, index, tokens)
             _require_heads(cache, index, keys, values)
             cache.adopt_layer(index, keys, values, position_ids, padding, None if queries is None else queries[index])
         if isinstance(past, KVCache):
@@ -191,21 +191,22 @@ def first_position(cache: KVCache) -> int:
     return 1 if model is not None and model.config.model_type == "paligemma" else 0
 
 
-def _exact_states(layer: Any, layer_idx: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_states(layer: Any, layer_idx: int, tokens: int, argument: str = "past") -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's keys and values, (batch, kv_heads, tokens, head_dim) each; refuses layers that don't keep them exactly.
 
     Args:
         tokens: How many the source has seen.
+        argument: What the caller calls the source, for errors.
     """
     # Subclasses of DynamicLayer quantize.
     states = (layer.keys, layer.values) if type(layer) is DynamicLayer else layer.exact_states() if isinstance(layer, KVLayer) else None
     if states is None:
         hint = "Fill a DynamicCache or a GrowingCache."
-        raise ConfigError.of(f"past.layers[{layer_idx}]", "a layer with every key and value", type(layer).__name__, hint)
+        raise ConfigError.of(f"{argument}.layers[{layer_idx}]", "a layer with every key and value", type(layer).__name__, hint)
     keys, values = states
     if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != tokens:
         got = "none" if keys is None else tuple(keys.shape)
-        raise ConfigError.of(f"past.layers[{layer_idx}]", f"keys of {tokens} tokens", got, "A forward pass failed on the way.")
+        raise ConfigError.of(f"{argument}.layers[{layer_idx}]", f"keys of {tokens} tokens", got, "A forward pass failed on the way.")
     return keys.to(layer.device), values.to(layer.device)
 
 

@@ -201,6 +201,11 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         """
 
     @property
+    def why_inexact(self) -> str:
+        """Why the keys and values of its tokens may differ from those of a plain prefill, as a sentence; "" where they don't."""
+        return ""
+
+    @property
     def model(self) -> PreTrainedModel:
         """The model that the cache was built with."""
         model = None if self._model is None else self._model()

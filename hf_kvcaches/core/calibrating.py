@@ -1,4 +1,4 @@
-"""What everything that is calibrated on texts does: token ids, a model left as it was found, several processes, divergences."""
+"""What everything that is calibrated on texts does: token ids, a model left as it was found, several processes, what comes next."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_kvcaches import compat
+from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.errors import ConfigError, require_tokenizer
 
 
@@ -72,3 +74,23 @@ def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     """
     p, q = expected.float().log_softmax(-1), found.float().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1).clamp_min(0)
+
+
+@torch.no_grad()
+def next_tokens(model: PreTrainedModel, prompt: Sequence[int], asked: Sequence[int], cache: KVCache | None = None) -> torch.Tensor:
+    """The logits of each asked token's place, (asked tokens, vocabulary).
+
+    Args:
+        cache: A new one that reuses, or None for the model alone.
+    """
+    device = compat.input_device(model)
+    first, then = (torch.tensor([list(ids)], device=device) for ids in (prompt, asked))
+    if cache is None:
+        whole = torch.cat([first, then], dim=1)
+        return model(input_ids=whole, use_cache=False, logits_to_keep=len(asked) + 1).logits[0, :-1]
+    head = model(input_ids=first, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    if len(asked) == 1:
+        return head[0]
+    # Without `logits_to_keep` this is no prompt to the cache: it is neither looked up nor stored.
+    tail = model(input_ids=then[:, :-1], past_key_values=cache, use_cache=True).logits
+    return torch.cat([head, tail], dim=1)[0]

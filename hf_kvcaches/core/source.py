@@ -70,6 +70,10 @@ class SourceCache(KVCache):
         return self.holder is not None and self.layers[-1] is not self.source_layers[-1]
 
     @property
+    def why_inexact(self) -> str:
+        return f"{type(self).__name__} does not say whether what it filled in is exact."
+
+    @property
     def is_compileable(self) -> bool:
         """False: which layers answer is known in Python only."""
         return False

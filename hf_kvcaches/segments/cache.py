@@ -194,6 +194,12 @@ class SegmentReuseCache(SplicingCache):
         super().reset()
         self.plans, self._flops, self.probes = [], [0.0, 0.0], []
 
+    @property
+    def why_inexact(self) -> str:
+        tiers = {span.tier for row in self.plans for span in row.spans if span.stored}
+        exact = tiers <= {"exact"} and (not tiers or self.store.quantization is None)
+        return "" if exact else "It reused segments that are not exact."
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # These are shared, not copied.
         memo |= {id(part): part for part in (self.tokenizer, self.discovery, self.policy, self.tiers)}

@@ -16,8 +16,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import divergence
+from hf_kvcaches.core.calibrating import divergence, next_tokens
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.packing import Quantization, check_quantization, label_of
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
@@ -58,26 +57,6 @@ class Answered(NamedTuple):
     lowest: float | None
     scores: tuple[tuple[float, int], ...]
     tokens: int
-
-
-@torch.no_grad()
-def next_tokens(model: PreTrainedModel, prompt: Tokens, asked: Tokens, cache: SegmentReuseCache | None = None) -> torch.Tensor:
-    """The logits of each asked token's place, (asked tokens, vocabulary).
-
-    Args:
-        cache: A new one that reuses, or None for the model alone.
-    """
-    device = compat.input_device(model)
-    first, then = (torch.tensor([list(ids)], device=device) for ids in (prompt, asked))
-    if cache is None:
-        whole = torch.cat([first, then], dim=1)
-        return model(input_ids=whole, use_cache=False, logits_to_keep=len(asked) + 1).logits[0, :-1]
-    head = model(input_ids=first, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    if len(asked) == 1:
-        return head[0]
-    # Without `logits_to_keep` this is no prompt to the cache: it is neither looked up nor stored.
-    tail = model(input_ids=then[:, :-1], past_key_values=cache, use_cache=True).logits
-    return torch.cat([head, tail], dim=1)[0]
 
 
 @dataclass(frozen=True)

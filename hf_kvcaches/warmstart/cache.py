@@ -28,7 +28,7 @@ from hf_kvcaches.warmstart.filling import WarmStartPipeline, kept_job
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
-from hf_kvcaches.warmstart.planning import Choice, Served, ServedRow
+from hf_kvcaches.warmstart.planning import Served, ServedRow
 from hf_kvcaches.warmstart.summaries.projector import SlotProjector
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from hf_kvcaches.warmstart.swapping import ExactPrefill, Swap
@@ -146,12 +146,17 @@ class WarmStartCache(SplicingCache):
         self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer
         self.strategy: Strategy = strategy
         self.swap, self.gate, self.guard, self.tail, self.projector = swap, gate or WarmStartGate(), guard, tail, projector
-        self._choices: tuple[Choice, ...] = ()
-        self._tokens = [0, 0]
+        self._rows: tuple[ServedRow, ...] = ()
+        self._inexact = False
         self._exact: ExactPrefill | None = None
         self._swapped = False
         self._remember = remember
         self.remember_with(library.background)
+
+    @property
+    def why_inexact(self) -> str:
+        approximate = self._inexact and not self._swapped
+        return "What it reused is approximate, and the exact prefill has not replaced it." if approximate else ""
 
     def make_layer(self, layer_idx: int) -> WarmLayer:
         return WarmLayer()
@@ -166,11 +171,9 @@ class WarmStartCache(SplicingCache):
         self.reason, self._swapped = "", False
         return WarmStartPipeline(self, call).fill()
 
-    def note(self, rows: Sequence[ServedRow]) -> None:
-        """Keep what served each row."""
-        self._choices = tuple(row.outcome() for row in rows)
-        reused = sum(choice.reused for choice in self._choices)
-        self._tokens = [reused, sum(len(row.ids) for row in rows) - reused]
+    def note(self, rows: Sequence[ServedRow], inexact: bool) -> None:
+        """Keep what served each row, and whether an exact prefill gives other keys and values."""
+        self._rows, self._inexact = tuple(rows), inexact
 
     def remember(self, rows: Sequence[ServedRow], identity: Identity, slots: int) -> None:
         """Have rows of a prompt enter the library once the first `slots` slots are computed, where the caller wants that."""
@@ -237,6 +240,8 @@ class WarmStartCache(SplicingCache):
         for layer, other in zip(self.layers, filled.layers, strict=True):
             layer.take_tokens(other.key_buffer, other.value_buffer, seen)
         self._swapped = True
+        if not self.exchanged:
+            self.remember(self._rows, self.provenance.identity, start)
 
     def wait(self) -> None:
         """Wait for the exact prefill in the background, if there is one, and raise its exception; the next pass goes on from it."""
@@ -244,7 +249,8 @@ class WarmStartCache(SplicingCache):
             self._exact.result()
 
     def report(self) -> WarmStartReport:
-        choices = self._choices
+        choices = [row.outcome() for row in self._rows]
+        reused = sum(choice.reused for choice in choices)
         strategies = tuple(choice.served for choice in choices)
         neighbours = tuple(choice.neighbour.key if choice.neighbour else None for choice in choices)
         similarities = tuple(choice.neighbour.similarity if choice.neighbour else None for choice in choices)
@@ -254,8 +260,8 @@ class WarmStartCache(SplicingCache):
             strategy=_common(strategies, "mixed") if choices else "",
             neighbour=_common(neighbours, None),
             similarity=_common(similarities, None),
-            reused_tokens=self._tokens[0],
-            computed_tokens=self._tokens[1],
+            reused_tokens=reused,
+            computed_tokens=sum(len(row.ids) for row in self._rows) - reused,
             refused=_common(refusals, ""),
             reason=self.reason,
             swapped=self._swapped,
@@ -276,7 +282,7 @@ class WarmStartCache(SplicingCache):
         if self._exact is not None:
             self._exact.stop()
         super().reset()
-        self._exact, self._choices, self._tokens, self._swapped = None, (), [0, 0], False
+        self._exact, self._rows, self._inexact, self._swapped = None, (), False, False
 
     def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._exchange(rows)

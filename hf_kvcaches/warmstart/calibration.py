@@ -1,7 +1,8 @@
 """Calibrates the limits of a `WarmStartGate` on pairs of prompts.
 
-Each pair is served in both ways that are approximate, from a summary and by alignment, and compared with a cold run. A false hit is a pair
-that the gate admits although the divergence of its next token is above `FALSE`.
+Each pair is served in both ways that are approximate, from a summary and by alignment, and compared with a cold run: the first token, and
+the following ones, for which the served cache is fed the cold run's greedy continuation. A false hit is a pair that the gate admits
+although the divergence of the first token, or the mean of the following ones, is above `FALSE`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import divergence
+from hf_kvcaches.core.calibrating import divergence, next_tokens
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.tokens import as_ids
-from hf_kvcaches.errors import ConfigError, is_number
+from hf_kvcaches.errors import ConfigError, is_number, whole_number
 from hf_kvcaches.warmstart.cache import Strategy, WarmStartCache
 from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.gate import WarmStartGate
@@ -31,26 +33,38 @@ from hf_kvcaches.warmstart.planning import reusable_blocks
 FALSE = 0.05
 # Rejects everything.
 CLOSED = 1.01
-# Rejects nothing. A common prefix is taken before a summary where it has the share that alignment must have.
+# Rejects nothing.
 _OPEN = WarmStartGate(tau=-1.0, lengths=(0.0, math.inf), reusable=0.0, content=None, lexical=False)
-_OPEN_FOR: dict[Strategy, WarmStartGate] = {"slots": replace(_OPEN, reusable=CLOSED), "align": _OPEN}
 # Rows of a calibrated gate's table.
 _MOST_ROWS = 40
 
 
+class ServedDivergence(NamedTuple):
+    """How far the tokens of a served prompt are from those of a cold run, in nats."""
+
+    first: float
+    following: float = 0.0  # the mean
+    right: float = 1.0  # the share of the following tokens whose most probable token is the cold run's
+
+    @property
+    def worst(self) -> float:
+        """The greater of both."""
+        return max(self.first, self.following)
+
+
 @dataclass(frozen=True)
 class MeasuredPair:
-    """One pair, with the divergence of the next token when served from a summary and by alignment, None where that is not possible."""
+    """One pair, with the divergences when served from a summary and by alignment, None where that is not possible."""
 
     similarity: float
     reusable: float  # share of the target's tokens
     refused: str  # the gate's check that rejects a summary whatever its similarity, or ""
-    slots: float | None
-    align: float | None
+    slots: ServedDivergence | None
+    align: ServedDivergence | None
 
 
 def calibrate_gate(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: Any,
     library_options: Mapping[str, Any] | None,
     pairs: Iterable[tuple[Prompt, Prompt]],
@@ -59,6 +73,7 @@ def calibrate_gate(
     gate: WarmStartGate | None = None,
     guard: int = 8,
     tail: int = 16,
+    following: int = 16,
     progress: bool = True,
 ) -> WarmStartGate:
     """Return a gate as permissive as a budget of false hits allows.
@@ -67,8 +82,8 @@ def calibrate_gate(
     summaries keeps the budget; `reusable` is the lowest share at which alignment does. Where nothing keeps it, the limit rejects
     everything. Where all pairs keep it, the limit of `gate` stands if it is lower still; else no limit is below what was measured.
 
-    The next token is compared, so pairs should end with what makes a difference, and some of them must be rejected. A budget of 1% shows
-    nothing in fewer than a hundred admitted pairs: with none false among n, 3 / n may be.
+    The tokens behind the prompts are compared, so pairs should end with what makes a difference, and some of them must be rejected. A
+    budget of 1% shows nothing in fewer than a hundred admitted pairs: with none false among n, 3 / n may be.
 
     Args:
         library_options: Of the `WarmStartLibrary` that the gate is for: `slots`, `encoder`, `layout`, `tail`, `full`, `quantization`,
@@ -76,9 +91,12 @@ def calibrate_gate(
         pairs: (earlier prompt, new prompt), as texts or token ids.
         budget: The largest share of false hits among admitted pairs.
         gate: Where the other limits come from; None for the defaults. Limits that nothing was measured for stay.
+        guard: Of the caches that the gate is for, and `tail`.
+        following: How many tokens behind the first one are compared, those that the model itself chooses.
     """
     if not is_number(budget) or not 0 <= budget < 1:
         raise ConfigError.of("budget", "a share of at least 0, below 1", budget)
+    following = whole_number("following", following, 0)
     options = dict(library_options or {})
     for name in ("location", "max_bytes"):
         if name in options:
@@ -89,7 +107,8 @@ def calibrate_gate(
         raise ConfigError.of("pairs", "at least one pair of prompts", pairs)
     with closing(WarmStartLibrary(model, tokenizer, **options)) as library:
         bar = tqdm(pairs, unit=" pairs", disable=not progress)
-        measured = [measure_pair(library, source, target, base, guard=guard, tail=tail) for source, target in bar]
+        settings = {"guard": guard, "tail": tail, "following": following}
+        measured = [measure_pair(library, source, target, base, **settings) for source, target in bar]
         encoder = library.encoder.name
     summaries = [(pair.similarity, pair.slots) for pair in measured if pair.slots is not None and not pair.refused]
     alignments = [(pair.reusable, pair.align) for pair in measured if pair.align is not None]
@@ -107,10 +126,10 @@ def calibrate_gate(
     return calibrated
 
 
-def limit(measured: Sequence[tuple[float, float]], budget: float, default: float) -> tuple[float, list[dict[str, Any]]]:
+def limit(measured: Sequence[tuple[float, ServedDivergence]], budget: float, default: float) -> tuple[float, list[dict[str, Any]]]:
     """Return the lowest limit at which the share of false hits keeps a budget, and rows for the limits that were tried.
 
-    `measured` holds (what the limit is for, divergence) of each pair; where all of them keep the budget, a lower `default` stands.
+    `measured` holds (what the limit is for, divergences) of each pair; where all of them keep the budget, a lower `default` stands.
     """
     rows: list[dict[str, Any]] = []
     chosen = None
@@ -118,12 +137,13 @@ def limit(measured: Sequence[tuple[float, float]], budget: float, default: float
     for count, (value, _) in enumerate(ordered, start=1):
         if count < len(ordered) and ordered[count][0] == value:
             continue
-        kls = [kl for _, kl in ordered[:count]]
-        false = sum(kl > FALSE for kl in kls)
+        admitted = [served for _, served in ordered[:count]]
+        false = sum(served.worst > FALSE for served in admitted)
         if false <= budget * count:
             chosen = len(rows)
+        means = {name: fmean(values) for name, values in zip(ServedDivergence._fields, zip(*admitted, strict=True), strict=True)}
         counts = {"admitted": count, "pairs": len(ordered), "false": false}
-        rows.append({"value": value, **counts, "kl": sum(kls) / count, "kl_max": max(kls), "chosen": False})
+        rows.append({"value": value, **counts, **means, "worst": max(served.worst for served in admitted), "chosen": False})
     result = CLOSED
     if chosen is not None:
         rows[chosen]["chosen"] = True
@@ -135,12 +155,18 @@ def limit(measured: Sequence[tuple[float, float]], budget: float, default: float
 
 @torch.no_grad()
 def measure_pair(
-    library: WarmStartLibrary, source: Prompt, target: Prompt, gate: WarmStartGate, *, guard: int = 8, tail: int = 16
+    library: WarmStartLibrary,
+    source: Prompt,
+    target: Prompt,
+    gate: WarmStartGate,
+    *,
+    guard: int = 8,
+    tail: int = 16,
+    following: int = 16,
 ) -> MeasuredPair:
     """Serve one prompt from another; the gate's checks but for the similarity say what is refused."""
     model: Any = library.model
     before, after = (token_ids(prompt, model, library.tokenizer) for prompt in (source, target))
-    prompt = torch.tensor([after], device=compat.input_device(model))
     (key,) = library.add([before])
     assert key is not None
     try:
@@ -150,12 +176,19 @@ def measure_pair(
         similarity = neighbours[0].similarity
         assert similarity is not None
         blocks = reusable_blocks(as_ids(before), as_ids(after), guard=guard, tail=tail)
-        expected = model(input_ids=prompt, use_cache=False, logits_to_keep=1).logits
+        chosen, expected = _greedy(model, after, following)
 
-        def divergence_of(strategy: Strategy) -> float | None:
-            cache = WarmStartCache(model, library, strategy=strategy, gate=_OPEN_FOR[strategy], guard=guard, tail=tail)
-            logits = model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            return float(divergence(expected[0, -1], logits[0, -1])) if cache.report().strategy == strategy else None
+        def divergence_of(strategy: Strategy) -> ServedDivergence | None:
+            # A common prefix is taken before a summary where it has the share that alignment must have.
+            gate = replace(_OPEN, reusable=CLOSED) if strategy == "slots" else _OPEN
+            cache = WarmStartCache(model, library, strategy=strategy, gate=gate, guard=guard, tail=tail)
+            # One more, because the last of those that are asked for is not fed.
+            logits = next_tokens(model, after, [*chosen, 0], cache)
+            if cache.report().strategy != strategy:
+                return None
+            first, *rest = divergence(expected, logits).tolist()
+            right = (expected.argmax(-1) == logits.argmax(-1))[1:].float().tolist()
+            return ServedDivergence(first, fmean(rest), fmean(right)) if rest else ServedDivergence(first)
 
         end = max(1, tail)
         has_summary = library.slots and (before[-end:] == after[-end:] or not gate.lexical)
@@ -169,3 +202,14 @@ def measure_pair(
         )
     finally:
         library.delete(key)
+
+
+def _greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Return the tokens that a model chooses behind a prompt without a warm start, and the logits behind the prompt and each of them."""
+    cache, fed, chosen, logits = DynamicCache(config=model.config), list(prompt), list[int](), list[torch.Tensor]()
+    for _ in range(count + 1):
+        ids = torch.tensor([fed], device=compat.input_device(model))
+        logits.append(model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1])
+        fed = [int(logits[-1].argmax())]
+        chosen += fed
+    return chosen[:count], torch.stack(logits)

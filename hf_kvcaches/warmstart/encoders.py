@@ -32,8 +32,6 @@ _COMMON = 1e-3
 _FLOOR = 0.01
 # Tokens that the whitening is estimated from, more of the frequent ones.
 _MOST_TOKENS = 32768
-# Tokens that go through the lowest layers at a time, with padding.
-_BATCH_TOKENS = 8192
 _PROBE = "How long is a piece of string?"
 
 
@@ -141,29 +139,16 @@ class HiddenEncoder(Encoder):
         self.name = f"hidden states, version 1, layer {self._depth}"
 
     def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
-        rows = [row[: self._longest] for row in ids]
-        vectors = torch.zeros(len(rows), self.dim)
-        # Rows of similar length share a batch, so that there is little padding.
-        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-        while order:
-            count = max(1, min(len(order), _BATCH_TOKENS // len(rows[order[-1]])))
-            batch, order = order[-count:], order[:-count]
-            vectors[batch] = self._means([rows[index] for index in batch])
-        return vectors.numpy()
+        return torch.stack([self._mean(row[: self._longest]) for row in ids]).numpy()
 
-    def _means(self, rows: list[list[int]]) -> Tensor:
-        longest = max(map(len, rows))
-        # Padding at the end needs no mask: later tokens change nothing.
-        ids = torch.tensor([row + [row[-1]] * (longest - len(row)) for row in rows], device=compat.input_device(self._model))
+    @torch.no_grad()
+    def _mean(self, row: list[int]) -> Tensor:
         layers = compat.decoder_layers(self._model)[2]
         last = RunningLayer(layers[self._depth - 1], self._depth - 1, None)
         twin = with_layers(self._model, [*layers[: self._depth - 1], last, *map(SkippedLayer, layers[self._depth :])])
-        with torch.no_grad():
-            run_module(twin, None, ids)
+        run_module(twin, None, torch.tensor([row], device=compat.input_device(self._model)))
         # Normalised: a few tokens, such as the first, have states many times as long as the others.
-        states = nn.functional.normalize(last.output.float(), dim=-1)
-        real = torch.arange(longest) < torch.tensor([len(row) for row in rows])[:, None]
-        return (states * real[..., None].to(states.device)).sum(1).cpu()
+        return nn.functional.normalize(last.output[0].float(), dim=-1).sum(0).cpu()
 
 
 class SentenceEncoder(Encoder):

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from hf_kvcaches import compat
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.splicing.alignment import Block
@@ -19,6 +21,7 @@ from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.library import Neighbour
 from hf_kvcaches.warmstart.planning import Choice, ServedRow, best_aligned
+from hf_kvcaches.warmstart.reading import PromptStates, last_token
 from hf_kvcaches.warmstart.summaries.slots import Slots
 
 if TYPE_CHECKING:
@@ -167,13 +170,14 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
     def report(self, plan: PromptPlan, identity: Identity) -> None:
         cache, library = self.cache, self.cache.library
         rows = [row for row in plan.rows if isinstance(row, ServedRow)]
-        cache.note(rows)
         choices = [row.outcome() for row in rows]
+        lossy = library.quantization is not None
+        inexact = any(choice.served in ("align", "slots") or (choice.blocks and lossy) for choice in choices)
+        cache.note(rows, inexact)
         for choice in choices:
             if choice.neighbour is not None:
                 library.entries.used(choice.neighbour.key, choice.reused)
-        lossy = library.quantization is not None
-        if any(choice.served in ("align", "slots") or (choice.blocks and lossy) for choice in choices):
+        if inexact:
             cache.expect_swap(self.call, [row.padding for row in rows])
         elif new := [row for row, choice in zip(rows, choices, strict=True) if choice.served in ("cold", "prefix")]:
             cache.remember(new, identity, self.total)
@@ -181,18 +185,23 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
 
 def kept_job(cache: WarmStartCache, rows: Sequence[ServedRow], identity: Identity, slots: int) -> NewPrompt:
     """Return what stores the rows of a prompt in the cache's library once they are computed."""
-    library, confirmed = cache.library, confirmation(cache.model, identity)
+    library, confirmed, device = cache.library, confirmation(cache.model, identity), compat.input_device(cache.model)
 
     def put(buffers: Buffers) -> None:
         if not confirmed():
             return
         for row in rows:
             columns = slice(row.padding, row.padding + len(row.ids))
-            states = [
+            layers = tuple(
                 LayerStates(keys[row.number, :, columns], values[row.number, :, columns])
                 for keys, values in buffers
                 if keys is not None and values is not None
-            ]
-            library.keep(row.ids.tolist(), states)
+            )
+            if len(row.ids) > library.tail and library.entries.exact(ids := row.ids.tolist()) is None:
+                states = PromptStates(layers, (), ())
+                if library.slots:
+                    again = last_token(library.model, torch.tensor([ids], device=device), layers)
+                    states = PromptStates(layers, again.queries, again.scaling)
+                library.keep(ids, states)
 
     return NewPrompt(slots, put)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.checksum import digest_of
@@ -19,9 +19,9 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
 from hf_kvcaches.core.splicing import packing
 from hf_kvcaches.core.splicing.background import Background
-from hf_kvcaches.core.splicing.packing import LayerStates, Quantization
+from hf_kvcaches.core.splicing.packing import Quantization
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
-from hf_kvcaches.core.splicing.tokens import Ids
+from hf_kvcaches.core.splicing.tokens import Ids, as_ids
 from hf_kvcaches.errors import (
     ArtifactError,
     ConfigError,
@@ -34,7 +34,7 @@ from hf_kvcaches.stores.blobs import TIMEOUT
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
-from hf_kvcaches.warmstart.reading import PromptStates, read_prompt
+from hf_kvcaches.warmstart.reading import PromptStates, read_prompt, states_of_cache
 from hf_kvcaches.warmstart.summaries.adapters import Adapters, TrainedAdapters
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
 from hf_kvcaches.warmstart.summaries.positions import PositionCorrection
@@ -69,7 +69,7 @@ class WarmStartLibrary:
         layout: Of the slots: `"salient"`, or `"paper"`.
         tail: The last tokens of a prompt, which no slot stands for and which are recomputed behind the slots.
         full: Whether all keys and values of a prompt are stored; False for slots only, without alignment.
-        quantization: How these are stored: `"int8"`, `"int4"`, a `KVCodec` of the model, or None for bit-equal ones.
+        quantization: How these are stored: None for bit-equal ones, `"int8"`, `"int4"`, or a `KVCodec` of the model.
         location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
         max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, the least useful are evicted.
         timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take.
@@ -88,7 +88,7 @@ class WarmStartLibrary:
         layout: Literal["salient", "paper"] = "salient",
         tail: int = 1,
         full: bool = True,
-        quantization: Quantization = "int8",
+        quantization: Quantization = None,
         location: str = "memory",
         max_bytes: int | str | None = None,
         timeout: float = TIMEOUT,
@@ -101,7 +101,7 @@ class WarmStartLibrary:
         tail = whole_number("tail", tail, 1, hint="The last token is always run.")
         slots = whole_number("slots", slots, 0, "a number of slots, 0 for none")
         if not isinstance(full, bool):
-            hint = "How keys and values are stored is quantization=: 'int8', 'int4', a KVCodec, or None for bit-equal ones."
+            hint = "How keys and values are stored is quantization=: None for bit-equal ones, 'int8', 'int4', or a KVCodec."
             raise ConfigError.of("full", "True or False", full, hint)
         if not slots and not full:
             raise ConfigError("slots=0 and full=False: nothing would be stored. Keep one of them.")
@@ -118,7 +118,8 @@ class WarmStartLibrary:
             self.codec.require_all_layers(self.model, "quantization")
         if isinstance(adapters, TrainedAdapters):
             adapters = adapters.checked(self.model, slots, layout, tail)
-        self.compressor = SlotCompressor(slots, layout, adapters, self.rotation.layers) if slots else None
+        self.compressor = SlotCompressor(slots, layout) if slots else None
+        self.adapters = adapters if slots else None
         self.encoder = encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
@@ -135,54 +136,76 @@ class WarmStartLibrary:
         return hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=16).hexdigest()
 
     def _adapter_tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.compressor is None or self.compressor.adapters is None else self.compressor.adapters.tensors()
+        return {} if self.adapters is None else self.adapters.tensors()
 
-    def add(self, prompts: Prompt | Sequence[Prompt], provenance: Mapping[str, Any] | None = None) -> list[str | None]:
-        """Run prompts through the model and store their states.
+    def add(
+        self, prompts: Prompt | Sequence[Prompt], provenance: Mapping[str, Any] | None = None, *, cache: Cache | None = None
+    ) -> list[str | None]:
+        """Run prompts through the model and store their states, or take those of one prompt from a cache.
 
         Args:
             prompts: One or several: texts, tokenised with special tokens as the tokenizer has them, or token ids.
             provenance: Where they are from, as JSON can hold it.
+            cache: One row that begins with the tokens of the one prompt, all kept exactly; the prompt's last token alone is run. What a
+                cache of this package was fed, and by which model, is checked. A `DynamicCache` has no record: there it is the caller's
+                word, and only the last token's keys and values are compared.
 
         Returns:
             Their ids; None for one that did not stay because of `max_bytes` or a store that failed. One that is there already is kept.
         """
         self._require_same_model()
-        return [self._add(prompt, dict(provenance or {})) for prompt in _listed(prompts)]
+        if cache is not None and len(listed := _listed(prompts)) != 1:
+            raise ConfigError.of("prompts", "one prompt, the one that cache= holds", f"{len(listed)} prompts")
+        return [self._add(prompt, dict(provenance or {}), cache) for prompt in _listed(prompts)]
 
-    def _add(self, prompt: Prompt, provenance: dict[str, Any]) -> str | None:
+    def _add(self, prompt: Prompt, provenance: dict[str, Any], cache: Cache | None) -> str | None:
         ids = token_ids(prompt, self.model, self.tokenizer)
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
         if (key := self.entries.exact(ids)) is not None:
             return key
-        text = prompt if isinstance(prompt, str) else self.text(ids)
-        return self._put(text, ids, read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model))), provenance)
+        row = torch.tensor([ids], device=compat.input_device(self.model))
+        states = read_prompt(self.model, row) if cache is None else states_of_cache(self.model, cache, row, self.digest)
+        return self.keep(ids, states, prompt if isinstance(prompt, str) else None, provenance)
 
-    def keep(self, ids: Sequence[int], layers: Sequence[LayerStates]) -> str | None:
-        """Store what the model computed for a prompt, and return its id as `add` does; a summary takes a pass over the last token.
+    def keep(
+        self, ids: Sequence[int], states: PromptStates, text: str | None = None, provenance: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """Store a prompt with the exact states that the library's model computed for it, which nothing here checks.
 
-        Args:
-            layers: Keys and values of each layer, those of the prompt alone and exact.
+        Any thread may call it. The prompt is not run; of a library without summaries, `states` needs no queries and no scaling.
         """
-        if len(ids) <= self.tail or (key := self.entries.exact(ids)) is not None:
-            return None if len(ids) <= self.tail else key
-        states = PromptStates(tuple(layers), (), ())
-        if self.compressor is not None:
-            states = read_prompt(self.model, torch.tensor([ids], device=compat.input_device(self.model)))
-        return self._put(self.text(ids), list(ids), states, {})
-
-    def _put(self, text: str, ids: list[int], states: PromptStates, provenance: dict[str, Any]) -> str | None:
         tensors: dict[str, torch.Tensor] = {}
         if self.compressor is not None:
             keys, values = ([layer[:, : -self.tail] for layer in part] for part in zip(*states.layers, strict=True))
             slots = self.compressor.compress(keys, values, states.queries, len(ids), states.scaling)
+            slots = slots if self.adapters is None else self.adapters.apply(slots, self.rotation.layers)
             tensors |= {_SLOTS + name: tensor for name, tensor in slots.tensors().items()}
         stored: dict[str, Any] = {}
         if self.full:
             packed, stored = packing.encode(states.layers, {}, self.quantization, 0, self.rotation.layers)
             tensors |= {_FULL + name: tensor for name, tensor in packed.items()}
-        return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, provenance, stored))
+        text = self.text(ids) if text is None else text
+        return self.entries.put(Entry(text, ids, self._encoded(text, ids), tensors, dict(provenance or {}), stored))
+
+    def warm_up(self, prompts: Prompt | Sequence[Prompt] | None = None) -> int:
+        """Read entries once, so that the next request pays no first read; return how many were read.
+
+        Args:
+            prompts: Those whose nearest entries are read; None for all entries.
+        """
+        self.refresh()
+        keys = self.ids()
+        if prompts is not None:
+            rows = [as_ids(token_ids(prompt, self.model, self.tokenizer)) for prompt in _listed(prompts)]
+            keys = list(dict.fromkeys(neighbour.key for ids in rows for neighbour in self.near(ids)))
+        else:
+            self.entries.near(self._encoded("any text", [0]))
+        read = 0
+        for key in keys:
+            self.entries.catalog.blobs.begin()  # each is a request of its own
+            read += self.entries.get(key) is not None
+        return read
 
     def _encoded(self, text: str, ids: Sequence[int]) -> Any:
         return self.encoder.encode([text], [ids])[0]
@@ -261,12 +284,7 @@ class WarmStartLibrary:
         self._packed().save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload all entries and settings to a Hub repository, and return the commit's address. Entries hold their prompts as text.
-
-        Args:
-            repo_id: `"owner/name"`.
-            **options: Of `Artifact.push_to_hub`: `private`, `token`, `commit_message`, `revision`.
-        """
+        """Upload all entries, prompts as text among them, to a Hub repository; options and result are those of `Artifact.push_to_hub`."""
         return self._packed().push_to_hub(repo_id, **options)
 
     @classmethod
@@ -289,8 +307,7 @@ class WarmStartLibrary:
             model: The model that it was made for; another one is a `FingerprintMismatch`.
             tokenizer: Its tokenizer.
             encoder: The one that it was made with; None for that of the model.
-            location: Where the entries go.
-            max_bytes: See the class.
+            location: See the class, and `max_bytes`.
             codec: The `KVCodec` that keys and values were coded with, which the folder names and does not hold; None where there is none.
             **options: Of `Artifact.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
         """

@@ -1,28 +1,34 @@
-"""A prompt's keys, values and last queries, read while the model runs over it."""
+"""A prompt's keys, values and last queries: read while the model runs over it, or taken from a cache that holds them."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from hf_kvcaches.core.adopting import exact_states
 from hf_kvcaches.core.answerable import require_answering
-from hf_kvcaches.core.attention import LayerView, previous_attention
-from hf_kvcaches.core.calls import Call
-from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.identity import glanced_identity
 from hf_kvcaches.core.prefill import run_span
+from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.packing import LayerStates
+from hf_kvcaches.core.watching import Attended, WatchedView
 from hf_kvcaches.errors import ConfigError
+
+# The most that the states of the last token, computed again, may differ from those in a cache, as a share of their norm.
+_SAME = 0.1
 
 
 @dataclass(frozen=True)
 class PromptStates:
-    """The keys, values and last queries that a model computes for one prompt.
+    """The keys, values and last queries that a model computes for the tokens of one pass.
 
     Args:
         queries: For each layer (heads, head_dim): of the last token, rotated and not scaled.
@@ -33,51 +39,110 @@ class PromptStates:
     scaling: tuple[float, ...]
 
 
-class _RecordingView(LayerView):
-    """Plain keys and values; records the last query."""
-
-    def __init__(self, layer: _ReadLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.layer, self.keys, self.values = layer, keys, values
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        self.layer.query, self.layer.scaling = query[:, :, -1], Call(module, mask, kwargs).scaling
-        return previous_attention(module, query, self.keys, self.values, mask, **kwargs)
-
-
 class _ReadLayer(SplicedLayer):
-    row_tensors: ClassVar[tuple[str, ...]] = (*SplicedLayer.row_tensors, "query")
-    query: torch.Tensor | None = None
-    scaling = 1.0
+    """Holds the tokens before a pass, if there are any, and shows those of the pass."""
+
+    def __init__(self, watch: Callable[[Attended], None], layer_idx: int, before: LayerStates | None) -> None:
+        super().__init__()
+        self.watch, self.layer_idx, self.before = watch, layer_idx, before
+        self.seen = 0 if before is None else before.keys.shape[1]
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        view = _RecordingView(self, *GrowingLayer.update(self, key_states, value_states))
+        self.seen += key_states.shape[2]
+        if self.before is not None:
+            key_states, value_states = (
+                torch.cat([old[None].to(new.device), new], 2) for old, new in zip(self.before, (key_states, value_states), strict=True)
+            )
+        view = WatchedView(self.watch, self.layer_idx, key_states, value_states)
         return view, view
 
 
 class _ReadCache(SplicingCache):
     takes_over_prefill = False
 
+    def __init__(self, model: PreTrainedModel, before: Sequence[LayerStates] | None) -> None:
+        self.before = before
+        self.read: list[tuple[LayerStates, torch.Tensor, float]] = []
+        super().__init__(model)
+
     def make_layer(self, layer_idx: int) -> SplicedLayer:
-        return _ReadLayer()
+        # Not a bound method: layers that refer to the cache would keep all keys alive until the next garbage collection.
+        return _ReadLayer(functools.partial(_keep, self.read), layer_idx, None if self.before is None else self.before[layer_idx])
 
 
-def read_prompt(model: PreTrainedModel, ids: torch.Tensor) -> PromptStates:
-    """Run a prompt, (1, tokens), of at least two tokens."""
-    if ids.ndim != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:
+def _keep(read: list[tuple[LayerStates, torch.Tensor, float]], attended: Attended) -> None:
+    tokens = attended.query.shape[2]
+    keys, values = (
+        states[0] if states.shape[2] == tokens else states[0, :, -tokens:].clone() for states in (attended.keys, attended.values)
+    )
+    read.append((LayerStates(keys, values), attended.query[0, :, -1].clone(), attended.scaling))
+
+
+@torch.no_grad()
+def read_prompt(model: PreTrainedModel, ids: torch.Tensor, before: Sequence[LayerStates] | None = None) -> PromptStates:
+    """Run a prompt, (1, tokens), and return its states; `before` holds those of the tokens before it, for each layer."""
+    start = 0 if before is None else before[0].keys.shape[1]
+    if ids.ndim != 2 or ids.shape[0] != 1 or start + ids.shape[1] < 2:
         raise ConfigError.of("ids", "one prompt of at least two tokens, (1, tokens)", tuple(ids.shape))
-    cache = _ReadCache(model)
+    cache = _ReadCache(model, before)
     require_answering(model, "A warm start")
-    with torch.no_grad():
-        run_span(model, cache, ids, torch.arange(ids.shape[1], device=ids.device))
-    layers, queries, scaling = [], [], []
-    for layer in cache.layers:
-        assert isinstance(layer, _ReadLayer)
-        assert layer.keys is not None
-        assert layer.values is not None
-        assert layer.query is not None
-        layers.append(LayerStates(layer.keys[0], layer.values[0]))
-        queries.append(layer.query[0])
-        scaling.append(layer.scaling)
-    return PromptStates(tuple(layers), tuple(queries), tuple(scaling))
+    run_span(model, cache, ids, torch.arange(start, start + ids.shape[1], device=ids.device))
+    return PromptStates(*zip(*cache.read, strict=True))
+
+
+def last_token(model: PreTrainedModel, ids: torch.Tensor, layers: Sequence[LayerStates]) -> PromptStates:
+    """Run the last token of a prompt, (1, tokens), whose keys and values are known, and return its states."""
+    return read_prompt(model, ids[:, -1:], [LayerStates(*(states[:, :-1] for states in layer)) for layer in layers])
+
+
+@torch.no_grad()
+def states_of_cache(model: PreTrainedModel, cache: Any, ids: torch.Tensor, digest: str) -> PromptStates:
+    """Return a prompt's states from a cache, whose last token alone is run again.
+
+    Args:
+        ids: Of the prompt, (1, tokens).
+        digest: Of the identity that the cache's tokens must have been computed under, which is the model's now.
+    """
+    if not isinstance(cache, Cache):
+        raise ConfigError.of("cache", "a DynamicCache, or a cache of this package that keeps every token", type(cache).__name__)
+    tokens = ids.shape[1]
+    if why_not := _why_not(model, cache, ids[0], digest):
+        raise ConfigError(f"cache: {why_not} Add the prompt without the cache, which runs it.")
+    layers = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = exact_states(layer, index, cache.get_seq_length(), "cache")
+        if keys.shape[0] != 1:
+            raise ConfigError.of("cache", "one row", f"{keys.shape[0]} rows", "Add prompts of a batch without their cache.")
+        layers.append(LayerStates(keys[0, :, :tokens], values[0, :, :tokens]))
+    again = last_token(model, ids, layers)
+    for index, (layer, last) in enumerate(zip(layers, again.layers, strict=True)):
+        for name, states, expected in zip(LayerStates._fields, layer, last, strict=True):
+            difference = (states[:, -1:].float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6)
+            if not difference <= _SAME:
+                got = f"{name} in layer {index} that differ by {float(difference):.0%}"
+                hint = "Its tokens, positions, padding or model are others."
+                raise ConfigError.of("cache", "what the model computes for the prompt's last token", got, hint)
+    return PromptStates(tuple(layers), again.queries, again.scaling)
+
+
+def _why_not(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, digest: str) -> str:
+    """Say why a cache can't be proven to hold a prompt's exact states; "" where it does, and for caches that keep no record."""
+    seen, tokens = int(cache.get_seq_length()), len(ids)
+    if seen < tokens:
+        return f"It holds {seen} tokens, and the prompt has {tokens}."
+    if not isinstance(cache, KVCache):
+        return ""
+    if cache.filling:
+        return "Its prefill failed."
+    identity = cache.provenance.identity
+    if why := cache.why_inexact or identity.reason:
+        return why
+    if identity.digest != digest if identity.fingerprint is not None else identity != glanced_identity(model):
+        return "The model was another when it filled the cache, or had other adapters."
+    if isinstance(cache, SourceCache):
+        fed = cache.history.tokens() if cache.history.padding(seen) == [0] else None
+    else:
+        fed = cache.fed.ids if len(cache.fed) >= tokens else None
+    if fed is None or fed.shape[0] != 1:
+        return "The tokens that it was fed are not known, or they are several rows or padded."
+    return "" if torch.equal(fed[0, :tokens].cpu(), ids.cpu()) else "It was fed other tokens than those of the prompt."

@@ -15,7 +15,7 @@ from tests.scripts.running import ROOT, quick_bench, rows_of
 
 pytest.importorskip("faiss")
 
-SECTIONS = ("hits", "misses", "larger", "look-up")
+SECTIONS = ("hits", "misses", "larger", "look-up", "swap")
 SIDES = {"cold", "exact prefix", "align", "auto", "slots"}
 
 
@@ -105,6 +105,17 @@ def test_each_kind_is_served_as_its_side_says(rows):
     misses = {row["workload"]: row["served"] for row in rows if row["section"] == "misses" and row["side"] == "auto"}
     assert set(misses) == {"unrelated", "other text"}
     assert not any(how in text for text in misses.values() for how in ("align", "slots", "exact"))
+
+
+@pytest.mark.full
+def test_a_swap_is_timed_alone_at_the_second_token_and_beside_decode_steps(rows):
+    own = [row for row in rows if row["section"] == "swap"]
+    assert len({row["workload"] for row in own}) == 2
+    for workload in {row["workload"] for row in own}:
+        found = {(row["side"], row["measure"]): row for row in own if row["workload"] == workload}
+        assert set(found) >= {("cold", "exact prefill"), ("off", "a decode step"), ("background", "a decode step meanwhile")}
+        assert float(found["sync", "swapped in"]["value"]) == 2
+        assert float(found["background", "swapped in"]["value"]) > 2
 
 
 @pytest.mark.full

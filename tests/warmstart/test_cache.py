@@ -657,7 +657,7 @@ def test_a_projector_changes_slots_where_it_fits_and_does_no_harm_where_it_does_
     library = library_of(model, SUMMED, slots=16, full=False)
     geometries = rotation_of(model.config).layers
     mixing = tuple(torch.eye(16).roll(1, 0) for _ in range(2))
-    projector = SlotProjector(mixing, "shared")
+    projector = SlotProjector(mixing)
     cache = WarmStartCache(model, library, strategy="slots", gate=OPEN, projector=projector)
     found, length = answer(model, LIKE, cache, 3), LIKE.shape[1]
     assert cache.report().strategies == ("slots",)

@@ -214,21 +214,9 @@ def test_stored_adapters_come_back() -> None:
 
 
 def test_what_can_not_work_is_refused_by_name() -> None:
-    keys, values, query, length = made_up(2, 2, 20, 8).before(1)
-    compressor = SlotCompressor(8)
     with pytest.raises(ConfigError, match="slots: expected"):
         SlotCompressor(0)
     with pytest.raises(ConfigError, match="layout"):
         SlotCompressor(8, "flat")
-    with pytest.raises(ConfigError, match="geometries"):
-        SlotCompressor(8, adapters=identities(1, 8))
-    with pytest.raises(ConfigError, match="At least the last token"):
-        compressor.compress(keys, values, query, 19)
-    with pytest.raises(ConfigError, match=r"query\[0\]"):
-        compressor.compress(keys, values, [query[0][:3]], length)
-    with pytest.raises(ConfigError, match="layer 0"):
-        compressor.compress(keys, [values[0][:, :4]], query, length)
-    with pytest.raises(ConfigError, match="values: expected one for each of 1"):
-        compressor.compress(keys, [], query, length)
     with pytest.raises(ConfigError, match="slots: expected 1 to 3"):
         triangles(4, 3)

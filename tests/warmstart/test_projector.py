@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.warmstart.summaries.projector import SlotProjector
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 from tests import tiny
@@ -131,7 +129,7 @@ def test_a_map_that_made_all_targets_is_found_and_projects_a_new_source(structur
         torch.testing.assert_close(mine.counts, own.counts)
 
 
-def test_a_map_that_does_not_help_held_out_pairs_is_the_identity_and_the_report_says_so() -> None:
+def test_a_map_that_does_not_help_held_out_pairs_is_the_identity_and_the_reports_say_so() -> None:
     eye = torch.eye(SLOTS).expand(HEADS, -1, -1)
     pairs = pairs_of([structured("shared")[0], eye], count=5, noise=0.4)
     projector = SlotProjector.fit(pairs, WHERE, structure="shared")
@@ -139,9 +137,6 @@ def test_a_map_that_does_not_help_held_out_pairs_is_the_identity_and_the_report_
     assert projector.maps[1] is None
     assert [each.kept for each in projector.reports] == [True, False]
     assert projector.reports[1].identity_error < projector.reports[1].fitted_error
-    first, second = projector.report().splitlines()[1:]
-    assert "shared" in first
-    assert "does not help" in second
     source = pairs[0][0]
     assert torch.equal(projector.apply(source, 55, WHERE).layers[1].keys, source.shifted(55 - source.length, WHERE).layers[1].keys)
 
@@ -163,15 +158,6 @@ def test_a_strong_gamma_draws_to_the_identity() -> None:
     assert sizes[2] < 0.01
 
 
-def test_the_structure_identity_only_shifts() -> None:
-    projector = SlotProjector.fit([], WHERE, structure="identity")
-    source = draw(torch.Generator().manual_seed(1), 40)
-    moved = source.shifted(11, WHERE)
-    for mine, theirs in zip(projector.apply(source, 51, WHERE).layers, moved.layers, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
-    assert "taken as they are" in projector.report()
-
-
 def test_keys_of_learned_positions_are_projected_as_they_are() -> None:
     learned = [RotaryGeometry.from_config(tiny.gpt2().config)] * 2
     generator = torch.Generator().manual_seed(2)
@@ -182,21 +168,6 @@ def test_keys_of_learned_positions_are_projected_as_they_are() -> None:
         pairs.append((source, mixed(source, maps, 40)))
     projector = SlotProjector.fit(pairs, learned, gamma=1e-9)
     torch.testing.assert_close(projector.apply(pairs[0][0], 40, learned).layers[0].keys, pairs[0][1].layers[0].keys, atol=1e-4, rtol=1e-4)
-
-
-def test_a_stored_projector_comes_back() -> None:
-    eye = torch.eye(SLOTS).expand(HEADS, -1, -1)
-    projector = SlotProjector.fit(pairs_of([structured("per_head")[0], eye], count=5, noise=0.4), WHERE, structure="per_head")
-    metadata = json.loads(json.dumps(projector.metadata()))
-    back = SlotProjector.of(projector.tensors(), metadata)
-    assert back.reports == projector.reports
-    assert back.structure == "per_head"
-    assert back.maps[1] is None
-    assert back.maps[0] is not None
-    assert torch.equal(back.maps[0], projector.tensors()["maps.0"])
-    for tensors, wrong in (({}, {**metadata, "structure": "round"}), (projector.tensors(), {**metadata, "layers": 0}), ({}, {})):
-        with pytest.raises(ArtifactError):
-            SlotProjector.of(tensors, wrong)
 
 
 def test_what_can_not_work_is_refused_by_name() -> None:

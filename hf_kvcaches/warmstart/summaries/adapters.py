@@ -13,7 +13,7 @@ from hf_kvcaches.core._model_card import markdown_table
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots, require_layers, rotated
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots, rotated
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,6 @@ class Adapters:
 
     def apply(self, slots: Slots, geometries: Sequence[RotaryGeometry]) -> Slots:
         """Map the keys and values of slots."""
-        require_layers("slots", slots.layers, len(self.keys))
-        require_layers("geometries", geometries, len(self.keys))
         layers: list[LayerSlots] = []
         for layer, geometry, key_map, value_map in zip(slots.layers, geometries, self.keys, self.values, strict=True):
             keys = rotated(layer.keys.float(), -slots.length, geometry) @ key_map.to(layer.keys.device)

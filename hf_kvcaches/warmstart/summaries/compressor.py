@@ -7,10 +7,8 @@ from typing import Literal
 
 import torch
 
-from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, require_choice, whole_number
-from hf_kvcaches.warmstart.summaries.adapters import Adapters
-from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots, require_layers
+from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 
 # The first tokens, which many models attend to whatever they say.
 _SINKS = 2
@@ -38,22 +36,11 @@ class SlotCompressor:
     Args:
         slots: How many for each layer and key head.
         layout: `"salient"` or `"paper"`.
-        adapters: Maps for the slots' keys and values, or None.
-        geometries: How each layer rotates; needed with adapters.
     """
 
-    def __init__(
-        self,
-        slots: int = 64,
-        layout: Literal["salient", "paper"] = "salient",
-        adapters: Adapters | None = None,
-        geometries: Sequence[RotaryGeometry] | None = None,
-    ) -> None:
-        slots = whole_number("slots", slots, 1)
+    def __init__(self, slots: int = 64, layout: Literal["salient", "paper"] = "salient") -> None:
         require_choice("layout", layout, ("salient", "paper"))
-        if adapters is not None and geometries is None:
-            raise ConfigError.of("geometries", "one for each layer, because there are adapters", None)
-        self.slots, self.layout, self.adapters, self.geometries = slots, layout, adapters, geometries
+        self.slots, self.layout = whole_number("slots", slots, 1), layout
 
     def compress(
         self,
@@ -73,14 +60,8 @@ class SlotCompressor:
             scaling: What each layer multiplies logits with; None for `head_dim ** -0.5`.
         """
         scaling = [layer.shape[-1] ** -0.5 for layer in keys] if scaling is None else scaling
-        for name, argument in (("values", values), ("query", query), ("scaling", scaling)):
-            require_layers(name, argument, len(keys))
-        layers = []
-        for index, (layer_keys, layer_values, layer_query) in enumerate(zip(keys, values, query, strict=True)):
-            _check(index, layer_keys, layer_values, layer_query, length)
-            layers.append(self._pool(layer_keys, layer_values, layer_query * scaling[index]))
-        slots = Slots(layers, length)
-        return slots if self.adapters is None else self.adapters.apply(slots, self.geometries or ())
+        parts = zip(keys, values, query, scaling, strict=True)
+        return Slots([self._pool(layer_keys, layer_values, last * factor) for layer_keys, layer_values, last, factor in parts], length)
 
     def _pool(self, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor) -> LayerSlots:
         heads, tokens = keys.shape[:2]
@@ -135,15 +116,3 @@ def _mean(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _rows(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return states.gather(1, indices[..., None].expand(-1, -1, states.shape[-1]))
-
-
-def _check(index: int, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, length: int) -> None:
-    if keys.ndim != 3 or values.ndim != 3 or keys.shape[:2] != values.shape[:2]:
-        expected = "keys and values of shape (kv_heads, tokens, size)"
-        raise ConfigError.of(f"layer {index}", expected, (tuple(keys.shape), tuple(values.shape)))
-    if not 1 <= keys.shape[1] < length:
-        hint = "At least the last token is recomputed and stays out of the slots."
-        raise ConfigError.of("keys", f"1 to {length - 1} tokens for length={length}", keys.shape[1], hint)
-    if query.ndim != 2 or query.shape[-1] != keys.shape[-1] or query.shape[0] % keys.shape[0]:
-        expected = f"shape (heads, {keys.shape[-1]}) with a multiple of {keys.shape[0]} heads"
-        raise ConfigError.of(f"query[{index}]", expected, tuple(query.shape))

@@ -71,33 +71,25 @@ class PositionCorrection:
 
         Args:
             embeddings: The model's, (positions, embedding).
-            prompts: Keys of each layer, (kv_heads, tokens, head_dim), and the tokens' positions, (tokens,) integers. Read once.
+            prompts: Keys of each layer, (kv_heads, tokens, head_dim), and the tokens' positions, (tokens,) integers.
             gamma: Above 0, in units of the mean variance of a dimension of the embeddings at the positions seen.
         """
-        if embeddings.ndim != 2:
-            raise ConfigError.of("embeddings", "shape (positions, embedding)", tuple(embeddings.shape))
-        if not gamma > 0:
-            raise ConfigError.of("gamma", "a number above 0", gamma)
-        rows = embeddings.detach().double().cpu()
-        seen = torch.zeros(len(rows), dtype=torch.float64)
-        sums: list[torch.Tensor] = []
-        for keys, positions in prompts:
-            where = positions.detach().cpu().long()
-            if where.ndim != 1 or (len(where) and not 0 <= int(where.min()) <= int(where.max()) < len(rows)):
-                raise ConfigError.of("prompts", f"positions of shape (tokens,) from 0 to {len(rows) - 1}", tuple(positions.shape))
-            sums = sums or [torch.zeros(layer.shape[0], len(rows), layer.shape[-1], dtype=torch.float64) for layer in keys]
-            require_layers("prompts", keys, len(sums))
-            seen.index_add_(0, where, torch.ones(len(where), dtype=torch.float64))
-            for total, layer in zip(sums, keys, strict=True):
-                total.index_add_(1, where, layer.detach().double().cpu())
-        if int((seen > 0).sum()) < 2:
-            raise ConfigError.of("prompts", "tokens at two positions at least", int((seen > 0).sum()))
-        centred = rows - (seen @ rows) / seen.sum()
-        gram = (centred * seen[:, None]).mT @ centred
+        known = [(keys, positions.cpu().long()) for keys, positions in prompts]
+        if len({position for _, positions in known for position in positions.tolist()}) < 2:
+            raise ConfigError.of("prompts", "tokens at two positions at least", len(known))
+        where = torch.cat([positions for _, positions in known])
+        if not 0 <= int(where.min()) <= int(where.max()) < len(embeddings):
+            raise ConfigError.of("prompts", f"positions from 0 to {len(embeddings) - 1}", (int(where.min()), int(where.max())))
+        rows = embeddings.detach().double().cpu()[where]
+        centred = rows - rows.mean(0)
+        gram = centred.mT @ centred
         damping = gamma * gram.diagonal().mean() * torch.eye(gram.shape[0], dtype=gram.dtype)
-        # Rows are centred, so the keys' mean drops out of the product.
-        maps = tuple(torch.linalg.solve(gram + damping, centred.mT @ total).float() for total in sums)
-        return cls(embeddings.detach().float().cpu(), maps)
+        maps = []
+        for layer in zip(*(keys for keys, _ in known), strict=True):
+            # Rows are centred, so the keys' mean drops out of the product.
+            keys = torch.cat([states.detach().double().cpu() for states in layer], 1)
+            maps.append(torch.linalg.solve(gram + damping, centred.mT @ keys).float())
+        return cls(embeddings.detach().float().cpu(), tuple(maps))
 
     def shifted(self, slots: Slots, delta: int) -> Slots:
         """Move slots to the end of a prompt that is `delta` tokens longer, at integer positions."""

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.warmstart.summaries import training
 from hf_kvcaches.warmstart.summaries.adapters import Adapters
 from hf_kvcaches.warmstart.summaries.compressor import SlotCompressor
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots
 from tests import tiny
+from tests.scripts.running import import_script
 from tests.warmstart.prompts import Prompt, attend, geometries, read, whole
 
+training = import_script("_adapter_training")
 Sample = tuple[Any, ...]
 
 
@@ -104,7 +105,7 @@ def test_adapters_before_a_shift_and_behind_it_give_the_same() -> None:
 def test_a_compressor_s_adapters_do_what_they_learned_to() -> None:
     made, prompts, where = samples(6)
     adapters = fit_adapters(made, 10, lr=1e-2)
-    slots = SlotCompressor(8, adapters=adapters, geometries=where).compress(*prompts[0].before(2))
+    slots = adapters.apply(SlotCompressor(8).compress(*prompts[0].before(2)), where)
     sample = made[0][1]
     from_slots, live = sample.attend(adapters.keys[1], adapters.values[1])
     own = slots.layers[1]

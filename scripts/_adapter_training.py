@@ -47,8 +47,6 @@ def sample_of(
     scaling: Sequence[float] | None = None,
 ) -> Sample:
     """Compress a prompt but for its last `tail` tokens, and compute the attention outputs over all of it; arguments as of `compress`."""
-    if compressor.adapters is not None:
-        raise ConfigError.of("compressor", "one without adapters", "one with adapters")
     require_layers("geometries", geometries, len(keys))
     length = keys[0].shape[1]
     start = length - whole_number("tail", tail, 1, f"an integer of 1 to {length - 1}", most=length - 1)
