@@ -146,7 +146,7 @@ class WarmStartCache(SplicingCache):
         self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer
         self.strategy: Strategy = strategy
         self.swap, self.gate, self.guard, self.tail, self.projector = swap, gate or WarmStartGate(), guard, tail, projector
-        self._rows: tuple[ServedRow, ...] = ()
+        self.plans: tuple[ServedRow, ...] = ()
         self._inexact = False
         self._exact: ExactPrefill | None = None
         self._swapped = False
@@ -173,7 +173,7 @@ class WarmStartCache(SplicingCache):
 
     def note(self, rows: Sequence[ServedRow], inexact: bool) -> None:
         """Keep what served each row, and whether an exact prefill gives other keys and values."""
-        self._rows, self._inexact = tuple(rows), inexact
+        self.plans, self._inexact = tuple(rows), inexact
 
     def remember(self, rows: Sequence[ServedRow], identity: Identity, slots: int) -> None:
         """Have rows of a prompt enter the library once the first `slots` slots are computed, where the caller wants that."""
@@ -241,7 +241,7 @@ class WarmStartCache(SplicingCache):
             layer.take_tokens(other.key_buffer, other.value_buffer, seen)
         self._swapped = True
         if not self.exchanged:
-            self.remember(self._rows, self.provenance.identity, start)
+            self.remember(self.plans, self.provenance.identity, start)
 
     def wait(self) -> None:
         """Wait for the exact prefill in the background, if there is one, and raise its exception; the next pass goes on from it."""
@@ -249,7 +249,7 @@ class WarmStartCache(SplicingCache):
             self._exact.result()
 
     def report(self) -> WarmStartReport:
-        choices = [row.outcome() for row in self._rows]
+        choices = [row.outcome() for row in self.plans]
         reused = sum(choice.reused for choice in choices)
         strategies = tuple(choice.served for choice in choices)
         neighbours = tuple(choice.neighbour.key if choice.neighbour else None for choice in choices)
@@ -261,7 +261,7 @@ class WarmStartCache(SplicingCache):
             neighbour=_common(neighbours, None),
             similarity=_common(similarities, None),
             reused_tokens=reused,
-            computed_tokens=sum(len(row.ids) for row in self._rows) - reused,
+            computed_tokens=sum(len(row.ids) for row in self.plans) - reused,
             refused=_common(refusals, ""),
             reason=self.reason,
             swapped=self._swapped,
@@ -282,7 +282,7 @@ class WarmStartCache(SplicingCache):
         if self._exact is not None:
             self._exact.stop()
         super().reset()
-        self._exact, self._rows, self._inexact, self._swapped = None, (), False, False
+        self._exact, self.plans, self._inexact, self._swapped = None, (), False, False
 
     def _exchange(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._exchange(rows)

@@ -76,13 +76,13 @@ def test_stretches_that_moved_are_turned_by_as_much() -> None:
     source = read_prompt(tested, EARLIER)
     cache = WarmStartCache(tested, library_of(tested, EARLIER), strategy="align", gate=OPEN)
     logits_of(tested, joined(D, EARLIER), cache)
-    for block in cache._outcome.plans[0].blocks:
+    for block in cache.plans[0].choice.blocks:
         for layer, (keys, values) in zip(cache.layers, source.layers, strict=True):
             moved = geometry.shift(keys[None], block.target - block.source)[:, :, block.source : block.source + block.length]
             span = slice(block.target, block.target + block.length)
             torch.testing.assert_close(layer.keys[:, :, span], moved, atol=1e-5, rtol=0)
             assert torch.equal(layer.values[0, :, span], values[:, block.source : block.source + block.length])
-    assert cache._outcome.plans[0].reused > 70
+    assert cache.plans[0].choice.reused > 70
 
 
 # Errors that fall with the number of slots

@@ -71,7 +71,7 @@ def forced(model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None 
 
 def taken(cache: WarmStartCache, row: int = 0) -> dict[int, int]:
     """For each place of a row that is reused, where it stood in the neighbour."""
-    return {b.target + n: b.source + n for b in cache._outcome.plans[row].blocks for n in range(b.length)}
+    return {b.target + n: b.source + n for b in cache.plans[row].choice.blocks for n in range(b.length)}
 
 
 @contextlib.contextmanager
