@@ -184,9 +184,13 @@ class Run:
 
     def swap(self) -> Iterator[Row]:
         shape, length, rounds = self.size.swap
-        own = self.shelf(self.size.lengths[-1])
-        asked = next(asked for asked in own.similar if asked.kind == "changed_fact")
-        yield from self._swap("the model of this repository", self.pair, own.library, asked.ids, WarmStartGate(), max(5, rounds))
+        from tests.testbed.pairs import make_pairs
+
+        (similar,) = make_pairs(self.pair.tokenizer, "changed_fact", 1, length=self.size.lengths[-1])
+        library = WarmStartLibrary(self.pair.switched, self.pair.tokenizer, slots=0)
+        library.add([similar.source.prompt])
+        target = self._tensor(similar.target.prompt)
+        yield from self._swap("the model of this repository", self.pair, library, target, WarmStartGate(), max(5, rounds))
         pair, (ids,) = Pair.random(shape, "gqa", self.device), random_ids(shape.vocabulary, 1, length, seed=length)
         library = WarmStartLibrary(pair.switched, word_tokenizer(shape.vocabulary), slots=0)
         library.add(ids)
@@ -197,7 +201,7 @@ class Run:
     def _swap(
         self, workload: str, pair: Pair, library: WarmStartLibrary, ids: torch.Tensor, gate: WarmStartGate, rounds: int
     ) -> Iterator[Row]:
-        list(swaps(pair, library, ids, gate, self.size.swap_tokens, 2))  # what is new to a process is slow
+        list(swaps(pair, library, ids, gate, 4, 2))  # what is new to a process is slow
         yield from ({**row, "workload": workload} for row in swaps(pair, library, ids, gate, self.size.swap_tokens, rounds))
 
 

@@ -23,7 +23,7 @@ from hf_kvcaches.core.watching import Attended, WatchedView
 from hf_kvcaches.errors import ConfigError
 
 # The most that the states of the last token, computed again, may differ from those in a cache, as a share of their norm.
-_SAME = 0.1
+_SAME = 0.05
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ def test_the_examples_run_one_after_the_other(quickstart, tmp_path, monkeypatch)
             assert report.strategy == "align"
             assert report.swapped
             assert report.reused_tokens > report.computed_tokens
-    assert len(EXAMPLES) == 5
-    assert len(names["library"]) == 2
+    assert len(EXAMPLES) == 6
+    assert len(names["library"]) == 3
     assert (tmp_path / "my-library").is_dir()
 
 
