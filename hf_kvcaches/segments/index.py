@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_kvcaches.core.splicing.tokens import Ids, common_prefix, common_suffix, window_hashes
-from hf_kvcaches.segments.records import Chain, Record, Signature
-from hf_kvcaches.stores.signatures import SignatureIndex
+from hf_kvcaches.segments.records import PERMUTATIONS, Chain, Record, Signature
+from hf_kvcaches.stores.signatures import as_minhash, signature_index
 
 # An anchor is so many consecutive tokens, found wherever they stand in a prompt.
 ANCHOR = 16
@@ -89,8 +89,8 @@ class SegmentIndex:
         self._starts: Counter[tuple[int, int]] = Counter()
         self._anchored: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
         self._seen = np.zeros(_SEEN_BITS // 8, np.uint8)
-        # Made when it is first asked.
-        self._signatures: SignatureIndex | None = None
+        # A datasketch.MinHashLSH, made when it is first asked.
+        self._signatures: Any = None
 
     def add(self, key: str, record: Record) -> None:
         """Makes a segment known."""
@@ -98,7 +98,7 @@ class SegmentIndex:
             return
         self.records[key] = record
         if self._signatures is not None and record.signature is not None:
-            self._signatures.add(key, record.signature)
+            self._signatures.insert(key, as_minhash(record.signature))
         first = int(record.ids[0])
         self._after[record.left, first].append(key)
         self._starts[record.start, first] += 1
@@ -116,7 +116,7 @@ class SegmentIndex:
         record = self.records.pop(key, None)
         if record is None:
             return
-        if self._signatures is not None:
+        if self._signatures is not None and key in self._signatures:
             self._signatures.remove(key)
         first = int(record.ids[0])
         self._after[record.left, first].remove(key)
@@ -182,11 +182,11 @@ class SegmentIndex:
     def near(self, signature: Signature) -> list[Record]:
         """Segments that resemble one, by the signatures of their canonical texts."""
         if self._signatures is None:
-            self._signatures = SignatureIndex(BANDS, WIDTH)
+            self._signatures = signature_index(PERMUTATIONS, BANDS, WIDTH)
             for key, record in self.records.items():
                 if record.signature is not None:
-                    self._signatures.add(key, record.signature)
-        return [self.records[key] for key in self._signatures.near(signature)]
+                    self._signatures.insert(key, as_minhash(record.signature))
+        return [self.records[key] for key in self._signatures.query(as_minhash(signature))]
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
         """Verbatim runs of a row that earlier rows had at any index, from left to right and without overlaps."""

@@ -11,7 +11,7 @@ from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.index import Run, StoredSpan
 from hf_kvcaches.segments.records import Record, Signature
 from hf_kvcaches.segments.scope import Reader
-from hf_kvcaches.stores.signatures import MinHasher
+from hf_kvcaches.stores.signatures import jaccard
 
 # Candidates that are compared token by token.
 COMPARED = 3
@@ -59,9 +59,9 @@ class Resembling:
         near = [record for record in self.near(signature) if record.fresh and record.signature is not None]
 
         def likeness(record: Record) -> tuple[float, float]:
-            beside = 0.0 if record.surroundings is None else float(MinHasher.jaccard(around, record.surroundings))
+            beside = 0.0 if record.surroundings is None else jaccard(around, record.surroundings)
             assert record.signature is not None
-            return float(MinHasher.jaccard(signature, record.signature)), beside
+            return jaccard(signature, record.signature), beside
 
         return sorted(near, key=likeness, reverse=True)[:COMPARED]
 

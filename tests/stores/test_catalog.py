@@ -33,7 +33,7 @@ class Known:
 
 
 def catalog(location: str = "memory", max_bytes: int | str | None = None) -> Catalog:
-    return Catalog(location, 1.0, max_bytes, Known(), "thing")
+    return Catalog(location, Known(), "thing", max_bytes=max_bytes)
 
 
 def put(made: Catalog, *keys: str, tokens: int = 10) -> None:
