@@ -9,7 +9,7 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, is_number
 from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
-from hf_kvcaches.stores.hot import slab
+from hf_kvcaches.stores.hot import bytes_of, slab
 
 # Seconds. A server in the same building answers within milliseconds, and what a cache saves is a second or two.
 TIMEOUT = 1.0
@@ -40,14 +40,14 @@ class Changes(NamedTuple):
 
 
 class StoreUnavailable(OSError):
-    """A store can't be reached, is full or refuses. Nothing is half-written."""
+    """A server can't be reached, is full or refuses. Nothing is half-written."""
 
 
 class BlobStore(ABC):
-    """Blobs by key. They never change: a blob is put, read by anyone, and deleted. Any method may be called from any thread.
+    """Blobs by key. A blob is put, read by anyone, and deleted; it never changes. Any method may be called from any thread.
 
     A back-end of one's own has `put`, `tensors`, `delete` and `changes`, and where several processes share it `pin`, `pinned` and `clear`.
-    Where the place can't be used, they raise `StoreUnavailable`. An object serves one store, because it reports each change once.
+    Where the place can't be used, they raise an `OSError`. An object serves one store, because it reports each change once.
 
     Args:
         place: The location as it may be shown to a user, without passwords.
@@ -111,7 +111,7 @@ class BlobStore(ABC):
             try:
                 for blob in heads([key for key, version in listing.items() if self._reported.get(key) != version]):
                     added.append(blob)
-            except StoreUnavailable:
+            except OSError:
                 if not added:
                     raise
                 current = None  # the next call goes on with the list
@@ -148,20 +148,10 @@ class BlobStore(ABC):
         """Deletes a damaged blob, and complains unless another thread or process has deleted it."""
         try:
             deleted = self.delete(key)
-        except StoreUnavailable:
+        except OSError:
             deleted = True  # the next read finds the damage again
         if deleted:
             self.complaints.append(f"{self.place}: the blob {key} was damaged, {reason}. It has been deleted.")
-
-
-class _MemoryBlob(NamedTuple):
-    head: str
-    tensors: dict[str, Tensor]
-    version: int
-
-    @property
-    def stored_bytes(self) -> int:
-        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class MemoryBlobs(BlobStore):
@@ -169,34 +159,34 @@ class MemoryBlobs(BlobStore):
 
     def __init__(self) -> None:
         super().__init__("memory")
-        self._blobs: dict[str, _MemoryBlob] = {}
+        # The head as JSON, the tensors, and a number as version.
+        self._blobs: dict[str, tuple[str, dict[str, Tensor], int]] = {}
         self._numbers = count()
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        blob = self._blobs.get(checked_key(key))
-        if blob is None:
-            blob = _MemoryBlob(head_as_json(head), slab(dense(tensors)), next(self._numbers))
-            blob = self._blobs.setdefault(key, blob)
-        return blob.stored_bytes
+        if checked_key(key) not in self._blobs:
+            self._blobs.setdefault(key, (head_as_json(head), slab(dense(tensors)), next(self._numbers)))
+        return sum(blob.bytes for blob in self._heads([key]))
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
         blob = self._blobs.get(checked_key(key))
         # Aliases, so that a reader may reshape them in place.
-        return None if blob is None else {name: tensor.detach() for name, tensor in blob.tensors.items()}
+        return None if blob is None else {name: tensor.detach() for name, tensor in blob[1].items()}
 
     def delete(self, key: str) -> bool:
         return self._blobs.pop(checked_key(key), None) is not None
 
     def changes(self) -> Changes:
-        return self.listed(lambda: {key: blob.version for key, blob in self._blobs.copy().items()}, self._heads)
+        return self.listed(lambda: {key: blob[2] for key, blob in self._blobs.copy().items()}, self._heads)
 
     def clear(self) -> None:
         super().clear()
         self._blobs.clear()
 
-    def _heads(self, keys: list[str]) -> list[Stored]:
-        blobs = ((key, self._blobs.get(key)) for key in keys)
-        return [Stored(key, json.loads(blob.head), blob.stored_bytes) for key, blob in blobs if blob is not None]
+    def _heads(self, keys: list[str]) -> Iterator[Stored]:
+        for key in keys:
+            if (blob := self._blobs.get(key)) is not None:
+                yield Stored(key, json.loads(blob[0]), len(blob[0]) + bytes_of(blob[1]))
 
 
 def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore:

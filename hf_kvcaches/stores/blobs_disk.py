@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import BlobStore, Changes, Stored, StoreUnavailable
+from hf_kvcaches.stores.blobs import BlobStore, Changes, Stored
 from hf_kvcaches.stores.blobs_format import KEY, Header, checked_key, encode, read_header, verified
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, write_atomically
 from hf_kvcaches.stores.reading import opened
@@ -51,74 +51,67 @@ class DiskBlobs(BlobStore):
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         path = self._path(key)
-        with self._reaching():
-            try:
-                with opened(path) as file:
-                    return os.fstat(file.fileno()).st_size
-            except FileNotFoundError:
-                pieces = encode(key, head, tensors)
-            except OSError as error:
-                self._leave_out(key, error)
-                return 0
-            write_atomically(path, partial(_write, pieces), sync=False)
-            return sum(map(len, pieces))
+        try:
+            with opened(path) as file:
+                return os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            pieces = encode(key, head, tensors)
+        except OSError as error:
+            self._leave_out(key, error)
+            return 0
+        write_atomically(path, partial(_write, pieces), sync=False)
+        return sum(map(len, pieces))
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
-        with self._reaching():
-            try:
-                with opened(self._path(key)) as file:
-                    version, header = _version(os.fstat(file.fileno())), _header(key, file)
-                    # Memory is allocated for a size that the header confirms.
-                    body = bytearray(header.layout.size)
-                    del body[file.readinto(body) :]  # type: ignore[attr-defined]
-                tensors = verified(body, header, before=self._verified.get(key) == version)
-                self._verified[key] = version
-                return tensors
-            except FileNotFoundError:
-                pass
-            except ArtifactError as error:
-                self.discard(key, error)
-            except OSError as error:
-                self._leave_out(key, error)
+        try:
+            with opened(self._path(key)) as file:
+                version, header = _version(os.fstat(file.fileno())), _header(key, file)
+                # Memory is allocated for a size that the header confirms.
+                body = bytearray(header.layout.size)
+                del body[file.readinto(body) :]  # type: ignore[attr-defined]
+            tensors = verified(body, header, before=self._verified.get(key) == version)
+            self._verified[key] = version
+            return tensors
+        except FileNotFoundError:
+            pass
+        except ArtifactError as error:
+            self.discard(key, error)
+        except OSError as error:
+            self._leave_out(key, error)
         return None
 
     def delete(self, key: str) -> bool:
         path = self._path(key)
         self._verified.pop(key, None)
-        with self._reaching():
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                return False
-            except OSError as error:
-                if not path.is_dir():
-                    raise
-                self._leave_out(key, error)
-                return False
-            return True
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if not path.is_dir():
+                raise
+            self._leave_out(key, error)
+            return False
+        return True
 
     def changes(self) -> Changes:
-        with self._reaching():
-            return self.listed(self._versions, self._heads, self._state)
+        return self.listed(self._versions, self._heads, self._state)
 
     def pin(self, key: str, pinned: bool = True) -> None:
         path = self._folder / f"{checked_key(key)}{PIN}"
-        with self._reaching():
-            if pinned:
-                path.touch()
-            else:
-                path.unlink(missing_ok=True)
+        if pinned:
+            path.touch()
+        else:
+            path.unlink(missing_ok=True)
 
     def pinned(self) -> frozenset[str]:
-        with self._reaching():
-            return frozenset(self._entries(PIN))
+        return frozenset(self._entries(PIN))
 
     def clear(self) -> None:
-        with self._reaching():
-            for key in self._entries(PIN):
-                self.pin(key, False)
-            for key in self._entries(BLOB):
-                self.delete(key)
+        for key in self._entries(PIN):
+            self.pin(key, False)
+        for key in self._entries(BLOB):
+            self.delete(key)
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{checked_key(key)}{BLOB}"
@@ -159,15 +152,6 @@ class DiskBlobs(BlobStore):
             else:
                 self.unreadable.pop(key, None)
                 yield Stored(key, header.head, header.start + header.layout.size)
-
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        try:
-            yield
-        except StoreUnavailable:
-            raise
-        except OSError as error:
-            raise StoreUnavailable(f"{self.place} can't be used: {error}") from error
 
     def _leave_out(self, key: str, error: OSError) -> None:
         """Goes on without a file that can't be used; `changes` tries it again. An error that is not the file's fault is raised again."""

@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -112,8 +113,7 @@ class RedisBlobs(BlobStore):
 
     def _state(self) -> Hashable:
         with self._reaching():
-            state: bytes | None = self._client.get(self._state_key)
-        return state
+            return bytes(self._client.get(self._state_key) or b"") or None
 
     def _versions(self) -> dict[str, Hashable]:
         with self._reaching():
@@ -131,22 +131,17 @@ class RedisBlobs(BlobStore):
             for key, size, first in zip(batch, answers[::2], answers[1::2], strict=True):
                 try:
                     if size:
-                        yield Stored(key, read_header(key, size, self._reader(key, first)).head, size)
+                        yield Stored(key, read_header(key, size, partial(self._range, key, first)).head, size)
                     else:
                         self.delete(key)
                 except ArtifactError as error:
                     self.discard(key, error)
 
-    def _reader(self, key: str, first: bytes) -> Any:
-        """Gives bytes of a blob by their indices, as `read_header` takes them; the first ones are there."""
-
-        def read(start: int, stop: int) -> bytes:
-            if stop <= len(first):
-                return first[start:stop]
-            with self._reaching():
-                return bytes(self._client.getrange(self._bodies + key, start, stop - 1))
-
-        return read
+    def _range(self, key: str, first: bytes, start: int, stop: int) -> bytes:
+        if stop <= len(first):
+            return first[start:stop]
+        with self._reaching():
+            return bytes(self._client.getrange(self._bodies + key, start, stop - 1))
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 import time
 import warnings
@@ -16,11 +17,10 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
-from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, StoreUnavailable, open_blobs
-from hf_kvcaches.stores.hot import HotTier
+from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
+from hf_kvcaches.stores.hot import HotTier, bytes_of
 from hf_kvcaches.stores.worth import Worth
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 # How often other blobs are evicted in place of those that can't be deleted.
 _ROUNDS = 8
 # Bytes that a read must have to tell how fast the place is, and the weight of the latest such read.
@@ -43,7 +43,7 @@ class Contents(Protocol):
 class Catalog:
     """The blobs of one place with their worth: reads them, applies changes of other processes, and evicts above a cap.
 
-    A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `StoreUnavailable`.
+    A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `OSError`.
 
     Args:
         noun: What a blob is to a user, such as "segment".
@@ -110,7 +110,7 @@ class Catalog:
                         if key in tokens:
                             self.worth.add(key, size, tokens[key])
                             self._created[key] = head["created"] if is_number(head.get("created")) else 0.0
-        except StoreUnavailable as error:
+        except OSError as error:
             self._failed(error)
         else:
             if len(tokens) < len(added):
@@ -158,10 +158,10 @@ class Catalog:
         start = perf_counter()
         try:
             tensors = self.blobs.tensors(key)
-        except StoreUnavailable as error:
+        except OSError as error:
             self._failed(error)
             return None
-        seconds, size = perf_counter() - start, sum(tensor.nbytes for tensor in (tensors or {}).values())
+        seconds, size = perf_counter() - start, bytes_of(tensors or {})
         with self.lock:
             self.counts["loads"] += 1
             if size >= _TELLING:
@@ -179,7 +179,7 @@ class Catalog:
         try:
             # Whole ones, so that blobs of one kind take equally many bytes.
             size = self.blobs.put(key, {"created": float(int(self.clock())), **head}, tensors)
-        except StoreUnavailable as error:
+        except OSError as error:
             self._failed(error)
             return False
         with self.lock:
@@ -196,7 +196,7 @@ class Catalog:
             for key in victims:
                 try:
                     deleted = self.blobs.delete(key)
-                except StoreUnavailable as error:
+                except OSError as error:
                     self._failed(error)
                     deleted = False
                 if deleted:
@@ -220,7 +220,7 @@ class Catalog:
         try:
             # Without the pins of other processes nothing may be evicted.
             keep = self.blobs.pinned().union(stuck, victims)
-        except StoreUnavailable as error:
+        except OSError as error:
             self._failed(error)
             return victims
         with self.lock:
@@ -264,7 +264,7 @@ class Catalog:
         """What a report of any store says."""
         try:
             pinned = self.blobs.pinned()
-        except StoreUnavailable as error:
+        except OSError as error:
             self._failed(error)
             pinned = frozenset()
         with self.lock:
@@ -282,21 +282,18 @@ class Catalog:
     def _failed(self, error: Exception) -> None:
         with self.lock:
             self.counts["failures"] += 1
-        self.warn_once("unavailable", f"{self.place}: {error} Prompts are computed instead, until it can be used.")
+        self.warn_once("unavailable", f"{self.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it can be used.")
 
 
 def _bytes_of(argument: str, value: int | str | None) -> int | None:
     """A number of bytes from such as "4GiB"."""
     if value is None:
         return None
-    number: float | None = None
-    if isinstance(value, str):
-        text = value.strip().lower().replace(" ", "")
-        digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-        with contextlib.suppress(ValueError, KeyError):
-            number = float(digits) * _UNITS[text[len(digits) :]]
-    elif isinstance(value, Integral | float) and not isinstance(value, bool):
-        number = float(value)
-    if number is None or not 1 <= number < float("inf"):
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
+    number = math.nan
+    if match and not isinstance(value, bool) and isinstance(value, str | Integral | float):
+        with contextlib.suppress(ValueError):
+            number = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
+    if not 1 <= number < math.inf:
         raise ConfigError.of(argument, "a number of bytes, at least 1, or None", value, "Write such as '4GiB', or '500 MB'.")
     return int(number)

@@ -57,7 +57,7 @@ class HotTier:
 
     def keep(self, key: str, tensors: Mapping[str, Tensor], device: torch.device | None) -> None:
         """Keeps the tensors of a blob that was read."""
-        size = _bytes_of(tensors)
+        size = bytes_of(tensors)
         if size > self.max_bytes or key in self._blobs:
             return
         self.device = self.device or device or torch.device("cpu")
@@ -70,8 +70,9 @@ class HotTier:
     def remove(self, keys: Iterable[str]) -> None:
         """Forgets blobs; unknown keys are ignored."""
         for key in keys:
-            self.bytes -= _bytes_of(self._blobs.pop(key, {}))
+            self.bytes -= bytes_of(self._blobs.pop(key, {}))
 
 
-def _bytes_of(tensors: Mapping[str, Tensor]) -> int:
+def bytes_of(tensors: Mapping[str, Tensor]) -> int:
+    """What tensors take."""
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
@@ -71,15 +70,6 @@ def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
     with os.fdopen(handle, "rb") as file:
         yield file
-
-
-def read_bytes(path: str | os.PathLike[str], most: int = MOST_JSON) -> bytes:
-    """All bytes of a regular file; an `ArtifactError` if there are too many, an `OSError` if it can't be read."""
-    with opened(path) as file:
-        # The size that the system tells may change, and is 0 for some files that aren't empty.
-        if (size := os.fstat(file.fileno()).st_size) <= most and (size := len(content := file.read(most + 1))) <= most:
-            return content
-    raise ArtifactError(f"{path}: expected at most {most:,} bytes, got {size:,} or more. {_AGAIN}")
 
 
 def parse_json(text: str | bytes | bytearray | memoryview) -> Any:
@@ -156,37 +146,6 @@ def tensors_in(body: bytearray, layout: Layout) -> dict[str, Tensor]:
     return tensors
 
 
-def read_safetensors(path: str | os.PathLike[str], sha256: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, on the CPU, and its metadata. Any damage is an `ArtifactError`.
-
-    Args:
-        sha256: The digest, in hex, that the bytes which were read must have.
-    """
-    try:
-        with opened(path) as file:
-            size, start = os.fstat(file.fileno()).st_size, file.read(LENGTH)
-            length = int.from_bytes(start, "little")
-            if len(start) < LENGTH or length > min(MOST_JSON, size - LENGTH):
-                raise ArtifactError(f"a header of {length:,} bytes in a file of {size:,}")
-            header = file.read(length)
-            layout = layout_of(header)
-            if LENGTH + length + layout.size != size:
-                raise ArtifactError(f"{size:,} bytes where the header says {LENGTH + length + layout.size:,}")
-            body = bytearray(layout.size)
-            if file.readinto(body) != len(body):  # type: ignore[attr-defined]
-                raise ArtifactError("a file that ends too early")
-        if sha256 is not None:
-            hasher = hashlib.sha256(start + header)
-            hasher.update(body)
-            if hasher.hexdigest() != sha256:
-                raise ArtifactError("other bytes, its checksum is wrong")
-        return tensors_in(body, layout), dict(layout.metadata)
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{path}: expected a safetensors file, there is none. Copy or download it again.") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError, MemoryError) as error:
-        raise ArtifactError(f"{path}: expected a complete safetensors file, got {error}. Copy or download it again.") from error
-
-
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, not copied."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -209,9 +168,3 @@ def checked_layers(count: Any) -> int:
     if type(count) is not int or not 0 <= count <= MOST_LAYERS:
         raise ArtifactError(f"layers: expected a number from 0 to {MOST_LAYERS}, got {str(count)[:50]}. {_AGAIN}")
     return count
-
-
-def sha256_of(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

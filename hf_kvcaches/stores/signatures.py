@@ -23,7 +23,6 @@ class MinHasher:
 
     Args:
         permutations: Numbers in a signature. The similarity is told to within about 1 / (2 * sqrt(permutations)).
-        seed: Of the permutations. Signatures of different seeds don't compare.
     """
 
     def __init__(self, permutations: int = 64, seed: int = 1) -> None:
@@ -32,10 +31,12 @@ class MinHasher:
 
     def signatures(self, sets: Sequence[Hashes]) -> Hashes:
         """One signature for each set: `(sets, permutations)`. An empty set's is the largest number everywhere."""
-        made = [self._empty.copy() for _ in sets]
-        for signature, hashes in zip(made, sets, strict=True):
+        signatures = np.zeros((len(sets), len(self._empty)), np.uint32)
+        for row, hashes in zip(signatures, sets, strict=True):
+            signature = self._empty.copy()
             signature.update_batch(hashes)
-        return np.stack([each.hashvalues for each in made]) if made else np.zeros((0, len(self._empty)), np.uint32)
+            row[:] = signature.hashvalues
+        return signatures
 
 
 def jaccard(a: Hashes, b: Hashes) -> float:

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
+from hf_kvcaches.stores.blobs import BlobStore, open_blobs
 
 # A process that has loaded what its children are asked to do, and forks from then on: a killed child costs milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -207,7 +207,7 @@ def put_with_little_room(location: str, out: Connection, limit: int, counts: lis
         try:
             store.put(key_of(number), {}, {"x": torch.arange(count)})
             out.send("stored")
-        except StoreUnavailable as error:
+        except OSError as error:
             out.send(f"unavailable: {error}")
 
 

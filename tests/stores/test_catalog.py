@@ -263,7 +263,7 @@ def test_a_blob_store_serves_one_catalog():
 
 @pytest.mark.parametrize("given", [MemoryBlobs, {}, object()])
 def test_what_is_no_blob_store_is_refused_with_what_to_pass(given):
-    with pytest.raises(ConfigError, match="location: expected .*or an object of a BlobStore of your own"):
+    with pytest.raises(ConfigError, match=r"location: expected .*or an object of a BlobStore of your own"):
         catalog(given)
 
 

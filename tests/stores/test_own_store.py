@@ -28,11 +28,12 @@ def own(tmp_path: Path) -> Any:
 
 def test_blobs_come_back_and_changes_are_told_to_all(own):
     one, two = Follower(own()), Follower(own())
-    size = one.store.put(KEY, HEAD, blob())
+    one.store.put(KEY, HEAD, blob())
     two.follow()
     assert two.known == {KEY: HEAD}
     assert same(two.store.tensors(KEY), blob())
-    assert one.store.put(KEY, {}, blob(1)) == size or same(one.store.tensors(KEY), blob())
+    one.store.put(KEY, {}, blob(1))
+    assert same(one.store.tensors(KEY), blob())
     two.store.delete(KEY)
     two.store.put(KEY, {"n": 2}, blob(2))
     one.follow()
