@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.signatures import MinHasher
+from hf_kvcaches.errors import ConfigError, require
 
 Ids = Sequence[int] | NDArray[np.int64]
 
@@ -78,11 +78,12 @@ class Signer:
         permutations: int = 64,
         seed: int = 1,
     ) -> None:
-        for argument, value in (("shingle", shingle), ("left", left)):
+        for argument, value in (("shingle", shingle), ("left", left), ("permutations", permutations)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError.of(argument, "a whole number above 0", value)
         self.left = left
-        self.hasher = MinHasher(permutations, seed)
+        datasketch: Any = require("datasketch", "retrieval", "Looking for near-identical segments")
+        self._empty = datasketch.MinHash(permutations, seed, hashfunc=lambda value: value, scheme="affine32")
         self._pieces = pieces
         self._powers = _powers(shingle)
 
@@ -92,7 +93,12 @@ class Signer:
         Args:
             spans: Start and stop of each, as places of tokens; what else a tuple holds is left alone.
         """
-        return self.hasher.signatures(self.shingles(ids, spans))
+        signatures = np.zeros((len(spans), len(self._empty)), np.uint32)
+        for signature, hashes in zip(signatures, self.shingles(ids, spans), strict=True):
+            minhash = self._empty.copy()
+            minhash.update_batch(hashes)
+            signature[:] = minhash.hashvalues
+        return signatures
 
     def left_of(self, ids: Ids, starts: Sequence[int]) -> NDArray[np.uint32]:
         """Signatures of the `left` tokens, or as many as there are, that stand before each place: `(starts, permutations)`."""

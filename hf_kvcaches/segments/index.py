@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_kvcaches.core.splicing.tokens import Ids, common_prefix, common_suffix, window_hashes
+from hf_kvcaches.errors import require
 from hf_kvcaches.segments.records import PERMUTATIONS, Chain, Record, Signature
-from hf_kvcaches.stores.signatures import as_minhash, signature_index
 
 # An anchor is so many consecutive tokens, found wherever they stand in a prompt.
 ANCHOR = 16
@@ -78,6 +78,20 @@ def _bits(ids: Ids) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
     return numbers >> np.uint64(3), np.left_shift(1, (numbers & np.uint64(7)).astype(np.int64)).astype(np.uint8)
 
 
+def lsh() -> Any:
+    """An empty index of signatures, a `datasketch.MinHashLSH`, to be used with `minhash_of`."""
+    return _datasketch().MinHashLSH(num_perm=PERMUTATIONS, params=(BANDS, WIDTH))
+
+
+def minhash_of(signature: Signature) -> Any:
+    """A signature as datasketch takes it."""
+    return _datasketch().MinHash(hashvalues=signature, scheme="affine32")
+
+
+def _datasketch() -> Any:
+    return require("datasketch", "retrieval", "Looking for near-identical segments")
+
+
 class SegmentIndex:
     """The segments of one scope. It holds records only; the tensors stay where they are."""
 
@@ -98,7 +112,7 @@ class SegmentIndex:
             return
         self.records[key] = record
         if self._signatures is not None and record.signature is not None:
-            self._signatures.insert(key, as_minhash(record.signature))
+            self._signatures.insert(key, minhash_of(record.signature))
         first = int(record.ids[0])
         self._after[record.left, first].append(key)
         self._starts[record.start, first] += 1
@@ -182,11 +196,11 @@ class SegmentIndex:
     def near(self, signature: Signature) -> list[Record]:
         """Segments that resemble one, by the signatures of their canonical texts."""
         if self._signatures is None:
-            self._signatures = signature_index(PERMUTATIONS, BANDS, WIDTH)
+            self._signatures = lsh()
             for key, record in self.records.items():
                 if record.signature is not None:
-                    self._signatures.insert(key, as_minhash(record.signature))
-        return [self.records[key] for key in self._signatures.query(as_minhash(signature))]
+                    self._signatures.insert(key, minhash_of(record.signature))
+        return [self.records[key] for key in self._signatures.query(minhash_of(signature))]
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
         """Verbatim runs of a row that earlier rows had at any index, from left to right and without overlaps."""

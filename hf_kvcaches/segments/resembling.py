@@ -11,7 +11,6 @@ from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.index import Run, StoredSpan
 from hf_kvcaches.segments.records import Record, Signature
 from hf_kvcaches.segments.scope import Reader
-from hf_kvcaches.stores.signatures import jaccard
 
 # Candidates that are compared token by token.
 COMPARED = 3
@@ -58,10 +57,11 @@ class Resembling:
         """Stored segments, the most similar first; where two are alike, the one in similar surroundings."""
         near = [record for record in self.near(signature) if record.fresh and record.signature is not None]
 
+        # The share of numbers in which signatures agree is about the Jaccard similarity of their sets.
         def likeness(record: Record) -> tuple[float, float]:
-            beside = 0.0 if record.surroundings is None else jaccard(around, record.surroundings)
+            beside = 0.0 if record.surroundings is None else float(np.mean(around == record.surroundings))
             assert record.signature is not None
-            return jaccard(signature, record.signature), beside
+            return float(np.mean(signature == record.signature)), beside
 
         return sorted(near, key=likeness, reverse=True)[:COMPARED]
 

@@ -98,11 +98,8 @@ class DiskBlobs(BlobStore):
         return self.listed(self._versions, self._heads, self._state)
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        path = self._folder / f"{checked_key(key)}{PIN}"
-        if pinned:
-            path.touch()
-        else:
-            path.unlink(missing_ok=True)
+        path = self._path(key, PIN)
+        path.touch() if pinned else path.unlink(missing_ok=True)
 
     def pinned(self) -> frozenset[str]:
         return frozenset(self._entries(PIN))
@@ -113,8 +110,8 @@ class DiskBlobs(BlobStore):
         for key in self._entries(BLOB):
             self.delete(key)
 
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{checked_key(key)}{BLOB}"
+    def _path(self, key: str, suffix: str = BLOB) -> Path:
+        return self._folder / f"{checked_key(key)}{suffix}"
 
     def _entries(self, suffix: str) -> dict[str, os.DirEntry[str]]:
         """The files of a kind, by their keys."""

@@ -27,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.reading import DTYPES, LENGTH, MOST_JSON, Layout, layout_of, parse_json, tensors_in
+from hf_kvcaches.stores.reading import DTYPES, LENGTH, MOST_JSON, TensorLayout, layout_of, parse_json, tensors_in
 
 _STORABLE = frozenset(DTYPES.values())
 KEY = re.compile(r"[0-9a-f]{1,128}")
@@ -45,7 +45,7 @@ class Header(NamedTuple):
     head: dict[str, Any]
     version: str
     crc32: int
-    layout: Layout
+    layout: TensorLayout
     start: int
 
 

@@ -171,27 +171,22 @@ def open_redis(location: str, timeout: float) -> RedisBlobs:
         location: `redis://` or `rediss://`, as redis-py takes them, and `?prefix=NAME`.
         timeout: Seconds for one answer, and for all calls of a request.
     """
-    hint = "Write redis://host:port/db, or with ?prefix=NAME where several stores share a database."
+    hint = "Write redis://host:port/db, or with ?prefix=NAME (letters, digits and any of _.:-) where several stores share a database."
     try:
         parts = urlsplit(location)
-        host, port, database = parts.hostname, parts.port or 6379, parts.path.strip("/") or "0"
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        prefix, database = options.pop("prefix", _PREFIX), parts.path.strip("/") or "0"
+        # No passwords in messages.
+        place = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}/{database}?prefix={prefix}"
     except ValueError as error:
         raise ConfigError.of("location", "the address of a Redis server", str(error), hint) from error
-    options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    prefix = options.pop("prefix", _PREFIX)
-    # No passwords in messages.
-    place = f"{parts.scheme}://{host}:{port}/{database}?prefix={prefix}"
-    if not host or not database.isdecimal() or not re.fullmatch(r"[\w.:-]+", prefix, re.ASCII) or "decode_responses" in options:
-        raise ConfigError.of("location", "the address of a Redis server, and a prefix of letters, digits and any of _.:-", place, hint)
+    if not parts.hostname or not database.isdecimal() or not re.fullmatch(r"[\w.:-]+", prefix, re.ASCII) or "decode_responses" in options:
+        raise ConfigError.of("location", "the address of a Redis server", place, hint)
     redis = require("redis", "distributed", "A store of blobs in Redis")
+    # Each retry would wait as long again.
+    once = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)}
     try:
-        client = redis.Redis.from_url(
-            urlunsplit(parts._replace(query=urlencode(options))),
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
-            # Each retry would wait as long again.
-            retry=redis.retry.Retry(redis.backoff.NoBackoff(), 0),
-        )
+        client = redis.Redis.from_url(urlunsplit(parts._replace(query=urlencode(options))), **once)
         client.ping()
     except (redis.RedisError, OSError, TypeError, ValueError) as error:
         raise ConfigError.of("location", f"a Redis server that answers at {place}", str(error), "Start it, or name another.") from error

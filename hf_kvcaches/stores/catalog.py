@@ -182,8 +182,7 @@ class Catalog:
         except OSError as error:
             self._failed(error)
             return False
-        with self.lock:
-            self.counts["written"] += reported and size > 0
+        self._count("written", reported and size > 0)
         return True
 
     def evict(self) -> None:
@@ -199,10 +198,8 @@ class Catalog:
                 except OSError as error:
                     self._failed(error)
                     deleted = False
-                if deleted:
-                    with self.lock:
-                        self.counts["evicted"] += 1
-                else:
+                self._count("evicted", deleted)
+                if not deleted:
                     stuck.add(key)
             self.follow()
 
@@ -279,9 +276,12 @@ class Catalog:
             self._warned.add(kind)
         warnings.warn(sentence, RuntimeWarning, stacklevel=4)
 
-    def _failed(self, error: Exception) -> None:
+    def _count(self, event: str, happened: bool = True) -> None:
         with self.lock:
-            self.counts["failures"] += 1
+            self.counts[event] += happened
+
+    def _failed(self, error: Exception) -> None:
+        self._count("failures")
         self.warn_once("unavailable", f"{self.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it can be used.")
 
 

@@ -53,7 +53,7 @@ class Place(NamedTuple):
     stop: int
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """What the header of a safetensors file says."""
 
     places: dict[str, Place]
@@ -110,7 +110,7 @@ def _check_depth(value: Any) -> None:
     raise ValueError(f"more than {_MOST_LEVELS} levels")
 
 
-def layout_of(header: bytes) -> Layout:
+def layout_of(header: bytes) -> TensorLayout:
     """What the header of a safetensors file says; an `ArtifactError` if it makes no sense, or tensors overlap or leave gaps."""
     entries, end = parse_json(header), 0
     try:
@@ -124,7 +124,7 @@ def layout_of(header: bytes) -> Layout:
             raise ValueError("metadata that are no strings")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"its header makes no sense: {error!r}") from error
-    return Layout(places, metadata, end)
+    return TensorLayout(places, metadata, end)
 
 
 def _place(entry: Mapping[str, Any]) -> Place:
@@ -136,7 +136,7 @@ def _place(entry: Mapping[str, Any]) -> Place:
     return Place(dtype, shape, start, stop)
 
 
-def tensors_in(body: bytearray, layout: Layout) -> dict[str, Tensor]:
+def tensors_in(body: bytearray, layout: TensorLayout) -> dict[str, Tensor]:
     """The tensors of a safetensors file in the memory of its body, which lives as long as any of them."""
     tensors = {}
     for name, (dtype, shape, start, stop) in layout.places.items():
