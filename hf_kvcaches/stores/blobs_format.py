@@ -58,15 +58,15 @@ def checked_key(key: str) -> str:
 
 def head_as_json(head: Mapping[str, Any]) -> str:
     """The head as JSON, or a `ConfigError` where it would come back as something else."""
-    hint = "Give strings as keys, and lists where there are tuples."
     try:
         text = json.dumps(head, separators=(",", ":"))
-        same = isinstance(head, dict) and parse_json(text) == head
+        if isinstance(head, dict) and parse_json(text) == head:
+            return text
+        got: object = head
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError.of("head", "a dict that JSON can hold", str(error), hint) from error
-    if not same:
-        raise ConfigError.of("head", "a dict that comes back from JSON as it was", head, hint)
-    return text
+        got = str(error)
+    hint = "Give strings as keys, and lists where there are tuples."
+    raise ConfigError.of("head", "a dict that comes back from JSON as it was", got, hint)
 
 
 def array_as_text(values: npt.ArrayLike, dtype: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -210,8 +209,7 @@ class EntryStore:
         # The ids and the embedding are in the head so that look-ups read no tensors.
         head = {"kind": _KIND, "scope": self.scope, "text": entry.text, "ids": array_as_text(ids, "<u4"), "length": len(ids)}
         head |= {"provenance": dict(entry.provenance), "stored": dict(entry.stored), "sizes": sizes}
-        # Whole seconds, so that prompts of one size take equally many bytes.
-        head |= {"embedding": array_as_text(embedding, "<f4"), "created": float(int(time.time()))}
+        head |= {"embedding": array_as_text(embedding, "<f4")}
         if key not in self and not self.catalog.put(key, head, entry.tensors):
             return None
         # After its last write each process sees all entries, so they stay within the cap together.

@@ -6,6 +6,7 @@ import itertools
 import sys
 import tempfile
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -241,6 +242,46 @@ def test_of_threads_that_read_a_damaged_blob_at_once_one_complains(kind, tmp_pat
         thread.join()
     assert read == [None] * 8
     assert len(store.complaints) == 1
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_tensors_are_verified_once_for_each_object_and_version_of_a_blob(kind, tmp_path, request, monkeypatch):
+    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
+    verified, crc32 = [], zlib.crc32
+    monkeypatch.setattr(zlib, "crc32", lambda *arguments: verified.append(1) or crc32(*arguments))
+    store = open_blobs(location)
+    for content in range(2):
+        store.put(KEY, HEAD, blob(content))
+        verified.clear()
+        for _ in range(3):
+            assert same(store.tensors(KEY), blob(content))
+        assert len(verified) == 1
+        store.delete(KEY)
+    store.put(KEY, HEAD, blob())
+    verified.clear()
+    for _ in range(2):
+        assert same(open_blobs(location).tensors(KEY), blob())
+    assert len(verified) == 2
+
+
+def test_a_file_that_is_damaged_after_it_was_verified_is_found_because_it_is_another_version(tmp_path):
+    store = open_blobs(f"disk:{tmp_path}")
+    store.put(KEY, HEAD, blob())
+    assert same(store.tensors(KEY), blob())
+    damage(f"disk:{tmp_path}", KEY)
+    assert store.tensors(KEY) is None
+    assert len(store.complaints) == 1
+
+
+def test_what_a_server_damaged_after_it_was_verified_is_found_by_the_next_object(redis_location):
+    store = open_blobs(redis_location)
+    tensors = {"x": torch.zeros(300_000)}
+    store.put(KEY, HEAD, tensors)
+    assert same(store.tensors(KEY), tensors)
+    damage(redis_location, KEY)
+    assert open_blobs(redis_location).tensors(KEY) is None
+    assert store.tensors(KEY) is None
+    assert store.changes() == ([], [])
 
 
 def damage(location: str, key: str) -> None:

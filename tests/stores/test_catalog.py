@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, MemoryBlobs, Stored, StoreUnavailable
 from hf_kvcaches.stores.catalog import Catalog
+from tests.stores.blob_helpers import PROCESSES
 
 
 class Known:
@@ -288,3 +290,38 @@ def test_files_and_connections_stay_as_few_as_they_were_over_many_reads_and_writ
     assert use(2000) <= before
     made.refresh()
     assert 0 < made.worth.total <= 20_000
+
+
+def ask_on(location: str, out: Any, seed: int, cap: int) -> None:
+    """Reads or puts blobs within a cap, and sends how many reads of either half were hits, and the failures."""
+    torch.set_num_threads(1)
+    made, random, hits = catalog(location, max_bytes=cap, hot_bytes=2000), Random(seed), []
+    for _ in range(200):
+        made.refresh()
+        key = f"{min(random.randrange(30), random.randrange(30)):x}"
+        hits.append(made.read(key, fine) is not None)
+        if hits[-1]:
+            made.used(key, 10)
+        else:
+            put(made, key)
+    out.send((sum(hits[:100]), sum(hits[100:]), made.counts["failures"] + len(made.blobs.complaints)))
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_four_processes_that_read_and_write_stay_within_the_cap_together_and_their_hits_do_not_decline(kind, tmp_path, request):
+    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
+    cap = 15_000
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(4)]
+    workers = [PROCESSES.Process(target=ask_on, args=(location, out, seed, cap)) for seed, (_, out) in enumerate(pipes)]
+    for worker in workers:
+        worker.start()
+    told = [ours.recv() for ours, _ in pipes]
+    for worker in workers:
+        worker.join()
+    first, second, failures = (sum(each) for each in zip(*told, strict=True))
+    assert failures == 0
+    # Hits are chance where the cap is reached, so a tenth fewer is no decline.
+    assert second > 0.9 * first > 0
+    after = catalog(location)
+    after.refresh()
+    assert cap / 2 < after.worth.total <= cap
