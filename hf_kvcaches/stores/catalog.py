@@ -134,8 +134,8 @@ class Catalog:
         with self.lock:
             if self._created.get(key, math.inf) < self._oldest():
                 return None
-            tensors = self.hot.get(key)
-            self.counts["hot_hits"] += tensors is not None
+            tensors = hot = self.hot.get(key)
+            self.counts["hot_hits"] += hot is not None
         if tensors is None:
             tensors = self._load(key)
         if tensors is not None and kind not in self._checked.get(key, ()):
@@ -147,12 +147,14 @@ class Catalog:
         if tensors is None:
             self.follow()
             return None
+        if hot is None:
+            tensors = self.hot.placed(tensors, device)
         with self.lock:
             # One that was deleted meanwhile must not be served later.
             if key in self.worth.sizes:
                 self._checked.setdefault(key, set()).add(kind)
-                self.hot.keep(key, tensors, device)
-            return self.hot.get(key) or tensors
+                self.hot.keep(key, tensors)
+        return tensors
 
     def _load(self, key: str) -> dict[str, Tensor] | None:
         start = perf_counter()

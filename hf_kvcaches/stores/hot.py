@@ -55,15 +55,20 @@ class HotTier:
         self._blobs.move_to_end(key)
         return {name: tensor.detach() for name, tensor in self._blobs[key].items()}
 
-    def keep(self, key: str, tensors: Mapping[str, Tensor], device: torch.device | None) -> None:
-        """Keeps the tensors of a blob that was read."""
-        size = bytes_of(tensors)
-        if size > self.max_bytes or key in self._blobs:
-            return
+    def placed(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+        """The tensors of a blob where the tier keeps them. It copies, so it is called without a lock."""
+        if bytes_of(tensors) > self.max_bytes:
+            return tensors
         self.device = self.device or device or torch.device("cpu")
         # On the CPU, unless memory can be pinned, they are where they are used.
-        self._blobs[key] = slab(tensors, self.device) if self.device.type != "cpu" or _pins(self.device) else dict(tensors)
-        self.bytes += size
+        return slab(tensors, self.device) if self.device.type != "cpu" or _pins(self.device) else tensors
+
+    def keep(self, key: str, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps the tensors of a blob that was read, if they fit."""
+        if bytes_of(tensors) > self.max_bytes or key in self._blobs:
+            return
+        self._blobs[key] = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.bytes += bytes_of(tensors)
         while self.bytes > self.max_bytes:
             self.remove([next(iter(self._blobs))])
 

@@ -87,16 +87,20 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(monkeypatch):
 
 def test_the_tier_is_on_the_device_of_its_first_reader():
     tier = HotTier(10**6)
-    tier.keep("a", {"x": torch.zeros(3)}, torch.device("meta"))
-    tier.keep("b", {"x": torch.zeros(3)}, None)
-    assert tier.get("a")["x"].device.type == tier.get("b")["x"].device.type == "meta"
+    for key, device in (("a", torch.device("meta")), ("b", None)):
+        tier.keep(key, tier.placed({"x": torch.zeros(3)}, device))
+        assert tier.get(key)["x"].device.type == "meta"
 
 
 def test_reshaping_what_was_handed_out_leaves_the_tier_alone():
-    tier = HotTier(10**6)
-    tier.keep("a", blob(), None)
-    tier.get("a")["scale"].unsqueeze_(0)
-    assert same(tier.get("a"), blob())
+    made = catalog(hot_bytes="1 MB")
+    made.put("a", {"tokens": 1}, blob())
+    made.refresh()
+    for _ in range(3):
+        handed = made.read("a", fine)
+        assert same(handed, blob())
+        handed["scale"].unsqueeze_(0)
+    assert made.counts["hot_hits"] == 2
 
 
 @pytest.mark.parametrize("given", [0, "much", True])
