@@ -17,9 +17,8 @@ from shared.results import Row
 from shared.timing import spread
 
 from hf_kvcaches import SegmentPolicy, SegmentStore
-from hf_kvcaches.segments.index import BANDS, WIDTH, SegmentIndex
+from hf_kvcaches.segments.index import SegmentIndex, lsh, minhash_of
 from hf_kvcaches.segments.records import Chain, Record
-from hf_kvcaches.stores.signatures import SignatureIndex
 
 POLICY = SegmentPolicy(check_layer=2, probe=0.995, similarity=0.5)  # suits the model of this repository
 SEGMENTS, LENGTH, VOCABULARY, PERMUTATIONS = 8, 100, 32_000, 64  # segments of a prompt, tokens of a segment
@@ -37,7 +36,7 @@ def lookups(segments: int, calls: int) -> Iterator[Row]:
     moved = random.permutation(prompts.reshape(-1, LENGTH))[: calls // SEGMENTS * SEGMENTS].reshape(-1, SEGMENTS, LENGTH)
     prefix = lambda ids: sum(span.stop - span.start for span in index.prefix(ids.reshape(-1), Chain(), 0, exact_only=False)[0])  # noqa: E731
     runs = lambda ids: sum(map(len, index.runs(ids.reshape(-1), 0, SegmentPolicy().shortest)))  # noqa: E731
-    near = lambda signature: len(similar.near(signature))  # noqa: E731
+    near = lambda signature: len(similar.query(minhash_of(signature)))  # noqa: E731
     kinds: list[tuple[str, str, Any, Callable[[Any], int], int]] = [
         ("prefix", "all stored", random.permutation(prompts)[:calls], prefix, SEGMENTS * LENGTH),
         ("prefix", "nothing stored", new_prompts(calls), prefix, 0),
@@ -59,9 +58,9 @@ def lookups(segments: int, calls: int) -> Iterator[Row]:
         yield row | spread("time", seconds, 1e3)
 
 
-def stored(prompts: Any, signatures: Any) -> tuple[SegmentIndex, SignatureIndex]:
+def stored(prompts: Any, signatures: Any) -> tuple[SegmentIndex, Any]:
     """Indices of all segments of prompts."""
-    index, similar = SegmentIndex(), SignatureIndex(BANDS, WIDTH)
+    index, similar = SegmentIndex(), lsh()
     rest = iter(signatures)
     for prompt in prompts:
         chain, ids = Chain(), prompt.reshape(-1)
@@ -71,7 +70,7 @@ def stored(prompts: Any, signatures: Any) -> tuple[SegmentIndex, SignatureIndex]
             before = ids[max(0, start - 128) : start]
             record = Record("scope", segment, left.name, chain.name, start, before, "exact", True, {}, signature)
             index.add(record.key, record)
-            similar.add(record.key, signature)
+            similar.insert(record.key, minhash_of(signature))
     return index, similar
 
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_kvcaches.core._model_card import merge_cards, model_card
+from hf_kvcaches.core.files import exclusive, read_bytes, read_safetensors, sha256_of, write_safetensors
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, exclusive, move_into_place, temporary_beside, write_atomically, write_safetensors
-from hf_kvcaches.stores.reading import not_finite, parse_json, read_bytes, read_safetensors, sha256_of
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, move_into_place, temporary_beside, write_atomically
+from hf_kvcaches.stores.reading import not_finite, parse_json
 
 MANIFEST_NAME = "kvcache_artifact.json"
 CARD_NAME = "README.md"

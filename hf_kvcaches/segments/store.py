@@ -22,7 +22,7 @@ from hf_kvcaches.segments.contents import SegmentContents
 from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Record
 from hf_kvcaches.segments.signatures import require_signatures
-from hf_kvcaches.stores.blobs import TIMEOUT
+from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore
 from hf_kvcaches.stores.catalog import Catalog
 
 
@@ -35,11 +35,13 @@ class StoreReport:
         segments: Of all models.
         bytes: What they take in the back-end.
         max_bytes: The cap, or None.
-        pinned: Segments that are never evicted.
+        hot_bytes: What the hot tier of this process holds.
+        pinned: Segments that are not evicted above the cap.
         written: Segments that this process stored.
         evicted: Segments that it evicted.
         damaged: Damaged segments that it deleted.
-        loads: How often it read tensors.
+        loads: How often it read tensors from the back-end.
+        hot_hits: How often it had them in the hot tier.
         failures: How often the back-end failed.
     """
 
@@ -48,11 +50,13 @@ class StoreReport:
     tokens: int
     bytes: int
     max_bytes: int | None
+    hot_bytes: int
     pinned: int
     written: int
     evicted: int
     damaged: int
     loads: int
+    hot_hits: int
     failures: int
 
 
@@ -81,8 +85,11 @@ class SegmentStore:
     model say anything, so keep it as private as the weights.
 
     Args:
-        location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
+        location: `"memory"`, `"disk:FOLDER"`, `"redis://host:port/db"`, or an object of a `hf_kvcaches.stores.blobs.BlobStore` of your own.
         max_bytes: The most that all segments may take, a number or such as `"4GiB"`. Above it, those go first that saved least work a byte.
+        hot_bytes: What the segments used last may take in this process beside the back-end, where they are read, from which no file and no
+            server is asked for; a number or such as `"4GiB"`, or None for nothing.
+        time_to_live: Seconds after which a segment is not used any more and is deleted, pinned or not; None for never.
         quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
         cuts: Every how many layers the hidden states of a segment are stored too, so that only the layers above have to be run where
             what stands to the left differs far away. None: nowhere.
@@ -96,9 +103,11 @@ class SegmentStore:
 
     def __init__(
         self,
-        location: str = "memory",
+        location: str | BlobStore = "memory",
         *,
         max_bytes: int | str | None = None,
+        hot_bytes: int | str | None = None,
+        time_to_live: float | None = None,
         quantization: Quantization = None,
         cuts: int | None = None,
         depth: int | None = None,
@@ -115,7 +124,8 @@ class SegmentStore:
         self.near_identical = near_identical
         self.contents = SegmentContents(near_identical)
         self.experience = self.contents.experience
-        self.catalog = Catalog(location, timeout, max_bytes, self.contents, "segment")
+        limits: dict[str, Any] = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live}
+        self.catalog = Catalog(location, self.contents, "segment", timeout=timeout, **limits)
         self.background = Background(partial(self.catalog.warn_once, "failed job"))
 
     @property
@@ -151,8 +161,12 @@ class SegmentStore:
                 "format, so nothing is reused until it has stored its own.",
             )
 
-    def tensors(self, key: str) -> dict[str, torch.Tensor] | None:
-        """The tensors of a segment, not to be written to, or None where it is gone or damaged."""
+    def tensors(self, key: str, device: torch.device | None = None) -> dict[str, torch.Tensor] | None:
+        """The tensors of a segment, not to be written to, or None where it is gone, too old or damaged.
+
+        Args:
+            device: Where the hot tier keeps them, if no earlier call said so.
+        """
 
         def check(tensors: dict[str, torch.Tensor]) -> None:
             with self.catalog.lock:
@@ -160,7 +174,7 @@ class SegmentStore:
             if record is not None:
                 packing.check(tensors, record.stored, len(record))
 
-        return self.catalog.read(key, check)
+        return self.catalog.read(key, check, device=device)
 
     def used(self, key: str, tokens: int) -> None:
         """Counts tokens of a segment that were not computed."""

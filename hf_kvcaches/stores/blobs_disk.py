@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable
-from hf_kvcaches.stores.blobs_format import FIRST_BYTES, KEY, Encoded, Header, checked_key, complete_header, decode, encode
+from hf_kvcaches.stores.blobs import BlobStore, Changes, Stored
+from hf_kvcaches.stores.blobs_format import KEY, Header, checked_key, encode, read_header, verified
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, write_atomically
 from hf_kvcaches.stores.reading import opened
 
@@ -27,12 +27,8 @@ BLOB, PIN = ".kvblob", ".kvblob-pin"
 _STALE = 600.0
 # Nanoseconds. Some file systems' time stamps are that far apart.
 _TICK = 2 * 10**9
-# Errors of the folder, the disk or the process. With any other one something is wrong with one file, and the rest can be used.
-_NOT_ONE_FILES = {
-    *(errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EROFS),
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
-    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
-}
+# Errors of the folder or the process. With any other one something is wrong with one file, and the rest can be used.
+_NOT_ONE_FILES = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class DiskBlobs(BlobStore):
@@ -44,79 +40,78 @@ class DiskBlobs(BlobStore):
     def __init__(self, folder: Path) -> None:
         super().__init__(f"disk:{folder}")
         self._folder = folder
+        # The version of each blob whose tensors were verified.
+        self._verified: dict[str, Hashable] = {}
         with os.scandir(folder) as entries:
-            old = [entry.path for entry in entries if entry.name.endswith(TEMPORARY_SUFFIX) and _age(entry) > _STALE]
-        for path in old:
+            temporaries = [Path(entry.path) for entry in entries if entry.name.endswith(TEMPORARY_SUFFIX)]
+        for path in temporaries:
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                if time.time() - path.lstat().st_mtime > _STALE:
+                    path.unlink()
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         path = self._path(key)
-        with self._reaching():
-            try:
-                with opened(path) as file:
-                    return os.fstat(file.fileno()).st_size
-            except FileNotFoundError:
-                blob = encode(key, head, tensors)
-            except OSError as error:
-                self._leave_out(key, error)
-                return 0
-            write_atomically(path, partial(_write, blob), sync=False)
-            return blob.size
+        try:
+            with opened(path) as file:
+                return os.fstat(file.fileno()).st_size
+        except FileNotFoundError:
+            pieces = encode(key, head, tensors)
+        except OSError as error:
+            self._leave_out(key, error)
+            return 0
+        write_atomically(path, partial(_write, pieces), sync=False)
+        return sum(map(len, pieces))
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
-        path = self._path(key)
-        with self._reaching():
-            try:
-                with opened(path) as file:
-                    # Memory is allocated for a size that the header confirms.
-                    content = bytearray(_header(key, file).size)
-                    file.seek(0)
-                    del content[file.readinto(content) :]  # type: ignore[attr-defined]
-                return decode(key, content)
-            except FileNotFoundError:
-                pass
-            except ArtifactError as error:
-                self.discard(key, error)
-            except OSError as error:
-                self._leave_out(key, error)
+        try:
+            with opened(self._path(key)) as file:
+                version, header = _version(os.fstat(file.fileno())), _header(key, file)
+                # Memory is allocated for a size that the header confirms.
+                body = bytearray(header.layout.size)
+                del body[file.readinto(body) :]  # type: ignore[attr-defined]
+            tensors = verified(body, header, before=self._verified.get(key) == version)
+            self._verified[key] = version
+            return tensors
+        except FileNotFoundError:
+            pass
+        except ArtifactError as error:
+            self.discard(key, error)
+        except OSError as error:
+            self._leave_out(key, error)
         return None
 
+    def delete(self, key: str) -> bool:
+        path = self._path(key)
+        self._verified.pop(key, None)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if not path.is_dir():
+                raise
+            self._leave_out(key, error)
+            return False
+        return True
+
+    def changes(self) -> Changes:
+        return self.listed(self._versions, self._heads, self._state)
+
     def pin(self, key: str, pinned: bool = True) -> None:
-        path = self._folder / f"{checked_key(key)}{PIN}"
-        with self._reaching():
-            if pinned:
-                path.touch()
-            else:
-                path.unlink(missing_ok=True)
+        path = self._path(key, PIN)
+        path.touch() if pinned else path.unlink(missing_ok=True)
 
     def pinned(self) -> frozenset[str]:
-        with self._reaching():
-            return frozenset(self._entries(PIN))
+        return frozenset(self._entries(PIN))
 
     def clear(self) -> None:
-        with self._reaching():
-            for key in self._entries(PIN):
-                self.pin(key, False)
-            for key in self._entries(BLOB):
-                self._remove(key)
+        for key in self._entries(PIN):
+            self.pin(key, False)
+        for key in self._entries(BLOB):
+            self.delete(key)
 
-    def _remove(self, key: str) -> bool:
-        path = self._path(key)
-        with self._reaching():
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                return False
-            except OSError as error:
-                if not path.is_dir():
-                    raise
-                self._leave_out(key, error)
-                return False
-            return True
-
-    def _path(self, key: str) -> Path:
-        return self._folder / f"{checked_key(key)}{BLOB}"
+    def _path(self, key: str, suffix: str = BLOB) -> Path:
+        return self._folder / f"{checked_key(key)}{suffix}"
 
     def _entries(self, suffix: str) -> dict[str, os.DirEntry[str]]:
         """The files of a kind, by their keys."""
@@ -125,79 +120,57 @@ class DiskBlobs(BlobStore):
         return {key: entry for key, entry in files.items() if KEY.fullmatch(key)}
 
     def _state(self) -> Hashable:
-        with self._reaching():
-            modified = os.stat(self._folder).st_mtime_ns
+        modified = os.stat(self._folder).st_mtime_ns
         # A file that can't be used may become usable, which is no change of the folder.
         return None if self.unreadable or time.time_ns() - modified < _TICK else modified
 
     def _versions(self) -> dict[str, Hashable]:
         versions: dict[str, Hashable] = {}
-        with self._reaching():
-            for key, entry in self._entries(BLOB).items():
-                try:
-                    state = entry.stat()
-                    versions[key] = (state.st_ino, state.st_mtime_ns, state.st_size)
-                except FileNotFoundError:  # another process has deleted it, or it is a link to nothing
-                    continue
-                except OSError as error:
-                    self._leave_out(key, error)
+        for key, entry in self._entries(BLOB).items():
+            try:
+                versions[key] = _version(entry.stat())
+            except FileNotFoundError:  # another process has deleted it, or it is a link to nothing
+                continue
+            except OSError as error:
+                self._leave_out(key, error)
         return versions
 
-    def _read_heads(self, versions: Mapping[str, Hashable]) -> list[Stored]:
-        blobs = []
-        with self._reaching():
-            for key in versions:
-                try:
-                    with opened(self._path(key)) as file:
-                        header = _header(key, file)
-                    blobs.append(Stored(key, header.head, header.size))
-                    self.unreadable.pop(key, None)
-                except FileNotFoundError:
-                    continue
-                except ArtifactError as error:
-                    self.discard(key, error)
-                except OSError as error:
-                    self._leave_out(key, error)
-        return blobs
-
-    @contextlib.contextmanager
-    def _reaching(self) -> Iterator[None]:
-        try:
-            yield
-        except StoreUnavailable:
-            raise
-        except OSError as error:
-            raise StoreUnavailable(f"{self.place} can't be used: {error}") from error
+    def _heads(self, keys: list[str]) -> Iterator[Stored]:
+        for key in keys:
+            try:
+                with opened(self._path(key)) as file:
+                    header = _header(key, file)
+            except FileNotFoundError:
+                continue
+            except ArtifactError as error:
+                self.discard(key, error)
+            except OSError as error:
+                self._leave_out(key, error)
+            else:
+                self.unreadable.pop(key, None)
+                yield Stored(key, header.head, header.start + header.layout.size)
 
     def _leave_out(self, key: str, error: OSError) -> None:
         """Goes on without a file that can't be used; `changes` tries it again. An error that is not the file's fault is raised again."""
         if error.errno in _NOT_ONE_FILES:
             raise error
-        with self._lock:
-            self.unreadable.setdefault(key, f"{self.place}: the blob {key} can't be used: {error}. It is left alone.")
+        self.unreadable.setdefault(key, f"{self.place}: the blob {key} can't be used: {error}. It is left alone.")
 
 
-def _write(blob: Encoded, path: Path) -> None:
+def _write(pieces: tuple[bytes, bytes], path: Path) -> None:
     with open(path, "xb") as file:
-        file.write(blob.header)
-        for piece in blob.body:
-            file.write(piece)
+        file.writelines(pieces)
     # The kernel's own time stamps are milliseconds apart, in which a blob can be deleted and put again.
     now = time.time_ns()
     os.utime(path, ns=(now, now))
 
 
+def _version(state: os.stat_result) -> tuple[int, int, int]:
+    return state.st_ino, state.st_mtime_ns, state.st_size
+
+
 def _header(key: str, file: BinaryIO) -> Header:
-    size = os.fstat(file.fileno()).st_size
-    first = file.read(FIRST_BYTES)
-    return complete_header(key, first, size, lambda length: first + file.read(length - len(first)))
-
-
-def _age(entry: os.DirEntry[str]) -> float:
-    try:
-        return time.time() - entry.stat(follow_symlinks=False).st_mtime
-    except OSError:
-        return 0.0
+    return read_header(key, os.fstat(file.fileno()).st_size, lambda start, stop: file.read(stop - start))
 
 
 def open_disk(folder: Path) -> DiskBlobs:

@@ -1,23 +1,30 @@
-"""The contents of a store of blobs, in step with other processes and within a cap."""
+"""What a place of blobs holds, in step with other processes and within a cap."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import threading
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from numbers import Integral
+from time import perf_counter
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable, open_blobs
+from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
+from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
+from hf_kvcaches.stores.hot import HotTier, bytes_of
 from hf_kvcaches.stores.worth import Worth
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 # How often other blobs are evicted in place of those that can't be deleted.
 _ROUNDS = 8
+# Bytes that a read must have to tell how fast the place is, and the weight of the latest such read.
+_TELLING, _WEIGHT = 1 << 16, 0.2
 
 
 class Contents(Protocol):
@@ -36,31 +43,52 @@ class Contents(Protocol):
 class Catalog:
     """The blobs of one place with their worth: reads them, applies changes of other processes, and evicts above a cap.
 
-    A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `StoreUnavailable`.
+    A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `OSError`.
 
     Args:
-        max_bytes: The cap, a number or such as `"4GiB"`; None for none.
         noun: What a blob is to a user, such as "segment".
+        max_bytes: The cap of all blobs, a number or such as `"4GiB"`; None for none.
+        hot_bytes: What the hot tier of this process may take; None for no tier.
+        time_to_live: Seconds after which a blob is a miss and is evicted, pinned or not; None for never.
+        clock: Gives the seconds since 1970.
 
     Attributes:
         lock: The contents change under it alone. Nothing that may wait for a server is called under it.
-        counts: Reads of tensors, blobs written and evicted by this process, and failures of the place.
+        counts: Reads of tensors from the place and from the hot tier, blobs written and evicted by this process, failures of the place.
     """
 
-    def __init__(self, location: str, timeout: float, max_bytes: int | str | None, contents: Contents, noun: str) -> None:
-        self.max_bytes = _bytes_of(max_bytes)
-        self.contents, self.noun = contents, noun
-        self.blobs: BlobStore = open_blobs(location, timeout)
+    def __init__(
+        self,
+        location: str | BlobStore,
+        contents: Contents,
+        noun: str,
+        *,
+        timeout: float = TIMEOUT,
+        max_bytes: int | str | None = None,
+        hot_bytes: int | str | None = None,
+        time_to_live: float | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.max_bytes = _bytes_of("max_bytes", max_bytes)
+        self.hot = HotTier(_bytes_of("hot_bytes", hot_bytes) or 0)
+        if time_to_live is not None and not (is_number(time_to_live) and time_to_live > 0):
+            raise ConfigError.of("time_to_live", "a number of seconds above 0, or None", time_to_live)
+        self.contents, self.noun, self.time_to_live, self.clock = contents, noun, time_to_live, clock
+        self.blobs = open_blobs(location, timeout)
         self.place = self.blobs.place
         self.worth = Worth()
         self.lock = threading.RLock()
-        self.counts = dict.fromkeys(("loads", "written", "evicted", "failures"), 0)
+        self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
+        # When each blob was made, and which checks of it passed.
+        self._created: dict[str, float] = {}
+        self._checked: dict[str, set[str]] = {}
+        self._seconds_per_byte: float | None = None
         # Changes are fetched and applied in their order.
         self._following = threading.Lock()
         self._warned: set[str] = set()
 
     def refresh(self) -> None:
-        """Begins a request: applies what other processes changed, and evicts what exceeds the cap."""
+        """Begins a request: applies what other processes changed, and evicts what has expired or exceeds the cap."""
         self.blobs.begin()
         self.follow()
         self.evict()
@@ -69,39 +97,48 @@ class Catalog:
         """Applies all changes, also those of this process: the contents are what the place reports, and nothing else."""
         try:
             with self._following:
-                changes = self.blobs.changes()
+                added, removed = self.blobs.changes()
                 with self.lock:
-                    for key in changes.removed:
+                    for key in removed:
                         self.worth.remove(key)
-                    self.contents.remove(changes.removed)
-                    tokens = self.contents.add(changes.added)
-                    for key, _, size in changes.added:
+                        self._created.pop(key, None)
+                        self._checked.pop(key, None)
+                    self.hot.remove(removed)
+                    self.contents.remove(removed)
+                    tokens = self.contents.add(added)
+                    for key, head, size in added:
                         if key in tokens:
                             self.worth.add(key, size, tokens[key])
-        except StoreUnavailable as error:
+                            self._created[key] = head["created"] if is_number(head.get("created")) else 0.0
+        except OSError as error:
             self._failed(error)
         else:
-            if len(tokens) < len(changes.added):
+            if len(tokens) < len(added):
                 sentence = f"{self.place} holds something that is no {self.noun}, or one of another version; it is left alone."
                 self.warn_once("unreadable", sentence)
-        if self.blobs.damaged:
-            self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
+        for sentence in self.blobs.complaints[:1]:
+            self.warn_once("damaged", f"A damaged {self.noun} is made anew. {sentence}")
         for sentence in list(self.blobs.unreadable.values())[:1]:
             self.warn_once("unusable", sentence)
 
-    def read(self, key: str, check: Callable[[dict[str, Tensor]], None]) -> dict[str, Tensor] | None:
-        """The tensors of a blob, not to be written to; None where it is gone, damaged or can't be read.
+    def read(
+        self, key: str, check: Callable[[dict[str, Tensor]], object], *, kind: str = "", device: torch.device | None = None
+    ) -> dict[str, Tensor] | None:
+        """The tensors of a blob, not to be written to; None where it is gone, expired, damaged or can't be read.
 
         Args:
             check: Raises an `ArtifactError` for tensors that are not those of the blob's head: it is deleted then.
+            kind: Of the check, which is called once for each blob.
+            device: Where the hot tier keeps tensors, if no earlier reader has said so. Others are on the CPU.
         """
-        try:
-            tensors = self.blobs.tensors(key)
-        except StoreUnavailable as error:
-            self._failed(error)
-            return None
-        self._count("loads")
-        if tensors is not None:
+        with self.lock:
+            if self._created.get(key, math.inf) < self._oldest():
+                return None
+            tensors = hot = self.hot.get(key)
+            self.counts["hot_hits"] += hot is not None
+        if tensors is None:
+            tensors = self._load(key)
+        if tensors is not None and kind not in self._checked.get(key, ()):
             try:
                 check(tensors)
             except ArtifactError as error:
@@ -109,14 +146,42 @@ class Catalog:
                 tensors = None
         if tensors is None:
             self.follow()
+            return None
+        if hot is None:
+            tensors = self.hot.placed(tensors, device)
+        with self.lock:
+            # One that was deleted meanwhile must not be served later.
+            if key in self.worth.sizes:
+                self._checked.setdefault(key, set()).add(kind)
+                self.hot.keep(key, tensors)
         return tensors
 
+    def _load(self, key: str) -> dict[str, Tensor] | None:
+        start = perf_counter()
+        try:
+            tensors = self.blobs.tensors(key)
+        except OSError as error:
+            self._failed(error)
+            return None
+        seconds, size = perf_counter() - start, bytes_of(tensors or {})
+        with self.lock:
+            self.counts["loads"] += 1
+            if size >= _TELLING:
+                before = seconds / size if self._seconds_per_byte is None else self._seconds_per_byte
+                self._seconds_per_byte = before + _WEIGHT * (seconds / size - before)
+        return tensors
+
+    def seconds_to_read(self, size: int) -> float | None:
+        """How long a read of so many bytes takes, as the latest reads of this process tell; None before the first one."""
+        return None if self._seconds_per_byte is None else self._seconds_per_byte * size
+
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
-        """Stores a blob, and returns whether the place could be used."""
+        """Stores a blob, and returns whether the place could be used. A head without `created` gets it, in whole seconds since 1970."""
         self.blobs.begin()
         try:
-            size = self.blobs.put(key, head, tensors)
-        except StoreUnavailable as error:
+            # Whole ones, so that blobs of one kind take equally many bytes.
+            size = self.blobs.put(key, {"created": float(int(self.clock())), **head}, tensors)
+        except OSError as error:
             self._failed(error)
             return False
         self._count("written", reported and size > 0)
@@ -132,34 +197,38 @@ class Catalog:
             for key in victims:
                 try:
                     deleted = self.blobs.delete(key)
-                except StoreUnavailable as error:
+                except OSError as error:
                     self._failed(error)
                     deleted = False
-                if deleted:
-                    self._count("evicted")
-                else:
+                self._count("evicted", deleted)
+                if not deleted:
                     stuck.add(key)
             self.follow()
 
+    def _oldest(self) -> float:
+        """When a blob may have been made at the earliest."""
+        return -math.inf if self.time_to_live is None else self.clock() - self.time_to_live
+
     def _victims(self, stuck: Collection[str]) -> list[str]:
         with self.lock:
-            expired, cap = self.contents.expired(), self.max_bytes
-            if not expired and (cap is None or self.worth.total <= cap):
-                return []
+            oldest, cap = self._oldest(), self.max_bytes
+            victims = [key for key, created in self._created.items() if created < oldest and key not in stuck]
+            superseded = self.contents.expired()
+            if not superseded and (cap is None or self.worth.total <= cap):
+                return victims
         try:
             # Without the pins of other processes nothing may be evicted.
-            keep = self.blobs.pinned().union(stuck)
-        except StoreUnavailable as error:
+            keep = self.blobs.pinned().union(stuck, victims)
+        except OSError as error:
             self._failed(error)
-            return []
+            return victims
         with self.lock:
-            victims = [key for key in expired if key in self.worth.sizes and key not in keep]
+            victims += [key for key in superseded if key in self.worth.sizes and key not in keep]
             if cap is None or self.worth.total <= cap:
                 return victims
-            keep = keep.union(victims)
             # A blob that is too large by itself would drive out all others first.
-            victims += [key for key, size in self.worth.sizes.items() if size > cap and key not in keep]
-            excess = self.worth.total - cap - sum(self.worth.sizes[key] for key in victims)
+            victims += [key for key, size in self.worth.sizes.items() if size > cap and key not in keep.union(victims)]
+            excess = self.worth.total - cap - sum(self.worth.sizes.get(key, 0) for key in victims)
             return [*victims, *self.worth.least(excess, keep=keep.union(victims))]
 
     def used(self, key: str, tokens: int) -> None:
@@ -168,7 +237,7 @@ class Catalog:
             self.worth.used(key, tokens)
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keeps a blob from eviction, by any process."""
+        """Keeps a blob from eviction above the cap, by any process."""
         self.blobs.begin()
         self.blobs.pin(key, pinned)
 
@@ -182,6 +251,7 @@ class Catalog:
     def clear(self) -> None:
         """Deletes all blobs and pins."""
         self.blobs.begin()
+        self.follow()
         self.blobs.clear()
         self.refresh()
 
@@ -193,12 +263,12 @@ class Catalog:
         """What a report of any store says."""
         try:
             pinned = self.blobs.pinned()
-        except StoreUnavailable as error:
+        except OSError as error:
             self._failed(error)
             pinned = frozenset()
         with self.lock:
-            usage = {"location": self.place, "bytes": self.worth.total, "max_bytes": self.max_bytes}
-            return {**usage, "pinned": len(pinned.intersection(among)), "damaged": self.blobs.damaged, **self.counts}
+            usage = {"location": self.place, "bytes": self.worth.total, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
+            return {**usage, "pinned": len(pinned.intersection(among)), "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warns of each kind of event the first time."""
@@ -208,27 +278,24 @@ class Catalog:
             self._warned.add(kind)
         warnings.warn(sentence, RuntimeWarning, stacklevel=4)
 
-    def _count(self, event: str, number: int = 1) -> None:
+    def _count(self, event: str, happened: bool = True) -> None:
         with self.lock:
-            self.counts[event] += number
+            self.counts[event] += happened
 
     def _failed(self, error: Exception) -> None:
         self._count("failures")
-        self.warn_once("unavailable", f"{self.place}: {error} Prompts are computed instead, until it can be used.")
+        self.warn_once("unavailable", f"{self.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it can be used.")
 
 
-def _bytes_of(value: int | str | None) -> int | None:
+def _bytes_of(argument: str, value: int | str | None) -> int | None:
     """A number of bytes from such as "4GiB"."""
     if value is None:
         return None
-    number: float | None = None
-    if isinstance(value, str):
-        text = value.strip().lower().replace(" ", "")
-        digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")
-        with contextlib.suppress(ValueError, KeyError):
-            number = float(digits) * _UNITS[text[len(digits) :]]
-    elif isinstance(value, Integral | float) and not isinstance(value, bool):
-        number = float(value)
-    if number is None or not 1 <= number < float("inf"):
-        raise ConfigError.of("max_bytes", "a number of bytes, at least 1, or None", value, "Write such as '4GiB', or '500 MB'.")
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
+    number = math.nan
+    if match and not isinstance(value, bool) and isinstance(value, str | Integral | float):
+        with contextlib.suppress(ValueError):
+            number = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
+    if not 1 <= number < math.inf:
+        raise ConfigError.of(argument, "a number of bytes, at least 1, or None", value, "Write such as '4GiB', or '500 MB'.")
     return int(number)

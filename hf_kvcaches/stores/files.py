@@ -5,16 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
-from hf_kvcaches.errors import ConfigError
 
 # What marks a temporary file as ours, so that one left by a killed process can be swept.
 TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"
@@ -54,73 +46,10 @@ def move_into_place(temporary: Path, target: Path) -> None:
     with open(temporary, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(temporary, target)
-    sync_folder(target.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder last through a power cut, where the system offers it."""
+    # The rename itself, where the system can sync folders.
     with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-@contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[bool]:
-    """Holds off other writers of a folder; yields whether that worked, which some network file systems and Windows don't offer."""
-    try:
-        import fcntl
-
-        handle = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            locked = True
-        except OSError:
-            locked = False
-        yield locked
-    finally:
-        # Closing also unlocks, as does the end of a killed process.
-        os.close(handle)
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Writes tensors of any dtype that safetensors knows; views and tied tensors are written as copies."""
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized:
-            got = type(tensor).__name__ if not isinstance(tensor, Tensor) else f"{tensor.layout} of {tensor.dtype}"
-            raise ConfigError.of(f"tensors[{name!r}]", "a dense tensor under a string name", got, "Store its parts as dense tensors.")
-        if tensor.is_meta:
-            raise ConfigError.of(f"tensors[{name!r}]", "a tensor with data", "one on the meta device", "Load its data before saving.")
-    path.touch()
-    # The library makes its files private to their owner; ours are shared as any new file is.
-    permissions = path.stat().st_mode
-    try:
-        # The library has a temporary file of its own beside the one it is given. In a folder with our mark it can be swept.
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".", suffix=TEMPORARY_SUFFIX) as scratch:
-            inside = Path(scratch) / "tensors"
-            # With an empty dict and no tensors the library writes a file that it can not read.
-            save_file(_unshared(tensors), inside, dict(metadata) if metadata else None)
-            inside.replace(path)
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ConfigError(f"tensors: safetensors can't store them: {error}. Convert them to a dtype that it knows.") from error
-    path.chmod(permissions)
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, copied where two of them, or one and something outside, lie in one storage."""
-    storages: set[int] = set()
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        value = tensor.detach().cpu().contiguous()
-        storage = value.untyped_storage()
-        if storage.nbytes() != value.nbytes or storage.data_ptr() in storages:
-            value = value.clone()
-        storages.add(value.untyped_storage().data_ptr())
-        plain[name] = value
-    return plain

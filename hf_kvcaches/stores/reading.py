@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -34,34 +32,16 @@ MOST_LAYERS = 1 << 10
 _MOST_DIMENSIONS = 16
 # The longest side of a tensor without elements: no file has to be long to have such a one.
 _MOST_EMPTY = 1 << 20
-_CHUNK = 8 << 20
-_LENGTH = 8
+LENGTH = 8  # bytes of the length that a safetensors file begins with
 _METADATA = "__metadata__"
 _AGAIN = "Copy or download it again, or make it anew."
 # Without these a FIFO or a terminal would be waited for. Windows lacks some, and has one that keeps line ends as they are.
 _FLAGS = [getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY")]
 
-# safetensors' names. Those of one size stand together.
-DTYPES = {
-    "F64": torch.float64,
-    "I64": torch.int64,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-    "F32": torch.float32,
-    "I32": torch.int32,
-    "U32": torch.uint32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I16": torch.int16,
-    "U16": torch.uint16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# By safetensors' names. Those of one size stand together.
+_DTYPES = "F64:float64 I64:int64 U64:uint64 C64:complex64 F32:float32 I32:int32 U32:uint32 F16:float16 BF16:bfloat16 I16:int16 U16:uint16"
+_DTYPES += " F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2 F8_E4M3FNUZ:float8_e4m3fnuz F8_E5M2FNUZ:float8_e5m2fnuz I8:int8 U8:uint8 BOOL:bool"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in (pair.split(":") for pair in _DTYPES.split())}
 
 
 class Place(NamedTuple):
@@ -73,29 +53,23 @@ class Place(NamedTuple):
     stop: int
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
-    """Opens a regular file, also behind a link, without waiting for anything. A folder, a FIFO or a device is an `OSError`."""
-    handle = os.open(path, flags | sum(_FLAGS))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-    return handle
+class TensorLayout(NamedTuple):
+    """What the header of a safetensors file says."""
+
+    places: dict[str, Place]
+    metadata: dict[str, str]
+    size: int  # bytes of the body
 
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file to read from."""
-    with os.fdopen(open_regular(path), "rb") as file:
+    """A regular file to read from, also behind a link, opened without waiting. A folder, a FIFO or a device is an `OSError`."""
+    handle = os.open(path, os.O_RDONLY | sum(_FLAGS))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
+    with os.fdopen(handle, "rb") as file:
         yield file
-
-
-def read_bytes(path: str | os.PathLike[str], most: int = MOST_JSON) -> bytes:
-    """All bytes of a regular file; an `ArtifactError` if there are too many, an `OSError` if it can't be read."""
-    with opened(path) as file:
-        # The size that the system tells may change, and is 0 for some files that aren't empty.
-        if (size := os.fstat(file.fileno()).st_size) <= most and (size := len(content := file.read(most + 1))) <= most:
-            return content
-    raise ArtifactError(f"{path}: expected at most {most:,} bytes, got {size:,} or more. {_AGAIN}")
 
 
 def parse_json(text: str | bytes | bytearray | memoryview) -> Any:
@@ -136,18 +110,21 @@ def _check_depth(value: Any) -> None:
     raise ValueError(f"more than {_MOST_LEVELS} levels")
 
 
-def places_of(layout: Mapping[str, Any]) -> dict[str, Place]:
-    """Where the tensors of a safetensors file lie, by their entries in its header; an `ArtifactError` if these leave gaps or overlap."""
+def layout_of(header: bytes) -> TensorLayout:
+    """What the header of a safetensors file says; an `ArtifactError` if it makes no sense, or tensors overlap or leave gaps."""
+    entries, end = parse_json(header), 0
     try:
-        places = {name: _place(entry) for name, entry in layout.items()}
+        metadata = entries.pop(_METADATA, None) or {}
+        places = {name: _place(entry) for name, entry in entries.items()}
+        for place in sorted(places.values(), key=lambda place: (place.start, place.stop)):
+            if place.start != end:
+                raise ValueError(f"a tensor begins at byte {place.start}, expected {end}")
+            end = place.stop
+        if not all(isinstance(value, str) for value in metadata.values()):
+            raise ValueError("metadata that are no strings")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"its header makes no sense: {error!r}") from error
-    end = 0
-    for place in sorted(places.values(), key=lambda place: (place.start, place.stop)):
-        if place.start != end:
-            raise ArtifactError(f"its header makes no sense: a tensor begins at byte {place.start}, expected {end}")
-        end = place.stop
-    return places
+    return TensorLayout(places, metadata, end)
 
 
 def _place(entry: Mapping[str, Any]) -> Place:
@@ -159,62 +136,14 @@ def _place(entry: Mapping[str, Any]) -> Place:
     return Place(dtype, shape, start, stop)
 
 
-def read_safetensors(path: str | os.PathLike[str], sha256: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, on the CPU, and its metadata. Any damage is an `ArtifactError`.
-
-    Args:
-        sha256: The digest, in hex, that the bytes which were read must have.
-    """
-    try:
-        with opened(path) as file:
-            return _read(_Digested(file), os.fstat(file.fileno()).st_size, sha256)
-    except FileNotFoundError as error:
-        raise ArtifactError(f"{path}: expected a safetensors file, there is none. Copy or download it again.") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError, MemoryError) as error:
-        raise ArtifactError(f"{path}: expected a complete safetensors file, got {error}. Copy or download it again.") from error
-
-
-def _read(file: _Digested, size: int, sha256: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    length = int.from_bytes(file.take(_LENGTH), "little")
-    if length > min(MOST_JSON, size - _LENGTH):
-        raise ArtifactError(f"a header of {length:,} bytes in a file of {size:,}")
-    layout = parse_json(file.take(length))
-    metadata = layout.pop(_METADATA, None) or {}
-    if not all(isinstance(value, str) for value in metadata.values()):
-        raise ArtifactError("metadata that are no strings")
-    places = places_of(layout)
-    end = max((place.stop for place in places.values()), default=0)
-    if _LENGTH + length + end != size:
-        raise ArtifactError(f"{size:,} bytes where the header says {_LENGTH + length + end:,}")
-    found: dict[str, Tensor] = {}
-    for name, place in sorted(places.items(), key=lambda item: item[1][2:]):
-        found[name] = torch.empty(place.shape, dtype=place.dtype)
-        file.fill(as_bytes(found[name]))
-    if sha256 is not None and file.hexdigest() != sha256:
-        raise ArtifactError("other bytes, its checksum is wrong")
-    return {name: found[name] for name in places}, dict(metadata)
-
-
-class _Digested:
-    """A file whose bytes are digested as they are read."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hasher = file, hashlib.sha256()
-
-    def take(self, count: int) -> bytearray:
-        content = bytearray(count)
-        self.fill(memoryview(content))
-        return content
-
-    def fill(self, memory: memoryview) -> None:
-        for start in range(0, len(memory), _CHUNK):
-            chunk = memory[start : start + _CHUNK]
-            if self._file.readinto(chunk) != len(chunk):  # type: ignore[attr-defined]
-                raise ArtifactError("a file that ends too early")
-            self._hasher.update(chunk)
-
-    def hexdigest(self) -> str:
-        return self._hasher.hexdigest()
+def tensors_in(body: bytearray, layout: TensorLayout) -> dict[str, Tensor]:
+    """The tensors of a safetensors file in the memory of its body, which lives as long as any of them."""
+    tensors = {}
+    for name, (dtype, shape, start, stop) in layout.places.items():
+        count = (stop - start) // dtype.itemsize
+        flat = torch.frombuffer(body, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.reshape(shape)
+    return tensors
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -239,12 +168,3 @@ def checked_layers(count: Any) -> int:
     if type(count) is not int or not 0 <= count <= MOST_LAYERS:
         raise ArtifactError(f"layers: expected a number from 0 to {MOST_LAYERS}, got {str(count)[:50]}. {_AGAIN}")
     return count
-
-
-def sha256_of(path: str | os.PathLike[str]) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
-    hasher = hashlib.sha256()
-    with open(Path(path), "rb") as file:
-        while chunk := file.read(_CHUNK):
-            hasher.update(chunk)
-    return hasher.hexdigest()

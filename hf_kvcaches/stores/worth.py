@@ -6,11 +6,10 @@ from collections.abc import Collection
 
 
 class Worth:
-    """What each blob takes, and what it is worth.
+    """What each blob takes, and what it is worth (the greedy-dual size frequency policy of Cherkasova, 1998).
 
     The worth of a blob is the work that it has saved, in tokens a byte, plus the clock at its last use. The clock stands at the
-    worth of what was evicted last, so that what was useful long ago, but not since, goes in the end (the greedy-dual size frequency
-    policy of Cherkasova, 1998). A new blob counts as used once: for itself.
+    worth of what was evicted last, so that what was useful long ago, but not since, goes in the end. A new blob counts as used once.
     """
 
     def __init__(self) -> None:
@@ -18,39 +17,36 @@ class Worth:
         self.total = 0
         self._clock = 0.0
         self._saved: dict[str, int] = {}
-        self._rank: dict[str, tuple[float, int]] = {}
-        self._uses = 0
+        # In the order of their last use, so that of two that are worth the same the older one goes first.
+        self._worth: dict[str, float] = {}
 
     def add(self, key: str, size: int, tokens: int) -> None:
         """Adds a blob."""
-        if key in self.sizes:
-            return
-        self.sizes[key] = size
-        self.total += size
-        self._saved[key] = 0
-        self.used(key, tokens)
+        if key not in self.sizes:
+            self.sizes[key] = size
+            self.total += size
+            self.used(key, tokens)
 
     def used(self, key: str, tokens: int) -> None:
         """Counts work that a blob saved; an evicted blob is ignored."""
         if key in self.sizes:
-            self._uses += 1
-            self._saved[key] += tokens
-            self._rank[key] = (self._clock + self._saved[key] / max(self.sizes[key], 1), self._uses)
+            self._saved[key] = self._saved.get(key, 0) + tokens
+            self._worth.pop(key, None)
+            self._worth[key] = self._clock + self._saved[key] / max(self.sizes[key], 1)
 
     def remove(self, key: str) -> None:
         """Removes a blob, if it is there."""
-        size = self.sizes.pop(key, None)
-        if size is not None:
-            self.total -= size
-            del self._saved[key], self._rank[key]
+        if key in self.sizes:
+            self.total -= self.sizes.pop(key)
+            del self._saved[key], self._worth[key]
 
     def least(self, excess: int, keep: Collection[str]) -> list[str]:
         """Blobs to evict to free `excess` bytes, the least worth first."""
         victims: list[str] = []
-        for key in sorted(self._rank.keys() - set(keep), key=self._rank.__getitem__):
+        for key in sorted((key for key in self._worth if key not in keep), key=self._worth.__getitem__):
             if excess <= 0:
                 break
             victims.append(key)
             excess -= self.sizes[key]
-            self._clock = max(self._clock, self._rank[key][0])
+            self._clock = max(self._clock, self._worth[key])
         return victims

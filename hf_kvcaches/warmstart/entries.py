@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
-from hf_kvcaches.stores.blobs import TIMEOUT, Stored
+from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored
 from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.reading import not_finite
@@ -71,10 +70,12 @@ class EntryReport:
         foreign: Of other scopes.
         bytes: Of all of them.
         max_bytes: The cap, or None.
-        pinned: Entries of this scope that are never evicted.
+        hot_bytes: What the hot tier of this process holds.
+        pinned: Entries of this scope that are not evicted above the cap.
         hits: How often an entry was reused.
         saved_tokens: Tokens that were not computed.
-        loads: How often tensors were read.
+        loads: How often tensors were read from the back-end.
+        hot_hits: How often the hot tier had them.
         written: Entries that this process stored.
         evicted: Entries that this process evicted.
         damaged: Damaged entries that this process deleted.
@@ -86,10 +87,12 @@ class EntryReport:
     foreign: int
     bytes: int
     max_bytes: int | None
+    hot_bytes: int
     pinned: int
     hits: int
     saved_tokens: int
     loads: int
+    hot_hits: int
     written: int
     evicted: int
     damaged: int
@@ -99,10 +102,10 @@ class EntryReport:
 class EntryContents:
     """Entries of one scope by their tokens and their embeddings, as the `Contents` of a catalog."""
 
-    def __init__(self, scope: str) -> None:
-        self.scope = scope
+    def __init__(self, scope: str, index: str = "Flat", dim: int | None = None) -> None:
+        self.scope, self.index = scope, index
         self.heads: dict[str, EntryHead] = {}
-        self.vectors: VectorIndex | None = None
+        self.vectors: VectorIndex | None = None if dim is None else VectorIndex(dim, index)
         # Tokens and id of each entry, sorted.
         self._order: list[tuple[bytes, str]] = []
 
@@ -118,7 +121,7 @@ class EntryContents:
                 except ValueError:
                     continue
                 if self.vectors is None:
-                    self.vectors = VectorIndex(len(vector))
+                    self.vectors = VectorIndex(len(vector), self.index)
                 vectors[key] = vector
                 fields = {name: data[name] for name in ("text", "provenance", "stored", "created", "sizes")}
                 self.heads[key] = EntryHead(**fields, ids=ids, bytes=size)
@@ -169,12 +172,24 @@ class EntryStore:
     tokenizer, the encoder and the format; entries of other scopes in the same place count for the cap, and otherwise are left alone.
     """
 
-    def __init__(self, location: str, scope: str, max_bytes: int | str | None = None, timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        location: str | BlobStore,
+        scope: str,
+        max_bytes: int | str | None = None,
+        timeout: float = TIMEOUT,
+        *,
+        hot_bytes: int | str | None = None,
+        time_to_live: float | None = None,
+        index: str = "Flat",
+        dim: int | None = None,
+    ) -> None:
         if not isinstance(scope, str) or not scope:
             raise ConfigError.of("scope", "a string that names the model and all else that entries depend on", scope)
         require("faiss", "retrieval", "A store of prompts")  # the index is made with the first entry
-        self.scope, self.contents = scope, EntryContents(scope)
-        self.catalog = Catalog(location, timeout, max_bytes, self.contents, "entry")
+        self.scope, self.contents = scope, EntryContents(scope, index, dim)
+        limits: dict[str, Any] = {"max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live}
+        self.catalog = Catalog(location, self.contents, "entry", timeout=timeout, **limits)
         self._hits = self._saved_tokens = 0
         self.refresh()
 
@@ -194,16 +209,19 @@ class EntryStore:
         # The ids and the embedding are in the head so that look-ups read no tensors.
         head = {"kind": _KIND, "scope": self.scope, "text": entry.text, "ids": array_as_text(ids, "<u4"), "length": len(ids)}
         head |= {"provenance": dict(entry.provenance), "stored": dict(entry.stored), "sizes": sizes}
-        # Whole seconds, so that prompts of one size take equally many bytes.
-        head |= {"embedding": array_as_text(embedding, "<f4"), "created": float(int(time.time()))}
+        head |= {"embedding": array_as_text(embedding, "<f4")}
         if key not in self and not self.catalog.put(key, head, entry.tensors):
             return None
         # After its last write each process sees all entries, so they stay within the cap together.
         self.refresh()
         return key if key in self else None
 
-    def get(self, key: str, check: Callable[[Mapping[str, Tensor]], None] = lambda tensors: None) -> Entry | None:
-        """Return an entry; None where there is none, or a damaged one, or one whose tensors make `check` raise an `ArtifactError`."""
+    def get(self, key: str, check: Callable[[Mapping[str, Tensor]], object] = lambda tensors: None, kind: str = "") -> Entry | None:
+        """Return an entry; None where there is none, or a damaged one, or one whose tensors make `check` raise an `ArtifactError`.
+
+        Args:
+            kind: Of the check, which is called once for each entry.
+        """
         head = self.head(key)
         if head is None:
             return None
@@ -213,7 +231,7 @@ class EntryStore:
                 raise ArtifactError(f"its tensor {name!r} has infinities or NaN")
             check(tensors)
 
-        tensors = self.catalog.read(key, check_all)
+        tensors = self.catalog.read(key, check_all, kind=kind)
         embedding = None if self.contents.vectors is None else self.contents.vectors.get(key)
         if tensors is None or embedding is None:
             return None

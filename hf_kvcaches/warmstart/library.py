@@ -30,7 +30,7 @@ from hf_kvcaches.errors import (
     require_tokenizer,
     whole_number,
 )
-from hf_kvcaches.stores.blobs import TIMEOUT
+from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore
 from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
@@ -69,9 +69,12 @@ class WarmStartLibrary:
         layout: Of the slots: `"salient"`, or `"paper"`.
         tail: The last tokens of a prompt, which no slot stands for and which are recomputed behind the slots.
         full: Whether all keys and values of a prompt are stored; False for slots only, without alignment.
-        quantization: How these are stored: None for bit-equal ones, `"int8"`, `"int4"`, or a `KVCodec` of the model.
-        location: `"memory"`, `"disk:FOLDER"` or `"redis://host:port/db"`.
+        quantization: How these are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
+        location: `"memory"`, `"disk:FOLDER"`, `"redis://host:port/db"`, or an object of a `hf_kvcaches.stores.blobs.BlobStore` of your own.
         max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, the least useful are evicted.
+        hot_bytes: What the entries used last may take in this process beside the back-end, so that no file and no server is asked for them.
+        time_to_live: Seconds after which an entry is not used any more and is deleted, pinned or not; None for never.
+        index: How similar prompts are looked up, as `faiss.index_factory` takes it: `"Flat"` compares all, `"HNSW32"` fewer.
         timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take.
         adapters: Maps for pooled slots, from `scripts/train_compressor.py`, or None.
         correct_positions: Experimental. For models with learned positions (GPT-2), where keys can't be rotated: slots are moved by what a
@@ -89,8 +92,11 @@ class WarmStartLibrary:
         tail: int = 1,
         full: bool = True,
         quantization: Quantization = None,
-        location: str = "memory",
+        location: str | BlobStore = "memory",
         max_bytes: int | str | None = None,
+        hot_bytes: int | str | None = None,
+        time_to_live: float | None = None,
+        index: str = "Flat",
         timeout: float = TIMEOUT,
         adapters: TrainedAdapters | Adapters | None = None,
         correct_positions: bool = False,
@@ -122,7 +128,8 @@ class WarmStartLibrary:
         self.adapters = adapters if slots else None
         self.encoder = encoder_of(encoder, self.model)
         self.digest = require_identity(self.model, "The library").digest
-        self.entries = EntryStore(location, self._scope(), max_bytes, timeout)
+        limits: dict[str, Any] = {"hot_bytes": hot_bytes, "time_to_live": time_to_live}
+        self.entries = EntryStore(location, self._scope(), max_bytes, timeout, index=index, dim=self.encoder.dim, **limits)
         self.background = Background(partial(self.entries.catalog.warn_once, "failed job"))
 
     @property
@@ -234,18 +241,19 @@ class WarmStartLibrary:
     def slots_of(self, key: str) -> Slots | None:
         """Return an entry's summary; None where there is none (any more)."""
         head = self.entries.head(key) if self.slots else None
-        slots: list[Slots] = []
-        if head is not None:
-            # Damaged slots are noticed when they are put together.
-            self.entries.get(key, lambda tensors: slots.append(Slots.of(_named(tensors, _SLOTS), len(head.ids))))
-        return slots[0] if slots else None
+        if head is None:
+            return None
+        slots_in = lambda tensors: Slots.of(_named(tensors, _SLOTS), len(head.ids))  # noqa: E731
+        # Damaged slots are noticed when they are put together.
+        entry = self.entries.get(key, slots_in, "slots")
+        return None if entry is None else slots_in(entry.tensors)
 
     def full_of(self, key: str) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]] | None:
         """Return an entry's keys and values, as `packing` has them; None where there are none (any more)."""
         head = self.entries.head(key)
         if head is None or not head.stored:
             return None
-        entry = self.entries.get(key, lambda tensors: packing.check(_named(tensors, _FULL), head.stored, len(head.ids)))
+        entry = self.entries.get(key, lambda tensors: packing.check(_named(tensors, _FULL), head.stored, len(head.ids)), "full")
         return None if entry is None else (head.stored, _named(entry.tensors, _FULL))
 
     def delete(self, key: str) -> bool:
@@ -295,7 +303,7 @@ class WarmStartLibrary:
         tokenizer: Any,
         encoder: str | Callable[[list[str]], Any] | Encoder | None = None,
         *,
-        location: str = "memory",
+        location: str | BlobStore = "memory",
         max_bytes: int | str | None = None,
         codec: KVCodec | None = None,
         **options: Any,

@@ -10,7 +10,7 @@ import torch
 
 from hf_kvcaches import SegmentReuseCache, SegmentStore
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.blobs import open_blobs
+from hf_kvcaches.stores.blobs import MemoryBlobs, open_blobs
 from tests.segments.store_helpers import (
     LENGTH,
     PART,
@@ -73,6 +73,9 @@ def test_what_is_no_size_is_refused_with_an_example(given):
         ({"quantization": "int2"}, "quantization: expected one of 'int8', 'int4', None, or a KVCodec, got 'int2'"),
         ({"location": "/some/folder"}, "location: .*For a folder write disk: before it"),
         ({"location": None}, "location: expected"),
+        ({"location": {}}, "location: .*an object of a BlobStore of your own"),
+        ({"hot_bytes": "much"}, "hot_bytes: expected a number of bytes"),
+        ({"time_to_live": -1}, "time_to_live: expected a number of seconds above 0"),
     ],
 )
 def test_other_bad_arguments_are_refused(options, message):
@@ -318,3 +321,38 @@ def test_a_segment_that_another_process_stored_first_is_known_as_that_one_has_it
     assert second.index("scope").records[key].stored["cuts"] == ([1] if hidden else [])
     assert ("hidden.1" in second.tensors(key)) == hidden
     assert second.report().bytes == real_bytes(shared_location)
+
+
+# The hot tier, and time to live
+
+
+def test_what_is_hot_is_reused_without_reading_a_file(model, tmp_path):
+    store = SegmentStore(f"disk:{tmp_path}", quantization=None, hot_bytes="1 MiB")
+    ask(model, prompt(0), store)
+    ask(model, prompt(0), store)
+    loads = store.report().loads
+    assert right(model, prompt(0), store).reused == WHOLE
+    report = store.report()
+    assert (report.loads, report.hot_hits) == (loads, 3)
+    assert report.hot_bytes > 0
+
+
+def test_segments_that_are_too_old_are_computed_and_stored_again(model, shared_location):
+    store = SegmentStore(shared_location, quantization=None, time_to_live=3600)
+    ask(model, prompt(0), store)
+    assert right(model, prompt(0), store).reused == WHOLE
+    now = store.catalog.clock()
+    store.catalog.clock = lambda: now + 4000
+    assert right(model, prompt(0), store).reused == 0
+    assert right(model, prompt(0), store).reused == WHOLE
+    report = store.report()
+    assert (report.evicted, report.segments) == (report.written // 2, report.written // 2)
+
+
+def test_a_store_of_a_blob_store_of_ones_own_is_one_like_others(model):
+    blobs = MemoryBlobs()
+    store = SegmentStore(blobs, quantization=None)
+    ask(model, prompt(0), store)
+    assert right(model, prompt(0), store).reused == WHOLE
+    with pytest.raises(ConfigError, match="location: expected a BlobStore that serves no other store"):
+        SegmentStore(blobs)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_kvcaches.stores.blobs import BlobStore, StoreUnavailable, open_blobs
+from hf_kvcaches.stores.blobs import BlobStore, open_blobs
 
 # A process that has loaded what its children are asked to do, and forks from then on: a killed child costs milliseconds.
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -43,13 +43,18 @@ def same(ours: Mapping[str, Tensor] | None, theirs: Mapping[str, Tensor]) -> boo
     """Whether these are the same tensors in names, shapes, dtypes and bits."""
     return (
         ours is not None
-        and list(ours) == list(theirs)
+        and ours.keys() == theirs.keys()
         and all(ours[n].dtype == t.dtype and ours[n].shape == t.shape and bits(ours[n]) == bits(t) for n, t in theirs.items())
     )
 
 
 def bits(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def header_end(content: bytes) -> int:
+    """Where the tensors of a blob begin: behind 24 bytes of checksums and a safetensors header, which begins with its length."""
+    return 32 + int.from_bytes(content[24:32], "little")
 
 
 def key_of(number: int) -> str:
@@ -202,7 +207,7 @@ def put_with_little_room(location: str, out: Connection, limit: int, counts: lis
         try:
             store.put(key_of(number), {}, {"x": torch.arange(count)})
             out.send("stored")
-        except StoreUnavailable as error:
+        except OSError as error:
             out.send(f"unavailable: {error}")
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.blobs import StoreUnavailable, open_blobs
+from hf_kvcaches.stores.blobs import open_blobs
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX
-from tests.stores.blob_helpers import HEAD, PROCESSES, Follower, blob, key_of, put_on_and_on, put_with_little_room, same
+from tests.stores.blob_helpers import HEAD, PROCESSES, Follower, blob, header_end, key_of, put_on_and_on, put_with_little_room, same
 
 KEY = key_of(7)
 
@@ -32,9 +32,9 @@ def listed_though_damaged(folder: Path, content: bytes) -> bool:
     added = store.changes().added
     assert [stored.head for stored in added] in ([], [HEAD])
     if added:
-        assert store.damaged == 0
+        assert store.complaints == []
     assert store.tensors(KEY) is None
-    assert store.damaged == len(store.complaints) == 1
+    assert len(store.complaints) == 1
     assert KEY in store.complaints[0]
     assert str(folder) in store.complaints[0]
     assert not file_of(folder).exists()
@@ -46,7 +46,7 @@ def listed_though_damaged(folder: Path, content: bytes) -> bool:
 def test_a_flipped_bit_in_any_byte_of_a_file_is_a_miss_and_a_complaint(tmp_path):
     open_blobs(f"disk:{tmp_path}").put(KEY, HEAD, blob())
     whole = file_of(tmp_path).read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
+    header = header_end(whole)
     for place in range(len(whole)):
         content = bytearray(whole)
         content[place] ^= 1 << place % 8
@@ -68,15 +68,15 @@ def test_a_file_damaged_after_it_was_listed_is_found_when_it_is_read(tmp_path):
     store.changes()
     content = file_of(tmp_path).read_bytes()
     flipped_header, flipped_body = (
-        bytes([*content[:place], content[place] ^ 1, *content[place + 1 :]]) for place in (30, len(content) - 1)
+        bytes([*content[:place], content[place] ^ 1, *content[place + 1 :]]) for place in (60, len(content) - 1)
     )
     cases = [(flipped_header, "header's checksum"), (flipped_body, "checksum of its tensors"), (content[:-1], "bytes of")]
-    cases += [(content[:200], "its header should take"), (content[:5], "in its header"), (b"", "in its header")]
+    cases += [(content[:200], "in its header"), (content[:5], "in its header"), (b"", "in its header")]
     for count, (damaged, reason) in enumerate(cases, 1):
         file_of(tmp_path).write_bytes(damaged)
         assert store.tensors(KEY) is None
         assert reason in store.complaints[-1]
-        assert store.damaged == count
+        assert len(store.complaints) == count
 
 
 def test_a_file_renamed_to_another_key_is_damaged(tmp_path):
@@ -85,7 +85,7 @@ def test_a_file_renamed_to_another_key_is_damaged(tmp_path):
     file_of(tmp_path).rename(file_of(tmp_path, key_of(8)))
     assert store.tensors(KEY) is None
     assert store.tensors(key_of(8)) is None
-    assert store.damaged == 1
+    assert len(store.complaints) == 1
     assert store.changes() == ([], [])
 
 
@@ -98,7 +98,7 @@ def test_files_of_others_in_the_folder_are_left_alone(tmp_path):
     assert [stored.key for stored in store.changes().added] == [KEY]
     store.clear()
     assert names(tmp_path) == set(others)
-    assert store.damaged == 0
+    assert store.complaints == []
 
 
 def test_put_and_delete_leave_no_other_files_than_blob_and_pin(tmp_path):
@@ -121,7 +121,7 @@ def test_a_file_that_vanished_without_a_word_is_a_miss_and_told_of_then(tmp_path
     store.changes()
     file_of(tmp_path).unlink()
     assert store.tensors(KEY) is None
-    assert store.damaged == 0
+    assert store.complaints == []
     assert store.changes() == ([], [KEY])
 
 
@@ -171,7 +171,7 @@ def test_a_writer_killed_at_any_moment_leaves_all_that_it_had_put_and_no_damage(
         for number in returned:
             assert follower.known[key_of(number)] == fresh.known[key_of(number)] == {"number": number}
             assert bool((fresh.store.tensors(key_of(number))["x"] == number).all())
-        assert (fresh.store.damaged, follower.store.damaged) == (0, 0)
+        assert (len(fresh.store.complaints), len(follower.store.complaints)) == (0, 0)
         count += len(returned)
     assert count > 0
 
@@ -213,7 +213,7 @@ def test_a_folder_that_went_away_is_unavailable_and_works_when_it_is_back(tmp_pa
     assert store.tensors(KEY) is None
     folder.rename(tmp_path / "away")
     for call in (lambda: store.put("ab", {}, {}), store.changes, store.pinned, store.clear, lambda: store.pin(KEY)):
-        with pytest.raises(StoreUnavailable, match="blobs can't be used"):
+        with pytest.raises(OSError, match="blobs"):
             call()
     assert store.tensors(KEY) is None
     (tmp_path / "away").rename(folder)

@@ -58,7 +58,7 @@ def test_what_stands_in_a_blobs_place_and_is_none_is_left_out_and_the_rest_works
         assert follower.store.put(KEY, HEAD, blob(1)) == 0
         assert list(follower.store.unreadable) == [KEY]
         assert "It is left alone" in follower.store.unreadable[KEY]
-        assert follower.store.damaged == 0
+        assert follower.store.complaints == []
         assert same(follower.store.tensors("ab"), blob())
     first.store.put("cd", HEAD, blob(2))
     second.follow()
@@ -137,7 +137,7 @@ def test_safetensors_files_and_all_else_that_others_have_put_there_stay_as_they_
     assert same(store.tensors(KEY), blob())
     store.clear()
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
-    assert (store.damaged, store.unreadable) == (0, {})
+    assert (len(store.complaints), store.unreadable) == (0, {})
 
 
 def test_a_file_that_is_cut_or_changed_after_it_was_read_changes_nothing(tmp_path):
@@ -162,4 +162,4 @@ def test_a_header_that_tells_of_more_than_there_is_takes_no_memory(tmp_path):
     store = open_blobs(f"disk:{tmp_path}")
     assert store.changes() == ([], [])
     assert store.tensors(KEY) is None
-    assert store.damaged == 1
+    assert len(store.complaints) == 1

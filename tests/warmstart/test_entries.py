@@ -361,6 +361,34 @@ def test_a_server_that_is_gone_is_a_miss_that_is_told_of_once(server):
     assert store.near(embedding(1)) != []
 
 
+# The hot tier, time to live, and other indices
+
+
+def test_a_hot_entry_is_read_once_and_an_old_one_is_a_miss(shared):
+    store = EntryStore(shared, "scope", hot_bytes=10**6, time_to_live=60)
+    key = store.put(entry(1))
+    assert same(store.get(key), entry(1))
+    assert same(store.get(key), entry(1))
+    report = store.report()
+    assert (report.loads, report.hot_hits) == (1, 1)
+    now = store.catalog.clock()
+    store.catalog.clock = lambda: now + 100
+    assert store.get(key) is None
+    store.refresh()
+    assert store.exact(tokens(1)) is None
+    assert store.near(embedding(1)) == []
+    assert store.put(entry(1)) == key
+
+
+@pytest.mark.parametrize("index", ["HNSW16", "IVF4,Flat"])
+def test_entries_are_found_and_forgotten_with_any_index(index):
+    store = EntryStore("memory", "scope", index=index, dim=8)
+    keys = [store.put(entry(seed)) for seed in range(10)]
+    assert [store.near(embedding(seed))[0][0] for seed in range(10)] == keys
+    store.delete(keys[3])
+    assert keys[3] not in {name for name, _ in store.near(embedding(3), 10)}
+
+
 # Arguments
 
 
@@ -373,6 +401,10 @@ def test_a_server_that_is_gone_is_a_miss_that_is_told_of_once(server):
         ({"max_bytes": "4 GiBs"}, "max_bytes"),
         ({"max_bytes": True}, "max_bytes"),
         ({"location": "/folder"}, "location: .*For a folder write disk: before it"),
+        ({"location": {}}, "location: .*an object of a BlobStore of your own"),
+        ({"hot_bytes": 0}, "hot_bytes: expected a number of bytes"),
+        ({"time_to_live": 0}, "time_to_live: expected a number of seconds above 0"),
+        ({"index": "Nonsense", "dim": 8}, "index: expected a string of faiss.index_factory for 8 elements"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):
@@ -441,8 +473,8 @@ def test_an_entry_with_right_checksums_that_is_none_is_a_miss_and_is_deleted(tmp
         ({"embedding": embedding(1)[None]}, "entry.embedding"),
         ({"tensors": {"x": [1]}}, "tensors"),
         ({"tensors": {"x": torch.tensor([1.0, float("nan")])}}, "entry.tensors.*finite numbers"),
-        ({"provenance": {"x": float("inf")}}, "head: expected a dict that JSON can hold"),
-        ({"provenance": {"x": {1, 2}}}, "head: expected a dict that JSON can hold"),
+        ({"provenance": {"x": float("inf")}}, "head: expected a dict that comes back from JSON"),
+        ({"provenance": {"x": {1, 2}}}, "head: expected a dict that comes back from JSON"),
     ],
 )
 def test_entries_that_can_not_be_stored_are_refused_and_leave_nothing(changes, message):

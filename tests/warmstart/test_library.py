@@ -27,7 +27,7 @@ from hf_kvcaches.stores.blobs import Stored
 from hf_kvcaches.warmstart.entries import EntryContents
 from tests import tiny
 from tests.segments.test_cache import A, B, C, D, joined
-from tests.stores.blob_helpers import PROCESSES
+from tests.stores.blob_helpers import PROCESSES, header_end
 from tests.warmstart.warm import OPEN, answer, library_of, logits_of, said, words
 
 EARLIER, CHANGED = joined(A, B, C), joined(A, D[:, :5], B, D[:, 5:8], C)
@@ -286,7 +286,7 @@ def test_flipped_bits_anywhere_in_a_file_are_a_miss_that_is_said_once(tmp_path: 
     model = small()
     opened(model, f"disk:{tmp_path / 'whole'}").add([prompt(0)[0], prompt(1)[0]])
     content = [path.read_bytes() for path in files(tmp_path / "whole")]
-    header = 8 + int.from_bytes(content[0][:8], "little")
+    header = header_end(content[0])
     for place in (0, 9, header // 2, header - 2, header, header + 500, (header + len(content[0])) // 2, len(content[0]) - 1):
         folder = Path(shutil.copytree(tmp_path / "whole", tmp_path / f"{place}"))
         library = opened(model, f"disk:{folder}") if when == "after" else None

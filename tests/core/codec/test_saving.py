@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_kvcaches import ArtifactError, FingerprintMismatch, KVCodec
-from hf_kvcaches.stores.reading import read_safetensors
+from hf_kvcaches.core.files import read_safetensors
 from tests import tiny
 from tests.core.artifact_helpers import rewrite_manifest, tensor_file
 from tests.core.metering.measured import calibrate

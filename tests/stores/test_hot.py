@@ -1,0 +1,167 @@
+"""The hot tier: what was used last is served from memory, within its bytes, and never after it was deleted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.stores import hot
+from hf_kvcaches.stores.blobs import open_blobs
+from hf_kvcaches.stores.hot import HotTier, slab
+from tests.stores.blob_helpers import DTYPES, HEAD, blob, key_of, same
+from tests.stores.test_catalog import catalog, fine, put
+
+ONE = 400  # bytes of the tensors that `put` stores
+
+
+@pytest.fixture
+def shared(tmp_path, redis_location, request):
+    return f"disk:{tmp_path}" if request.param == "disk" else redis_location
+
+
+SHARED = pytest.mark.parametrize("shared", ["disk", "redis"], indirect=True)
+
+
+@SHARED
+def test_a_second_read_asks_the_place_for_nothing(shared, monkeypatch):
+    made = catalog(shared, hot_bytes="1 MB")
+    put(made, "a")
+    first = made.read("a", fine)
+    monkeypatch.setattr(made.blobs, "tensors", lambda key: pytest.fail("the place was asked"))
+    assert same(made.read("a", fine), first)
+    summary = made.summary(["a"])
+    assert (summary["loads"], summary["hot_hits"], summary["hot_bytes"]) == (1, 1, ONE)
+
+
+def test_the_least_recently_used_leave_first():
+    made = catalog(hot_bytes=2 * ONE)
+    put(made, "a", "b", "c")
+    for key in "abacac":
+        made.read(key, fine)
+    assert (made.counts["loads"], made.counts["hot_hits"]) == (3, 3)
+    made.read("b", fine)
+    assert made.counts["loads"] == 4
+    assert made.summary([])["hot_bytes"] == 2 * ONE
+
+
+def test_a_blob_that_is_larger_than_the_tier_is_not_kept_and_drives_nothing_out():
+    made = catalog(hot_bytes=ONE)
+    put(made, "a")
+    made.put("b", {"tokens": 1}, {"x": torch.zeros(1000)})
+    made.refresh()
+    for key in "aba":
+        made.read(key, fine)
+    assert (made.counts["loads"], made.counts["hot_hits"]) == (2, 1)
+
+
+def test_without_a_tier_nothing_is_kept():
+    made = catalog()
+    put(made, "a")
+    made.read("a", fine)
+    made.read("a", fine)
+    assert (made.counts["loads"], made.summary([])["hot_bytes"]) == (2, 0)
+
+
+@SHARED
+def test_what_another_process_deleted_or_replaced_is_not_served_after_a_refresh(shared):
+    made, other = catalog(shared, hot_bytes="1 MB"), open_blobs(shared)
+    put(made, "a", "b")
+    for key in "ab":
+        made.read(key, fine)
+    other.delete("a")
+    other.delete("b")
+    other.put("b", {"tokens": 10}, {"x": torch.ones(100)})
+    made.refresh()
+    assert made.read("a", fine) is None
+    assert bool((made.read("b", fine)["x"] == 1).all())
+
+
+def test_what_is_deleted_while_it_is_read_is_not_kept(monkeypatch):
+    made = catalog(hot_bytes="1 MB")
+    put(made, "a")
+    made.read("a", lambda tensors: made.delete("a"))
+    assert made.read("a", fine) is None
+    assert made.summary([])["hot_bytes"] == 0
+
+
+def test_the_tier_is_on_the_device_of_its_first_reader():
+    tier = HotTier(10**6)
+    for key, device in (("a", torch.device("meta")), ("b", None)):
+        tier.keep(key, tier.placed({"x": torch.zeros(3)}, device))
+        assert tier.get(key)["x"].device.type == "meta"
+
+
+def test_reshaping_what_was_handed_out_leaves_the_tier_alone():
+    made = catalog(hot_bytes="1 MB")
+    made.put("a", {"tokens": 1}, blob())
+    made.refresh()
+    for _ in range(3):
+        handed = made.read("a", fine)
+        assert same(handed, blob())
+        handed["scale"].unsqueeze_(0)
+    assert made.counts["hot_hits"] == 2
+
+
+@pytest.mark.parametrize("given", [0, "much", True])
+def test_what_is_no_size_is_refused(given):
+    with pytest.raises(ConfigError, match="hot_bytes: expected a number of bytes, at least 1, or None"):
+        catalog(hot_bytes=given)
+
+
+# Slabs
+
+
+def test_a_slab_holds_tensors_of_all_dtypes_and_shapes_in_one_allocation():
+    tensors = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPES}
+    tensors |= {"empty": torch.empty(2, 0, 3), "one": torch.tensor(1.5), "turned": torch.arange(6.0).reshape(2, 3).T}
+    made = slab(tensors)
+    assert same(made, tensors)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in made.values()}) == 1
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in made.values() if tensor.numel())
+    assert slab({}) == {}
+
+
+@pytest.fixture
+def pinned_sizes(monkeypatch):
+    """As if there were CUDA; the bytes of each allocation that was pinned."""
+    sizes = []
+
+    def pin_memory(tensor):
+        sizes.append(tensor.nbytes)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    return sizes
+
+
+def test_with_cuda_a_blob_in_memory_is_pinned_when_it_is_written_and_not_when_it_is_read(pinned_sizes):
+    store = open_blobs("memory")
+    store.put(key_of(1), HEAD, blob())
+    assert len(pinned_sizes) == 1
+    assert pinned_sizes[0] >= sum(tensor.nbytes for tensor in blob().values())
+    assert same(store.tensors(key_of(1)), blob())
+    assert len(pinned_sizes) == 1
+
+
+def test_with_cuda_the_tier_on_the_cpu_is_pinned_once_for_each_blob(pinned_sizes, tmp_path):
+    made = catalog(f"disk:{tmp_path}", hot_bytes="1 MB")
+    put(made, "a")
+    for _ in range(3):
+        made.read("a", fine)
+    assert len(pinned_sizes) == 1
+
+
+def test_where_no_more_memory_can_be_pinned_it_stays_pageable(pinned_sizes, monkeypatch):
+    def fails(tensor):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", fails)
+    assert same(slab(blob()), blob())
+
+
+def test_without_cuda_nothing_is_pinned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pytest.fail("pinned"))
+    assert same(hot.slab(blob()), blob())

@@ -1,0 +1,94 @@
+"""A back-end of one's own: that of the guide does as the others do."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_kvcaches.stores.blobs import BlobStore
+from tests.stores.blob_helpers import HEAD, Follower, blob, key_of, same
+from tests.stores.test_catalog import catalog, fine, put
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "segments.md").read_text(encoding="utf-8")
+KEY = key_of(7)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Any:
+    """Makes objects of the guide's back-end, of one file."""
+    (example,) = [code for code in re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL) if "BlobStore):" in code]
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(example.partition("with SegmentStore")[0], names)
+    return lambda: names["SqliteBlobs"](tmp_path / "blobs.db")
+
+
+def test_blobs_come_back_and_changes_are_told_to_all(own):
+    one, two = Follower(own()), Follower(own())
+    one.store.put(KEY, HEAD, blob())
+    two.follow()
+    assert two.known == {KEY: HEAD}
+    assert same(two.store.tensors(KEY), blob())
+    one.store.put(KEY, {}, blob(1))
+    assert same(one.store.tensors(KEY), blob())
+    two.store.delete(KEY)
+    two.store.put(KEY, {"n": 2}, blob(2))
+    one.follow()
+    two.follow()
+    assert one.known == two.known == {KEY: {"n": 2}}
+    assert one.store.tensors("ab") is None
+    assert not one.store.delete("ab")
+
+
+def test_a_cap_pins_and_clear_work_as_with_others(own):
+    made = catalog(own())
+    put(made, "a", "b", "c")
+    made.pin("a")
+    made.max_bytes = made.worth.total - 1
+    made.refresh()
+    assert made.contents.keys == {"a", "c"}
+    assert made.read("a", fine) is not None
+    made.clear()
+    made.refresh()
+    assert (made.contents.keys, made.blobs.pinned()) == (set(), frozenset())
+
+
+def test_a_flipped_bit_is_a_miss_that_is_said_once(own):
+    blobs = own()
+    made = catalog(blobs)
+    put(made, "a", "b")
+    blobs.db.execute("UPDATE blobs SET content = CAST(substr(content, 1, length(content) - 1) || x'01' AS BLOB)")
+    with pytest.warns(RuntimeWarning, match="A damaged thing is made anew") as said:
+        assert made.read("a", fine) is made.read("b", fine) is None
+    assert len(said) == 1
+    assert made.contents.keys == set()
+
+
+def test_a_store_that_lacks_a_method_can_not_be_made():
+    class Half(BlobStore):
+        def put(self, key: str, head: Any, tensors: Any) -> int:
+            return 0
+
+    with pytest.raises(TypeError, match="abstract"):
+        Half("half")
+
+
+def test_a_method_that_finds_the_place_unusable_is_a_miss(own):
+    from hf_kvcaches.stores.blobs import StoreUnavailable
+
+    blobs = own()
+    made = catalog(blobs)
+    put(made, "a")
+
+    def tensors(key: str) -> Any:
+        raise StoreUnavailable("It is away.")
+
+    blobs.tensors = tensors
+    with pytest.warns(RuntimeWarning, match=r"It is away\. Prompts are computed instead"):
+        assert made.read("a", fine) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert made.read("a", fine) is None
