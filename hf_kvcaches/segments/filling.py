@@ -71,7 +71,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         return row.cut(row.prefix, f"{row.reused} tokens are stored, too few for reuse to pay.")
 
     def read(self, key: str) -> Tensors | None:
-        return self.cache.store.tensors(key)
+        return self.cache.store.tensors(key, self.call.input_ids.device)
 
     def run(self, plan: PromptPlan, fetched: Fetched) -> tuple[int, PromptPlan]:
         cache, store = self.cache, self.cache.store

@@ -85,7 +85,9 @@ def moved(packed: Packed, device: torch.device, pin: bool = False) -> Packed:
 
 
 def _there(tensor: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
-    return (tensor.contiguous().pin_memory() if pin else tensor).to(device, non_blocking=pin)
+    if pin and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.contiguous().pin_memory()
+    return tensor.to(device, non_blocking=pin)
 
 
 def _write(portion: Portion, arrived: torch.cuda.Event | None) -> None:
