@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
@@ -70,6 +69,9 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
             return row
         return row.cut(row.prefix, f"{row.reused} tokens are stored, too few for reuse to pay.")
 
+    def seconds_to_read(self, keys: Collection[str]) -> float | None:
+        return self.cache.store.catalog.seconds_to_read(keys)
+
     def read(self, key: str) -> Tensors | None:
         return self.cache.store.tensors(key, self.call.input_ids.device)
 
@@ -88,12 +90,11 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
 
     def report(self, plan: PromptPlan, identity: Identity) -> None:
         cache = self.cache
-        costs, layers = Costs.of(cache.model), len(cache.layers)
+        costs = Costs.of(cache.model)
         with cache.store.reading():
             rows = [self._new(row) for row in plan.rows]
         for row in plan.rows:
-            cost = costs.of_tokens(np.append(row.recompute(), len(row.ids) - 1))
-            cost += sum(costs.of_tokens(span.joining(), span.depth, layers) for span in row.spans if span.depth is not None)
+            cost = self.operations(PromptPlan((row,), self.total))
             if self.stages is not None:
                 cost += self.stages.cost_of_looking(row, costs)
             cache.note(row, cost, costs.of_prompt(row.begin, len(row.ids)))

@@ -26,6 +26,9 @@ _ROUNDS = 8
 # Bytes that a read must have to tell how fast the place is, and the weight of the latest such read.
 _TELLING, _WEIGHT = 1 << 16, 0.2
 
+# Seconds after which reads tell nothing any more: what is not fetched because that takes too long is tried again then.
+_LATELY = 60.0
+
 
 class Contents(Protocol):
     """An index of the blobs of a store. It is called under the catalog's lock, and does not call the catalog."""
@@ -83,6 +86,7 @@ class Catalog:
         self._created: dict[str, float] = {}
         self._checked: dict[str, set[str]] = {}
         self._seconds_per_byte: float | None = None
+        self._measured = -math.inf
         # Changes are fetched and applied in their order.
         self._following = threading.Lock()
         self._warned: set[str] = set()
@@ -169,11 +173,15 @@ class Catalog:
             if size >= _TELLING:
                 before = seconds / size if self._seconds_per_byte is None else self._seconds_per_byte
                 self._seconds_per_byte = before + _WEIGHT * (seconds / size - before)
+                self._measured = self.clock()
         return tensors
 
-    def seconds_to_read(self, size: int) -> float | None:
-        """How long a read of so many bytes takes, as the latest reads of this process tell; None before the first one."""
-        return None if self._seconds_per_byte is None else self._seconds_per_byte * size
+    def seconds_to_read(self, keys: Collection[str]) -> float | None:
+        """How long a read of blobs takes that are not in the hot tier, as the latest reads tell; None where there were none lately."""
+        with self.lock:
+            size = sum(self.worth.sizes.get(key, 0) for key in keys if key not in self.hot)
+            lately = self.clock() - self._measured < _LATELY
+            return self._seconds_per_byte * size if self._seconds_per_byte is not None and lately else None
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
         """Stores a blob, and returns whether the place could be used. A head without `created` gets it, in whole seconds since 1970."""

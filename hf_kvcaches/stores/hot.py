@@ -48,6 +48,9 @@ class HotTier:
         self.device: torch.device | None = None
         self._blobs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._blobs
+
     def get(self, key: str) -> dict[str, Tensor] | None:
         """The tensors of a blob, not to be written to, or None."""
         if key not in self._blobs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -127,6 +127,9 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         if cache.strategy == "auto" and cache.swap == "off":
             return "A summary answers what follows worse: with strategy='auto' it takes swap='sync' or 'background'."
         return ""
+
+    def seconds_to_read(self, keys: Collection[str]) -> float | None:
+        return self.cache.library.entries.catalog.seconds_to_read(keys)
 
     def read(self, key: str) -> Tensors | None:
         found = self.cache.library.full_of(key)

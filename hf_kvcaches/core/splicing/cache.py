@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
@@ -21,6 +22,7 @@ from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
 from hf_kvcaches.core.splicing.plan import Indices, PromptPlan
 from hf_kvcaches.core.splicing.remembering import Remembering
 from hf_kvcaches.core.splicing.sparse import Look, LookingPass, SparsePass, SplicingPass
+from hf_kvcaches.core.splicing.speed import note_pass
 from hf_kvcaches.core.splicing.trial import parts_refused
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -43,6 +45,8 @@ class SplicingCache(SourceCache):
         self.exchanged = False
         # Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
         self.reason = ""
+        # When the pass over a prompt began, and its operations, until it is known how long it took.
+        self._timed: tuple[float, float] | None = None
         self.background: Background | None = None
         self.remembering: Remembering | None = None
 
@@ -60,7 +64,20 @@ class SplicingCache(SourceCache):
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self._release()
+        if self._timed is not None:
+            began, operations = self._timed
+            note_pass(self.model, operations, time.perf_counter() - began)
+            self._timed = None
         super().observe(input_ids, attention_mask, position_ids)
+
+    def time_pass(self, began: float, operations: float) -> None:
+        """Measures how fast prompts are computed, by the time from `began` to the next pass.
+
+        Args:
+            began: By `time.perf_counter`.
+            operations: Floating-point operations in between.
+        """
+        self._timed = began, operations
 
     @property
     def parts_refused(self) -> str:
@@ -247,7 +264,7 @@ class SplicingCache(SourceCache):
     def reset(self) -> None:
         self._release()
         super().reset()
-        self.exchanged, self.reason = False, ""
+        self.exchanged, self.reason, self._timed = False, "", None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._release()
@@ -279,7 +296,7 @@ class SplicingCache(SourceCache):
     def __getstate__(self) -> dict[str, Any]:
         # A store stays in its process. Elsewhere the cache goes on with what it has.
         self._release()
-        return {**super().__getstate__(), "background": None, "remembering": None}
+        return {**super().__getstate__(), "background": None, "remembering": None, "_timed": None}
 
     def _check_layers(self) -> None:
         foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})

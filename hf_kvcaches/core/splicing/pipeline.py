@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.cache import SplicingCache
+from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan, PromptPlan
+from hf_kvcaches.core.splicing.speed import seconds_to_compute
 from hf_kvcaches.core.splicing.tokens import Ids
 
 CacheT = TypeVar("CacheT", bound=SplicingCache)
 
 Tensors = Mapping[str, torch.Tensor]
+# Seconds of reading that are too few to be weighed against computing.
+NOTICED = 0.05
 
 
 @dataclass(frozen=True)
@@ -93,9 +99,27 @@ class Pipeline(ABC, Generic[CacheT]):
         if plan is None or reason:
             return self.leave(reason)
         plan, fetched = self.fetch(plan)
+        began = time.perf_counter()
         taken, plan = self.run(plan, fetched)
+        self.cache.time_pass(began, self.operations(plan))
         self.report(plan, identity)
         return taken
+
+    def operations(self, plan: PromptPlan) -> float:
+        """What a plan computes in the decoder layers, the last token included, in floating-point operations."""
+        costs, layers = Costs.of(self.cache.model), len(self.cache.layers)
+        joining = (costs.of_tokens(span.joining(), span.depth or 0, layers) for row in plan.rows for span in row.spans)
+        return sum(joining) + sum(costs.of_tokens(np.append(row.recompute(), len(row.ids) - 1)) for row in plan.rows)
+
+    def slower(self, plan: PromptPlan) -> str:
+        """Why fetching takes longer than computing, as a sentence; "" where it does not, or nobody knows."""
+        costs = Costs.of(self.cache.model)
+        saved = sum(costs.of_prompt(row.begin, len(row.ids)) for row in plan.rows) - self.operations(plan)
+        reading = self.seconds_to_read({tokens.key for tokens in plan.stored})
+        computing = seconds_to_compute(self.cache.model, saved)
+        if reading is None or computing is None or reading < max(computing, NOTICED):
+            return ""
+        return f"To fetch what is stored takes {reading:.2f} s, and to compute it {computing:.2f} s."
 
     def leave(self, reason: str) -> int:
         """Leaves the prompt to the model, and keeps the reason for the report."""
@@ -108,6 +132,8 @@ class Pipeline(ABC, Generic[CacheT]):
 
     def fetch(self, plan: PromptPlan) -> tuple[PromptPlan, Fetched]:
         """Reads the blobs of a plan; what another process has evicted since the look-up, or what is damaged, is computed."""
+        if reason := self.slower(plan):
+            return replace(plan, rows=tuple(row.cut(row.begin, reason) for row in plan.rows)), Fetched({})
         found = {key: self.read(key) for key in dict.fromkeys(tokens.key for tokens in plan.stored)}
         lost = {key for key, tensors in found.items() if tensors is None}
         rows = tuple(row.without(lost, "The stored tokens are gone or damaged.") for row in plan.rows) if lost else plan.rows
@@ -122,6 +148,10 @@ class Pipeline(ABC, Generic[CacheT]):
     @abstractmethod
     def codec(self) -> KVCodec | None:
         """What reads the store's blobs, where they are codes."""
+
+    @abstractmethod
+    def seconds_to_read(self, keys: Collection[str]) -> float | None:
+        """How long blobs take to be read, at the speed that was measured; None where nobody knows."""
 
     @abstractmethod
     def refused(self, identity: Identity) -> str:
