@@ -114,7 +114,7 @@ class WarmStartCache(SplicingCache):
         guard: int = 8,
         tail: int = 16,
         projector: SlotProjector | None = None,
-        remember: bool = True,
+        remember: bool = False,
         decode_with: KVCache | None = None,
         offloading: bool = False,
     ) -> None:
@@ -187,8 +187,9 @@ class WarmStartCache(SplicingCache):
             positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
             self._exact = ExactPrefill(self.model, ids, None if mask is None else mask.clone(), positions.clamp_min(0))
 
-    def start_from(self, summaries: Sequence[Slots], covered: int) -> None:
+    def start_from(self, summaries: Slots | Sequence[Slots], covered: int) -> None:
         """Begin with a summary for each row, rotated to its positions, that stand for the first `covered` slots of the prompt."""
+        summaries = [summaries] if isinstance(summaries, Slots) else summaries
         _, _, decoder = compat.decoder_layers(self.model)
         for index, (layer, module) in enumerate(zip(self.layers, decoder, strict=True)):
             rows = [summary.layers[index] for summary in summaries]

@@ -45,6 +45,10 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
     def refused(self, identity: Identity) -> str:
         return self.cache.library.why_not(identity)
 
+    def leave(self, reason: str, rows: tuple[PromptRow, ...] = ()) -> int:
+        self.cache.note([self._planned(row, Choice(refused=reason)) for row in rows], inexact=False)
+        return super().leave(reason, rows)
+
     def look_up(self, identity: Identity, rows: tuple[PromptRow, ...]) -> PromptPlan:
         self.cache.library.refresh()
         choices = [self._chosen(row.ids) for row in rows]

@@ -298,7 +298,6 @@ def test_a_segment_that_is_not_what_its_head_says_is_a_miss_and_is_mended(model,
         {"ids": "!"},
         {"ids": None},
         {"signature": "AAAA"},
-        {"surroundings": "AAAA"},
         {"origin": "computed"},
     ],
 )

@@ -47,7 +47,7 @@ def test_the_examples_run_one_after_the_other(quickstart, tmp_path, monkeypatch,
     assert sum(SERVER in example for example in EXAMPLES) == 1
     for example in EXAMPLES:
         exec(example.replace(SERVER, redis_location), names)
-    assert len(EXAMPLES) == 10
+    assert len(EXAMPLES) == 11
     report = names["report"]
     assert 0.4 < report.flops_saved < 0.9, "most of the second prompt stood in the first"
     assert report.reused_tokens > 3 * report.computed_tokens

@@ -116,7 +116,7 @@ def test_all_tokens_between_stretches_make_it_cold() -> None:
     cache = WarmStartCache(model, library_of(model, EARLIER), strategy="align", gate=OPEN, guard=200, tail=0)
     close(logits_of(model, joined(D, B), cache), logits_of(model, joined(D, B)))
     assert cache.report().strategies == ("cold",)
-    assert cache.report().refusals == ("No entry shares a stretch with it.",)
+    assert cache.report().refusals == ("No entry shares a span with it.",)
 
 
 def test_stretches_in_half_precision() -> None:
@@ -672,13 +672,75 @@ def test_a_projector_changes_slots_where_it_fits_and_does_no_harm_where_it_does_
     close(logits_of(model, prompt, with_it, 2), logits_of(model, prompt, without, 2))
 
 
-def test_batches_are_not_summed_up() -> None:
+def test_rows_of_a_batch_begin_with_a_summary_each() -> None:
     model = tiny.llama()
     cache = summary(model)
     ids, mask = left_padded(LIKE, SUMMED)
+    got = logits_of(model, ids, cache, 3, attention_mask=mask)
+    assert cache.report().strategies == ("slots", "slots")
+    for row, prompt in enumerate((LIKE, SUMMED)):
+        alone = WarmStartCache(model, cache.library, strategy="slots", gate=OPEN)
+        close(got[row : row + 1], logits_of(model, prompt, alone, 3))
+
+
+def test_a_batch_of_which_not_all_rows_have_a_summary_is_cold() -> None:
+    model = tiny.llama()
+    cache = summary(model)
+    short = C[:, :1]
+    ids, mask = left_padded(LIKE, short)
     close(logits_of(model, ids, cache, 3, attention_mask=mask), logits_of(model, ids, new=3, attention_mask=mask))
     assert cache.report().strategies == ("cold", "cold")
-    assert cache.report().refusals == ("A summary serves one row, and this is a batch.",) * 2
+    assert cache.report().refusals[0] == "The rows of a batch take summaries only where all of them can."
+
+
+# Prompts that enter the library
+
+
+def test_a_prompt_that_was_computed_is_in_the_library_for_the_next_request() -> None:
+    model = tiny.llama()
+    library = library_of(model, slots=8)
+    ids, mask = left_padded(EARLIER, joined(D, E))
+    logits_of(model, ids, WarmStartCache(model, library, remember=True), 2, attention_mask=mask)
+    for prompt in (EARLIER, joined(D, E)):
+        cache = WarmStartCache(model, library)
+        with tokens_run(model) as seen:
+            got = logits_of(model, prompt, cache, 3)
+        assert (cache.report().strategy, seen) == ("exact", [1, 1, 1])
+        close(got, logits_of(model, prompt, new=3))
+    assert len(library.ids()) == 2
+    assert library.slots_of(library.ids()[0]) is not None
+
+
+def test_a_prompt_behind_a_beginning_in_the_library_enters_it_too() -> None:
+    model = tiny.llama()
+    library = library_of(model, joined(A, B))
+    for strategy in ("prefix", "exact"):
+        cache = WarmStartCache(model, library, remember=True)
+        close(logits_of(model, EARLIER, cache, 3), logits_of(model, EARLIER, new=3))
+        assert cache.report().strategy == strategy
+
+
+@pytest.mark.parametrize("swap", ["off", "sync"])
+def test_what_was_reused_inexactly_enters_the_library_only_once_it_is_exact(swap: str) -> None:
+    model = tiny.llama()
+    library = library_of(model, EARLIER)
+    cache = WarmStartCache(model, library, strategy="align", gate=OPEN, swap=swap, remember=True)  # type: ignore[arg-type]
+    logits_of(model, CHANGED, cache, 3)
+    assert cache.report().strategy == "align"
+    library.refresh()
+    assert len(library.ids()) == (2 if swap == "sync" else 1)
+    if swap == "sync":
+        cache = WarmStartCache(model, library)
+        close(logits_of(model, CHANGED, cache, 3), logits_of(model, CHANGED, new=3))
+        assert cache.report().strategy == "exact"
+
+
+def test_a_library_stays_as_it_is_unless_the_cache_is_told_to_remember() -> None:
+    model = tiny.llama()
+    library = library_of(model, EARLIER)
+    logits_of(model, joined(D, E), WarmStartCache(model, library), 3)
+    library.refresh()
+    assert len(library.ids()) == 1
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class Pipeline(ABC, Generic[CacheT]):
             if not reason and identity != presumed:
                 plan = self.look_up(identity, rows)
         if plan is None or reason:
-            return self.leave(reason)
+            return self.leave(reason, rows)
         plan, fetched = self.fetch(plan)
         began = time.perf_counter()
         taken, plan = self.run(plan, fetched)
@@ -121,8 +121,8 @@ class Pipeline(ABC, Generic[CacheT]):
             return ""
         return f"To fetch what is stored takes {reading:.2f} s, and to compute it {computing:.2f} s."
 
-    def leave(self, reason: str) -> int:
-        """Leaves the prompt to the model, and keeps the reason for the report."""
+    def leave(self, reason: str, rows: tuple[PromptRow, ...] = ()) -> int:
+        """Leaves the prompt to the model, and keeps the reason for the report; the rows are not known of every prompt."""
         self.cache.reason = reason
         return 0
 
