@@ -81,7 +81,7 @@ class SegmentReuseCache(SplicingCache):
     Args:
         model: A transformers model.
         store: Where segments live between requests.
-        tokenizer: The model's. With it, prompts are cut at messages, JSON, code and headings; it is part of what segments are bound to.
+        tokenizer: The model's. With it, prompts are cut at messages, blank lines and lines; it is part of what segments are bound to.
         mode: `"exact"`: only what an earlier prompt had from its first token on. `"auto"`: other segments too, where the policy admits
             them. `"approximate"`: every verbatim segment, repaired, without gates. None: `"auto"` with a policy or tiers, else `"exact"`.
         policy: Guards and thresholds, from `scripts/calibrate_segments.py`; None for the paper's guards and strict thresholds.

@@ -19,7 +19,6 @@ _LINE, _BLOCK, _WALL = 1, 2, 3
 
 _LINE_START = re.compile(r"\n\s*")
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
-_HEADING_LINE = re.compile(r"\n[^\S\n]{0,3}(#{1,6})[^\S\n]+\S")
 
 # Stand-ins for bytes of unfinished characters, so that different tokens don't look alike: the private planes of Unicode.
 _PRIVATE, _PRIVATE_SIZE = 0xF0000, 0x20000
@@ -29,9 +28,8 @@ class Discovery:
     """Cuts a row of token ids at places that come again in other prompts.
 
     **Walls** stand where a chat message begins, at the caller's separators, and around the caller's own spans. Between walls a row falls
-    into **blocks**. A block begins behind a blank line, at a Markdown heading, and at the first line of anything of these that is whole:
-    JSON (brackets balance, no line is blank), XML or HTML (the tag closes), fenced code; and it ends behind the last line of these. A
-    line of at least twice `shortest` tokens is a block of its own.
+    into **blocks**, which begin behind blank lines. A line of at least twice `shortest` tokens is a block of its own. (Other structure, of
+    JSON, tags, code and headings, was measured and makes no difference: what is equal inside of segments is found anyway.)
 
     - A block of at least `shortest` tokens is cut by itself: its lines are put together from the left until they have `shortest` tokens;
       lines left over at its end join what is before them, if that gives at most `longest`. What is longer than `longest` is cut into
@@ -40,7 +38,7 @@ class Discovery:
       across a wall. One that stands alone stays shorter than `shortest`: to compute it anew costs less than to tie a neighbour to it.
 
     So the spans of a block of at least `shortest` tokens follow from its tokens alone, wherever it stands, as long as it shares no token
-    with a neighbour and closes nothing that was left open before it. A place inside of a token counts as before it.
+    with a neighbour. A place inside of a token counts as before it.
 
     Args:
         tokenizer: Of the model; its chat template, if it has one, tells how messages begin. None: there are only the caller's spans, and
@@ -63,7 +61,6 @@ class Discovery:
         self._tokenizer = tokenizer
         self._message = _any_of([_loosely(text) for text in self.messages])
         self._separator = _any_of([re.escape(text) for text in separators])
-        self._special = frozenset(getattr(tokenizer, "all_special_tokens", ()))
         self._pieces: dict[int, str] = {}
         self._anchor = _anchor(tokenizer)
 
@@ -125,17 +122,8 @@ class Discovery:
             found = np.searchsorted(offsets, np.fromiter(places, dtype=np.int64) - 1, side="right") - 1
             return np.maximum(found, 0)
 
-        code = list(_code_ranges(text))
-        ranges = [*code, *_json_ranges(text), *_xml_ranges(text, self._special)]
-        starts, stops = (tokens(range_[side] for range_ in ranges) for side in (0, 1))
-        in_code = np.zeros(len(row) + 1, dtype=bool)
-        for start, stop in zip(starts[: len(code)], stops[: len(code)], strict=True):
-            in_code[start:stop] = True
-        headings = tokens(match.start(1) for match in _HEADING_LINE.finditer(text))
-        headings = headings[~in_code[headings]]
         power[tokens(match.end() for match in _LINE_START.finditer(text))] = _LINE
-        for blocks in (tokens(match.end() for match in _BLANK_LINE.finditer(text)), starts, stops, headings):
-            power[blocks] = _BLOCK
+        power[tokens(match.end() for match in _BLANK_LINE.finditer(text))] = _BLOCK
         if self._separator is not None:
             power[tokens(match.start() for match in self._separator.finditer(text))] = _WALL
         if self._message is not None:
@@ -225,90 +213,6 @@ def _anchor(tokenizer: Any) -> tuple[int, str] | None:
     ids = list(tokenizer.encode("a", add_special_tokens=False))
     text = _decode(tokenizer, ids[-1:])
     return (ids[-1], text) if text and text.isascii() else None
-
-
-def _next_line(text: str, place: int) -> int:
-    end = text.find("\n", place)
-    match = _LINE_START.match(text, end) if end >= 0 else None
-    return match.end() if match else len(text)
-
-
-_FENCE = re.compile(r"\n[^\S\n]{0,3}(`{3,}|~{3,})([^\n]*)")
-
-
-def _code_ranges(text: str) -> Iterator[tuple[int, int]]:
-    """Fenced code that is closed: start and stop. A fence that names a language opens, even where one is open already."""
-    opened: re.Match[str] | None = None
-    for match in _FENCE.finditer(text):
-        if opened is None:
-            opened = match
-        elif match[1].startswith(opened[1]):
-            if match[2].strip():
-                opened = match
-            else:
-                yield opened.start(1), _next_line(text, match.end())
-                opened = None
-
-
-# An array begins with what no citation or marker in brackets does.
-_JSON_START = re.compile(r"\n[^\S\n]*(\{|\[(?=\s*[\[{\"\]]))")
-# Whole strings, brackets, and what no JSON has: a quote without another in its line, and blank lines.
-_JSON_TOKEN = re.compile(r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|[\[\]{}]|"|\n[^\S\n]*\n')
-
-
-def _json_ranges(text: str) -> Iterator[tuple[int, int]]:
-    """What begins a line with a bracket and balances, also inside of others: start and stop.
-
-    No string goes on over the end of a line. So what a line is does not depend on those before it.
-    """
-    starts = [match.start(1) for match in _JSON_START.finditer(text)]
-    known, read = frozenset(starts), 0
-    for start in starts:
-        if start < read:
-            continue
-        stack: list[int] = []
-        read = len(text)
-        for match in _JSON_TOKEN.finditer(text, start):
-            char = match[0][0]
-            if char in "[{":
-                stack.append(match.start())
-            elif char in "]}" and text[stack[-1]] == ("[" if char == "]" else "{"):
-                if stack[-1] in known:
-                    yield stack[-1], _next_line(text, match.end())
-                stack.pop()
-            elif len(match[0]) == 1 or char == "\n":
-                stack = []
-            if not stack:
-                read = match.end()
-                break
-
-
-_XML_START = re.compile(r"\n[^\S\n]*(<[A-Za-z_])")
-_XML_TAG = re.compile(r"<(/?)([A-Za-z_][\w:.-]*)(?:\s[^<>]*|/)?>")
-
-
-def _xml_ranges(text: str, special: frozenset[str]) -> Iterator[tuple[int, int]]:
-    """What begins a line with a tag that is closed later, also inside of others: start and stop."""
-    starts = frozenset(match.start(1) for match in _XML_START.finditer(text))
-    if not starts:
-        return
-    stack: list[tuple[str, int]] = []
-    count: dict[str, int] = {}
-    for match in _XML_TAG.finditer(text, min(starts)):
-        name = match[2]
-        if match[0] in special or match[0].endswith("/>"):
-            continue
-        if not match[1]:
-            stack.append((name, match.start()))
-            count[name] = count.get(name, 0) + 1
-        elif count.get(name):
-            while True:  # Tags that were left open inside of this one are closed with it.
-                other, start = stack.pop()
-                count[other] -= 1
-                if other == name:
-                    break
-            if start in starts:
-                yield start, _next_line(text, match.end())
 
 
 _ROLES = ("user", "assistant", "system", "developer", "tool")

@@ -229,89 +229,21 @@ def test_any_row_falls_into_spans_and_given_ones_are_kept(texts: list[str], odd:
 # --- structure -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_with_everything_is_cut_where_a_reader_would() -> None:
+def test_a_prompt_is_cut_at_messages_and_blank_lines() -> None:
     tokenizer = with_template(CHATML, "<|im_start|>", "<|im_end|>")
     discovery = Discovery(tokenizer, shortest=8)
-    told = "You are a careful assistant who reads.\n\n# Tools\nAll of them are listed below, in order.\n\n"
+    told = "You are a careful assistant who reads.\n\nAll of the tools are listed below, in order.\n\n"
     told += '{"name": "find", "place": "here"}\n'
-    asked = "<note>\nThe lion is red and the bear is green.\n</note>\n```\nx = find(1, 2)\n```\nWhat is x?"
-    messages = [{"role": "system", "content": told}, {"role": "user", "content": asked}]
+    messages = [{"role": "system", "content": told}, {"role": "user", "content": "The lion is red and the bear is green. What is x?"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert texts_of(discovery, text, tokenizer) == [
         "<|im_start|>system\nYou are a careful assistant who reads.\n\n",
-        "# Tools\nAll of them are listed below, in order.\n\n",
-        '{"name": "find", "place": "here"}\n',
-        "<|im_end|>\n",
+        "All of the tools are listed below, in order.\n\n",
+        '{"name": "find", "place": "here"}\n<|im_end|>\n',
         "<|im_start|>user\n",
-        "<note>\nThe lion is red and the bear is green.\n</note>\n",
-        "```\nx = find(1, 2)\n```\n",
-        "What is x?<|im_end|>\n",
+        "The lion is red and the bear is green. What is x?<|im_end|>\n",
         "<|im_start|>assistant\n",
     ]
-
-
-WHOLE = [
-    '{"a": "}"}',
-    '{"a": "\\"}", "b": [1, {"c": 2}]}',
-    '  [{"a": 1},\n   {"b": 2}]',
-    '{\n"a": [\n1\n]\n},',
-    "<a>b</a>",
-    "<ns:a-b c='d'>\n<a>\n<ns:a-b>x</ns:a-b>\n</ns:a-b>",
-    "<ul>\n<li>x<br/>\n<li>y</li>\n</ul>",
-    "```\nx\n```",
-    "```py\n# x\n```",
-    "~~~\n```\n~~~",
-    "````\n```\nx\n```\n````",
-]
-BROKEN = [
-    '{"a": 1',
-    '{"a": "1}',
-    "{ ]",
-    '{\n\n"a": 1}',
-    "[1] See the first of them",
-    "x {1}",
-    "<a>b",
-    "<a/>",
-    "x <a>b</a>",
-    "a < b",
-    "</a>",
-    "```\nx",
-    "``\nx\n``",
-    "~~~\nx\n```",
-    "#x",
-    "####### x",
-]
-
-
-# A line that is a span by itself, next to which shorter lines are joined with each other.
-LINE = "x" * 60 + "\n"
-
-
-@pytest.mark.parametrize("text", WHOLE)
-def test_what_is_whole_is_a_block(text: str) -> None:
-    spans = texts_of(Discovery(bytes_only(), shortest=48, longest=1000), f"{LINE}{text}\n{LINE}", bytes_only())
-    assert spans[0] == LINE + text[: len(text) - len(text.lstrip())]
-    assert spans[-1] == LINE
-    assert "".join(spans[1:-1]) == text.lstrip() + "\n"
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_what_is_not_whole_is_text(text: str) -> None:
-    spans = texts_of(Discovery(bytes_only(), shortest=48, longest=1000), f"{LINE}{text}\n{LINE}", bytes_only())
-    assert spans[-1] != LINE
-
-
-def test_elements_of_a_list_are_blocks_so_that_their_order_does_not_matter() -> None:
-    tools = [f'  {{\n    "name": "tool {name}",\n    "about": "does {name}"\n  }}' for name in ("one", "two", "three")]
-    discovery = Discovery(bytes_only(), shortest=10, longest=1000)
-    found = [set(texts_of(discovery, "[\n" + ",\n".join(some) + "\n]\n", bytes_only())) for some in (tools, tools[::-1])]
-    assert sum("tool" in text and text.count("tool") == 1 for text in found[0] & found[1]) >= 1
-    assert not any(text.count("tool") > 1 for text in found[0] | found[1])
-
-
-def test_a_fence_that_names_a_language_opens_whatever_was_left_open_before() -> None:
-    text = f"```\nx\n{LINE}```py\ny\n```\n{LINE}"
-    assert texts_of(Discovery(bytes_only(), shortest=48, longest=1000), text, bytes_only())[1:] == ["```py\ny\n```\n", LINE]
 
 
 def test_a_place_inside_of_a_token_counts_as_before_it() -> None:
@@ -394,10 +326,6 @@ def test_every_message_begins_a_span(template: str, special: list[str], roles: t
         assert not any(other in holding for other in contents if other != content)
 
 
-def test_special_tokens_are_no_tags() -> None:
-    assert len(texts_of(discovery_of(16, 128), "<s>one two three\nfour</s>\n" + "five " * 10)) == 1
-
-
 # --- text ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -429,11 +357,10 @@ def test_unknown_ids_and_no_ids_have_no_text() -> None:
     assert discovery.spans(np.zeros(0, dtype=np.int64)) == []
 
 
-def test_structure_is_found_where_line_ends_are_bytes() -> None:
+def test_blank_lines_are_found_where_line_ends_are_bytes() -> None:
     tokenizer = sentencepiece_like()
-    found = texts_of(Discovery(tokenizer, shortest=4), "one of the things\n\n# Title of it all\nis here and there", tokenizer)
-    assert len(found) == 3
-    assert found[1].startswith("#")
+    found = texts_of(Discovery(tokenizer, shortest=4), "one of the things\n\nTitle of it all\nis here and there", tokenizer)
+    assert [text.strip() for text in found] == ["one of the things", "Title of it all", "is here and there"]
 
 
 # --- refusals, and time --------------------------------------------------------------------------------------------------------------

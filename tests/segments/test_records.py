@@ -99,8 +99,7 @@ def test_ids_of_segments_tell_apart_what_must_not_be_mixed_and_nothing_else() ->
 @given(ids=TOKENS.filter(len), context=TOKENS, signature=st.none() | TOKENS, start=st.integers(0, 2**40))
 def test_records_come_back_from_json(ids, context, signature, start: int) -> None:
     arrays = {
-        field: None if value is None else as_ids(value)
-        for field, value in (("ids", ids), ("context", context), ("signature", signature))
+        field: None if value is None else as_ids(value) for field, value in (("ids", ids), ("context", context), ("signature", signature))
     }
     first = record(start=start, **arrays)
     back = Record.from_dict(json.loads(json.dumps(first.to_dict())))
