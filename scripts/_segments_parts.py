@@ -17,33 +17,27 @@ from shared.results import Row
 from shared.timing import spread
 
 from hf_kvcaches import SegmentPolicy, SegmentStore
-from hf_kvcaches.segments.index import SegmentIndex, lsh, minhash_of
+from hf_kvcaches.segments.index import SegmentIndex
 from hf_kvcaches.segments.records import Chain, Record
 
 POLICY = SegmentPolicy(check_layer=2, probe=0.995, similarity=0.5)  # suits the model of this repository
-SEGMENTS, LENGTH, VOCABULARY, PERMUTATIONS = 8, 100, 32_000, 64  # segments of a prompt, tokens of a segment
+SEGMENTS, LENGTH, VOCABULARY = 8, 100, 32_000  # segments of a prompt, tokens of a segment
 
 
 def lookups(segments: int, calls: int) -> Iterator[Row]:
     """A row for each kind of look-up among so many random segments, which must find what is stored."""
     random = np.random.default_rng(0)
     new_prompts = lambda count: random.integers(0, VOCABULARY, (count, SEGMENTS, LENGTH), dtype=np.uint32)  # noqa: E731
-    new_signatures = lambda count: random.integers(0, 2**32, (count, PERMUTATIONS), dtype=np.uint32)  # noqa: E731
-    prompts, signatures = new_prompts(segments // SEGMENTS), new_signatures(segments)
-    index, similar = stored(prompts, signatures)
-    changed = random.permutation(signatures)[:calls]
-    changed[:, : PERMUTATIONS // 5] += np.uint32(1)
+    prompts = new_prompts(segments // SEGMENTS)
+    index = stored(prompts)
     moved = random.permutation(prompts.reshape(-1, LENGTH))[: calls // SEGMENTS * SEGMENTS].reshape(-1, SEGMENTS, LENGTH)
     prefix = lambda ids: sum(span.stop - span.start for span in index.prefix(ids.reshape(-1), Chain(), 0, exact_only=False)[0])  # noqa: E731
     runs = lambda ids: sum(map(len, index.runs(ids.reshape(-1), 0, SegmentPolicy().shortest)))  # noqa: E731
-    near = lambda signature: len(similar.query(minhash_of(signature)))  # noqa: E731
     kinds: list[tuple[str, str, Any, Callable[[Any], int], int]] = [
         ("prefix", "all stored", random.permutation(prompts)[:calls], prefix, SEGMENTS * LENGTH),
         ("prefix", "nothing stored", new_prompts(calls), prefix, 0),
         ("runs", "all moved", moved, runs, SEGMENTS * LENGTH),
         ("runs", "nothing stored", new_prompts(calls), runs, 0),
-        ("near", "one resembles", changed, near, 1),
-        ("near", "none resembles", new_signatures(calls), near, 0),
     ]
     for measure, side, asked, look, expected in kinds:
         seconds, found = [], []
@@ -51,27 +45,25 @@ def lookups(segments: int, calls: int) -> Iterator[Row]:
             begin = time.perf_counter()
             found.append(look(value))
             seconds.append(time.perf_counter() - begin)
-        # Some prompts begin alike by chance, and a few signatures are missed.
-        if abs(mean(found) - expected) > (0.1 if look is near else 0.01 * SEGMENTS * LENGTH):
+        # Some prompts begin alike by chance.
+        if abs(mean(found) - expected) > 0.01 * SEGMENTS * LENGTH:
             raise SystemExit(f"look-up {measure}, {side}: found {mean(found):g} where there are {expected}")
         row = {"side": side, "measure": measure, "tokens": SEGMENTS * LENGTH, "count": len(asked), "value": segments, "unit": "segments"}
         yield row | spread("time", seconds, 1e3)
 
 
-def stored(prompts: Any, signatures: Any) -> tuple[SegmentIndex, Any]:
-    """Indices of all segments of prompts."""
-    index, similar = SegmentIndex(), lsh()
-    rest = iter(signatures)
+def stored(prompts: Any) -> SegmentIndex:
+    """An index of all segments of prompts."""
+    index = SegmentIndex()
     for prompt in prompts:
         chain, ids = Chain(), prompt.reshape(-1)
         for start in range(0, len(ids), LENGTH):
-            left, segment, signature = chain, ids[start : start + LENGTH], next(rest)
+            left, segment = chain, ids[start : start + LENGTH]
             chain = chain.extend(segment)
             before = ids[max(0, start - 128) : start]
-            record = Record("scope", segment, left.name, chain.name, start, before, "exact", True, {}, signature)
+            record = Record("scope", segment, left.name, chain.name, start, before, "exact", True)
             index.add(record.key, record)
-            similar.insert(record.key, minhash_of(signature))
-    return index, similar
+    return index
 
 
 def sharing(backend: str, location: str, pair: Pair, prompts: Sequence[torch.Tensor]) -> Iterator[Row]:

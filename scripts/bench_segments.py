@@ -125,7 +125,7 @@ def bars() -> list[Bar]:
         where = {"section": "no repeats", "measure": measure, "side": AUTO}
         text = f"auto takes at most 1.03x the time of no reuse where nothing repeats, {measure}"
         promised.append(Bar(text, where, lambda row: 1 / row["ratio"], most=1.03))
-    for measure in ("prefix", "runs", "near"):
+    for measure in ("prefix", "runs"):
         # A thousandth of a second and more is not below it.
         where = {"section": "look-up", "measure": measure}
         promised.append(Bar(f"look-up below 1 ms, {measure}", where, "time_ms", most=0.9999, unit=" ms"))
