@@ -7,6 +7,7 @@ a random string that is another one after each put and gone after a deletion; an
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import secrets
 import threading
@@ -64,7 +65,7 @@ class RedisBlobs(BlobStore):
             return int(size)
         pieces = encode(key, head, tensors)
         with self._reaching(), self._client.pipeline() as pipeline:
-            pipeline.set(body, b"".join(pieces)).hset(self._index, key, version_of(pieces[0]))
+            pipeline.set(body, b"".join(pieces)).hset(self._index, key, version_of(bytes(pieces[0])))
             pipeline.set(self._state_key, secrets.token_hex(8)).execute()
         return sum(map(len, pieces))
 
@@ -131,17 +132,19 @@ class RedisBlobs(BlobStore):
             for key, size, first in zip(batch, answers[::2], answers[1::2], strict=True):
                 try:
                     if size:
-                        yield Stored(key, read_header(key, size, partial(self._range, key, first)).head, size)
+                        yield Stored(key, read_header(key, size, partial(self._more, key, io.BytesIO(first))).head, size)
                     else:
                         self.delete(key)
                 except ArtifactError as error:
                     self.discard(key, error)
 
-    def _range(self, key: str, first: bytes, start: int, stop: int) -> bytes:
-        if stop <= len(first):
-            return first[start:stop]
+    def _more(self, key: str, first: io.BytesIO, count: int) -> bytes:
+        """The next bytes of a blob, of which the first are there."""
+        start, content = first.tell(), first.read(count)
+        if len(content) == count:
+            return content
         with self._reaching():
-            return bytes(self._client.getrange(self._bodies + key, start, stop - 1))
+            return bytes(self._client.getrange(self._bodies + key, start, start + count - 1))
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
