@@ -114,11 +114,11 @@ class BlobStore(ABC):
             except OSError:
                 if not added:
                     raise
-                current = None  # the next call goes on with the list
             for key in removed:
                 del self._reported[key]
             self._reported.update((blob.key, listing[blob.key]) for blob in added)
-            self._reported_state = current
+            # Where some could not be read, the next call goes on with the list.
+            self._reported_state = current if self._reported.keys() == listing.keys() else None
             return Changes(added, removed)
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
@@ -208,8 +208,8 @@ def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore
 
         return DiskBlobs(Path(rest).expanduser())
     if colon and kind in ("redis", "rediss"):
-        from hf_kvcaches.stores.blobs_redis import open_redis
+        from hf_kvcaches.stores.blobs_redis import RedisBlobs
 
-        return open_redis(location, float(timeout))
+        return RedisBlobs(location, float(timeout))
     expected = "'memory', 'disk:FOLDER', 'redis://host:port/db' or an object of a BlobStore of your own"
     raise ConfigError.of("location", expected, f"{kind}:..." if "@" in rest else location, "For a folder write disk: before it.")
