@@ -177,8 +177,9 @@ class MemoryBlobs(BlobStore):
         return self._blobs.pop(checked_key(key), None) is not None
 
     def changes(self) -> Changes:
-        blobs = self._blobs.copy()
-        return self.listed(lambda: {key: blob[2] for key, blob in blobs.items()}, lambda keys: [blobs[key][0] for key in keys])
+        with self._lock:
+            blobs = self._blobs.copy()
+            return self.listed(lambda: {key: blob[2] for key, blob in blobs.items()}, lambda keys: [blobs[key][0] for key in keys])
 
     def clear(self) -> None:
         self._pins.clear()

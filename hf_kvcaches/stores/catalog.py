@@ -189,29 +189,31 @@ class Catalog:
             oldest = self._oldest()
             expired = [key for key, created in self._created.items() if created < oldest]
             expired += [key for key in self.contents.expired() if key in self.worth.sizes]
-        self._delete_first(expired, math.inf)
+        self._delete_down_to(-math.inf, expired)
         cap = math.inf if self.max_bytes is None else self.max_bytes
         # Without the pins of other processes nothing may be evicted.
         if self.worth.total > cap and (pinned := self._pinned()) is not None:
             with self.lock:
                 # A blob that is too large by itself would drive out all others first.
                 candidates = sorted(self.worth.ascending(pinned), key=lambda key: self.worth.sizes[key] <= cap)
-                excess = self.worth.total - cap
-            self._delete_first(candidates, excess)
+            self._delete_down_to(cap, candidates)
 
-    def _delete_first(self, keys: Sequence[str], excess: float) -> None:
-        """Deletes the first blobs that can be deleted, until so many bytes are free."""
+    def _delete_down_to(self, cap: float, keys: Sequence[str]) -> None:
+        """Deletes one blob after the other until the rest takes no more than so many bytes."""
+        with self.lock:
+            total, sizes = self.worth.total, self.worth.sizes.copy()
         for key in keys:
-            if excess <= 0:
+            if total <= cap:
                 break
             try:
                 self._count("evicted", self.blobs.delete(key))
             except OSError as error:
                 self._failed(error)
                 continue
-            with self.lock:
-                excess -= self.worth.sizes.get(key, 0)
-                self.worth.evicted(key)
+            total -= sizes.get(key, 0)
+            if cap >= 0:  # what has expired says nothing of the worth of others
+                with self.lock:
+                    self.worth.evicted(key)
         if keys:
             self.follow()
 
