@@ -18,11 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_kvcaches.core._model_card import merge_cards, model_card
-from hf_kvcaches.core.files import exclusive, read_bytes, read_safetensors, sha256_of, write_safetensors
+from hf_kvcaches.core.files import (
+    exclusive,
+    move_into_place,
+    not_finite,
+    read_bytes,
+    read_safetensors,
+    sha256_of,
+    write_atomically,
+    write_safetensors,
+)
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, move_into_place, temporary_beside, write_atomically
-from hf_kvcaches.stores.reading import not_finite, parse_json
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, temporary_beside
+from hf_kvcaches.stores.reading import parse_json
 
 MANIFEST_NAME = "kvcache_artifact.json"
 CARD_NAME = "README.md"
@@ -203,9 +212,8 @@ class Artifact(ABC):
         return manifest
 
     def _write_tensors(self, folder: Path) -> dict[str, Any]:
-        temporary = temporary_beside(folder / "tensors")
         tensors = self.tensors()
-        try:
+        with temporary_beside(folder / "tensors") as temporary:
             write_safetensors(temporary, tensors)
             if name := self._not_finite(tensors):
                 raise ConfigError.of(f"tensors[{name!r}]", "finite values", "infinities or NaN", "Look for them where it was calibrated.")
@@ -213,9 +221,6 @@ class Artifact(ABC):
             # The name says what is in it, so that a file which the present manifest names is never overwritten with other bytes.
             final = f"tensors-{digest[:16]}.safetensors"
             move_into_place(temporary, folder / final)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
         return {"file": final, "sha256": digest, "bytes": size}
 
     @classmethod

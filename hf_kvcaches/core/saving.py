@@ -15,12 +15,11 @@ from hf_kvcaches.core.artifact import refusing_nonsense
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.coded_content import CodedContent
-from hf_kvcaches.core.files import read_safetensors, write_safetensors
+from hf_kvcaches.core.files import read_safetensors, write_atomically, write_safetensors
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, with_article
-from hf_kvcaches.stores.files import write_atomically
 from hf_kvcaches.stores.reading import parse_json
 
 if TYPE_CHECKING:

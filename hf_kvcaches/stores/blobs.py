@@ -5,12 +5,12 @@ A place is named by a location, `memory`, `disk:FOLDER` or `redis://host:port/db
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from itertools import count
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,13 +54,13 @@ class BlobStore(ABC):
 
     Attributes:
         complaints: A sentence for each damaged blob that this object has deleted.
-        unreadable: For each key whose blob can't be used or replaced, though the place can, a sentence why. It is left alone.
+        unreadable: A sentence about a blob that can't be read, though the place can, and is left alone; empty where there is none.
     """
 
     def __init__(self, place: str) -> None:
         self.place = place
         self.complaints: list[str] = []
-        self.unreadable: dict[str, str] = {}
+        self.unreadable = ""
         self.in_use = False
         self._lock = threading.RLock()
         self._pins: set[str] = set()
@@ -70,7 +70,7 @@ class BlobStore(ABC):
 
     @abstractmethod
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Stores a copy of a blob and returns its bytes. If there is one of this key, it is kept. 0 where it can't be stored: `unreadable`.
+        """Stores a copy of a blob and returns its bytes. If there is one of this key, it is kept.
 
         Args:
             key: Hexadecimal digits in small letters.
@@ -114,11 +114,11 @@ class BlobStore(ABC):
             except OSError:
                 if not added:
                     raise
-                current = None  # the next call goes on with the list
             for key in removed:
                 del self._reported[key]
             self._reported.update((blob.key, listing[blob.key]) for blob in added)
-            self._reported_state = current
+            # Where some could not be read, the next call goes on with the list.
+            self._reported_state = current if self._reported.keys() == listing.keys() else None
             return Changes(added, removed)
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
@@ -146,12 +146,10 @@ class BlobStore(ABC):
 
     def discard(self, key: str, reason: object) -> None:
         """Deletes a damaged blob, and complains unless another thread or process has deleted it."""
-        try:
-            deleted = self.delete(key)
-        except OSError:
-            deleted = True  # the next read finds the damage again
-        if deleted:
-            self.complaints.append(f"{self.place}: the blob {key} was damaged, {reason}. It has been deleted.")
+        with contextlib.suppress(OSError):  # the next read finds the damage again
+            if not self.delete(key):
+                return
+        self.complaints.append(f"{self.place}: the blob {key} was damaged, {reason}. It has been deleted.")
 
 
 class MemoryBlobs(BlobStore):
@@ -159,14 +157,16 @@ class MemoryBlobs(BlobStore):
 
     def __init__(self) -> None:
         super().__init__("memory")
-        # The head as JSON, the tensors, and a number as version.
-        self._blobs: dict[str, tuple[str, dict[str, Tensor], int]] = {}
-        self._numbers = count()
+        # The blob, its tensors, and an object of its own as version.
+        self._blobs: dict[str, tuple[Stored, dict[str, Tensor], object]] = {}
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        if checked_key(key) not in self._blobs:
-            self._blobs.setdefault(key, (head_as_json(head), slab(dense(tensors)), next(self._numbers)))
-        return sum(blob.bytes for blob in self._heads([key]))
+        blob = self._blobs.get(checked_key(key))
+        if blob is None:
+            text, copies = head_as_json(head), slab(dense(tensors))
+            stored = Stored(key, json.loads(text), len(text) + bytes_of(copies))
+            blob = self._blobs.setdefault(key, (stored, copies, object()))
+        return blob[0].bytes
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
         blob = self._blobs.get(checked_key(key))
@@ -177,16 +177,13 @@ class MemoryBlobs(BlobStore):
         return self._blobs.pop(checked_key(key), None) is not None
 
     def changes(self) -> Changes:
-        return self.listed(lambda: {key: blob[2] for key, blob in self._blobs.copy().items()}, self._heads)
+        with self._lock:
+            blobs = self._blobs.copy()
+            return self.listed(lambda: {key: blob[2] for key, blob in blobs.items()}, lambda keys: [blobs[key][0] for key in keys])
 
     def clear(self) -> None:
-        super().clear()
+        self._pins.clear()
         self._blobs.clear()
-
-    def _heads(self, keys: list[str]) -> Iterator[Stored]:
-        for key in keys:
-            if (blob := self._blobs.get(key)) is not None:
-                yield Stored(key, json.loads(blob[0]), len(blob[0]) + bytes_of(blob[1]))
 
 
 def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore:
@@ -208,12 +205,12 @@ def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore
     if location == "memory":
         return MemoryBlobs()
     if kind == "disk" and rest:
-        from hf_kvcaches.stores.blobs_disk import open_disk
+        from hf_kvcaches.stores.blobs_disk import DiskBlobs
 
-        return open_disk(Path(rest).expanduser())
+        return DiskBlobs(Path(rest).expanduser())
     if colon and kind in ("redis", "rediss"):
-        from hf_kvcaches.stores.blobs_redis import open_redis
+        from hf_kvcaches.stores.blobs_redis import RedisBlobs
 
-        return open_redis(location, float(timeout))
+        return RedisBlobs(location, float(timeout))
     expected = "'memory', 'disk:FOLDER', 'redis://host:port/db' or an object of a BlobStore of your own"
     raise ConfigError.of("location", expected, f"{kind}:..." if "@" in rest else location, "For a folder write disk: before it.")

@@ -6,11 +6,9 @@ Blobs are known by their names, which no other program gives: other files in the
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Hashable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,7 +17,7 @@ from torch import Tensor
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, Changes, Stored
 from hf_kvcaches.stores.blobs_format import KEY, Header, checked_key, encode, read_header, verified
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, write_atomically
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, temporary_beside
 from hf_kvcaches.stores.reading import opened
 
 BLOB, PIN = ".kvblob", ".kvblob-pin"
@@ -27,8 +25,6 @@ BLOB, PIN = ".kvblob", ".kvblob-pin"
 _STALE = 600.0
 # Nanoseconds. Some file systems' time stamps are that far apart.
 _TICK = 2 * 10**9
-# Errors of the folder or the process. With any other one something is wrong with one file, and the rest can be used.
-_NOT_ONE_FILES = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
 class DiskBlobs(BlobStore):
@@ -42,8 +38,11 @@ class DiskBlobs(BlobStore):
         self._folder = folder
         # The version of each blob whose tensors were verified.
         self._verified: dict[str, Hashable] = {}
-        with os.scandir(folder) as entries:
-            temporaries = [Path(entry.path) for entry in entries if entry.name.endswith(TEMPORARY_SUFFIX)]
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            temporaries = [folder / name for name in os.listdir(folder) if name.endswith(TEMPORARY_SUFFIX)]
+        except OSError as error:
+            raise ConfigError.of("location", "a folder that can be written to", str(error), "Name another folder.") from error
         for path in temporaries:
             with contextlib.suppress(OSError):
                 if time.time() - path.lstat().st_mtime > _STALE:
@@ -51,15 +50,16 @@ class DiskBlobs(BlobStore):
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         path = self._path(key)
-        try:
-            with opened(path) as file:
-                return os.fstat(file.fileno()).st_size
-        except FileNotFoundError:
-            pieces = encode(key, head, tensors)
-        except OSError as error:
-            self._leave_out(key, error)
-            return 0
-        write_atomically(path, partial(_write, pieces), sync=False)
+        with contextlib.suppress(FileNotFoundError):
+            return path.stat().st_size
+        pieces = encode(key, head, tensors)
+        with temporary_beside(path) as temporary:
+            with open(temporary, "xb") as file:
+                file.writelines(pieces)
+            # The kernel's own time stamps are milliseconds apart, in which a blob can be deleted and put again.
+            now = time.time_ns()
+            os.utime(temporary, ns=(now, now))
+            os.replace(temporary, path)
         return sum(map(len, pieces))
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
@@ -69,28 +69,20 @@ class DiskBlobs(BlobStore):
                 # Memory is allocated for a size that the header confirms.
                 body = bytearray(header.layout.size)
                 del body[file.readinto(body) :]  # type: ignore[attr-defined]
-            tensors = verified(body, header, before=self._verified.get(key) == version)
-            self._verified[key] = version
-            return tensors
+            tensors = verified(body, header, self._verified.get(key) == version)
         except FileNotFoundError:
-            pass
+            return None
         except ArtifactError as error:
             self.discard(key, error)
-        except OSError as error:
-            self._leave_out(key, error)
-        return None
+            return None
+        self._verified[key] = version
+        return tensors
 
     def delete(self, key: str) -> bool:
-        path = self._path(key)
         self._verified.pop(key, None)
         try:
-            path.unlink()
+            self._path(key).unlink()
         except FileNotFoundError:
-            return False
-        except OSError as error:
-            if not path.is_dir():
-                raise
-            self._leave_out(key, error)
             return False
         return True
 
@@ -108,7 +100,8 @@ class DiskBlobs(BlobStore):
         for key in self._entries(PIN):
             self.pin(key, False)
         for key in self._entries(BLOB):
-            self.delete(key)
+            with contextlib.suppress(IsADirectoryError):
+                self.delete(key)
 
     def _path(self, key: str, suffix: str = BLOB) -> Path:
         return self._folder / f"{checked_key(key)}{suffix}"
@@ -121,18 +114,13 @@ class DiskBlobs(BlobStore):
 
     def _state(self) -> Hashable:
         modified = os.stat(self._folder).st_mtime_ns
-        # A file that can't be used may become usable, which is no change of the folder.
-        return None if self.unreadable or time.time_ns() - modified < _TICK else modified
+        return None if time.time_ns() - modified < _TICK else modified
 
     def _versions(self) -> dict[str, Hashable]:
         versions: dict[str, Hashable] = {}
         for key, entry in self._entries(BLOB).items():
-            try:
+            with contextlib.suppress(OSError):  # another process has deleted it, or it is a link to nothing
                 versions[key] = _version(entry.stat())
-            except FileNotFoundError:  # another process has deleted it, or it is a link to nothing
-                continue
-            except OSError as error:
-                self._leave_out(key, error)
         return versions
 
     def _heads(self, keys: list[str]) -> Iterator[Stored]:
@@ -140,29 +128,13 @@ class DiskBlobs(BlobStore):
             try:
                 with opened(self._path(key)) as file:
                     header = _header(key, file)
+                yield Stored(key, header.head, header.start + header.layout.size)
             except FileNotFoundError:
                 continue
             except ArtifactError as error:
                 self.discard(key, error)
             except OSError as error:
-                self._leave_out(key, error)
-            else:
-                self.unreadable.pop(key, None)
-                yield Stored(key, header.head, header.start + header.layout.size)
-
-    def _leave_out(self, key: str, error: OSError) -> None:
-        """Goes on without a file that can't be used; `changes` tries it again. An error that is not the file's fault is raised again."""
-        if error.errno in _NOT_ONE_FILES:
-            raise error
-        self.unreadable.setdefault(key, f"{self.place}: the blob {key} can't be used: {error}. It is left alone.")
-
-
-def _write(pieces: tuple[bytes, bytes], path: Path) -> None:
-    with open(path, "xb") as file:
-        file.writelines(pieces)
-    # The kernel's own time stamps are milliseconds apart, in which a blob can be deleted and put again.
-    now = time.time_ns()
-    os.utime(path, ns=(now, now))
+                self.unreadable = f"{self.place}: the blob {key} can't be read: {error}. It is left alone."
 
 
 def _version(state: os.stat_result) -> tuple[int, int, int]:
@@ -170,13 +142,4 @@ def _version(state: os.stat_result) -> tuple[int, int, int]:
 
 
 def _header(key: str, file: BinaryIO) -> Header:
-    return read_header(key, os.fstat(file.fileno()).st_size, lambda start, stop: file.read(stop - start))
-
-
-def open_disk(folder: Path) -> DiskBlobs:
-    """Opens a folder of blobs, or makes it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return DiskBlobs(folder)
-    except OSError as error:
-        raise ConfigError.of("location", "a folder that can be written to", str(error), "Name another folder.") from error
+    return read_header(key, os.fstat(file.fileno()).st_size, file.read)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import re
 import zlib
@@ -23,13 +24,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.reading import DTYPES, LENGTH, MOST_JSON, TensorLayout, layout_of, parse_json, tensors_in
+from hf_kvcaches.stores.reading import (
+    DTYPES,
+    LENGTH,
+    METADATA,
+    MOST_JSON,
+    TensorLayout,
+    as_bytes,
+    header_in,
+    layout_of,
+    parse_json,
+    tensors_in,
+)
 
-_STORABLE = frozenset(DTYPES.values())
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 KEY = re.compile(r"[0-9a-f]{1,128}")
 _DIGEST, _FRONT = 16, 24  # bytes
 
@@ -84,35 +95,31 @@ def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors on the CPU and contiguous, not copied where they are so already; a `ConfigError` for what can't be stored."""
     plain = {}
     for name, tensor in tensors.items():
-        if not isinstance(name, str) or name == "__metadata__":
+        if not isinstance(name, str) or name == METADATA:
             raise ConfigError.of("tensors", "names that are strings other than '__metadata__'", name)
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in _STORABLE or tensor.is_meta:
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in _DTYPE_NAMES or tensor.is_meta:
             got = f"{tensor.layout}, {tensor.dtype}, {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError.of(f"tensors[{name!r}]", f"a dense tensor of {', '.join(map(str, DTYPES.values()))}", got)
         plain[name] = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     return plain
 
 
-def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Dense tensors, copied where two of them, or one and something outside, lie in one storage: safetensors refuses those."""
-    storages: set[int] = set()
-    plain: dict[str, Tensor] = {}
-    for name, tensor in dense(tensors).items():
-        storage = tensor.untyped_storage()
-        plain[name] = tensor.clone() if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages else tensor
-        storages.add(plain[name].untyped_storage().data_ptr())
-    return plain
-
-
-def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[bytes, bytes]:
-    """A blob as two pieces of bytes: the front, and the rest."""
-    rest = save(unshared(tensors), {"head": head_as_json(head)})
-    length = int.from_bytes(rest[:LENGTH], "little")
-    if length > MOST_JSON:
-        raise ConfigError.of("head", f"a head, names and shapes of at most {MOST_JSON:,} bytes", length, "Put less into one blob.")
-    body = memoryview(rest)[LENGTH + length :]
-    crc32 = zlib.crc32(body).to_bytes(_FRONT - _DIGEST, "little")
-    return _digest(checked_key(key), crc32 + rest[: LENGTH + length]) + crc32, rest
+def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:
+    """A blob as pieces of bytes, the front first. Those of tensors are their memory, not a copy."""
+    # The largest elements first, so that each tensor begins at a multiple of its element's size.
+    plain = sorted(dense(tensors).items(), key=lambda item: -item[1].itemsize)
+    layout: dict[str, Any] = {METADATA: {"head": head_as_json(head)}}
+    start = crc32 = 0
+    for name, tensor in plain:
+        stop = start + tensor.nbytes
+        layout[name] = {"dtype": _DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+        start, crc32 = stop, zlib.crc32(as_bytes(tensor), crc32)
+    text = json.dumps(layout, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MOST_JSON:
+        raise ConfigError.of("head", f"a head, names and shapes of at most {MOST_JSON:,} bytes", len(text), "Put less into one blob.")
+    covered = crc32.to_bytes(_FRONT - _DIGEST, "little") + len(text).to_bytes(LENGTH, "little") + text
+    return [_digest(checked_key(key), covered) + covered, *(as_bytes(tensor) for _, tensor in plain)]
 
 
 def version_of(front: bytes) -> str:
@@ -124,35 +131,27 @@ def _digest(key: str, content: bytes) -> bytes:
     return hashlib.blake2b(key.encode() + b" " + content, digest_size=_DIGEST).digest()
 
 
-def read_header(key: str, size: int, read: Callable[[int, int], bytes]) -> Header:
+def read_header(key: str, size: int, read: Callable[[int], bytes]) -> Header:
     """The header of a blob; an `ArtifactError` with the reason where it can't be trusted.
 
     Args:
         size: Bytes of the blob, as the place tells.
-        read: Gives the bytes from one index to another, or fewer where there are no more.
+        read: Gives so many bytes more, or fewer where there are no more.
     """
-    begin = _FRONT + LENGTH
-    front = read(0, begin)
-    start = begin + int.from_bytes(front[_FRONT:], "little")
-    if len(front) < begin or start > min(size, begin + MOST_JSON):
-        raise ArtifactError(f"it has {size} bytes, and ends in its header")
-    text = read(begin, start)
+    front = read(_FRONT)
+    text = header_in(read, size - _FRONT)
     if front[:_DIGEST] != _digest(key, front[_DIGEST:] + text):
         raise ArtifactError("its header's checksum is wrong")
-    layout = layout_of(text)
+    layout = layout_of(text, size - _FRONT)
     head = parse_json(layout.metadata.get("head", "null"))
-    if start + layout.size != size or not isinstance(head, dict):
-        raise ArtifactError(f"it has {size} bytes of {start + layout.size}, or its head is no dict")
-    return Header(head, version_of(front), int.from_bytes(front[_DIGEST:_FRONT], "little"), layout, start)
+    if not isinstance(head, dict):
+        raise ArtifactError("its head is no dict")
+    return Header(head, version_of(front), int.from_bytes(front[_DIGEST:], "little"), layout, _FRONT + len(text))
 
 
-def verified(body: bytearray, header: Header, *, before: bool = False) -> dict[str, Tensor]:
-    """The tensors of a blob, in the memory of its body; an `ArtifactError` if a single bit is not as it was.
-
-    Args:
-        before: Whether these bytes were verified before.
-    """
-    if len(body) != header.layout.size or not (before or zlib.crc32(body) == header.crc32):
+def verified(body: bytearray, header: Header, known: bool) -> dict[str, Tensor]:
+    """The tensors of a blob, in the memory of its body; an `ArtifactError` if a bit is not as it was, of a body not `known` to be right."""
+    if len(body) != header.layout.size or not (known or zlib.crc32(body) == header.crc32):
         raise ArtifactError("the checksum of its tensors is wrong")
     return tensors_in(body, header.layout)
 
@@ -163,6 +162,6 @@ def decode(key: str, content: bytes, known: str = "") -> tuple[dict[str, Tensor]
     Args:
         known: The version whose tensors were verified before.
     """
-    header = read_header(key, len(content), lambda start, stop: content[start:stop])
+    header = read_header(key, len(content), io.BytesIO(content).read)
     # A copy, because torch takes only what can be written to.
-    return verified(bytearray(memoryview(content)[header.start :]), header, before=header.version == known), header.version
+    return verified(bytearray(memoryview(content)[header.start :]), header, header.version == known), header.version

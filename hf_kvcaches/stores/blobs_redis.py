@@ -7,6 +7,7 @@ a random string that is another one after each put and gone after a deletion; an
 from __future__ import annotations
 
 import contextlib
+import io
 import re
 import secrets
 import threading
@@ -36,21 +37,41 @@ class RedisBlobs(BlobStore):
     that have taken more than their time together.
 
     Args:
-        timeout: Seconds for the calls of a request.
+        location: `redis://` or `rediss://`, as redis-py takes them, and `?prefix=NAME`.
+        timeout: Seconds for one answer, and for all calls of a request.
     """
 
-    def __init__(self, client: Any, prefix: str, place: str, timeout: float) -> None:
-        super().__init__(place)
-        self._timeout = timeout
-        # Per thread: the seconds that its request has waited.
-        self._request = threading.local()
-        self._redis = require("redis", "distributed", "A store of blobs in Redis")
-        self._client = client
-        self._index, self._state_key, self._pin_set = f"{prefix}:index", f"{prefix}:state", f"{prefix}:pins"
-        self._bodies = f"{prefix}:body:"
+    def __init__(self, location: str, timeout: float) -> None:
+        hint = "Write redis://host:port/db, or with ?prefix=NAME (letters, digits and any of _.:-) where several stores share a database."
+        try:
+            parts = urlsplit(location)
+            options = dict(parse_qsl(parts.query, keep_blank_values=True))
+            prefix, database = options.pop("prefix", _PREFIX), parts.path.strip("/") or "0"
+            # No passwords in messages.
+            super().__init__(f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}/{database}?prefix={prefix}")
+        except ValueError as error:
+            raise ConfigError.of("location", "the address of a Redis server", str(error), hint) from error
+        if not (parts.hostname and database.isdecimal() and re.fullmatch(r"[\w.:-]+", prefix, re.ASCII)) or "decode_responses" in options:
+            raise ConfigError.of("location", "the address of a Redis server", self.place, hint)
+        self._redis: Any = require("redis", "distributed", "A store of blobs in Redis")
+        # Each retry would wait as long again.
+        once = {
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "retry": self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0),
+        }
+        try:
+            self._client: Any = self._redis.Redis.from_url(urlunsplit(parts._replace(query=urlencode(options))), **once)
+            self._client.ping()
+        except (self._redis.RedisError, OSError, TypeError, ValueError) as error:
+            raise ConfigError.of(
+                "location", f"a Redis server that answers at {self.place}", str(error), "Start it, or name another."
+            ) from error
+        self._index, self._state_key, self._pin_set, self._bodies = (f"{prefix}:{part}" for part in ("index", "state", "pins", "body:"))
         # The version of each blob whose tensors were verified.
         self._verified: dict[str, str] = {}
-        self._pause_until = 0.0
+        # Per thread: the seconds that its request has waited.
+        self._request, self._timeout, self._pause_until = threading.local(), timeout, 0.0
 
     def begin(self) -> None:
         self._request.waited = 0.0
@@ -64,7 +85,7 @@ class RedisBlobs(BlobStore):
             return int(size)
         pieces = encode(key, head, tensors)
         with self._reaching(), self._client.pipeline() as pipeline:
-            pipeline.set(body, b"".join(pieces)).hset(self._index, key, version_of(pieces[0]))
+            pipeline.set(body, b"".join(pieces)).hset(self._index, key, version_of(bytes(pieces[0])))
             pipeline.set(self._state_key, secrets.token_hex(8)).execute()
         return sum(map(len, pieces))
 
@@ -131,17 +152,19 @@ class RedisBlobs(BlobStore):
             for key, size, first in zip(batch, answers[::2], answers[1::2], strict=True):
                 try:
                     if size:
-                        yield Stored(key, read_header(key, size, partial(self._range, key, first)).head, size)
+                        yield Stored(key, read_header(key, size, partial(self._more, key, io.BytesIO(first))).head, size)
                     else:
                         self.delete(key)
                 except ArtifactError as error:
                     self.discard(key, error)
 
-    def _range(self, key: str, first: bytes, start: int, stop: int) -> bytes:
-        if stop <= len(first):
-            return first[start:stop]
+    def _more(self, key: str, first: io.BytesIO, count: int) -> bytes:
+        """The next bytes of a blob, of which the first are there."""
+        start, content = first.tell(), first.read(count)
+        if len(content) == count:
+            return content
         with self._reaching():
-            return bytes(self._client.getrange(self._bodies + key, start, stop - 1))
+            return bytes(self._client.getrange(self._bodies + key, start, start + count - 1))
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -162,32 +185,3 @@ class RedisBlobs(BlobStore):
         finally:
             if waited is not None:
                 self._request.waited = waited + time.monotonic() - start
-
-
-def open_redis(location: str, timeout: float) -> RedisBlobs:
-    """Connects to a server.
-
-    Args:
-        location: `redis://` or `rediss://`, as redis-py takes them, and `?prefix=NAME`.
-        timeout: Seconds for one answer, and for all calls of a request.
-    """
-    hint = "Write redis://host:port/db, or with ?prefix=NAME (letters, digits and any of _.:-) where several stores share a database."
-    try:
-        parts = urlsplit(location)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
-        prefix, database = options.pop("prefix", _PREFIX), parts.path.strip("/") or "0"
-        # No passwords in messages.
-        place = f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}/{database}?prefix={prefix}"
-    except ValueError as error:
-        raise ConfigError.of("location", "the address of a Redis server", str(error), hint) from error
-    if not parts.hostname or not database.isdecimal() or not re.fullmatch(r"[\w.:-]+", prefix, re.ASCII) or "decode_responses" in options:
-        raise ConfigError.of("location", "the address of a Redis server", place, hint)
-    redis = require("redis", "distributed", "A store of blobs in Redis")
-    # Each retry would wait as long again.
-    once = {"socket_timeout": timeout, "socket_connect_timeout": timeout, "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0)}
-    try:
-        client = redis.Redis.from_url(urlunsplit(parts._replace(query=urlencode(options))), **once)
-        client.ping()
-    except (redis.RedisError, OSError, TypeError, ValueError) as error:
-        raise ConfigError.of("location", f"a Redis server that answers at {place}", str(error), "Start it, or name another.") from error
-    return RedisBlobs(client, prefix, place, timeout)

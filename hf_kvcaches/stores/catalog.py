@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from numbers import Integral
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -21,11 +19,8 @@ from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
 from hf_kvcaches.stores.hot import HotTier, bytes_of
 from hf_kvcaches.stores.worth import Worth
 
-# How often other blobs are evicted in place of those that can't be deleted.
-_ROUNDS = 8
-# Bytes that a read must have to tell how fast the place is, and the weight of the latest such read.
-_TELLING, _WEIGHT = 1 << 16, 0.2
-
+# Bytes that a read must have to tell how fast the place is, and how much earlier reads count beside the latest one.
+_TELLING, _FADING = 1 << 16, 0.8
 # Seconds after which reads tell nothing any more: what is not fetched because that takes too long is tried again then.
 _LATELY = 60.0
 
@@ -85,7 +80,8 @@ class Catalog:
         # When each blob was made, and which checks of it passed.
         self._created: dict[str, float] = {}
         self._checked: dict[str, set[str]] = {}
-        self._seconds_per_byte: float | None = None
+        # Bytes that were read, the seconds that took, and when.
+        self._read = self._reading = 0.0
         self._measured = -math.inf
         # Changes are fetched and applied in their order.
         self._following = threading.Lock()
@@ -119,11 +115,11 @@ class Catalog:
         else:
             if len(tokens) < len(added):
                 sentence = f"{self.place} holds something that is no {self.noun}, or one of another version; it is left alone."
-                self.warn_once("unreadable", sentence)
-        for sentence in self.blobs.complaints[:1]:
-            self.warn_once("damaged", f"A damaged {self.noun} is made anew. {sentence}")
-        for sentence in list(self.blobs.unreadable.values())[:1]:
-            self.warn_once("unusable", sentence)
+                self.warn_once("unknown", sentence)
+        if self.blobs.complaints:
+            self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
+        if self.blobs.unreadable:
+            self.warn_once("unreadable", self.blobs.unreadable)
 
     def read(
         self, key: str, check: Callable[[dict[str, Tensor]], object], *, kind: str = "", device: torch.device | None = None
@@ -171,8 +167,7 @@ class Catalog:
         with self.lock:
             self.counts["loads"] += 1
             if size >= _TELLING:
-                before = seconds / size if self._seconds_per_byte is None else self._seconds_per_byte
-                self._seconds_per_byte = before + _WEIGHT * (seconds / size - before)
+                self._read, self._reading = self._read * _FADING + size, self._reading * _FADING + seconds
                 self._measured = self.clock()
         return tensors
 
@@ -180,8 +175,7 @@ class Catalog:
         """How long a read of blobs takes that are not in the hot tier, as the latest reads tell; None where there were none lately."""
         with self.lock:
             size = sum(self.worth.sizes.get(key, 0) for key in keys if key not in self.hot)
-            lately = self.clock() - self._measured < _LATELY
-            return self._seconds_per_byte * size if self._seconds_per_byte is not None and lately else None
+            return self._reading / self._read * size if self.clock() - self._measured < _LATELY else None
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
         """Stores a blob, and returns whether the place could be used. A head without `created` gets it, in whole seconds since 1970."""
@@ -197,47 +191,48 @@ class Catalog:
 
     def evict(self) -> None:
         """Deletes expired blobs, and those of least worth above the cap; others in place of those that can't be deleted."""
-        stuck: set[str] = set()
-        for _ in range(_ROUNDS):
-            victims = self._victims(stuck)
-            if not victims:
-                return
-            for key in victims:
-                try:
-                    deleted = self.blobs.delete(key)
-                except OSError as error:
-                    self._failed(error)
-                    deleted = False
-                self._count("evicted", deleted)
-                if not deleted:
-                    stuck.add(key)
+        with self.lock:
+            oldest = self._oldest()
+            expired = [key for key, created in self._created.items() if created < oldest]
+            expired += [key for key in self.contents.expired() if key in self.worth.sizes]
+        self._delete_down_to(-math.inf, expired)
+        cap = math.inf if self.max_bytes is None else self.max_bytes
+        # Without the pins of other processes nothing may be evicted.
+        if self.worth.total > cap and (pinned := self._pinned()) is not None:
+            with self.lock:
+                # A blob that is too large by itself would drive out all others first.
+                candidates = sorted(self.worth.ascending(pinned), key=lambda key: self.worth.sizes[key] <= cap)
+            self._delete_down_to(cap, candidates)
+
+    def _delete_down_to(self, cap: float, keys: Sequence[str]) -> None:
+        """Deletes one blob after the other until the rest takes no more than so many bytes."""
+        with self.lock:
+            total, sizes = self.worth.total, self.worth.sizes.copy()
+        for key in keys:
+            if total <= cap:
+                break
+            try:
+                self._count("evicted", self.blobs.delete(key))
+            except OSError as error:
+                self._failed(error)
+                continue
+            total -= sizes.get(key, 0)
+            if cap >= 0:  # what has expired says nothing of the worth of others
+                with self.lock:
+                    self.worth.evicted(key)
+        if keys:
             self.follow()
+
+    def _pinned(self) -> frozenset[str] | None:
+        try:
+            return self.blobs.pinned()
+        except OSError as error:
+            self._failed(error)
+            return None
 
     def _oldest(self) -> float:
         """When a blob may have been made at the earliest."""
         return -math.inf if self.time_to_live is None else self.clock() - self.time_to_live
-
-    def _victims(self, stuck: Collection[str]) -> list[str]:
-        with self.lock:
-            oldest, cap = self._oldest(), self.max_bytes
-            victims = [key for key, created in self._created.items() if created < oldest and key not in stuck]
-            superseded = self.contents.expired()
-            if not superseded and (cap is None or self.worth.total <= cap):
-                return victims
-        try:
-            # Without the pins of other processes nothing may be evicted.
-            keep = self.blobs.pinned().union(stuck, victims)
-        except OSError as error:
-            self._failed(error)
-            return victims
-        with self.lock:
-            victims += [key for key in superseded if key in self.worth.sizes and key not in keep]
-            if cap is None or self.worth.total <= cap:
-                return victims
-            # A blob that is too large by itself would drive out all others first.
-            victims += [key for key, size in self.worth.sizes.items() if size > cap and key not in keep.union(victims)]
-            excess = self.worth.total - cap - sum(self.worth.sizes.get(key, 0) for key in victims)
-            return [*victims, *self.worth.least(excess, keep=keep.union(victims))]
 
     def used(self, key: str, tokens: int) -> None:
         """Counts the work that a blob saved."""
@@ -269,14 +264,10 @@ class Catalog:
 
     def summary(self, among: Collection[str]) -> dict[str, Any]:
         """What a report of any store says."""
-        try:
-            pinned = self.blobs.pinned()
-        except OSError as error:
-            self._failed(error)
-            pinned = frozenset()
+        pinned = (self._pinned() or frozenset()).intersection(among)
         with self.lock:
             usage = {"location": self.place, "bytes": self.worth.total, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
-            return {**usage, "pinned": len(pinned.intersection(among)), "damaged": len(self.blobs.complaints), **self.counts}
+            return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warns of each kind of event the first time."""
@@ -299,11 +290,8 @@ def _bytes_of(argument: str, value: int | str | None) -> int | None:
     """A number of bytes from such as "4GiB"."""
     if value is None:
         return None
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
-    number = math.nan
-    if match and not isinstance(value, bool) and isinstance(value, str | Integral | float):
-        with contextlib.suppress(ValueError):
-            number = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ")
+    match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value).lower())
+    number = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
     if not 1 <= number < math.inf:
         raise ConfigError.of(argument, "a number of bytes, at least 1, or None", value, "Write such as '4GiB', or '500 MB'.")
     return int(number)

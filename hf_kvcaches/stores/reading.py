@@ -13,7 +13,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -27,14 +27,11 @@ MOST_JSON = 64 << 20
 _MOST_VALUES, _MOST_LEVELS = 1 << 20, 64
 # Digits of a whole number: with fewer it can be converted to a float.
 _MOST_DIGITS = 300
-# Layers of a model, far beyond any. Each is worked out, however short a file is that says how many there are.
-MOST_LAYERS = 1 << 10
 _MOST_DIMENSIONS = 16
 # The longest side of a tensor without elements: no file has to be long to have such a one.
 _MOST_EMPTY = 1 << 20
 LENGTH = 8  # bytes of the length that a safetensors file begins with
-_METADATA = "__metadata__"
-_AGAIN = "Copy or download it again, or make it anew."
+METADATA = "__metadata__"
 # Without these a FIFO or a terminal would be waited for. Windows lacks some, and has one that keeps line ends as they are.
 _FLAGS = [getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY")]
 
@@ -110,11 +107,24 @@ def _check_depth(value: Any) -> None:
     raise ValueError(f"more than {_MOST_LEVELS} levels")
 
 
-def layout_of(header: bytes) -> TensorLayout:
-    """What the header of a safetensors file says; an `ArtifactError` if it makes no sense, or tensors overlap or leave gaps."""
-    entries, end = parse_json(header), 0
+def header_in(read: Callable[[int], bytes], size: int) -> bytes:
+    """The header of a safetensors file, which is its length and JSON; an `ArtifactError` if it is longer than the file or the limit.
+
+    Args:
+        read: Gives so many bytes more, or fewer where there are no more.
+        size: Bytes of the file.
+    """
+    length = read(LENGTH)
+    if len(length) < LENGTH or int.from_bytes(length, "little") > min(MOST_JSON, size - LENGTH):
+        raise ArtifactError(f"it has {size:,} bytes, and ends in its header")
+    return length + read(int.from_bytes(length, "little"))
+
+
+def layout_of(header: bytes, size: int) -> TensorLayout:
+    """What the header of a safetensors file says; an `ArtifactError` if it does not fit the file, or tensors overlap or leave gaps."""
+    entries, end = parse_json(header[LENGTH:]), 0
     try:
-        metadata = entries.pop(_METADATA, None) or {}
+        metadata = entries.pop(METADATA, None) or {}
         places = {name: _place(entry) for name, entry in entries.items()}
         for place in sorted(places.values(), key=lambda place: (place.start, place.stop)):
             if place.start != end:
@@ -124,6 +134,8 @@ def layout_of(header: bytes) -> TensorLayout:
             raise ValueError("metadata that are no strings")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(f"its header makes no sense: {error!r}") from error
+    if len(header) + end != size:
+        raise ArtifactError(f"it has {size:,} bytes of {len(header) + end:,}")
     return TensorLayout(places, metadata, end)
 
 
@@ -149,22 +161,3 @@ def tensors_in(body: bytearray, layout: TensorLayout) -> dict[str, Tensor]:
 def as_bytes(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, not copied."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def not_finite(tensors: Mapping[str, Tensor]) -> str | None:
-    """The name of a tensor that has infinities or NaN, or None."""
-    for name, tensor in tensors.items():
-        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        if plain.is_floating_point() and plain.numel():
-            # Either end shows both, and no copy is made. There are no such operations for 8 bits.
-            ends = (plain.float() if plain.element_size() == 1 else plain).aminmax()
-            if not all(math.isfinite(end.item()) for end in ends):
-                return name
-    return None
-
-
-def checked_layers(count: Any) -> int:
-    """A number of layers as a file says it, or an `ArtifactError`."""
-    if type(count) is not int or not 0 <= count <= MOST_LAYERS:
-        raise ArtifactError(f"layers: expected a number from 0 to {MOST_LAYERS}, got {str(count)[:50]}. {_AGAIN}")
-    return count

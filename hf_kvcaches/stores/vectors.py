@@ -39,38 +39,47 @@ class VectorIndex:
         self._faiss: Any = require("faiss", "retrieval", "An index of vectors")
         self._needed = self._to_train()
         self._lock = threading.RLock()
-        self._vectors: dict[str, Vectors] = {}
-        # FAISS numbers vectors as they come: the name of each, None where it was removed or replaced, and the number of each name.
-        self._names: list[str | None] = []
+        # FAISS numbers vectors as they come: their names, the numbers of names that were not removed, and the vectors.
+        self._names: list[str] = []
         self._numbers: dict[str, int] = {}
-        self._kind = "Flat" if self._needed else factory
-        self._index = self._empty_index(self._kind)
-
-    def _empty_index(self, factory: str) -> Any:
-        return self._faiss.index_factory(self.dim, factory, self._faiss.METRIC_INNER_PRODUCT)
+        self._rows: list[Vectors] = []
+        self._build()
 
     def _to_train(self) -> int:
         """How many vectors the index is trained with, 0 if it needs no training; a `ConfigError` if it can't be used."""
-        lists, probe = 0, np.eye(1, self.dim, dtype=np.float32)
+        lists = 0
         try:
             index = self._empty_index(self.factory)
             with contextlib.suppress(RuntimeError):  # it has no inverted lists
                 lists = self._faiss.extract_index_ivf(index).nlist
-            if not index.is_trained:
-                return _FOR_EACH * max(_CENTROIDS, lists)
             # Some take no vectors later than the first ones.
-            index.add(probe)
-            index.add(probe)
-            return 0
+            for _ in range(2 if index.is_trained else 0):
+                index.add(np.eye(1, self.dim, dtype=np.float32))
+            return 0 if index.is_trained else _FOR_EACH * max(_CENTROIDS, lists)
         except (RuntimeError, TypeError) as error:
             expected = f"a string of faiss.index_factory for {self.dim} elements, of an index that grows"
             raise ConfigError.of("index", expected, self.factory, "Such as 'Flat', 'HNSW32' or 'IVF256,Flat'.") from error
 
+    def _empty_index(self, factory: str) -> Any:
+        return self._faiss.index_factory(self.dim, factory, self._faiss.METRIC_INNER_PRODUCT)
+
+    def _build(self) -> None:
+        """Builds the index of what was not removed, of the kind that was asked for if there are enough vectors to train it."""
+        rows = {name: self._rows[number] for name, number in self._numbers.items()}
+        self._kind = self.factory if len(rows) >= self._needed else "Flat"
+        self._index = self._empty_index(self._kind)
+        self._names, self._numbers, self._rows = [], {}, []
+        if rows:
+            stacked = np.stack(list(rows.values()))
+            if not self._index.is_trained:
+                self._index.train(stacked)
+            self.add(list(rows), stacked)
+
     def __len__(self) -> int:
-        return len(self._vectors)
+        return len(self._numbers)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._vectors
+        return name in self._numbers
 
     def add(self, ids: Sequence[str], vectors: npt.ArrayLike) -> None:
         """Adds vectors of length 1, `(len(ids), dim)`, under strings that are all different. An id that is there gets its new vector."""
@@ -78,58 +87,40 @@ class VectorIndex:
         if len(rows) != len(names):
             raise ConfigError.of("vectors", f"{len(names)} vectors, one for each id", len(rows))
         with self._lock:
-            self.remove(names)
-            self._vectors.update(zip(names, rows.copy(), strict=True))
-            self._append(names, rows)
-
-    def _append(self, names: list[str], rows: Vectors) -> None:
-        self._numbers.update(zip(names, range(len(self._names), len(self._names) + len(names)), strict=True))
-        self._names += names
-        if names:
-            self._index.add(rows)
+            self._numbers.update(zip(names, range(len(self._names), len(self._names) + len(names)), strict=True))
+            self._names += names
+            self._rows.extend(rows.copy())
+            if names:
+                self._index.add(rows)
 
     def remove(self, ids: Sequence[str]) -> int:
         """Removes vectors, and returns how many there were."""
         with self._lock:
-            names = [name for name in dict.fromkeys(ids) if self._vectors.pop(name, None) is not None]
-            for name in names:
-                self._names[self._numbers.pop(name)] = None
-            return len(names)
+            return sum(self._numbers.pop(name, None) is not None for name in ids)
 
     def search(self, vectors: npt.ArrayLike, k: int = 1) -> list[list[tuple[str, float]]]:
         """The nearest ids with their cosines, the nearest first: a list for each vector, shorter than `k` where fewer are found."""
         queries = self._checked("vectors", vectors)
         with self._lock:
-            if not self._vectors or not len(queries):
+            removed = len(self._names) - len(self)
+            if removed > max(_REMOVED, len(self) // _SHARE) or (self._kind != self.factory and len(self) >= self._needed):
+                self._build()
+                removed = 0
+            if not len(self) or not len(queries):
                 return [[] for _ in queries]
-            self._rebuild_if_due()
-            removed = len(self._names) - len(self._vectors)
             _, numbers = self._index.search(queries, min(k + removed, len(self._names)))
             return [self._nearest(query, row, k) for query, row in zip(queries, numbers.tolist(), strict=True)]
 
     def _nearest(self, query: Vectors, numbers: list[int], k: int) -> list[tuple[str, float]]:
         # FAISS gives -1 where it has found fewer.
-        names = [name for number in numbers if number >= 0 and (name := self._names[number]) is not None]
-        cosines = [(name, float(self._vectors[name] @ query)) for name in names[:k]]
+        present = [number for number in numbers if number >= 0 and self._numbers.get(self._names[number]) == number]
+        cosines = [(self._names[number], float(self._rows[number] @ query)) for number in present[:k]]
         return sorted(cosines, key=lambda item: -item[1])
-
-    def _rebuild_if_due(self) -> None:
-        """Builds the index anew where many vectors were removed, or enough have come to train the kind that was asked for."""
-        kind = self.factory if len(self) >= self._needed else "Flat"
-        removed = len(self._names) - len(self)
-        if kind in (self._kind, "Flat") and removed <= max(_REMOVED, len(self) // _SHARE):
-            return
-        rows = np.stack(list(self._vectors.values()))
-        self._index, self._kind = self._empty_index(kind), kind
-        if not self._index.is_trained:
-            self._index.train(rows)
-        self._names, self._numbers = [], {}
-        self._append(list(self._vectors), rows)
 
     def get(self, name: str) -> Vectors | None:
         """The vector of an id, `(dim,)`, or None."""
-        vector = self._vectors.get(name)
-        return None if vector is None else vector.copy()
+        with self._lock:
+            return self._rows[self._numbers[name]].copy() if name in self._numbers else None
 
     def __repr__(self) -> str:
         return f"VectorIndex({len(self)} vectors of {self.dim}, {self.factory!r})"

@@ -40,13 +40,10 @@ class Worth:
             self.total -= self.sizes.pop(key)
             del self._saved[key], self._worth[key]
 
-    def least(self, excess: int, keep: Collection[str]) -> list[str]:
-        """Blobs to evict to free `excess` bytes, the least worth first."""
-        victims: list[str] = []
-        for key in sorted((key for key in self._worth if key not in keep), key=self._worth.__getitem__):
-            if excess <= 0:
-                break
-            victims.append(key)
-            excess -= self.sizes[key]
-            self._clock = max(self._clock, self._worth[key])
-        return victims
+    def ascending(self, keep: Collection[str]) -> list[str]:
+        """All blobs but some, the least worth first."""
+        return sorted((key for key in self._worth if key not in keep), key=self._worth.__getitem__)
+
+    def evicted(self, key: str) -> None:
+        """Moves the clock to what a blob was worth that has been evicted."""
+        self._clock = max(self._clock, self._worth.get(key, 0.0))

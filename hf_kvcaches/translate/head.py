@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from torch import Tensor
 
+from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.core.wire.messages import DIGEST, BodyTensor, head_of, json_of, message_bytes
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.stores.reading import MOST_LAYERS
 
 CODE_DTYPES = ("float32", "float16", "int8", "int4")
 PART_KINDS = ("reuse", "patch", "cross_layer")

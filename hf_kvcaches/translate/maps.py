@@ -8,9 +8,9 @@ from typing import Any, Literal, Self, get_args
 
 import torch
 
+from hf_kvcaches.core.files import MOST_LAYERS
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.stores.reading import MOST_LAYERS
 from hf_kvcaches.translate.codes import Part, pack
 from hf_kvcaches.translate.paper.aligner import MLPAligner
 from hf_kvcaches.translate.states import State

@@ -16,12 +16,12 @@ from torch import nn
 from hf_kvcaches import compat
 from hf_kvcaches.core.artifact import Artifact
 from hf_kvcaches.core.checksum import digest_of
+from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ArtifactError, ConfigError, FingerprintMismatch, KVCacheError, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.stores.reading import checked_layers
 from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
 from hf_kvcaches.translate.head import CodesHead, PartHead, Row, check_dtype
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, to_tensors

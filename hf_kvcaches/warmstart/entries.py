@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from hf_kvcaches.core.files import not_finite
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored
 from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 from hf_kvcaches.stores.catalog import Catalog
-from hf_kvcaches.stores.reading import not_finite
 from hf_kvcaches.stores.vectors import VectorIndex
 
 Embedding = npt.NDArray[np.float32]

@@ -17,7 +17,7 @@ from hf_kvcaches.warmstart.changes import Risk, TextChanges
 Check = Literal["", "similarity", "lengths", "reusable", "content"] | Risk
 
 
-class Verdict(NamedTuple):
+class GateVerdict(NamedTuple):
     """Whether a pair is admitted; `check` is the one that rejected it, or ""."""
 
     admitted: bool
@@ -84,22 +84,22 @@ class WarmStartGate(Artifact):
         lengths: tuple[int, int] | None = None,
         reusable: float | None = None,
         changes: TextChanges | None = None,
-    ) -> Verdict:
+    ) -> GateVerdict:
         """Return the verdict of the first check that rejects; `lengths` are those of the earlier prompt and of the new one, in tokens."""
         # Comparisons are negated so that NaN is rejected.
         if similarity is not None and not similarity >= self.tau:
-            return Verdict(False, "similarity", f"The similarity is {similarity:.3f}, below {self.tau:g}.")
+            return GateVerdict(False, "similarity", f"The similarity is {similarity:.3f}, below {self.tau:g}.")
         if lengths is not None:
             ratio = lengths[0] / lengths[1] if lengths[1] else math.inf
             least, most = self.lengths
             if not least <= ratio <= most:
-                return Verdict(False, "lengths", f"The earlier prompt is {ratio:.2f} times as long, outside {least:g} to {most:g}.")
+                return GateVerdict(False, "lengths", f"The earlier prompt is {ratio:.2f} times as long, outside {least:g} to {most:g}.")
         if reusable is not None and not reusable >= self.reusable:
-            return Verdict(False, "reusable", f"{reusable:.0%} of the tokens stand in the earlier prompt, below {self.reusable:.0%}.")
+            return GateVerdict(False, "reusable", f"{reusable:.0%} of the tokens stand in the earlier prompt, below {self.reusable:.0%}.")
         if changes is not None and self.lexical and changes.risks:
             risk, example = changes.risks[0]
-            return Verdict(False, risk, f"What differs touches {risk}: {example}.")
+            return GateVerdict(False, risk, f"What differs touches {risk}: {example}.")
         if changes is not None and self.content is not None and len(changes.content) > self.content:
             words = ", ".join(changes.content[:4]) + (", ..." if len(changes.content) > 4 else "")
-            return Verdict(False, "content", f"Words of content differ: {words}.")
-        return Verdict(True, "", "Nothing speaks against it.")
+            return GateVerdict(False, "content", f"Words of content differ: {words}.")
+        return GateVerdict(True, "", "Nothing speaks against it.")

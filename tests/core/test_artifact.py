@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_kvcaches.core.files import read_safetensors, sha256_of
+from hf_kvcaches.core.files import read_safetensors, sha256_of, write_atomically
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch
-from hf_kvcaches.stores.files import write_atomically
 from tests.core.artifact_helpers import MANIFEST, Basis, basis, files, same, tensor_file
 from tests.core.fingerprint_helpers import llama
 

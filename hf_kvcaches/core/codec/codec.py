@@ -18,13 +18,13 @@ from hf_kvcaches.core.codec import allocation
 from hf_kvcaches.core.codec.coder import LayerCoder
 from hf_kvcaches.core.codec.layout import packed_bytes
 from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
+from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.metric import Metric
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.core.wire import codes as wire
 from hf_kvcaches.core.wire.messages import Source
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_choice
-from hf_kvcaches.stores.reading import checked_layers
 
 
 @dataclass(frozen=True)

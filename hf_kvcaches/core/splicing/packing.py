@@ -12,11 +12,11 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.codec.layout import packed_bytes
 from hf_kvcaches.core.codec.sides import EXACT
 from hf_kvcaches.core.coded_content import named_codec
+from hf_kvcaches.core.files import MOST_LAYERS, not_finite
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ArtifactError, ConfigError, require_choice
 from hf_kvcaches.kernels.splice import Packed
-from hf_kvcaches.stores.reading import MOST_LAYERS, not_finite
 
 Quantization = Literal["int8", "int4"] | KVCodec | None
 
