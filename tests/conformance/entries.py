@@ -175,7 +175,7 @@ class SeenBefore(WarmStartCache):
     def take_prefill(self, call: PrefillCall) -> int:
         if self.library is not None and not self.seen and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             padding = self.history.padding(call.input_ids.shape[1])
-            for pad, ids in zip(padding or [], call.input_ids, strict=False):
+            for pad, ids in zip(padding if isinstance(padding, list) else [], call.input_ids, strict=False):
                 if len(ids) - pad > 1:
                     self.library.add(ids[pad:].tolist())
         return super().take_prefill(call)
