@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from shared.results import Row
+from shared.texts import encode
 
 from hf_kvcaches import SegmentPolicy, SegmentReuseCache, SegmentStore
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.splicing.packing import Quantization, label_of
-from hf_kvcaches.segments.calibration import next_tokens
+from hf_kvcaches.segments.calibration import CLOSED, next_tokens
 from hf_kvcaches.segments.tiers import Mode
 from tests.testbed.agents import Request, adversarial_workload, agent_workload, no_repeat_workload
 
@@ -23,6 +26,8 @@ TIERS = ("exact", *APPROXIMATE, "computed")
 # Seeds that policies are calibrated on begin here; those that they are measured on begin at `--seed`.
 CALIBRATION_SEED = 10**6
 DRIFTS = 25
+# Prompts that come again with other dates and ids, and what is left out of them, so that these fit.
+TEMPLATES, LEFT_OUT = 5, ("rules", "tool", "task", "volatile")
 
 
 @dataclass(frozen=True)
@@ -42,9 +47,14 @@ class Side:
 
     name: str
     mode: Mode | None = None
-    quantization: Quantization = "int8"
+    quantization: Quantization = None
     # Of the bytes that the store takes when it may take any, in each series.
     cap: float | None = None
+    # Of the store.
+    cuts: int | None = None
+    near_identical: bool = False
+    # Neither surroundings nor probes admit anything.
+    guards_alone: bool = False
 
     def __str__(self) -> str:
         kind = "" if self.mode is None else f" {label_of(self.quantization)}"
@@ -63,6 +73,8 @@ class Answer:
     reused: int  # tokens of the prompt that were not run
     saved: float  # share of operations
     tiers: dict[str, int]  # tokens by tier
+    partial: int  # tokens of which only the lower layers were reused
+    seconds: float  # of processor time, storing included
     page: float | None  # of the page that comes in each prompt of the adversarial workload: the share that was not computed; None elsewhere
     score: float | None  # of the probe that looked at that page, or None
     kls: tuple[float, ...]  # at each place of the continuation, in nats
@@ -79,15 +91,35 @@ class Answer:
 
 
 def make_workloads(tokenizer: Any, requests: int, drifting: int, seed: int) -> list[Workload]:
-    """All four, with half as many requests where pages hang on their headings, and a fifth where nothing comes twice."""
+    """All five, with half as many requests where pages hang on their headings, and fewer of templates and where nothing comes twice."""
     drifts = [adversarial_workload(tokenizer, requests=min(DRIFTS, max(3, requests)), seed=seed + number) for number in range(drifting)]
     hanging = agent_workload(tokenizer, requests=max(2, requests // 2), seed=seed + 1, hanging=True)
     return [
         Workload("agents", (tuple(agent_workload(tokenizer, requests=requests, seed=seed)),)),
         Workload("hanging", (tuple(hanging),)),
         Workload("adversarial", tuple(map(tuple, drifts))),
+        Workload("templates", (tuple(template_workload(tokenizer, max(2, requests // 4), seed)),)),
         Workload("no repeats", (tuple(no_repeat_workload(tokenizer, requests=max(2, requests // 5), seed=seed)),)),
     ]
+
+
+def template_workload(tokenizer: Any, requests: int, seed: int) -> list[Request]:
+    """A few prompts again and again, with another date and id before every second line of their pages and nothing else that differs."""
+    rng = random.Random(seed)
+    bases = agent_workload(tokenizer, requests=TEMPLATES, seed=seed)
+    return [_stamped(tokenizer, bases[number % TEMPLATES], rng) for number in range(requests)]
+
+
+def _stamped(tokenizer: Any, base: Request, rng: random.Random) -> Request:
+    lines: list[str] = []
+    for part in base.parts:
+        text = "" if part.kind in LEFT_OUT else tokenizer.decode(base.prompt[part.start : part.stop])
+        for number, line in enumerate(text.splitlines(keepends=True)):
+            if part.kind == "document" and number % 2 == 0:
+                date = f"2031-04-{rng.randint(10, 28)} {rng.randint(10, 23)}:{rng.randint(10, 59)}:{rng.randint(10, 59)}"
+                lines.append(f"Observation ({date}, {rng.randint(10000, 99999)}):\n")
+            lines.append(line)
+    return replace(base, prompt=[token for line in lines for token in encode(tokenizer, line)], kind="templates", parts=())
 
 
 def calibration_prompts(tokenizer: Any, requests: int, seed: int = CALIBRATION_SEED) -> tuple[dict[str, list[list[int]]], int]:
@@ -133,7 +165,7 @@ class Bench:
             if side.cap is not None:
                 cap = max(1, int(side.cap * self._bytes[whole]))
             size = 0
-            with closing(SegmentStore("memory", quantization=side.quantization, max_bytes=cap)) as store:
+            with closing(self._store(side, cap)) as store:
                 for number, (request, prefix) in enumerate(zip(requests, prefixes, strict=True)):
                     alone = self._without(workload.name, index, number, request)
                     answer = self._ask(store, side, request, alone, series=index, number=number, prefix=prefix)
@@ -141,6 +173,9 @@ class Bench:
                     yield answer
             if side.cap is None:
                 self._bytes[whole] = size
+
+    def _store(self, side: Side, cap: int | None) -> SegmentStore:
+        return SegmentStore("memory", quantization=side.quantization, max_bytes=cap, cuts=side.cuts, near_identical=side.near_identical)
 
     def _without(self, workload: str, index: int, number: int, request: Request) -> torch.Tensor:
         key = (workload, index, number)
@@ -152,19 +187,25 @@ class Bench:
         right_alone = sum(request.right(alone.argmax(-1).tolist()))
         fields: Row = {**known, "drift": request.drift, "tokens": len(request.prompt), "right_alone": right_alone}
         if side.mode is None:
-            nothing: Row = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "bytes": 0}
+            nothing: Row = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "bytes": 0, "partial": 0, "seconds": 0.0}
             page = {"page": None, "score": None}
             return Answer(**fields, **nothing, **page, **_compared(request, alone, alone))
-        cache = SegmentReuseCache(self.model, store, self.tokenizer, side.mode, self.policy)
+        policy = replace(self.policy, similarity=CLOSED, probe=CLOSED) if side.guards_alone else self.policy
+        begin = time.process_time()
+        cache = SegmentReuseCache(self.model, store, self.tokenizer, side.mode, policy)
         found = next_tokens(self.model, request.prompt, request.continuation, cache).cpu()
+        store.flush()
+        seconds = time.process_time() - begin
         report = cache.report()
         page, score = _page(cache, request)
         return Answer(
             **fields,
             **_compared(request, alone, found),
             reused=report.reused_tokens,
-            saved=cache.report().flops_saved,
+            saved=report.flops_saved,
             tiers=report.tiers or {},
+            partial=sum(span.stop - span.start for span in report.spans if span.depth is not None),
+            seconds=seconds,
             page=page,
             score=score,
             bytes=store.report().bytes,

@@ -20,8 +20,11 @@ from hf_kvcaches.core.splicing.packing import label_of
 # What became of the requests of a workload on each side.
 Answers = Mapping[tuple[str, Side], Sequence[Answer]]
 
-ALONE, PLAIN = Side("no reuse"), Side("prefix caching", "exact", None)
+ALONE = Side("no reuse")
 PREFIX, AUTO, BLIND = Side("prefix caching", "exact"), Side("auto", "auto"), Side("approximate", "approximate")
+NEAR = Side("auto, near-identical", "auto", near_identical=True)
+CUTS = Side("auto, cuts", "auto", cuts=1)
+GUARDS = Side("guards alone, cuts", "auto", cuts=1, guards_alone=True)
 HALF = 0.5
 # Bars.
 SAME_LOGITS, SAVED, KL, RECALL = 1e-4, 0.6, 0.05, 0.02
@@ -70,6 +73,8 @@ def summary(workload: str, side: Side, answers: Sequence[Answer]) -> Row:
         "recall": total("right") / asked,
         "recall_alone": total("right_alone") / asked,
         **{f"share_{tier}": tiers[tier] / tokens for tier in TIERS},
+        "share_partial": total("partial") / tokens,
+        "cpu_ms": 1e3 * total("seconds") / len(answers),
         "mib": sum(series[-1].bytes for series in by_series(answers)) / 2**20,
     }
 
@@ -77,9 +82,9 @@ def summary(workload: str, side: Side, answers: Sequence[Answer]) -> Row:
 def report(rows: Sequence[Row]) -> str:
     """A table for each workload; halves: tokens not run in the first and the second half of the requests; tiers: shares of tokens."""
     percents = {"FLOPs saved": "saved", "1st half": "reused_first_half", "2nd half": "reused_second_half"}
-    percents |= {"recall": "recall", **{tier: f"share_{tier}" for tier in TIERS}}
+    percents |= {"recall": "recall", **{tier: f"share_{tier}" for tier in (*TIERS, "partial")}}
     columns = {"quantized": "{quantization}", "of the bytes": "{cap:g}", **{name: f"{{{column}:.1%}}" for name, column in percents.items()}}
-    columns |= {"KL mean": "{kl_mean:.2g}", "max": "{kl_max:.2g}", "MiB": "{mib:.1f}"}
+    columns |= {"KL mean": "{kl_mean:.2g}", "max": "{kl_max:.2g}", "MiB": "{mib:.1f}", "CPU ms": "{cpu_ms:.0f}"}
     tables = []
     for workload in dict.fromkeys(row["workload"] for row in rows):
         group = rows_where(rows, workload=workload)
@@ -91,8 +96,8 @@ def report(rows: Sequence[Row]) -> str:
 def bars(answers: Answers, bound: float) -> Iterator[str]:
     """One line for each thing that the cache is asked to reach; `bound` is what the policy was calibrated for."""
     yield "Bars"
-    worst = max(answer.difference for (_, side), group in answers.items() if side == PLAIN for answer in group)
-    yield bar(f"exact, unquantised: logits within {SAME_LOGITS:g} of a full prefill", worst <= SAME_LOGITS, f"{worst:.2g}")
+    worst = max(answer.difference for (_, side), group in answers.items() if side == PREFIX for answer in group)
+    yield bar(f"exact: logits within {SAME_LOGITS:g} of a full prefill", worst <= SAME_LOGITS, f"{worst:.2g}")
     prefixes = [answer for (_, side), group in answers.items() if side.mode == "exact" and side.cap is None for answer in group]
     short = sum(answer.reused < answer.prefix for answer in prefixes)
     yield bar("exact: never fewer tokens reused than in the longest shared prefix", not short, f"{short} of {len(prefixes)} fewer")

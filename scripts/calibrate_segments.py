@@ -28,7 +28,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=40, help="how many to generate, or to read at most")
     parser.add_argument("--asked", type=int, default=16, help="tokens at the end of each prompt of a file that are withheld and compared")
     parser.add_argument("--bound", type=float, default=0.05, help="the most that the mean KL divergence may be, in nats")
-    parser.add_argument("--quantization", choices=("int8", "int4", "none"), default="int8", help="of the store that the policy is for")
+    parser.add_argument("--least-same", type=float, default=0.0, help="the least share of next tokens that are the model's own")
+    parser.add_argument("--quantization", choices=("int8", "int4", "none"), default="none", help="of the store that the policy is for")
+    parser.add_argument("--cuts", type=int, help="of that store: guards of the lower layers are calibrated, too")
     parser.add_argument("--codec", help="in place of it: the folder or hub id of a KVCodec, for a store of its codes")
     args = parser.parse_args()
     check_counts(args, ["requests", "asked"])
@@ -48,7 +50,8 @@ def main() -> None:
     if args.codec is not None:
         quantization = KVCodec.from_pretrained(args.codec, model=model)
     began = time.perf_counter()
-    policy = calibrate(model, tokenizer, prompts, bound=args.bound, asked=asked, quantization=quantization)
+    bounds = {"bound": args.bound, "least_same": args.least_same}
+    policy = calibrate(model, tokenizer, prompts, **bounds, asked=asked, quantization=quantization, cuts=args.cuts)
     seconds = time.perf_counter() - began
     policy.save_pretrained(args.out)
     print(f"{show_measured(policy.measured)}\n\n{seconds:.0f} s; written to {args.out}: {policy}\n")

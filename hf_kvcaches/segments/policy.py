@@ -118,12 +118,8 @@ class SegmentPolicy(Artifact):
     def describe_calibration(self) -> str:
         if self.bound is None:
             return "Not calibrated: the guards of the paper, scaled to the model's depth, and strict thresholds."
-        lines = [
-            f"Thresholds at which accepted segments kept a mean KL divergence of at most {self.bound:g} nats on the next tokens.",
-            "",
-            markdown_table(self.measured),
-        ]
-        return "\n".join(lines)
+        kept = f"Thresholds at which accepted segments kept a mean KL divergence of at most {self.bound:g} nats on the next tokens"
+        return f"{kept}; `same`: the share of these whose most likely token is the model's own.\n\n{markdown_table(self.measured)}"
 
     def with_repair(self, repair: float | None) -> SegmentPolicy:
         """The same with another share to repair; None: the same."""

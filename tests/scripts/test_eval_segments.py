@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import re
 import sys
 from typing import Any
 
@@ -43,9 +44,9 @@ def evaluated(tmp_path_factory):
 @pytest.mark.full
 def test_each_side_has_a_row_for_each_workload_in_the_table_and_in_the_file(evaluated):
     _, printed, rows = evaluated
-    for workload in ("agents", "hanging", "adversarial", "no repeats"):
+    for workload in ("agents", "hanging", "adversarial", "templates", "no repeats"):
         sides = [(row["side"], row["quantization"], row["cap"]) for row in rows if row["workload"] == workload]
-        assert len(sides) == len(set(sides)) == (10 if workload == "agents" else 5)
+        assert len(sides) == len(set(sides)) == (12 if workload == "agents" else 7)
         assert f"{workload}: " in printed
     assert all(row["torch"] and row["model"] == "base" and row["probe"] == "0.9" for row in rows)
 
@@ -54,23 +55,25 @@ def test_each_side_has_a_row_for_each_workload_in_the_table_and_in_the_file(eval
 def test_rows_agree_with_each_other(evaluated):
     _, _, rows = evaluated
     for row in rows:
-        assert sum(float(value) for name, value in row.items() if name.startswith("share_")) == pytest.approx(1, abs=0.01)
+        shares = {name: float(value) for name, value in row.items() if name.startswith("share_")}
+        assert sum(shares.values()) - shares["share_partial"] == pytest.approx(1, abs=0.01)
         assert row["recall_alone"] == next(each["recall"] for each in rows if each["workload"] == row["workload"])
     by_name = {(row["workload"], row["side"], row["quantization"], row["cap"]): row for row in rows}
     assert float(by_name["agents", "no reuse", "", ""]["kl_max"]) == 0
-    exact, auto = by_name["agents", "prefix caching", "none", ""], by_name["agents", "auto", "int8", ""]
+    exact, auto = by_name["agents", "prefix caching", "none", ""], by_name["agents", "auto", "none", ""]
     assert float(exact["logits_max"]) < 1e-4
     assert float(exact["saved"]) < float(auto["saved"])
     for side in ("auto", "prefix caching", "approximate"):
-        capped = by_name["agents", side, "int8", "0.5"]
-        assert 0 < float(capped["mib"]) <= float(by_name["agents", side, "int8", ""]["mib"]) / 2
+        capped = by_name["agents", side, "none", "0.5"]
+        assert 0 < float(capped["mib"]) <= float(by_name["agents", side, "none", ""]["mib"]) / 2
+    assert all((float(row["share_partial"]) > 0) <= row["side"].endswith("cuts") for row in rows)
 
 
 @pytest.mark.full
 def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
     folder, printed, _ = evaluated
     bars = printed.partition("Bars\n")[2].strip().splitlines()
-    assert len(bars) == 14
+    assert len(bars) == 15
     assert all((": met (" in bar) != (": NOT met (" in bar) for bar in bars)
     assert (folder / "segments-quality.png").stat().st_size > 10_000
     with (folder / "segments-drift.csv").open(encoding="utf-8") as file:
@@ -79,31 +82,50 @@ def test_every_bar_is_printed_with_its_number_and_a_picture_is_drawn(evaluated):
     assert (len(drifts), drifts[0], drifts[-1]) == (4, 0, 1)
 
 
-def test_stores_of_codes_are_compared_with_one_of_8_bits(script, monkeypatch, tmp_path):
+def test_stores_of_codes_have_a_row_for_each_mode_and_their_bars(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script("_segments_codecs"), "TOKENS", 600)
     POLICY.save_pretrained(tmp_path / "policy")
     options = ["--requests", "3", "--policy", tmp_path / "policy", "--csv", tmp_path, "--codecs", "0.125", "0.25", "--codec-documents", "0"]
     done = run_script("eval_segments", "--device", "cpu", *options)
     assert done.returncode == 0, done.stderr
     rows = rows_of(tmp_path / "segments-codecs.csv")
-    stores, modes = ("int8", "codec 0.125", "codec 0.25"), ("prefix caching", "auto", "approximate")
+    stores, modes = ("codec 0.125", "codec 0.25"), ("prefix caching", "auto", "approximate")
     assert [(row["quantization"], row["side"]) for row in rows] == [(store, mode) for store in stores for mode in modes]
-    int8, eighth, quarter = (float(row["mib"]) for row in rows if row["side"] == "auto")
-    assert eighth < 0.4 * int8
-    assert eighth < quarter < int8
+    eighth, quarter = (float(row["mib"]) for row in rows if row["side"] == "auto")
+    assert eighth < quarter
     assert all(row["hardware"] and row["probe"] == "0.9" and row["requests"] == "3" for row in rows)
-    assert done.stdout.count("codec 0.125: ") == 4
+    assert done.stdout.count("codec 0.125: ") == 3
 
 
-def test_bars_of_stores_of_codes_are_beside_8_bits(script):
+def test_bars_of_stores_of_codes_are_beside_no_reuse(script):
     codecs = script("_segments_codecs")
-    plain = {"side": "auto", "quantization": "int8", "recall": 1.0, "saved": 0.6, "kl_mean": 1e-5, "mib": 20.0}
-    good = plain | {"quantization": "codec 0.125", "mib": 5.2, "recall": 0.99}
-    assert missed(dict(line.strip().rsplit(": ", 1) for line in codecs.bars([plain, good]))) == []
-    bad = {"saves": {"saved": 0.59}, "recall": {"recall": 0.97}, "mean KL": {"kl_mean": 0.1}, "a quarter": {"mib": 6.0}}
+    good = {"side": "auto", "quantization": "codec 0.125", "recall": 0.99, "recall_alone": 1.0, "saved": 0.6, "kl_mean": 1e-5}
+    assert missed(dict(line.strip().rsplit(": ", 1) for line in codecs.bars([good]))) == []
+    bad = {"saves": {"saved": 0.59}, "recall": {"recall": 0.97}, "mean KL": {"kl_mean": 0.1}}
     for claim, changes in bad.items():
-        (found,) = missed(dict(line.strip().rsplit(": ", 1) for line in codecs.bars([plain, good | changes])))
+        (found,) = missed(dict(line.strip().rsplit(": ", 1) for line in codecs.bars([good | changes])))
         assert found.startswith(f"codec 0.125: {claim}")
+
+
+def test_texts_of_the_default_mode_are_counted_where_they_are_equal_and_something_was_reused(script):
+    defaults, quality = script("_segments_defaults"), script("_segments_quality")
+    model, tokenizer = testbed.load()
+    agents = quality.make_workloads(tokenizer, 3, 1, 0)[0].series[0]
+    texts = defaults.default_texts(model, tokenizer, quality.Workload("twice", ((agents[0], agents[0]),)), 2, 8)
+    assert (texts.prompts, texts.equal, texts.reusing) == (2, 2, 1)
+    assert texts.reused == pytest.approx(0.5, abs=0.01)
+    assert ": met (" in defaults.verdict(texts)
+    assert all(": NOT met (" in defaults.verdict(texts._replace(**change)) for change in ({"equal": 1}, {"reusing": 0}))
+
+
+def test_templates_differ_in_dates_and_ids_alone(script):
+    quality = script("_segments_quality")
+    _, tokenizer = testbed.load()
+    requests = quality.template_workload(tokenizer, quality.TEMPLATES + 1, 0)
+    first, again = (tokenizer.decode(requests[number].prompt) for number in (0, quality.TEMPLATES))
+    assert first != again
+    assert re.sub("[0-9]", "0", first) == re.sub("[0-9]", "0", again)
+    assert all(len(request.prompt) + len(request.continuation) <= 1000 for request in requests)
 
 
 def test_the_calibration_writes_a_policy_for_this_model(tmp_path):
@@ -208,6 +230,8 @@ def answer(script, **changes: Any):
         "reused": 80,
         "saved": 0.8,
         "tiers": {"exact": 20, "probed": 60, "computed": 20},
+        "partial": 0,
+        "seconds": 0.1,
         "page": 1.0,
         "score": 1.0,
         "kls": (0.0, 0.02),
@@ -223,7 +247,7 @@ def answer(script, **changes: Any):
 def judged(script, side: str = "AUTO", workload: str = "", **changes: Any) -> dict[str, str]:
     """The bars by their claims, where all answers are good but the last of one side."""
     report = script("_segments_verdicts")
-    sides = [report.PREFIX, report.PLAIN, report.AUTO, script("_segments_quality").Side("auto", "auto", "int8", 0.5)]
+    sides = [report.PREFIX, report.AUTO, script("_segments_quality").Side("auto", "auto", cap=0.5)]
     found = {
         (name, each): [answer(script, number=number, drift=number / 9, page=1 - number / 90) for number in range(10)]
         for name in ("agents", "hanging", "adversarial")
@@ -247,13 +271,13 @@ def test_all_bars_are_met_by_good_answers(script):
 @pytest.mark.parametrize(
     ("side", "workload", "changes", "claim"),
     [
-        ("PLAIN", "hanging", {"difference": 2e-4}, "exact, unquantised"),
+        ("PREFIX", "hanging", {"difference": 2e-4}, "exact: logits"),
         ("PREFIX", "agents", {"reused": 19}, "exact: never fewer tokens"),
         ("AUTO", "agents", {"saved": -1.3}, "auto saves 60%"),
         ("AUTO", "agents", {"kls": (1.1, 0.0)}, "auto, agents: mean KL"),
         ("AUTO", "agents", {"right": 3}, "auto, agents: recall"),
         ("AUTO", "hanging", {"right": 3}, "auto, hanging: recall"),
-        ("CAPPED", "agents", {"reused": 79}, "auto int8, 0.5 of the bytes"),
+        ("CAPPED", "agents", {"reused": 79}, "auto none, 0.5 of the bytes"),
         ("AUTO", "adversarial", {"page": 11.0}, "auto, adversarial: less of the page"),
     ],
 )

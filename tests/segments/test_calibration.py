@@ -15,10 +15,8 @@ from hf_kvcaches.core.splicing.packing import label_of
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.segments.calibration import (
     Answered,
+    Bounds,
     Measured,
-    Setting,
-    _foreseen,
-    _Sweep,
     calibrate,
     divergence,
     next_tokens,
@@ -96,47 +94,76 @@ def test_a_bound_of_nothing_lets_nothing_in_but_what_is_exact(model):
     assert row["saved"] < 0.2
 
 
-def test_the_bound_holds_in_each_series_and_not_only_on_average(model):
-    def answered(kl: float) -> Answered:
-        return Answered(kl, 0.5, 10, 0, None, (), 100)
-
-    measured = Measured(Setting(SegmentPolicy(), None), {"good": [answered(0.0)] * 9, "bad": [answered(0.4)]})
-    assert measured.kl == 0.4
+def answered(kl: float, saved: float = 0.5, approximate: int = 10, **others) -> Answered:
+    return Answered(**{"kl": kl, "same": 1.0, "saved": saved, "approximate": approximate, **others})
 
 
-def test_prompts_without_anything_approximate_do_not_water_the_divergence_down():
-    answers = [Answered(0.3, 0.5, 10, 0, None, (), 100), *[Answered(0.0, 0.0, 0, 0, None, (), 100)] * 9]
-    assert Measured(Setting(SegmentPolicy(), None), {"all": answers}).kl == pytest.approx(0.3)
+def measured(*answers: Answered, **policy) -> Measured:
+    return Measured(SegmentPolicy(**{"similarity": 1.01, **policy}), None, {"all": list(answers)})
 
 
-def test_the_best_keeps_the_bound_has_a_gate_and_is_the_strictest_of_those_that_save_as_much():
-    def measured(kl: float, saved: float, **policy) -> Measured:
-        answers = [Answered(kl, saved, 10, 0, None, (), 100)]
-        return Measured(Setting(SegmentPolicy(similarity=1.01, **policy), "int8"), {"all": answers})
+def test_the_bounds_hold_in_each_series_and_not_only_on_average():
+    series = {"good": [answered(0.0)] * 9, "bad": [answered(0.4, same=0.75)]}
+    assert Measured(SegmentPolicy(), None, series).kl == 0.4
+    assert Measured(SegmentPolicy(), None, series).same == 0.75
 
-    sweep = _Sweep(None, None, {}, 1, 0.05, 0.04, "int8", None)
-    loose, strict = measured(0.02, 0.62, probe=0.5), measured(0.02, 0.6, probe=0.9)
-    sweep.done = [
-        measured(0.0, 0.1, probe=1.01),
-        measured(0.0, 0.9, probe=-1.0),
-        measured(0.06, 0.8, probe=0.7),
+
+def test_prompts_without_anything_approximate_do_not_water_the_measurements_down():
+    found = measured(answered(0.3, same=0.5), *[answered(0.0, 0.0, 0)] * 9)
+    assert (found.kl, found.same) == pytest.approx((0.3, 0.5))
+    untouched = measured(answered(0.0, approximate=0))
+    assert (untouched.kl, untouched.same) == (0.0, 1.0)
+
+
+def test_the_best_keeps_the_bounds_has_a_gate_and_is_the_strictest_of_those_that_save_as_much():
+    loose, strict = measured(answered(0.02, 0.62, same=0.9), probe=0.5), measured(answered(0.02, 0.6, same=0.8), probe=0.9)
+    done = [
+        measured(answered(0.0, 0.1), probe=1.01),
+        measured(answered(0.0, 0.9), probe=-1.0),
+        measured(answered(0.06, 0.8), probe=0.7),
         loose,
         strict,
-        measured(0.0, 0.55, probe=0.99),
+        measured(answered(0.0, 0.55), probe=0.99),
     ]
-    assert sweep.best() is strict
-    sweep.slack = 0.01
-    assert sweep.best() is loose
-    sweep.bound = 0.01
-    assert sweep.best().setting.policy.probe == 0.99
+    assert Bounds(0.05, slack=0.04).best(done) is strict
+    assert Bounds(0.05, slack=0.01).best(done) is loose
+    assert Bounds(0.05, 0.85, slack=0.04).best(done) is loose
+    assert Bounds(0.01, slack=0.04).best(done).policy.probe == 0.99
 
 
-def test_scores_of_an_open_run_foresee_what_thresholds_refuse():
-    low, high = Answered(0.4, 0.8, 60, 0, 0.5, ((0.5, 40), (0.9, 20)), 100), Answered(0.1, 0.6, 50, 0, 0.9, ((0.9, 50),), 100)
-    opened = Measured(Setting(SegmentPolicy(repair=0.25), None), {"all": [low, high]})
-    assert _foreseen(opened, 0.3) == pytest.approx((0.25, 0.7))
-    assert _foreseen(opened, 0.8) == pytest.approx((0.1, 0.7 - 0.75 * 0.4 / 2))
-    assert _foreseen(opened, 0.95) == pytest.approx((0.0, 0.7 - 0.75 * (0.6 + 0.5) / 2))
+@given(st.lists(st.floats(-0.9, 1), max_size=30))
+def test_of_the_thresholds_to_try_the_first_rejects_no_probe_and_the_next_ones_more_and_more(scores):
+    thresholds = measured(answered(0.0, scores=tuple((score, 20) for score in scores))).thresholds()
+    rejected = [sum(score < threshold for score in scores) for threshold in thresholds]
+    assert bool(thresholds) == bool(scores)
+    assert rejected[:1] in ([], [0])
+    assert rejected == sorted(rejected)
+    assert all(count <= 0.3 * len(scores) for count in rejected)
+
+
+def test_the_policy_says_how_often_the_next_token_is_that_of_the_model_alone(model, policy):
+    strict = calibrate(model, None, PROMPTS, bound=100.0, least_same=1.0, **OPTIONS)
+    assert chosen(strict)["same"] == 1.0
+    assert any(row["same"] < 1 for row in strict.measured)
+    assert all(0 <= row["same"] <= 1 and row["same"] * 4 * len(PROMPTS) < 17 for row in policy.measured)
+    assert "same" in policy.describe_calibration()
+
+
+def test_with_cuts_guards_of_the_lower_layers_are_measured_and_keep_the_bound(model):
+    policy = calibrate(model, None, PROMPTS, bound=100.0, cuts=1, **OPTIONS)
+    assert [share for share, _ in policy.guard if share < 1] == [0.25, 0.5, 0.75]
+    tokens = [tokens for share, tokens in policy.guard if share < 1]
+    assert tokens == sorted(tokens)
+    alone = [row for row in policy.measured if row["similarity"] > 1 and row["probe"] > 1 and " " not in row["guard"]]
+    assert {row["guard"] for row in alone} == {"", f"0.25:{tokens[0]}"}
+    without, guarded = sorted(alone, key=lambda row: len(row["guard"]))
+    assert guarded["saved"] > without["saved"]
+    assert (without["kl"], guarded["kl"] > 0) == (0.0, True)
+
+
+def test_guards_of_the_lower_layers_that_break_the_bound_are_left_out(model):
+    assert calibrate(model, None, PROMPTS, bound=0.0, cuts=1, **OPTIONS).guard == ()
+    assert calibrate(model, None, PROMPTS, bound=0.0, **OPTIONS).guard == SegmentPolicy().guard
 
 
 def test_a_policy_is_saved_with_its_measurements_and_refused_for_another_model(model, policy, tmp_path):
@@ -158,6 +185,8 @@ def test_models_whose_keys_cannot_be_moved_are_refused():
     [
         ({"bound": -1.0}, "bound: expected a number of at least 0"),
         ({"slack": "much"}, "slack: expected"),
+        ({"least_same": 1.5}, "least_same: expected a number of at least 0, up to 1"),
+        ({"cuts": 0}, "cuts: expected"),
         ({"asked": 0}, "asked: expected an integer of at least 1"),
         ({"asked": 500}, "prompts: expected at least 502 tokens in each"),
         ({"check_layers": [4]}, "check_layers: expected layers from 1 to 3"),
