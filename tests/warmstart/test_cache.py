@@ -701,6 +701,7 @@ def test_a_prompt_that_was_computed_is_in_the_library_for_the_next_request() -> 
     library = library_of(model, slots=8)
     ids, mask = left_padded(EARLIER, joined(D, E))
     logits_of(model, ids, WarmStartCache(model, library, remember=True), 2, attention_mask=mask)
+    library.refresh()
     for prompt in (EARLIER, joined(D, E)):
         cache = WarmStartCache(model, library)
         with tokens_run(model) as seen:

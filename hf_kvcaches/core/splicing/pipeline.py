@@ -91,10 +91,11 @@ class Pipeline(ABC, Generic[CacheT]):
         identity = self.cache.identity_of_pass(self.call.input_ids.shape[1])
         reason = self.refused(identity)
         plan = None if reason else self.look_up(identity, rows)
-        if plan is not None and identity.presumed and self.reuses(plan):
+        # All weights are read before anything stored is used, and before it is said that nothing can be.
+        if identity.presumed and (plan is None or self.reuses(plan)):
             presumed, identity = identity, self.cache.confirmed_identity()
             reason = self.refused(identity)
-            if not reason and identity != presumed:
+            if not reason and (plan is None or identity != presumed):
                 plan = self.look_up(identity, rows)
         if plan is None or reason:
             return self.leave(reason, rows)
