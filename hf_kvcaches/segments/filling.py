@@ -11,8 +11,8 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.flops import Costs
-from hf_kvcaches.core.splicing.pipeline import Fetched, Pipeline, PromptRow, Tensors
-from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan
+from hf_kvcaches.core.splicing.pipeline import Fetched, Pipeline, Tensors
+from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan, PromptRow
 from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
 from hf_kvcaches.segments.near import NearIdentical
 from hf_kvcaches.segments.planning import plan_row

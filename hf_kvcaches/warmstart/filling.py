@@ -14,8 +14,8 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.splicing.alignment import Block
 from hf_kvcaches.core.splicing.packing import LayerStates
-from hf_kvcaches.core.splicing.pipeline import Fetched, Pipeline, PromptRow, Tensors
-from hf_kvcaches.core.splicing.plan import PromptPlan
+from hf_kvcaches.core.splicing.pipeline import Fetched, Pipeline, Tensors
+from hf_kvcaches.core.splicing.plan import PromptPlan, PromptRow
 from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.changes import changes

@@ -305,6 +305,9 @@ class WarmStartLibrary:
         *,
         location: str | BlobStore = "memory",
         max_bytes: int | str | None = None,
+        hot_bytes: int | str | None = None,
+        time_to_live: float | None = None,
+        index: str = "Flat",
         codec: KVCodec | None = None,
         **options: Any,
     ) -> Self:
@@ -315,14 +318,15 @@ class WarmStartLibrary:
             model: The model that it was made for; another one is a `FingerprintMismatch`.
             tokenizer: Its tokenizer.
             encoder: The one that it was made with; None for that of the model.
-            location: See the class, and `max_bytes`.
+            location: See the class, and for `max_bytes`, `hot_bytes`, `time_to_live` and `index`.
             codec: The `KVCodec` that keys and values were coded with, which the folder names and does not hold; None where there is none.
             **options: Of `Artifact.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
         """
         packed = PackedLibrary.from_pretrained(folder_or_hub_id, model=compat.base_model(model), tokenizer=tokenizer, **options)
         adapters = Adapters.of(packed.adapters) if packed.adapters else None
         settings = packed.settings | {"quantization": packing.quantization_of(packed.settings["quantization"], codec)}
-        library = cls(model, tokenizer, encoder=encoder, location=location, max_bytes=max_bytes, adapters=adapters, **settings)
+        settings |= {"location": location, "max_bytes": max_bytes, "hot_bytes": hot_bytes, "time_to_live": time_to_live, "index": index}
+        library = cls(model, tokenizer, encoder=encoder, adapters=adapters, **settings)
         if library.encoder.name != packed.encoder:
             raise ConfigError.of("encoder", f"the one that the library was made with, {packed.encoder!r}", library.encoder.name)
         try:

@@ -16,9 +16,8 @@ from hf_kvcaches.core.identity import Identity
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.flops import Costs
-from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan, PromptPlan
+from hf_kvcaches.core.splicing.plan import PromptPlan, PromptRow
 from hf_kvcaches.core.splicing.speed import seconds_to_compute
-from hf_kvcaches.core.splicing.tokens import Ids
 
 CacheT = TypeVar("CacheT", bound=SplicingCache)
 
@@ -38,30 +37,6 @@ class Fetched:
 
     tensors: Mapping[str, Tensors]
     codec: KVCodec | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class PromptRow:
-    """A row of a prompt that is looked up.
-
-    Args:
-        padding: Slots at its start that hold no token.
-        ids: All its tokens, those in the cache included.
-        begin: How many of them are in the cache.
-    """
-
-    number: int
-    padding: int
-    ids: Ids
-    begin: int
-
-    def planned(self, spans: Collection[PlannedSpan], prefix: int = 0) -> PlannedRow:
-        """The row with a plan."""
-        return PlannedRow(self.number, self.padding, self.ids, self.begin, tuple(spans), max(prefix, self.begin))
-
-    def computed(self, reason: str = "") -> PlannedRow:
-        """The row with nothing reused."""
-        return self.planned([PlannedSpan(self.begin, len(self.ids) - 1, reason=reason)])
 
 
 class Pipeline(ABC, Generic[CacheT]):

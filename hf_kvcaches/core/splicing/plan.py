@@ -113,21 +113,34 @@ class PlannedSpan:
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedRow:
-    """One row of a prompt: all its tokens but the last, which is the model's.
+class PromptRow:
+    """A row of a prompt.
 
     Args:
         padding: Slots at its start that hold no token.
         ids: All its tokens, those in the cache included.
         begin: How many of them are in the cache.
-        prefix: Up to this index stored tokens stood behind the same tokens.
     """
 
     number: int
     padding: int
     ids: Ids
     begin: int
-    spans: tuple[PlannedSpan, ...]
+
+    def planned(self, spans: Sequence[PlannedSpan], prefix: int = 0) -> PlannedRow:
+        """The row with a plan."""
+        return PlannedRow(self.number, self.padding, self.ids, self.begin, tuple(spans), max(prefix, self.begin))
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRow(PromptRow):
+    """A row with the plan for all its new tokens but the last, which is the model's.
+
+    Args:
+        prefix: Up to this index stored tokens stood behind the same tokens.
+    """
+
+    spans: tuple[PlannedSpan, ...] = ()
     prefix: int = 0
 
     @property
