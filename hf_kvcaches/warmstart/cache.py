@@ -192,10 +192,10 @@ class WarmStartCache(SplicingCache):
         summaries = [summaries] if isinstance(summaries, Slots) else summaries
         _, _, decoder = compat.decoder_layers(self.model)
         for index, (layer, module) in enumerate(zip(self.layers, decoder, strict=True)):
-            rows = [summary.layers[index] for summary in summaries]
-            tensors = (row._replace(keys=row.keys.to(self.model.dtype), values=row.values.to(self.model.dtype)) for row in rows)
-            stacked = (torch.stack(parts).to(compat.layer_device(module)) for parts in zip(*tensors, strict=True))
-            layer.take_slots(LayerSlots(*stacked), covered)
+            rows = (summary.layers[index] for summary in summaries)
+            rows = (row._replace(keys=row.keys.to(self.model.dtype), values=row.values.to(self.model.dtype)) for row in rows)
+            device = compat.layer_device(module)
+            layer.take_slots([LayerSlots(*(tensor.to(device) for tensor in row)) for row in rows], covered)
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         self.history.crop(self.seen)  # a pass that did not run to its end

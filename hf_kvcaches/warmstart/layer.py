@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -33,13 +34,14 @@ class WarmLayer(SplicedLayer):
     def kept(self) -> int:
         return self.seen - self.left_out
 
-    def take_slots(self, slots: LayerSlots, seen: int) -> None:
-        """Begin with slots that stand for `seen` tokens; all tensors have a dimension for rows before the others."""
+    def take_slots(self, slots: LayerSlots | Sequence[LayerSlots], seen: int) -> None:
+        """Begin with slots, those of each row, that stand for `seen` tokens."""
         assert self.seen == 0
-        keys, values = slots.keys, slots.values
+        rows = [slots] if isinstance(slots, LayerSlots) else slots
+        keys, values, places, counts = (torch.stack(parts) for parts in zip(*rows, strict=True))
         self.lazy_initialization(keys, values)
         self.key_buffer, self.value_buffer = append(None, keys, 0), append(None, values, 0)
-        self.counts, self.places = slots.counts.clone(), slots.positions.clone()
+        self.counts, self.places = counts, places
         self.left_out = seen - keys.shape[2]
         self.seen = seen
 
