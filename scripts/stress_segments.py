@@ -154,7 +154,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--requests", type=int, default=200, help="of each process")
     parser.add_argument("--mode", choices=("exact", "auto"), default="exact")
-    parser.add_argument("--cap", type=int, default=128 << 20, help="in bytes")
+    parser.add_argument("--cap", type=int, default=768 << 20, help="in bytes; default: about half of what all requests take")
     parser.add_argument("--redis", metavar="URL", help="an empty database; it is cleared")
     for name, kind in (("worker", int), ("first", int), ("location", str)):
         parser.add_argument(f"--{name}", type=kind, help="of one process; used by the script itself")
