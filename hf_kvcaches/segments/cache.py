@@ -196,8 +196,8 @@ class SegmentReuseCache(SplicingCache):
 
     @property
     def why_inexact(self) -> str:
-        tiers = {span.tier for row in self.plans for span in row.spans if span.stored}
-        exact = tiers <= {"exact"} and (not tiers or self.store.quantization is None)
+        spans = [span for row in self.plans for span in row.spans if span.stored]
+        exact = all(span.tier == "exact" and tokens.stored["quantization"] is None for span in spans for tokens in span.stored)
         return "" if exact else "It reused segments that are not exact."
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

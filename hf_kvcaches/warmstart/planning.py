@@ -55,9 +55,9 @@ class ServedRow(PlannedRow):
     choice: Choice = Choice()
 
     def outcome(self) -> Choice:
-        """Return the choice, or a cold one where what it names is gone."""
-        gone = bool(self.choice.blocks) and self.choice.served != "slots" and next(self.stored, None) is None
-        return Choice(refused="The entry is gone or damaged.") if gone else self.choice
+        """Return the choice, or a cold one with the reason where what it names was not fetched."""
+        dropped = bool(self.choice.blocks) and self.choice.served != "slots" and next(self.stored, None) is None
+        return Choice(refused=next((span.reason for span in self.spans if span.reason), "")) if dropped else self.choice
 
 
 def reusable_blocks(source: Ids, target: Ids, *, guard: int, tail: int) -> tuple[Block, ...]:

@@ -89,11 +89,13 @@ class Pipeline(ABC, Generic[CacheT]):
 
     def slower(self, plan: PromptPlan) -> str:
         """Why fetching takes longer than computing, as a sentence; "" where it does not, or nobody knows."""
+        reading = self.seconds_to_read({tokens.key for tokens in plan.stored})
+        if reading is None or reading < NOTICED:
+            return ""
         costs = Costs.of(self.cache.model)
         saved = sum(costs.of_prompt(row.begin, len(row.ids)) for row in plan.rows) - self.operations(plan)
-        reading = self.seconds_to_read({tokens.key for tokens in plan.stored})
         computing = seconds_to_compute(self.cache.model, saved)
-        if reading is None or computing is None or reading < max(computing, NOTICED):
+        if computing is None or reading < computing:
             return ""
         return f"To fetch what is stored takes {reading:.2f} s, and to compute it {computing:.2f} s."
 
