@@ -117,7 +117,7 @@ class SegmentReuseCache(SplicingCache):
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         self.store, self.tokenizer = store, tokenizer
         self.mode: Mode = mode or ("exact" if policy is None and tiers is None else "auto")
-        self.tiers = tiers_of(self.mode) if tiers is None else _checked_tiers(tiers, self.mode)
+        self._own_tiers = None if tiers is None else _checked_tiers(tiers, self.mode)
         self.policy = (policy or SegmentPolicy()).with_repair(repair)
         check_policy(self.model, self.policy)
         if store.codec is not None:
@@ -136,12 +136,17 @@ class SegmentReuseCache(SplicingCache):
         self.probes: list[Looked] = []
         self.remember_with(store.background)
 
+    @property
+    def tiers(self) -> tuple[SegmentTier, ...]:
+        """The caller's own, or those of the mode."""
+        return tiers_of(self.mode) if self._own_tiers is None else self._own_tiers
+
     def given(self, row: int) -> tuple[tuple[int, int], ...]:
         """The caller's own segments of a row."""
         return tuple(self.given_spans[row]) if self.given_spans else ()
 
     def settings(self) -> dict[str, Any]:
-        if type(self.tiers) is not tuple or tuple(map(type, self.tiers)) != tuple(map(type, tiers_of(self.mode))):
+        if self._own_tiers is not None:
             raise UnsupportedError("save: tiers of one's own can't be written to a file. Save a cache with the tiers of a mode.")
         return {"mode": self.mode, "policy": self.policy.to_json()}
 
@@ -202,7 +207,7 @@ class SegmentReuseCache(SplicingCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # These are shared, not copied.
-        memo |= {id(part): part for part in (self.tokenizer, self.discovery, self.policy, self.tiers)}
+        memo |= {id(part): part for part in (self.tokenizer, self.discovery, self.policy, self._own_tiers)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
