@@ -165,13 +165,9 @@ class SegmentIndex:
         return spans
 
     def near(self, signature: Signature) -> list[str]:
-        """The keys of segments that resemble one, the most similar first."""
+        """The keys of segments that resemble one, the most similar first, equally similar ones by their keys."""
         near = [] if self._signatures is None else self._signatures.near(signature)
-
-        def similarity(key: str) -> float:
-            return float(np.mean(self.records[key].signature == signature))
-
-        return sorted(near, key=similarity, reverse=True)
+        return sorted(near, key=lambda key: (-float(np.mean(self.records[key].signature == signature)), key))
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
         """Verbatim runs of a row that earlier rows had at any index, from left to right and without overlaps."""

@@ -343,13 +343,16 @@ def test_segments_that_resemble_one_are_found_the_most_similar_first() -> None:
     random = np.random.default_rng(0)
     index, signatures = SegmentIndex(signed=True), random.integers(0, 2**32, (3, 64), dtype=np.uint32)
     signatures[2] = signatures[1]
-    signatures[2, ::4] += 1
+    signatures[2, ::8] += 1
+    alike = signatures[1].copy()
+    alike[1::16] += 1
     for number, signature in enumerate(signatures):
         ids = as_ids(random.integers(0, 99, 20))
         index.add(str(number), Record("scope", ids, "", str(number), 0, ids[:0], "exact", True, signature=signature))
-    alike = signatures[1].copy()
-    alike[::8] += 1
     assert index.near(alike) == ["1", "2"]
+    equally = signatures[1].copy()
+    equally[::16] += 1
+    assert index.near(equally) == ["1", "2"]
     index.remove("1")
     assert index.near(alike) == ["2"]
 
