@@ -324,6 +324,25 @@ def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
     )
 
 
+def has_flash_with_lse(query: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether torch has flash attention for these tensors that tells the log of its sums, too: on a CPU, heads of one size."""
+    fast = query.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    return query.device.type == "cpu" and fast and query.shape[-1] == values.shape[-1]
+
+
+def flash_with_lse(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as by sdpa, and the log-sum-exp of the scores, (batch, heads, queries).
+
+    Args:
+        query: (batch, heads, queries, head_dim); keys and values have as many heads.
+        causal: Whether query i attends to no key behind i.
+    """
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, 0.0, causal, scale=scaling)
+    return output, lse
+
+
 def mask_function(name: str) -> Callable[..., Any] | None:
     """The function that makes masks for that attention, or None where it wants none."""
     return AttentionMaskInterface._global_mapping.get(name)

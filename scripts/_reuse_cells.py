@@ -33,7 +33,7 @@ class Answer(NamedTuple):
     seconds: float  # of the processor, or on a GPU of the clock, until the last new token was there; with the making of the cache
     saved: float = 0.0  # share of the FLOPs
     reused: int = 0  # tokens
-    extra: float = 0.0  # bytes at the peak, beside the weights, the store and what the cache keeps
+    extra: float = 0.0  # bytes at the peak, beside the weights, the store and what the cache keeps, where that was measured
 
 
 class Way(Protocol):
@@ -120,10 +120,14 @@ class Aligned:
         self.library.close()
 
 
-def ask(way: Way, model: Any, ids: torch.Tensor, new_tokens: int = 1) -> Answer:
-    """Generate exactly so many tokens greedily behind a prompt, (1, tokens)."""
+def ask(way: Way, model: Any, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
+    """Generate exactly so many tokens greedily behind a prompt, (1, tokens).
+
+    Args:
+        memory: Whether to measure the peak. The process gives all its free memory back for that first, and to get it again takes time.
+    """
     lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
-    peak = Peak(ids.device)
+    peak = Peak(ids.device) if memory else None
     clock = time.process_time if ids.device.type == "cpu" else time.perf_counter
     synchronize(ids.device)
     begin = clock()
@@ -132,7 +136,7 @@ def ask(way: Way, model: Any, ids: torch.Tensor, new_tokens: int = 1) -> Answer:
     synchronize(ids.device)
     seconds = clock() - begin
     report = cache.report() if hasattr(cache, "report") else None
-    extra = 0 if report is None else peak.bytes() - report.bytes
+    extra = 0 if report is None or peak is None else peak.bytes() - report.bytes
     answer = Answer(seconds, way.saved(cache, ids), 0 if report is None else report.reused_tokens, extra)
     del cache  # what it computed goes to the store when it goes
     way.settle()

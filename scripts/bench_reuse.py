@@ -4,7 +4,8 @@
 
 The model is a Llama with random weights. Before anything is timed, the logits of a prefix from a bit-equal store are compared with those of
 no reuse. Then every prompt is asked on all sides in turns, in one process; the first hit of each side does not count. On a CPU times are
-those of the processor, so that other jobs matter little (set OMP_NUM_THREADS=1), on a GPU those of the clock.
+those of the processor, so that other jobs matter little (set OMP_NUM_THREADS=1), on a GPU those of the clock. Memory is measured in a
+request of its own.
 
 `prefix`: nine tenths of the prompt begin an earlier one. `moved`: five pages of an earlier prompt in another order, `mode="approximate"`.
 `aligned`: an earlier prompt with ten other words, in a warm start. `possible` is what the saved FLOPs allow: 1 / (1 - their share), and
@@ -101,30 +102,32 @@ class Run:
     def bytes_per_token(self, stored: Any, itemsize: int) -> int:
         return packing.payload_bytes(self.pair.plain.config, stored, itemsize=itemsize)
 
-    def _ask(self, way: Way, ids: torch.Tensor, new_tokens: int = 1) -> Answer:
-        return ask(way, self.pair.plain if isinstance(way, Cold) else self.pair.switched, ids, new_tokens)
+    def _ask(self, way: Way, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
+        return ask(way, self.pair.plain if isinstance(way, Cold) else self.pair.switched, ids, new_tokens, memory)
 
     def hits(self, section: str) -> Iterator[Row]:
-        prompts = PROMPTS[section](self.first, self.size.hits + 1, self.vocabulary)
+        *prompts, last = PROMPTS[section](self.first, self.size.hits + 2, self.vocabulary)
         sides: dict[Any, Way] = {NO_REUSE: Cold(self.pair), **ways(section, self.pair, self.locations, self.first)}
         works = {side: lambda number, way=way: self._ask(way, prompts[number]) for side, way in sides.items()}
         answers = {side: own[1:] for side, own in in_turns(works, len(prompts)).items()}
-        for way in sides.values():
+        peaks = {}
+        for side, way in sides.items():
+            peaks[side] = self._ask(way, last, memory=True)
             way.close()
         self.locations.clear()
         cold = [answer.seconds for answer in answers.pop(NO_REUSE)]
         self.cold_seconds += cold
         for (backend, stored), own in answers.items():
-            yield {"side": backend, "stored": stored, **self.labels, **self._hit(cold, own)}
+            yield {"side": backend, "stored": stored, **self.labels, **self._hit(cold, own, peaks[backend, stored])}
 
-    def _hit(self, cold: Sequence[float], hits: Sequence[Answer]) -> Row:
+    def _hit(self, cold: Sequence[float], hits: Sequence[Answer], peak: Answer) -> Row:
         seconds = [hit.seconds for hit in hits]
         row = {"count": len(hits), "cold_ms": statistics.median(cold) * 1e3, **spread("time", seconds, 1e3), **ratios(cold, seconds)}
         row["saved"] = statistics.median(hit.saved for hit in hits)
         row["possible"] = 1 / (1 - row["saved"])
         row["efficiency"] = row["ratio"] / row["possible"]
         per_token = self.bytes_per_token(None, self.pair.plain.dtype.itemsize)
-        row["extra"] = max(hit.extra / (hit.reused * per_token) for hit in hits)
+        row["extra"] = peak.extra / (peak.reused * per_token)
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
     def no_repeats(self) -> Iterator[Row]:

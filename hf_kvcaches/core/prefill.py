@@ -98,6 +98,8 @@ def _forget(model_reference: weakref.ref[PreTrainedModel]) -> None:
 
 
 def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    if args:
+        args, kwargs = (), dict(zip(compat.parameter_names(type(model)), args, strict=False)) | kwargs
     cache, input_ids = kwargs.get("past_key_values"), kwargs.get("input_ids")
     takeover = _takeovers.get(model)
     if takeover is None or not isinstance(cache, Cache) or cache not in takeover.caches:

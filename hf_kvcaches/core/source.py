@@ -10,6 +10,7 @@ from torch import nn
 from hf_kvcaches.core import attention
 from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, first_position
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.chunks import chunk_attention
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.saving import Content
 from hf_kvcaches.core.splicing.history import History
@@ -197,7 +198,7 @@ class _LastPass(attention.LayerView):
         self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output = attention.previous_attention(module, query, self.keys, self.values, mask, **kwargs)
+        output = chunk_attention(module, query, self.keys, self.values, mask, **kwargs), None
         scaling = kwargs.get("scaling")
         queries = LastQueries(query, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
         self.cache.hand_over(self.layer_idx, self.keys, self.values, queries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.flops import Costs
-from hf_kvcaches.core.splicing.pipeline import Fetched, Pipeline, Tensors
+from hf_kvcaches.core.splicing.pipeline import Pipeline, Tensors
 from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan, PromptRow
 from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
 from hf_kvcaches.segments.near import NearIdentical
@@ -37,6 +37,8 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         self.scope = ""
         self.stages: Stages | None = None
         self.hidden: dict[int, Hidden] = {}
+        # Blobs with the hidden states of tokens that join above the lowest layer.
+        self.joining: dict[str, Tensors] = {}
 
     @property
     def codec(self) -> KVCodec | None:
@@ -75,18 +77,22 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
     def read(self, key: str) -> Tensors | None:
         return self.cache.store.tensors(key, self.call.input_ids.device)
 
-    def run(self, plan: PromptPlan, fetched: Fetched) -> tuple[int, PromptPlan]:
+    def write(self, plan: PromptPlan, blobs: Mapping[str, Tensors], make_room: bool) -> None:
+        super().write(plan, blobs, make_room)
+        joining = {tokens.key for row in plan.rows for span in row.spans if span.depth is not None for tokens in span.stored}
+        self.joining |= {key: tensors for key, tensors in blobs.items() if key in joining}
+
+    def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
         cache, store = self.cache, self.cache.store
         if not cache.approximates:
             # The model goes on from one slot in all rows.
             common = min(plan.prefixes)
             plan = replace(plan, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in plan.rows))
         elif store.cuts or store.depth or plan.checked:
-            cache.write(plan, fetched.tensors, fetched.codec)
-            self.stages = Stages(cache, self.call, plan, fetched, self.scope)
+            self.stages = Stages(cache, self.call, plan, self.joining, self.scope)
             plan, self.hidden = self.stages.run()
             return cache.take(plan.total - 1), plan
-        return super().run(plan, fetched)
+        return super().run(plan)
 
     def report(self, plan: PromptPlan, identity: Identity) -> None:
         cache = self.cache

@@ -8,7 +8,7 @@ leave a few tokens in the lowest layers, until it is known whether the whole seg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing import packing
 from hf_kvcaches.core.splicing.cache import ids_at, slots_of
 from hf_kvcaches.core.splicing.flops import Costs
-from hf_kvcaches.core.splicing.pipeline import Fetched
+from hf_kvcaches.core.splicing.pipeline import Tensors
 from hf_kvcaches.core.splicing.plan import NONE, Indices, PlannedRow, PlannedSpan, PromptPlan
 from hf_kvcaches.core.splicing.sparse import Look, SparsePass
 from hf_kvcaches.core.splicing.transfer import moved
@@ -57,11 +57,12 @@ class Stages:
 
     Args:
         cache: Its layers have room for the prompt, and hold what is reused of it.
+        joining: The blobs of tokens that join above the lowest layer, by key.
         scope: See `Record`; what probes find is remembered for it.
     """
 
-    def __init__(self, cache: SegmentReuseCache, call: PrefillCall, plan: PromptPlan, fetched: Fetched, scope: str) -> None:
-        self.cache, self.call, self.fetched, self.total, self.scope = cache, call, fetched, plan.total, scope
+    def __init__(self, cache: SegmentReuseCache, call: PrefillCall, plan: PromptPlan, joining: Mapping[str, Tensors], scope: str) -> None:
+        self.cache, self.call, self.joining, self.total, self.scope = cache, call, joining, plan.total, scope
         self.rows, self.checked = list(plan.rows), plan.checked
         self.layers = len(cache.layers)
         self.device = call.input_ids.device
@@ -142,7 +143,7 @@ class Stages:
             for span in row_spans:
                 for tokens in span.stored:
                     length = tokens.stop - tokens.start
-                    blob = self.fetched.tensors[tokens.key]
+                    blob = self.joining[tokens.key]
                     packed = packing.hidden_states(blob, tokens.stored, level, tokens.offset, tokens.offset + length)
                     whole = line.new_empty(1, length, line.shape[-1])
                     splice(moved(packed, self.device), [whole], torch.arange(length, device=self.device))

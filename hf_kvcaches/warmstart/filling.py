@@ -14,7 +14,7 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.splicing.alignment import Block
 from hf_kvcaches.core.splicing.packing import LayerStates
-from hf_kvcaches.core.splicing.pipeline import Fetched, Pipeline, Tensors
+from hf_kvcaches.core.splicing.pipeline import Pipeline, Tensors
 from hf_kvcaches.core.splicing.plan import PromptPlan, PromptRow
 from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
 from hf_kvcaches.core.splicing.tokens import Ids
@@ -139,10 +139,10 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         found = self.cache.library.full_of(key)
         return None if found is None else found[1]
 
-    def run(self, plan: PromptPlan, fetched: Fetched) -> tuple[int, PromptPlan]:
+    def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
         if all(isinstance(row, ServedRow) and row.choice.served == "slots" for row in plan.rows):
             return self._run_behind_summaries(plan)
-        return super().run(plan, fetched)
+        return super().run(plan)
 
     def _run_behind_summaries(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
         """Begin each row with the summary of a similar prompt, behind which only its tail is computed."""

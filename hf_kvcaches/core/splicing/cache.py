@@ -12,6 +12,7 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.prefill import PrefillCall, run_layers
@@ -128,6 +129,21 @@ class SplicingCache(SourceCache):
         self.crop(-1)
         return self.seen
 
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not self._answers_chunk(key_states, keys):
+            return keys, values
+        view = ChunkView(keys, values)
+        self.answer_next()
+        return view, view
+
+    def _answers_chunk(self, new_keys: torch.Tensor, keys: Any) -> bool:
+        """Whether new tokens are a chunk behind others, whose attention is faster in two parts."""
+        chunk = type(keys) is torch.Tensor and keys.device.type == "cpu" and 1 < new_keys.shape[2] < keys.shape[2]
+        if not chunk or self._model is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        return not self.parts_refused
+
     def prompt_left(self, reason: str) -> None:
         self.reason = reason
 
@@ -200,20 +216,15 @@ class SplicingCache(SourceCache):
         self.history.crop(seen)
         self.filling = False
 
-    def execute(
-        self, call: PrefillCall, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None = None
-    ) -> int:
-        """Fills the cache with a prompt but for its last token, or with its prefix where no more is stored; returns the tokens it took.
+    def execute(self, call: PrefillCall, plan: PromptPlan) -> int:
+        """Takes a prompt but for its last token, or its prefix where no more is stored; returns how many tokens.
 
         Args:
             call: The prompt.
-            plan: What is stored of it, and what runs.
-            blobs: The tensors of the plan's blobs, by key.
-            codec: What reads them, where they are codes.
+            plan: What was written of it, and what runs.
         """
         if next(plan.stored, None) is None:
             return 0
-        self.write(plan, blobs, codec)
         if plan.reuses_a_prefix_only or self.parts_refused:
             return self.take(min(plan.prefixes))
         padding = [row.padding for row in plan.rows]
@@ -223,23 +234,32 @@ class SplicingCache(SourceCache):
             self.run_sparse(running, ids_at(call, slots, plan.total))
         return self.take(plan.total - 1)
 
-    def write(self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None = None) -> None:
-        """Makes room for a prompt, and writes what is stored of it; none of it counts as seen."""
+    def write(
+        self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None = None, make_room: bool = True
+    ) -> None:
+        """Writes what some blobs have of a prompt; none of it counts as seen.
+
+        Args:
+            plan: Of the prompt.
+            blobs: Tensors by the keys of the plan, one at least.
+            codec: What reads them, where they are codes.
+            make_room: Whether to make room for the prompt first.
+        """
         loaded = [
             [
                 Loaded(tokens.start, tokens.stop, tokens.offset, tokens.position, tokens.stored, blobs[tokens.key], span.depth, codec)
                 for span in row.spans
                 for tokens in span.stored
+                if tokens.key in blobs
             ]
             for row in plan.rows
         ]
-        some = next((stored[0] for stored in loaded if stored), None)
-        if some is None:
-            return
-        _, _, decoder = compat.decoder_layers(self.model)
-        for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(some, len(self.layers)), strict=True):
-            device = compat.layer_device(module)
-            layer.open(len(plan.rows), plan.total, keys.to(device), values.to(device))
+        if make_room:
+            _, _, decoder = compat.decoder_layers(self.model)
+            some = next(stored[0] for stored in loaded if stored)
+            for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(some, len(self.layers)), strict=True):
+                device = compat.layer_device(module)
+                layer.open(len(plan.rows), plan.total, keys.to(device), values.to(device))
         for number, (row, stored) in enumerate(zip(plan.rows, loaded, strict=True)):
             splice_row(self.layers, number, row.padding, stored, self.rotation.layers)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,25 +18,15 @@ from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.plan import PromptPlan, PromptRow
 from hf_kvcaches.core.splicing.speed import seconds_to_compute
+from hf_kvcaches.stores.hot import bytes_of
 
 CacheT = TypeVar("CacheT", bound=SplicingCache)
 
 Tensors = Mapping[str, torch.Tensor]
 # Seconds of reading that are too few to be weighed against computing.
 NOTICED = 0.05
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """The blobs that a plan names.
-
-    Args:
-        tensors: By key.
-        codec: What reads them, where they are codes.
-    """
-
-    tensors: Mapping[str, Tensors]
-    codec: KVCodec | None = None
+# Bytes of blobs that are read before they are written into the cache and let go of.
+TOGETHER = 2**25
 
 
 class Pipeline(ABC, Generic[CacheT]):
@@ -74,9 +64,9 @@ class Pipeline(ABC, Generic[CacheT]):
                 plan = self.look_up(identity, rows)
         if plan is None or reason:
             return self.leave(reason, rows)
-        plan, fetched = self.fetch(plan)
+        plan = self.load(plan)
         began = time.perf_counter()
-        taken, plan = self.run(plan, fetched)
+        taken, plan = self.run(plan)
         self.cache.time_pass(began, self.operations(plan))
         self.report(plan, identity)
         return taken
@@ -108,19 +98,45 @@ class Pipeline(ABC, Generic[CacheT]):
         """Whether a plan takes anything from the store."""
         return next(plan.stored, None) is not None
 
-    def fetch(self, plan: PromptPlan) -> tuple[PromptPlan, Fetched]:
-        """Reads the blobs of a plan; what another process has evicted since the look-up, or what is damaged, is computed."""
-        if reason := self.slower(plan):
-            return replace(plan, rows=tuple(row.cut(row.begin, reason) for row in plan.rows)), Fetched({})
-        found = {key: self.read(key) for key in dict.fromkeys(tokens.key for tokens in plan.stored)}
-        lost = {key for key, tensors in found.items() if tensors is None}
-        rows = tuple(row.without(lost, "The stored tokens are gone or damaged.") for row in plan.rows) if lost else plan.rows
-        fetched = Fetched({key: tensors for key, tensors in found.items() if tensors is not None}, self.codec)
-        return PromptPlan(rows, plan.total), fetched
+    def load(self, plan: PromptPlan) -> PromptPlan:
+        """Reads the blobs of a plan and writes its tokens into the cache, some blobs at a time, so that no more than those take memory.
 
-    def run(self, plan: PromptPlan, fetched: Fetched) -> tuple[int, PromptPlan]:
-        """Writes what is reused and runs the rest; returns how many tokens the cache took, and the plan as it was carried out."""
-        return self.cache.execute(self.call, plan, fetched.tensors, fetched.codec), plan
+        Returns:
+            The plan without what another process has evicted since the look-up, or what is damaged: that is computed.
+        """
+        if reason := self.slower(plan):
+            return replace(plan, rows=tuple(row.cut(row.begin, reason) for row in plan.rows))
+        lost: set[str] = set()
+        for number, blobs in enumerate(self._batches(plan, lost)):
+            self.write(plan, blobs, make_room=number == 0)
+        return replace(plan, rows=tuple(row.without(lost, "The stored tokens are gone or damaged.") for row in plan.rows)) if lost else plan
+
+    def _batches(self, plan: PromptPlan, lost: set[str]) -> Iterator[dict[str, Tensors]]:
+        """The blobs of a plan by their keys, some at a time; keys of those that can't be read are added to `lost`."""
+        blobs: dict[str, Tensors] = {}
+        for key in dict.fromkeys(tokens.key for tokens in plan.stored):
+            tensors = self.read(key)
+            if tensors is None:
+                lost.add(key)
+                continue
+            blobs[key] = tensors
+            if sum(map(bytes_of, blobs.values())) >= TOGETHER:
+                yield blobs
+                blobs = {}
+        if blobs:
+            yield blobs
+
+    def write(self, plan: PromptPlan, blobs: Mapping[str, Tensors], make_room: bool) -> None:
+        """Writes the tokens that some blobs have into the cache.
+
+        Args:
+            make_room: Whether these are the first blobs of the plan.
+        """
+        self.cache.write(plan, blobs, self.codec, make_room)
+
+    def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
+        """Runs what is not reused; returns how many tokens the cache took, and the plan as it was carried out."""
+        return self.cache.execute(self.call, plan), plan
 
     @property
     @abstractmethod

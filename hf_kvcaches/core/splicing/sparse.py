@@ -10,8 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.attention import LayerView, previous_attention, previous_implementation
+from hf_kvcaches.core.attention import LayerView, previous_implementation
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.chunks import grouped_attention
 from hf_kvcaches.core.layer_pass import LayerPass
 from hf_kvcaches.core.partial import Masks
 
@@ -135,20 +136,8 @@ class _BlockedView(_View):
         outputs = []
         for start, stop, end in self.running.blocks:
             keys, values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
-            outputs.append(_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs))
+            outputs.append(grouped_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs))
         return torch.cat(outputs, 1), None
-
-
-def _attention(
-    module: nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
-    """The model's own attention, (batch, queries, heads, head_dim)."""
-    special = kwargs.get("dropout") or kwargs.get("position_bias") is not None
-    if query.device.type != "cpu" or special or previous_implementation(module.config) != "sdpa":
-        return previous_attention(module, query, keys, values, mask, **kwargs)[0]
-    # With a mask, transformers copies keys and values for each query head of a group first, which a CPU does not need.
-    scale = kwargs.get("scaling")
-    return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
 
 
 class SplicingPass(LayerPass):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +137,65 @@ def test_tiers_of_ones_own_reuse_segments_in_generate_and_the_default_does_not(t
     model.generate(MOVED, past_key_values=cache, max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert cache.mode == mode
     assert cache.report().tiers[served] >= 90
+
+
+@pytest.mark.parametrize("make", [segments, warm])
+def test_token_ids_are_looked_up_however_they_are_passed(make: Any) -> None:
+    model = tiny.llama()
+    cache, store = make(model)
+    if make is segments:
+        asked(model, cache)
+        store.flush()
+        cache = SegmentReuseCache(model, store)
+    with torch.no_grad():
+        logits = model(PROMPT, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    assert cache.report().reused_tokens == 119
+    assert torch.allclose(logits, asked(model, None), atol=1e-5)
+
+
+def stored_segments(model: Any, folder: Path) -> SegmentStore:
+    """A store in a folder that has a prompt in segments of 30 tokens."""
+    store = SegmentStore(f"disk:{folder}")
+    asked(model, SegmentReuseCache(model, store, spans=[[(start, start + 30) for start in range(0, 120, 30)]]))
+    store.flush()
+    return store
+
+
+def test_blobs_are_let_go_of_before_the_next_ones_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.llama()
+    store = stored_segments(model, tmp_path)
+    monkeypatch.setattr(pipeline, "TOGETHER", 1)
+    living: list[weakref.ref[Any]] = []
+    most, read = 0, SegmentStore.tensors
+
+    def watched(self: SegmentStore, *args: Any) -> Any:
+        nonlocal most
+        tensors = read(self, *args)
+        living.extend(map(weakref.ref, tensors.values()))
+        most = max(most, sum(each() is not None for each in living) // len(tensors))
+        return tensors
+
+    monkeypatch.setattr(SegmentStore, "tensors", watched)
+    cache = SegmentReuseCache(model, store)
+    logits = asked(model, cache)
+    assert torch.allclose(logits, asked(model, None), atol=1e-5)
+    assert cache.report().reused_tokens == 119
+    assert most <= 2  # the one that was just written, until the next one is there
+
+
+@pytest.mark.parametrize("together", [1, 2**25])
+@pytest.mark.parametrize("gone", range(4))
+def test_what_is_lost_between_blobs_that_were_written_is_computed(
+    gone: int, together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.llama()
+    store = stored_segments(model, tmp_path)
+    monkeypatch.setattr(pipeline, "TOGETHER", together)
+    whole = SegmentReuseCache(model, store)
+    asked(model, whole)
+    keys = [key for span in whole.report().spans for key in span.segments]
+    read = SegmentStore.tensors
+    monkeypatch.setattr(SegmentStore, "tensors", lambda self, key, *args: None if key == keys[gone] else read(self, key, *args))
+    cache = SegmentReuseCache(model, store)
+    assert torch.allclose(asked(model, cache), asked(model, None), atol=1e-5)
+    assert cache.report().reused_tokens == 119 - (29 if gone == 3 else 30)
