@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches.core.prefill import run_span
 from hf_kvcaches.core.splicing.cache import SplicingCache
+from hf_kvcaches.core.splicing.streams import Event, mark, own_stream, wait_for
 
 Swap = Literal["off", "sync", "background"]
 
@@ -40,12 +41,16 @@ class ExactPrefill:
         self.failure: BaseException | None = None  # of the thread
         self._model = weakref.ref(model)
         self._cache: ExactCache | None = None
+        # Before and behind what the thread queues on a GPU.
+        self._begun: list[Event] = []
+        self._done: list[Event] = []
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def start(self, owner: object) -> None:
         """Begin in a thread, which ends soon after `stop`, or when the owner is garbage."""
         weakref.finalize(owner, self._stop.set)  # of the event alone, so that the filled cache can be garbage, too
+        self._begun = mark([self.ids])
         self._thread = threading.Thread(target=self._try, name="hf_kvcaches-prefill", daemon=True)
         _prefills.add(self)
         self._thread.start()
@@ -70,6 +75,7 @@ class ExactPrefill:
             self._stop.clear()
             self._run(self.ids.shape[1])
         assert self._cache is not None
+        wait_for(self._done, self._cache.owned_tensors().values())
         return self._cache
 
     def cropped(self, tokens: int) -> ExactPrefill | None:
@@ -84,7 +90,8 @@ class ExactPrefill:
 
     def _try(self) -> None:
         try:
-            self._run(CHUNK)
+            with own_stream(self._begun):
+                self._run(CHUNK)
         except BaseException as error:  # the cache warns of it
             self.failure = error
 
@@ -100,6 +107,7 @@ class ExactPrefill:
             mask = None if self.mask is None else self.mask[:, : span.stop]
             with torch.no_grad():
                 run_span(model, cache, self.ids[:, span], self.positions[:, span], mask)
+        self._done = mark(cache.owned_tensors().values())
         self._cache = cache
 
 

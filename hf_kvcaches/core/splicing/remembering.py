@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.core.splicing.streams import mark, wait_for
 
 # The keys and values of each layer, (batch, kv_heads, capacity, head_dim).
 Buffers = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
@@ -69,4 +70,10 @@ class Remembering:
             self.reading_until = prompt.slots
             # New tokens are written behind these slots, or into other buffers: what is read here stays as it is.
             buffers = [(layer.key_buffer, layer.value_buffer) for layer in self._layers]
-        self._later(lambda: prompt.store(buffers))
+        filled = mark(tensor for pair in buffers for tensor in pair)
+
+        def store() -> None:
+            wait_for(filled, (tensor for pair in buffers for tensor in pair))
+            prompt.store(buffers)
+
+        self._later(store)
