@@ -154,7 +154,7 @@ class SegmentStore:
         """
         self.flush()
         self.catalog.refresh()
-        if scope is not None and scope not in self.contents.indices and self.catalog.worth.sizes:
+        if scope is not None and scope not in self.contents.indices and self.catalog.worth.blobs:
             self.catalog.warn_once(
                 "foreign",
                 f"{self.catalog.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer and "
@@ -185,7 +185,7 @@ class SegmentStore:
         # The last first: of two that are worth the same the older one is evicted, and a prompt without its start is not found.
         for record, layers, hidden, geometries in reversed(segments):
             with self.catalog.lock:
-                if record.key in self.catalog.worth.sizes:
+                if record.key in self.catalog.worth.blobs:
                     continue
             try:
                 tensors, stored = packing.encode(layers, hidden, self.quantization, record.start, geometries)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -77,9 +78,6 @@ class Catalog:
         self.worth = Worth()
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
-        # When each blob was made, and which checks of it passed.
-        self._created: dict[str, float] = {}
-        self._checked: dict[str, set[str]] = {}
         # Bytes that were read, the seconds that took, and when.
         self._read = self._reading = 0.0
         self._measured = -math.inf
@@ -88,31 +86,24 @@ class Catalog:
         self._warned: set[str] = set()
 
     def refresh(self) -> None:
-        """Begins a request: applies what other processes changed, and evicts what has expired or exceeds the cap."""
+        """Begins a request: applies the changes of other processes, and evicts what has expired or exceeds the cap."""
         self.blobs.begin()
         self.follow()
         self.evict()
 
     def follow(self) -> None:
         """Applies all changes, also those of this process: the contents are what the place reports, and nothing else."""
-        try:
-            with self._following:
-                added, removed = self.blobs.changes()
-                with self.lock:
-                    for key in removed:
-                        self.worth.remove(key)
-                        self._created.pop(key, None)
-                        self._checked.pop(key, None)
-                    self.hot.remove(removed)
-                    self.contents.remove(removed)
-                    tokens = self.contents.add(added)
-                    for key, head, size in added:
-                        if key in tokens:
-                            self.worth.add(key, size, tokens[key])
-                            self._created[key] = head["created"] if is_number(head.get("created")) else 0.0
-        except OSError as error:
-            self._failed(error)
-        else:
+        with self._forgiving(), self._following:
+            added, removed = self.blobs.changes()
+            with self.lock:
+                for key in removed:
+                    self.worth.remove(key)
+                self.hot.remove(removed)
+                self.contents.remove(removed)
+                tokens = self.contents.add(added)
+                for key, head, size in added:
+                    if key in tokens:
+                        self.worth.add(key, size, tokens[key], head["created"] if is_number(head.get("created")) else 0.0)
             if len(tokens) < len(added):
                 sentence = f"{self.place} holds something that is no {self.noun}, or one of another version; it is left alone."
                 self.warn_once("unknown", sentence)
@@ -129,16 +120,15 @@ class Catalog:
         Args:
             check: Raises an `ArtifactError` for tensors that are not those of the blob's head: it is deleted then.
             kind: Of the check, which is called once for each blob.
-            device: Where the hot tier keeps tensors, if no earlier reader has said so. Others are on the CPU.
+            device: Where the hot tier keeps tensors, if no earlier reader has named it. Others are on the CPU.
         """
         with self.lock:
-            if self._created.get(key, math.inf) < self._oldest():
+            blob, hot = self.worth.blobs.get(key), self.hot.get(key)
+            if blob is not None and blob.created < self._oldest():
                 return None
-            tensors = hot = self.hot.get(key)
             self.counts["hot_hits"] += hot is not None
-        if tensors is None:
-            tensors = self._load(key)
-        if tensors is not None and kind not in self._checked.get(key, ()):
+        tensors = self._load(key) if hot is None else hot
+        if tensors is not None and (blob is None or kind not in blob.checked):
             try:
                 check(tensors)
             except ArtifactError as error:
@@ -150,85 +140,77 @@ class Catalog:
         if hot is None:
             tensors = self.hot.placed(tensors, device)
         with self.lock:
-            # One that was deleted meanwhile must not be served later.
-            if key in self.worth.sizes:
-                self._checked.setdefault(key, set()).add(kind)
+            # A blob that was deleted or replaced meanwhile must not be served later.
+            if blob is not None and self.worth.blobs.get(key) is blob:
+                blob.checked.add(kind)
                 self.hot.keep(key, tensors)
         return tensors
 
     def _load(self, key: str) -> dict[str, Tensor] | None:
-        start = perf_counter()
-        try:
+        tensors, start = None, perf_counter()
+        with self._forgiving():
             tensors = self.blobs.tensors(key)
-        except OSError as error:
-            self._failed(error)
-            return None
-        seconds, size = perf_counter() - start, bytes_of(tensors or {})
-        with self.lock:
-            self.counts["loads"] += 1
-            if size >= _TELLING:
-                self._read, self._reading = self._read * _FADING + size, self._reading * _FADING + seconds
-                self._measured = self.clock()
+            seconds, size = perf_counter() - start, bytes_of(tensors or {})
+            with self.lock:
+                self.counts["loads"] += 1
+                if size >= _TELLING:
+                    self._read, self._reading = self._read * _FADING + size, self._reading * _FADING + seconds
+                    self._measured = self.clock()
         return tensors
 
     def seconds_to_read(self, keys: Collection[str]) -> float | None:
-        """How long a read of blobs takes that are not in the hot tier, as the latest reads tell; None where there were none lately."""
+        """How long a read of blobs takes that are not in the hot tier, by the latest reads; None where there were none lately."""
         with self.lock:
-            size = sum(self.worth.sizes.get(key, 0) for key in keys if key not in self.hot)
+            size = sum(self.worth.blobs[key].size for key in keys if key in self.worth.blobs and key not in self.hot)
             return self._reading / self._read * size if self.clock() - self._measured < _LATELY else None
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
         """Stores a blob, and returns whether the place could be used. A head without `created` gets it, in whole seconds since 1970."""
         self.blobs.begin()
-        try:
-            # Whole ones, so that blobs of one kind take equally many bytes.
-            size = self.blobs.put(key, {"created": float(int(self.clock())), **head}, tensors)
-        except OSError as error:
-            self._failed(error)
-            return False
-        self._count("written", reported and size > 0)
-        return True
+        with self._forgiving():
+            # Whole seconds, so that blobs of one kind take equally many bytes.
+            self.blobs.put(key, {"created": float(int(self.clock())), **head}, tensors)
+            with self.lock:
+                self.counts["written"] += reported
+            return True
+        return False
 
     def evict(self) -> None:
         """Deletes expired blobs, and those of least worth above the cap; others in place of those that can't be deleted."""
+        oldest = self._oldest()
         with self.lock:
-            oldest = self._oldest()
-            expired = [key for key, created in self._created.items() if created < oldest]
-            expired += [key for key in self.contents.expired() if key in self.worth.sizes]
+            expired = set(self.contents.expired())
+            expired |= {key for key, blob in self.worth.blobs.items() if blob.created < oldest}
         self._delete_down_to(-math.inf, expired)
         cap = math.inf if self.max_bytes is None else self.max_bytes
         # Without the pins of other processes nothing may be evicted.
         if self.worth.total > cap and (pinned := self._pinned()) is not None:
             with self.lock:
                 # A blob that is too large by itself would drive out all others first.
-                candidates = sorted(self.worth.ascending(pinned), key=lambda key: self.worth.sizes[key] <= cap)
+                candidates = sorted(self.worth.ascending(pinned), key=lambda key: self.worth.blobs[key].size <= cap)
             self._delete_down_to(cap, candidates)
 
-    def _delete_down_to(self, cap: float, keys: Sequence[str]) -> None:
+    def _delete_down_to(self, cap: float, keys: Collection[str]) -> None:
         """Deletes one blob after the other until the rest takes no more than so many bytes."""
         with self.lock:
-            total, sizes = self.worth.total, self.worth.sizes.copy()
-        for key in keys:
+            total, victims = self.worth.total, {key: self.worth.blobs[key] for key in keys if key in self.worth.blobs}
+        for key, blob in victims.items():
             if total <= cap:
                 break
-            try:
-                self._count("evicted", self.blobs.delete(key))
-            except OSError as error:
-                self._failed(error)
-                continue
-            total -= sizes.get(key, 0)
-            if cap >= 0:  # what has expired says nothing of the worth of others
+            with self._forgiving():
+                deleted = self.blobs.delete(key)
+                total -= blob.size
                 with self.lock:
-                    self.worth.evicted(key)
-        if keys:
+                    self.counts["evicted"] += deleted
+                    if cap >= 0:  # an expired blob says nothing of the worth of others
+                        self.worth.evicted(blob.worth)
+        if victims:
             self.follow()
 
     def _pinned(self) -> frozenset[str] | None:
-        try:
+        with self._forgiving():
             return self.blobs.pinned()
-        except OSError as error:
-            self._failed(error)
-            return None
+        return None
 
     def _oldest(self) -> float:
         """When a blob may have been made at the earliest."""
@@ -254,7 +236,6 @@ class Catalog:
     def clear(self) -> None:
         """Deletes all blobs and pins."""
         self.blobs.begin()
-        self.follow()
         self.blobs.clear()
         self.refresh()
 
@@ -277,13 +258,15 @@ class Catalog:
             self._warned.add(kind)
         warnings.warn(sentence, RuntimeWarning, stacklevel=4)
 
-    def _count(self, event: str, happened: bool = True) -> None:
-        with self.lock:
-            self.counts[event] += happened
-
-    def _failed(self, error: Exception) -> None:
-        self._count("failures")
-        self.warn_once("unavailable", f"{self.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it can be used.")
+    @contextlib.contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        """Counts a failure of the place in place of raising it, and warns of the first."""
+        try:
+            yield
+        except OSError as error:
+            with self.lock:
+                self.counts["failures"] += 1
+            self.warn_once("unavailable", f"{self.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it can be used.")
 
 
 def _bytes_of(argument: str, value: int | str | None) -> int | None:

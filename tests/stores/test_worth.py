@@ -42,8 +42,8 @@ def least(worth: Worth, excess: int, keep: Collection[str]) -> list[str]:
         if excess <= 0:
             break
         victims.append(key)
-        excess -= worth.sizes[key]
-        worth.evicted(key)
+        excess -= worth.blobs[key].size
+        worth.evicted(worth.blobs[key].worth)
     return victims
 
 
@@ -75,15 +75,15 @@ def test_totals_and_evictions_are_those_of_the_slow_way(steps) -> None:
             leaving = least(worth, number, keep=what)
             assert leaving == slow.least(number, what)
             assert not set(leaving) & what
-            freed = sum(worth.sizes[key] for key in leaving)
+            freed = sum(worth.blobs[key].size for key in leaving)
             # Enough, or all that may go; and none more than it takes.
-            assert freed >= number or set(leaving) == set(worth.sizes) - what
-            assert not leaving or freed - worth.sizes[leaving[-1]] < number
+            assert freed >= number or set(leaving) == set(worth.blobs) - what
+            assert not leaving or freed - worth.blobs[leaving[-1]].size < number
             for key in leaving if more else []:
                 worth.remove(key)
                 slow.held.pop(key)
-        assert worth.sizes == {key: entry[0] for key, entry in slow.held.items()}
-        assert worth.total == sum(worth.sizes.values())
+        assert {key: blob.size for key, blob in worth.blobs.items()} == {key: entry[0] for key, entry in slow.held.items()}
+        assert worth.total == sum(blob.size for blob in worth.blobs.values())
 
 
 def test_what_saved_least_work_a_byte_goes_first() -> None:
@@ -141,7 +141,7 @@ def test_uses_of_what_is_gone_are_ignored() -> None:
     worth.add("a", 10, 10)
     worth.remove("a")
     worth.used("a", 10)
-    assert (worth.total, worth.sizes, least(worth, 10, keep=())) == (0, {}, [])
+    assert (worth.total, dict(worth.blobs), least(worth, 10, keep=())) == (0, {}, [])
 
 
 def test_nothing_goes_without_need() -> None:
