@@ -12,10 +12,11 @@ from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import BlobStore, Changes, Stored
+from hf_kvcaches.stores.blobs import BlobStore, Stored
 from hf_kvcaches.stores.blobs_format import KEY, Header, checked_key, encode, read_header, verified
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, temporary_beside
 from hf_kvcaches.stores.reading import opened
@@ -36,8 +37,6 @@ class DiskBlobs(BlobStore):
     def __init__(self, folder: Path) -> None:
         super().__init__(f"disk:{folder}")
         self._folder = folder
-        # The version of each blob whose tensors were verified.
-        self._verified: dict[str, Hashable] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             temporaries = [folder / name for name in os.listdir(folder) if name.endswith(TEMPORARY_SUFFIX)]
@@ -67,8 +66,8 @@ class DiskBlobs(BlobStore):
             with opened(self._path(key)) as file:
                 version, header = _version(os.fstat(file.fileno())), _header(key, file)
                 # Memory is allocated for a size that the header confirms.
-                body = bytearray(header.layout.size)
-                del body[file.readinto(body) :]  # type: ignore[attr-defined]
+                body = np.empty(header.layout.size, np.uint8).data
+                body = body[: file.readinto(body)]  # type: ignore[attr-defined]
             tensors = verified(body, header, self._verified.get(key) == version)
         except FileNotFoundError:
             return None
@@ -79,15 +78,11 @@ class DiskBlobs(BlobStore):
         return tensors
 
     def delete(self, key: str) -> bool:
-        self._verified.pop(key, None)
         try:
             self._path(key).unlink()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return False
         return True
-
-    def changes(self) -> Changes:
-        return self.listed(self._versions, self._heads, self._state)
 
     def pin(self, key: str, pinned: bool = True) -> None:
         path = self._path(key, PIN)
@@ -96,34 +91,14 @@ class DiskBlobs(BlobStore):
     def pinned(self) -> frozenset[str]:
         return frozenset(self._entries(PIN))
 
-    def clear(self) -> None:
-        for key in self._entries(PIN):
-            self.pin(key, False)
-        for key in self._entries(BLOB):
-            with contextlib.suppress(IsADirectoryError):
-                self.delete(key)
-
-    def _path(self, key: str, suffix: str = BLOB) -> Path:
-        return self._folder / f"{checked_key(key)}{suffix}"
-
-    def _entries(self, suffix: str) -> dict[str, os.DirEntry[str]]:
-        """The files of a kind, by their keys."""
-        with os.scandir(self._folder) as entries:
-            files = {entry.name.removesuffix(suffix): entry for entry in entries if entry.name.endswith(suffix)}
-        return {key: entry for key, entry in files.items() if KEY.fullmatch(key)}
-
-    def _state(self) -> Hashable:
-        modified = os.stat(self._folder).st_mtime_ns
-        return None if time.time_ns() - modified < _TICK else modified
-
-    def _versions(self) -> dict[str, Hashable]:
+    def versions(self) -> dict[str, Hashable]:
         versions: dict[str, Hashable] = {}
         for key, entry in self._entries(BLOB).items():
             with contextlib.suppress(OSError):  # another process has deleted it, or it is a link to nothing
                 versions[key] = _version(entry.stat())
         return versions
 
-    def _heads(self, keys: list[str]) -> Iterator[Stored]:
+    def heads(self, keys: list[str]) -> Iterator[Stored]:
         for key in keys:
             try:
                 with opened(self._path(key)) as file:
@@ -135,6 +110,19 @@ class DiskBlobs(BlobStore):
                 self.discard(key, error)
             except OSError as error:
                 self.unreadable = f"{self.place}: the blob {key} can't be read: {error}. It is left alone."
+
+    def state(self) -> Hashable:
+        modified = os.stat(self._folder).st_mtime_ns
+        return None if time.time_ns() - modified < _TICK else modified
+
+    def _path(self, key: str, suffix: str = BLOB) -> Path:
+        return self._folder / f"{checked_key(key)}{suffix}"
+
+    def _entries(self, suffix: str) -> dict[str, os.DirEntry[str]]:
+        """The files of a kind, by their keys."""
+        with os.scandir(self._folder) as entries:
+            files = {entry.name.removesuffix(suffix): entry for entry in entries if entry.name.endswith(suffix)}
+        return {key: entry for key, entry in files.items() if KEY.fullmatch(key)}
 
 
 def _version(state: os.stat_result) -> tuple[int, int, int]:

@@ -46,18 +46,12 @@ _DIGEST, _FRONT = 16, 24  # bytes
 
 
 class Header(NamedTuple):
-    """What stands before the body, once its checksum is right.
-
-    Args:
-        version: Of the blob; two blobs of one key and version are the same.
-        start: Bytes before the body.
-    """
+    """The front and the header of a blob, once their checksum is right."""
 
     head: dict[str, Any]
-    version: str
     crc32: int
     layout: TensorLayout
-    start: int
+    start: int  # bytes before the body
 
 
 def checked_key(key: str) -> str:
@@ -86,9 +80,8 @@ def array_as_text(values: npt.ArrayLike, dtype: str) -> str:
 
 
 def array_of_text(text: str, dtype: str) -> npt.NDArray[Any]:
-    """Undoes `array_as_text`, with the machine's own order of bytes; a `ValueError` or `TypeError` for any other text."""
-    array = np.frombuffer(base64.b64decode(text, validate=True), dtype)
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
+    """Undoes `array_as_text`; a `ValueError` or `TypeError` for any other text."""
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
 
 
 def dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,9 +115,9 @@ def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     return [_digest(checked_key(key), covered) + covered, *(as_bytes(tensor) for _, tensor in plain)]
 
 
-def version_of(front: bytes) -> str:
-    """As in `Header`."""
-    return front[:_DIGEST].hex()
+def version_of(blob: bytes) -> bytes:
+    """The checksum that a blob, or its front, begins with: blobs of one key and version are the same, unless one is damaged."""
+    return blob[:_DIGEST]
 
 
 def _digest(key: str, content: bytes) -> bytes:
@@ -135,8 +128,8 @@ def read_header(key: str, size: int, read: Callable[[int], bytes]) -> Header:
     """The header of a blob; an `ArtifactError` with the reason where it can't be trusted.
 
     Args:
-        size: Bytes of the blob, as the place tells.
-        read: Gives so many bytes more, or fewer where there are no more.
+        size: Bytes of the blob, by the place.
+        read: Returns the next bytes, at most as many as it is asked for.
     """
     front = read(_FRONT)
     text = header_in(read, size - _FRONT)
@@ -146,22 +139,26 @@ def read_header(key: str, size: int, read: Callable[[int], bytes]) -> Header:
     head = parse_json(layout.metadata.get("head", "null"))
     if not isinstance(head, dict):
         raise ArtifactError("its head is no dict")
-    return Header(head, version_of(front), int.from_bytes(front[_DIGEST:], "little"), layout, _FRONT + len(text))
+    return Header(head, int.from_bytes(front[_DIGEST:], "little"), layout, _FRONT + len(text))
 
 
-def verified(body: bytearray, header: Header, known: bool) -> dict[str, Tensor]:
-    """The tensors of a blob, in the memory of its body; an `ArtifactError` if a bit is not as it was, of a body not `known` to be right."""
+def verified(body: bytearray | memoryview, header: Header, known: bool = False) -> dict[str, Tensor]:
+    """The tensors of a blob, in the memory of its body; an `ArtifactError` if a bit is not as it was.
+
+    Args:
+        known: Whether the checksum of this body was verified before.
+    """
     if len(body) != header.layout.size or not (known or zlib.crc32(body) == header.crc32):
         raise ArtifactError("the checksum of its tensors is wrong")
     return tensors_in(body, header.layout)
 
 
-def decode(key: str, content: bytes, known: str = "") -> tuple[dict[str, Tensor], str]:
-    """The tensors of a blob and its version; an `ArtifactError` with the reason if a single bit is not as it was.
+def decode(key: str, content: bytes, known: bool = False) -> dict[str, Tensor]:
+    """The tensors of a blob; an `ArtifactError` with the reason if a bit is not as it was.
 
     Args:
-        known: The version whose tensors were verified before.
+        known: As of `verified`.
     """
     header = read_header(key, len(content), io.BytesIO(content).read)
-    # A copy, because torch takes only what can be written to.
-    return verified(bytearray(memoryview(content)[header.start :]), header, header.version == known), header.version
+    # A copy, because torch takes only memory that can be written to.
+    return verified(bytearray(memoryview(content)[header.start :]), header, known)

@@ -148,7 +148,7 @@ def _place(entry: Mapping[str, Any]) -> Place:
     return Place(dtype, shape, start, stop)
 
 
-def tensors_in(body: bytearray, layout: TensorLayout) -> dict[str, Tensor]:
+def tensors_in(body: bytearray | memoryview, layout: TensorLayout) -> dict[str, Tensor]:
     """The tensors of a safetensors file in the memory of its body, which lives as long as any of them."""
     tensors = {}
     for name, (dtype, shape, start, stop) in layout.places.items():

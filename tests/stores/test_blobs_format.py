@@ -26,7 +26,7 @@ def whole(key=KEY, head=HEAD, tensors=None) -> bytearray:
 
 
 def decode(key: str, content: bytes) -> dict[str, torch.Tensor]:
-    return blobs_format.decode(key, bytes(content))[0]
+    return blobs_format.decode(key, bytes(content))
 
 
 def header_of(content: bytes, size: int | None = None) -> Header:
