@@ -18,8 +18,7 @@ from torch import Tensor
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, Stored
 from hf_kvcaches.stores.blobs_format import KEY, Header, checked_key, encode, read_header, verified
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, temporary_beside
-from hf_kvcaches.stores.reading import opened
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
 
 BLOB, PIN = ".kvblob", ".kvblob-pin"
 # Seconds. By age and not by a lock: it needs nothing of the file system, and the mtime of a file that is being written is fresh.
