@@ -8,7 +8,9 @@ import re
 import threading
 import time
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -18,7 +20,6 @@ from torch import Tensor
 from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
 from hf_kvcaches.stores.hot import HotTier, bytes_of
-from hf_kvcaches.stores.worth import Worth
 
 # Bytes that a read must have to tell how fast the place is, and how much earlier reads count beside the latest one.
 _TELLING, _FADING = 1 << 16, 0.8
@@ -39,10 +40,25 @@ class Contents(Protocol):
         """Blobs to evict whatever the cap."""
 
 
+@dataclass
+class CatalogEntry:
+    """A blob, as this process knows it."""
+
+    size: int  # bytes
+    created: float  # seconds since 1970
+    saved: int = 0  # tokens of work
+    worth: float = 0.0
+    checks: set[str] = field(default_factory=set)  # kinds of those that its tensors passed
+
+
 class Catalog:
-    """The blobs of one place with their worth: reads them, applies changes of other processes, and evicts above a cap.
+    """The blobs of one place: reads them, applies changes of other processes, and evicts those of least worth above a cap.
 
     A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `OSError`.
+
+    The worth of a blob is the work that it has saved, in tokens a byte, plus the clock at its last use. The clock stands at the worth of
+    the blob evicted last, so a blob that was useful long ago, but not since, is evicted in the end (greedy-dual size frequency, Cherkasova,
+    1998). A new blob counts as used once.
 
     Args:
         noun: What a blob is to a user, such as "segment".
@@ -53,6 +69,8 @@ class Catalog:
 
     Attributes:
         lock: The contents change under it alone. Nothing that may wait for a server is called under it.
+        entries: The blobs, in the order of their last use, so that of two that are worth the same the older one is evicted first.
+        bytes: What they take.
         counts: Reads of tensors from the place and from the hot tier, blobs written and evicted by this process, failures of the place.
     """
 
@@ -75,7 +93,8 @@ class Catalog:
         self.contents, self.noun, self.time_to_live, self.clock = contents, noun, time_to_live, clock
         self.blobs = open_blobs(location, timeout)
         self.place = self.blobs.place
-        self.worth = Worth()
+        self.entries: OrderedDict[str, CatalogEntry] = OrderedDict()
+        self.bytes, self._eviction_clock = 0, 0.0
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
         # Bytes that were read, the seconds that took, and when.
@@ -96,14 +115,16 @@ class Catalog:
         with self._forgiving(), self._following:
             added, removed = self.blobs.changes()
             with self.lock:
-                for key in removed:
-                    self.worth.remove(key)
+                for key in self.entries.keys() & removed:
+                    self.bytes -= self.entries.pop(key).size
                 self.hot.remove(removed)
                 self.contents.remove(removed)
                 tokens = self.contents.add(added)
                 for key, head, size in added:
                     if key in tokens:
-                        self.worth.add(key, size, tokens[key], head["created"] if is_number(head.get("created")) else 0.0)
+                        self.entries[key] = CatalogEntry(size, head["created"] if is_number(head.get("created")) else 0.0)
+                        self.bytes += size
+                        self.used(key, tokens[key])
             if len(tokens) < len(added):
                 sentence = f"{self.place} holds something that is no {self.noun}, or one of another version; it is left alone."
                 self.warn_once("unknown", sentence)
@@ -123,12 +144,12 @@ class Catalog:
             device: Where the hot tier keeps tensors, if no earlier reader has named it. Others are on the CPU.
         """
         with self.lock:
-            blob, hot = self.worth.blobs.get(key), self.hot.get(key)
-            if blob is not None and blob.created < self._oldest():
+            entry, hot = self.entries.get(key), self.hot.get(key)
+            if entry is not None and entry.created < self._oldest():
                 return None
             self.counts["hot_hits"] += hot is not None
         tensors = self._load(key) if hot is None else hot
-        if tensors is not None and (blob is None or kind not in blob.checked):
+        if tensors is not None and (entry is None or kind not in entry.checks):
             try:
                 check(tensors)
             except ArtifactError as error:
@@ -141,8 +162,8 @@ class Catalog:
             tensors = self.hot.placed(tensors, device)
         with self.lock:
             # A blob that was deleted or replaced meanwhile must not be served later.
-            if blob is not None and self.worth.blobs.get(key) is blob:
-                blob.checked.add(kind)
+            if entry is not None and self.entries.get(key) is entry:
+                entry.checks.add(kind)
                 self.hot.keep(key, tensors)
         return tensors
 
@@ -161,7 +182,7 @@ class Catalog:
     def seconds_to_read(self, keys: Collection[str]) -> float | None:
         """How long a read of blobs takes that are not in the hot tier, by the latest reads; None where there were none lately."""
         with self.lock:
-            size = sum(self.worth.blobs[key].size for key in keys if key in self.worth.blobs and key not in self.hot)
+            size = sum(self.entries[key].size for key in keys if key in self.entries and key not in self.hot)
             return self._reading / self._read * size if self.clock() - self._measured < _LATELY else None
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
@@ -179,31 +200,32 @@ class Catalog:
         """Deletes expired blobs, and those of least worth above the cap; others in place of those that can't be deleted."""
         oldest = self._oldest()
         with self.lock:
-            expired = set(self.contents.expired())
-            expired |= {key for key, blob in self.worth.blobs.items() if blob.created < oldest}
+            expired = [key for key, entry in self.entries.items() if entry.created < oldest]
+            expired += self.contents.expired()
         self._delete_down_to(-math.inf, expired)
         cap = math.inf if self.max_bytes is None else self.max_bytes
         # Without the pins of other processes nothing may be evicted.
-        if self.worth.total > cap and (pinned := self._pinned()) is not None:
+        if self.bytes > cap and (pinned := self._pinned()) is not None:
             with self.lock:
+                candidates = {key: entry for key, entry in self.entries.items() if key not in pinned}
                 # A blob that is too large by itself would drive out all others first.
-                candidates = sorted(self.worth.ascending(pinned), key=lambda key: self.worth.blobs[key].size <= cap)
-            self._delete_down_to(cap, candidates)
+                victims = sorted(candidates, key=lambda key: (candidates[key].size <= cap, candidates[key].worth))
+            self._delete_down_to(cap, victims)
 
-    def _delete_down_to(self, cap: float, keys: Collection[str]) -> None:
+    def _delete_down_to(self, cap: float, keys: Sequence[str]) -> None:
         """Deletes one blob after the other until the rest takes no more than so many bytes."""
         with self.lock:
-            total, victims = self.worth.total, {key: self.worth.blobs[key] for key in keys if key in self.worth.blobs}
-        for key, blob in victims.items():
+            total, victims = self.bytes, {key: self.entries[key] for key in keys if key in self.entries}
+        for key, entry in victims.items():
             if total <= cap:
                 break
             with self._forgiving():
                 deleted = self.blobs.delete(key)
-                total -= blob.size
+                total -= entry.size
                 with self.lock:
                     self.counts["evicted"] += deleted
                     if cap >= 0:  # an expired blob says nothing of the worth of others
-                        self.worth.evicted(blob.worth)
+                        self._eviction_clock = max(self._eviction_clock, entry.worth)
         if victims:
             self.follow()
 
@@ -217,9 +239,12 @@ class Catalog:
         return -math.inf if self.time_to_live is None else self.clock() - self.time_to_live
 
     def used(self, key: str, tokens: int) -> None:
-        """Counts the work that a blob saved."""
+        """Counts the work that a blob saved; an evicted blob is ignored."""
         with self.lock:
-            self.worth.used(key, tokens)
+            if (entry := self.entries.get(key)) is not None:
+                entry.saved += tokens
+                entry.worth = self._eviction_clock + entry.saved / max(entry.size, 1)
+                self.entries.move_to_end(key)
 
     def pin(self, key: str, pinned: bool = True) -> None:
         """Keeps a blob from eviction above the cap, by any process."""
@@ -247,7 +272,7 @@ class Catalog:
         """What a report of any store says."""
         pinned = (self._pinned() or frozenset()).intersection(among)
         with self.lock:
-            usage = {"location": self.place, "bytes": self.worth.total, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
+            usage = {"location": self.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
             return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
