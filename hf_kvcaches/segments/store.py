@@ -238,7 +238,7 @@ class SegmentStore:
     def close(self) -> None:
         """Writes what waits and closes files and connections."""
         self.flush()
-        self.catalog.close()
+        self.catalog.blobs.close()
 
     def __enter__(self) -> Self:
         return self

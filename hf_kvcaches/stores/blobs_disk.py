@@ -104,7 +104,7 @@ class DiskBlobs(BlobStore):
                     header = _header(key, file)
                 yield Stored(key, header.head, header.start + header.layout.size)
             except FileNotFoundError:
-                continue
+                pass
             except ArtifactError as error:
                 self.discard(key, error)
             except OSError as error:

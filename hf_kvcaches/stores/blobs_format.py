@@ -32,7 +32,8 @@ from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.files import MOST_JSON, parse_json
 
 KEY = re.compile(r"[0-9a-f]{1,128}")
-_LENGTH, _DIGEST, _FRONT = 8, 16, 24  # bytes
+# Bytes. The digest that a blob begins with tells it from any other one under its key.
+DIGEST, _FRONT, _LENGTH = 16, 24, 8
 _METADATA = "__metadata__"
 # Dimensions of a tensor, and the longest side of one without elements, for which no file has to be long.
 _MOST_DIMENSIONS, _MOST_EMPTY = 16, 1 << 20
@@ -43,19 +44,10 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for name, dtype in
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class Place(NamedTuple):
-    """Where a tensor lies, in bytes from the start of the body."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-
 class TensorLayout(NamedTuple):
-    """What the header of a safetensors file says."""
+    """The content of a safetensors file's header: dtype, shape, start and stop of each tensor, counted from the start of the body."""
 
-    places: dict[str, Place]
+    places: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]
     metadata: dict[str, str]
     size: int  # bytes of the body
 
@@ -101,10 +93,10 @@ def layout_of(header: bytes, size: int) -> TensorLayout:
     try:
         metadata = entries.pop(_METADATA, None) or {}
         places = {name: _place(entry) for name, entry in entries.items()}
-        for place in sorted(places.values(), key=lambda place: (place.start, place.stop)):
-            if place.start != end:
-                raise ValueError(f"a tensor begins at byte {place.start}, expected {end}")
-            end = place.stop
+        for start, stop in sorted(place[2:] for place in places.values()):
+            if start != end:
+                raise ValueError(f"a tensor begins at byte {start}, expected {end}")
+            end = stop
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("metadata that are no strings")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -114,13 +106,13 @@ def layout_of(header: bytes, size: int) -> TensorLayout:
     return TensorLayout(places, metadata, end)
 
 
-def _place(entry: Mapping[str, Any]) -> Place:
+def _place(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     shape, (start, stop), dtype = tuple(entry["shape"]), entry["data_offsets"], DTYPES[entry["dtype"]]
     if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, start, stop)):
         raise ValueError(f"shape {str(shape)[:100]} and offsets {start}, {stop}")
     if math.prod(shape) * dtype.itemsize != stop - start or (start == stop and max(shape) > _MOST_EMPTY):
         raise ValueError(f"{stop - start} bytes for {dtype} {shape}")
-    return Place(dtype, shape, start, stop)
+    return dtype, shape, start, stop
 
 
 def tensors_in(body: bytearray | memoryview, layout: TensorLayout) -> dict[str, Tensor]:
@@ -177,30 +169,25 @@ def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     text += b" " * (-len(text) % 8)
     if len(text) > MOST_JSON:
         raise ConfigError.of("head", f"a head, names and shapes of at most {MOST_JSON:,} bytes", len(text), "Put less into one blob.")
-    covered = crc32.to_bytes(_FRONT - _DIGEST, "little") + len(text).to_bytes(_LENGTH, "little") + text
+    covered = crc32.to_bytes(_FRONT - DIGEST, "little") + len(text).to_bytes(_LENGTH, "little") + text
     return [_digest(checked_key(key), covered) + covered, *(as_bytes(tensor) for _, tensor in plain)]
 
 
-def version_of(blob: bytes) -> bytes:
-    """The checksum that a blob begins with: two blobs of one key and version are the same, unless one is damaged."""
-    return blob[:_DIGEST]
-
-
 def _digest(key: str, covered: bytes) -> bytes:
-    return hashlib.blake2b(key.encode() + b" " + covered, digest_size=_DIGEST).digest()
+    return hashlib.blake2b(key.encode() + b" " + covered, digest_size=DIGEST).digest()
 
 
 def read_header(key: str, size: int, read: Callable[[int], bytes]) -> Header:
     """The header of a blob of so many bytes; an `ArtifactError` with the reason where it can't be trusted."""
     front = read(_FRONT)
     text = header_in(read, size - _FRONT)
-    if version_of(front) != _digest(key, front[_DIGEST:] + text):
+    if front[:DIGEST] != _digest(key, front[DIGEST:] + text):
         raise ArtifactError("its header's checksum is wrong")
     layout = layout_of(text, size - _FRONT)
     head = parse_json(layout.metadata.get("head", "null"))
     if not isinstance(head, dict):
         raise ArtifactError("its head is no dict")
-    return Header(head, int.from_bytes(front[_DIGEST:], "little"), layout, _FRONT + len(text))
+    return Header(head, int.from_bytes(front[DIGEST:], "little"), layout, _FRONT + len(text))
 
 
 def verified(body: bytearray | memoryview, header: Header, known: bool = False) -> dict[str, Tensor]:

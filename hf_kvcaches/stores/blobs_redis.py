@@ -22,17 +22,11 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable
-from hf_kvcaches.stores.blobs_format import KEY, checked_key, decode, encode, read_header, version_of
+from hf_kvcaches.stores.blobs_format import DIGEST, KEY, checked_key, decode, encode, read_header
 
 _PREFIX = "hf_kvcaches"
-# Seconds after a failure in which the server is not asked again.
-_PAUSE = 5.0
-# Heads that are fetched at a time.
-_HEADS = 200
-
-
-class _Request(threading.local):
-    waited = -math.inf  # seconds; a thread that has begun no request has no limit
+_PAUSE = 5.0  # seconds after a failure in which the server is not asked again
+_HEADS = 200  # that are fetched at a time
 
 
 class RedisBlobs(BlobStore):
@@ -47,6 +41,7 @@ class RedisBlobs(BlobStore):
     """
 
     def __init__(self, location: str, timeout: float) -> None:
+        expected = "the address of a Redis server"
         hint = "Write redis://host:port/db, or with ?prefix=NAME (letters, digits and any of _.:-) where several stores share a database."
         try:
             parts = urlsplit(location)
@@ -55,9 +50,9 @@ class RedisBlobs(BlobStore):
             # No passwords in messages.
             super().__init__(f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}/{database}?prefix={prefix}")
         except ValueError as error:
-            raise ConfigError.of("location", "the address of a Redis server", str(error), hint) from error
+            raise ConfigError.of("location", expected, str(error), hint) from error
         if not (parts.hostname and database.isdecimal() and re.fullmatch(r"[\w.:-]+", prefix, re.ASCII)) or "decode_responses" in options:
-            raise ConfigError.of("location", "the address of a Redis server", self.place, hint)
+            raise ConfigError.of("location", expected, self.place, hint)
         self._redis: Any = require("redis", "distributed", "A store of blobs in Redis")
         # Each retry would wait as long again.
         retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0)
@@ -70,7 +65,8 @@ class RedisBlobs(BlobStore):
             raise ConfigError.of("location", expected, str(error), "Start it, or name another.") from error
         names = ("index", "headers", "state", "pins", "body:")
         self._index, self._headers, self._state, self._pin_set, self._bodies = (f"{prefix}:{name}" for name in names)
-        self._request, self._timeout, self._pause_until = _Request(), timeout, 0.0
+        # Per thread: the seconds that its request has waited. A thread that has begun none has no limit.
+        self._request, self._timeout, self._pause_until = threading.local(), timeout, 0.0
 
     def begin(self) -> None:
         self._request.waited = 0.0
@@ -85,7 +81,7 @@ class RedisBlobs(BlobStore):
         pieces = encode(key, head, tensors)
         header = bytes(pieces[0])
         with self._pipeline(transaction=True) as pipeline:
-            pipeline.set(body, b"".join(pieces)).hset(self._headers, key, header).hset(self._index, key, version_of(header))
+            pipeline.set(body, b"".join(pieces)).hset(self._headers, key, header).hset(self._index, key, header[:DIGEST])
             pipeline.set(self._state, secrets.token_hex(8)).execute()
         return sum(map(len, pieces))
 
@@ -96,7 +92,7 @@ class RedisBlobs(BlobStore):
             if listed:
                 self.delete(key)
             return None
-        version = version_of(content)
+        version = content[:DIGEST]
         try:
             tensors = decode(key, content, known=self._verified.get(key) == version)
         except ArtifactError as error:
@@ -159,10 +155,10 @@ class RedisBlobs(BlobStore):
     @contextlib.contextmanager
     def _pipeline(self, transaction: bool = False) -> Iterator[Any]:
         """Commands of one round trip. What the client raises is a `StoreUnavailable`, and the request has waited for it."""
-        start = time.monotonic()
+        start, waited = time.monotonic(), getattr(self._request, "waited", -math.inf)
         if start < self._pause_until:
             raise StoreUnavailable(f"{self.place} could not be reached a moment ago.")
-        if self._request.waited >= self._timeout:
+        if waited >= self._timeout:
             raise StoreUnavailable(f"{self.place} has kept this request waiting for {self._timeout:g} s.")
         try:
             with self._client.pipeline(transaction) as pipeline:
@@ -174,4 +170,4 @@ class RedisBlobs(BlobStore):
             # It answers, if only that it is full: it may grant the next command.
             raise StoreUnavailable(f"{self.place} refuses: {error}") from error
         finally:
-            self._request.waited += time.monotonic() - start
+            self._request.waited = waited + time.monotonic() - start

@@ -198,36 +198,29 @@ class Catalog:
 
     def evict(self) -> None:
         """Deletes expired blobs, and those of least worth above the cap; others in place of those that can't be deleted."""
-        oldest = self._oldest()
+        oldest, cap = self._oldest(), math.inf if self.max_bytes is None else self.max_bytes
         with self.lock:
-            expired = [key for key, entry in self.entries.items() if entry.created < oldest]
-            expired += self.contents.expired()
-        self._delete_down_to(-math.inf, expired)
-        cap = math.inf if self.max_bytes is None else self.max_bytes
-        # Without the pins of other processes nothing may be evicted.
-        if self.bytes > cap and (pinned := self._pinned()) is not None:
-            with self.lock:
-                candidates = {key: entry for key, entry in self.entries.items() if key not in pinned}
-                # A blob that is too large by itself would drive out all others first.
-                victims = sorted(candidates, key=lambda key: (candidates[key].size <= cap, candidates[key].worth))
-            self._delete_down_to(cap, victims)
-
-    def _delete_down_to(self, cap: float, keys: Sequence[str]) -> None:
-        """Deletes one blob after the other until the rest takes no more than so many bytes."""
-        with self.lock:
-            total, victims = self.bytes, {key: self.entries[key] for key in keys if key in self.entries}
-        for key, entry in victims.items():
-            if total <= cap:
+            expired = {key for key, entry in self.entries.items() if entry.created < oldest}
+            expired |= self.entries.keys() & self.contents.expired()
+            if not expired and self.bytes <= cap:
+                return
+            entries, total = dict(self.entries), self.bytes
+        # Without the pins of other processes nothing else may be evicted.
+        pinned = self._pinned() if total > cap else None
+        candidates = [] if pinned is None else [key for key in entries if key not in pinned and key not in expired]
+        # A blob that is too large by itself would drive out all others first.
+        candidates.sort(key=lambda key: (entries[key].size <= cap, entries[key].worth))
+        for key in (*expired, *candidates):
+            if total <= cap and key not in expired:
                 break
             with self._forgiving():
                 deleted = self.blobs.delete(key)
-                total -= entry.size
+                total -= entries[key].size
                 with self.lock:
                     self.counts["evicted"] += deleted
-                    if cap >= 0:  # an expired blob says nothing of the worth of others
-                        self._eviction_clock = max(self._eviction_clock, entry.worth)
-        if victims:
-            self.follow()
+                    if key not in expired:
+                        self._eviction_clock = max(self._eviction_clock, entries[key].worth)
+        self.follow()
 
     def _pinned(self) -> frozenset[str] | None:
         with self._forgiving():
@@ -263,10 +256,6 @@ class Catalog:
         self.blobs.begin()
         self.blobs.clear()
         self.refresh()
-
-    def close(self) -> None:
-        """Closes connections. What is stored stays, unless it is in memory."""
-        self.blobs.close()
 
     def summary(self, among: Collection[str]) -> dict[str, Any]:
         """What a report of any store says."""

@@ -297,7 +297,7 @@ class EntryStore:
 
     def close(self) -> None:
         """Close connections. What is stored stays, unless it is in memory."""
-        self.catalog.close()
+        self.catalog.blobs.close()
 
     def __len__(self) -> int:
         return len(self.contents.heads)

@@ -133,6 +133,10 @@ def test_of_blobs_that_are_worth_the_same_the_one_that_was_used_longest_ago_goes
     add(blobs, "a", 10, 100)
     add(blobs, "c", 10, 100)  # it is there: neither new nor used
     assert eviction_order(blobs) == ["c", "b", "a"]
+    for key, tokens in {"c": 50, "a": 100, "b": 100}.items():
+        add(blobs, key, 10, tokens)
+    blobs.used("c", 50)
+    assert eviction_order(blobs) == ["a", "b", "c"]
 
 
 def fill(blobs: Catalog, keys: list[str], cap: int) -> list[str]:
