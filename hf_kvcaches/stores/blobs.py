@@ -1,7 +1,4 @@
-"""Named tensors with a head of facts about them, by key, in one place that threads and processes share.
-
-A place is named by a location, `memory`, `disk:FOLDER` or `redis://host:port/db`, or is a `BlobStore` of one's own.
-"""
+"""Named tensors with a head of facts about them, by key, in one place that threads and processes share."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError, is_number
+from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
 from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
 from hf_kvcaches.stores.hot import aliases, bytes_of, slab
 
@@ -71,16 +68,11 @@ class BlobStore(ABC):
 
     @abstractmethod
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Stores a copy of a blob and returns its bytes. If there is one of this key, it is kept.
-
-        Args:
-            key: Hexadecimal digits in small letters.
-            head: A small dict that comes back from JSON as it was. `heads` gives it without reading the tensors.
-        """
+        """Stores a copy of a blob and returns its bytes. If there is one of this key, hexadecimal digits in small letters, it is kept."""
 
     @abstractmethod
-    def tensors(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors of a blob, bit-equal to what was put, not to be written to; None where there is none, or where `discard` took it."""
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors of a blob, bit-equal to what was put; None where there is none. An `ArtifactError` tells that it is damaged."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -119,6 +111,16 @@ class BlobStore(ABC):
             # Where some could not be read, the next call goes on with the list.
             self._reported_state = state if self._reported.keys() == versions.keys() else None
             return Changes(added, removed)
+
+    def tensors(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors of a blob, not to be written to; None where there is none, or a damaged one, which is deleted with a complaint."""
+        try:
+            return self.read(checked_key(key))
+        except FileNotFoundError:
+            return None
+        except ArtifactError as error:
+            self.discard(key, error)
+            return None
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
         """Begins a request in this thread: from now on its calls may wait for a server for `timeout` seconds in all."""
@@ -167,8 +169,8 @@ class MemoryBlobs(BlobStore):
             blob = self._blobs.setdefault(key, (stored, copies, object()))
         return blob[0].bytes
 
-    def tensors(self, key: str) -> dict[str, Tensor] | None:
-        blob = self._blobs.get(checked_key(key))
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        blob = self._blobs.get(key)
         return None if blob is None else aliases(blob[1])
 
     def delete(self, key: str) -> bool:

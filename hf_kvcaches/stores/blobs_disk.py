@@ -60,19 +60,13 @@ class DiskBlobs(BlobStore):
             os.replace(temporary, path)
         return sum(map(len, pieces))
 
-    def tensors(self, key: str) -> dict[str, Tensor] | None:
-        try:
-            with opened(self._path(key)) as file:
-                version, header = _version(os.fstat(file.fileno())), _header(key, file)
-                # Memory is allocated for a size that the header confirms.
-                body = np.empty(header.layout.size, np.uint8).data
-                body = body[: file.readinto(body)]  # type: ignore[attr-defined]
-            tensors = verified(body, header, self._verified.get(key) == version)
-        except FileNotFoundError:
-            return None
-        except ArtifactError as error:
-            self.discard(key, error)
-            return None
+    def read(self, key: str) -> dict[str, Tensor]:
+        with opened(self._path(key)) as file:
+            version, header = _version(os.fstat(file.fileno())), _header(key, file)
+            # Memory is allocated for a size that the header confirms.
+            body = np.empty(header.layout.size, np.uint8).data
+            body = body[: file.readinto(body)]  # type: ignore[attr-defined]
+        tensors = verified(body, header, self._verified.get(key) == version)
         self._verified[key] = version
         return tensors
 

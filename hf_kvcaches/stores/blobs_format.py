@@ -134,15 +134,14 @@ def checked_key(key: str) -> str:
 
 def head_as_json(head: Mapping[str, Any]) -> str:
     """The head as JSON, or a `ConfigError` where it would come back as something else."""
-    got: object = head
     try:
         text = json.dumps(head, separators=(",", ":"))
-        if isinstance(head, dict) and parse_json(text) == head:
-            return text
+        if not isinstance(head, dict) or parse_json(text) != head:
+            raise ValueError(text)
     except (TypeError, ValueError, RecursionError) as error:
-        got = error
-    hint = "Give strings as keys, and lists where there are tuples."
-    raise ConfigError.of("head", "a dict that comes back from JSON as it was", got, hint)
+        hint = "Give strings as keys, and lists where there are tuples."
+        raise ConfigError.of("head", "a dict that comes back from JSON as it was", str(error), hint) from error
+    return text
 
 
 def array_as_text(values: npt.ArrayLike, dtype: str) -> str:
@@ -167,8 +166,6 @@ def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         start, crc32 = stop, zlib.crc32(as_bytes(tensor), crc32)
     text = json.dumps(layout, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MOST_JSON:
-        raise ConfigError.of("head", f"a head, names and shapes of at most {MOST_JSON:,} bytes", len(text), "Put less into one blob.")
     covered = crc32.to_bytes(_FRONT - DIGEST, "little") + len(text).to_bytes(_LENGTH, "little") + text
     return [_digest(checked_key(key), covered) + covered, *(as_bytes(tensor) for _, tensor in plain)]
 

@@ -45,7 +45,7 @@ class CatalogEntry:
     """A blob, as this process knows it."""
 
     size: int  # bytes
-    created: float  # seconds since 1970
+    expires: float  # seconds since 1970
     saved: int = 0  # tokens of work
     worth: float = 0.0
     checks: set[str] = field(default_factory=set)  # kinds of those that its tensors passed
@@ -62,16 +62,12 @@ class Catalog:
 
     Args:
         noun: What a blob is to a user, such as "segment".
-        max_bytes: The cap of all blobs, a number or such as `"4GiB"`; None for none.
-        hot_bytes: What the hot tier of this process may take; None for no tier.
-        time_to_live: Seconds after which a blob is a miss and is evicted, pinned or not; None for never.
-        clock: Gives the seconds since 1970.
+        clock: Returns the seconds since 1970.
 
     Attributes:
         lock: The contents change under it alone. Nothing that may wait for a server is called under it.
         entries: The blobs, in the order of their last use, so that of two that are worth the same the older one is evicted first.
         bytes: What they take.
-        counts: Reads of tensors from the place and from the hot tier, blobs written and evicted by this process, failures of the place.
     """
 
     def __init__(
@@ -90,7 +86,8 @@ class Catalog:
         self.hot = HotTier(_bytes_of("hot_bytes", hot_bytes) or 0)
         if time_to_live is not None and not (is_number(time_to_live) and time_to_live > 0):
             raise ConfigError.of("time_to_live", "a number of seconds above 0, or None", time_to_live)
-        self.contents, self.noun, self.time_to_live, self.clock = contents, noun, time_to_live, clock
+        self.contents, self.noun, self.clock = contents, noun, clock
+        self.time_to_live = math.inf if time_to_live is None else time_to_live
         self.blobs = open_blobs(location, timeout)
         self.place = self.blobs.place
         self.entries: OrderedDict[str, CatalogEntry] = OrderedDict()
@@ -122,7 +119,8 @@ class Catalog:
                 tokens = self.contents.add(added)
                 for key, head, size in added:
                     if key in tokens:
-                        self.entries[key] = CatalogEntry(size, head["created"] if is_number(head.get("created")) else 0.0)
+                        created = head["created"] if is_number(head.get("created")) else 0.0
+                        self.entries[key] = CatalogEntry(size, created + self.time_to_live)
                         self.bytes += size
                         self.used(key, tokens[key])
             if len(tokens) < len(added):
@@ -145,7 +143,7 @@ class Catalog:
         """
         with self.lock:
             entry, hot = self.entries.get(key), self.hot.get(key)
-            if entry is not None and entry.created < self._oldest():
+            if entry is not None and entry.expires < self.clock():
                 return None
             self.counts["hot_hits"] += hot is not None
         tensors = self._load(key) if hot is None else hot
@@ -198,9 +196,9 @@ class Catalog:
 
     def evict(self) -> None:
         """Deletes expired blobs, and those of least worth above the cap; others in place of those that can't be deleted."""
-        oldest, cap = self._oldest(), math.inf if self.max_bytes is None else self.max_bytes
+        now, cap = self.clock(), math.inf if self.max_bytes is None else self.max_bytes
         with self.lock:
-            expired = {key for key, entry in self.entries.items() if entry.created < oldest}
+            expired = {key for key, entry in self.entries.items() if entry.expires < now}
             expired |= self.entries.keys() & self.contents.expired()
             if not expired and self.bytes <= cap:
                 return
@@ -226,10 +224,6 @@ class Catalog:
         with self._forgiving():
             return self.blobs.pinned()
         return None
-
-    def _oldest(self) -> float:
-        """When a blob may have been made at the earliest."""
-        return -math.inf if self.time_to_live is None else self.clock() - self.time_to_live
 
     def used(self, key: str, tokens: int) -> None:
         """Counts the work that a blob saved; an evicted blob is ignored."""
@@ -260,9 +254,8 @@ class Catalog:
     def summary(self, among: Collection[str]) -> dict[str, Any]:
         """What a report of any store says."""
         pinned = (self._pinned() or frozenset()).intersection(among)
-        with self.lock:
-            usage = {"location": self.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
-            return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
+        usage = {"location": self.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
+        return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warns of each kind of event the first time."""

@@ -17,7 +17,7 @@ def slab(tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> d
     """Copies of tensors in one allocation on a device; on the CPU in pinned memory where there is CUDA, so that copies to it don't wait."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    if _pins(memory.device):
+    if memory.device.type == "cpu" and torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):  # no more memory can be pinned: copies wait, then
             memory = memory.pin_memory()
     copies = {}
@@ -36,21 +36,12 @@ def bytes_of(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _pins(device: torch.device) -> bool:
-    return device.type == "cpu" and torch.cuda.is_available()
-
-
 class HotTier:
-    """The tensors of the blobs that were used last, up to a number of bytes. The caller locks it.
-
-    Args:
-        max_bytes: Above it the least recently used blobs are evicted; 0 keeps none.
-    """
+    """The tensors of the blobs that were used last, up to a number of bytes, of which 0 keeps none. The caller locks it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
-        # The device of all tensors, which the first reader names.
-        self.device: torch.device | None = None
+        self.device: torch.device | None = None  # of all tensors; the first reader names it
         self._blobs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
 
     def __contains__(self, key: object) -> bool:
@@ -64,12 +55,11 @@ class HotTier:
         return aliases(self._blobs[key])
 
     def placed(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
-        """The tensors of a blob where the tier keeps them, if they fit. It copies, so it is called without a lock."""
+        """Copies of a blob's tensors where the tier keeps them, if they fit. It is called without a lock."""
         if bytes_of(tensors) > self.max_bytes:
             return tensors
         self.device = self.device or device or torch.device("cpu")
-        # On the CPU, unless memory can be pinned, they are where they are used.
-        return slab(tensors, self.device) if self.device.type != "cpu" or _pins(self.device) else tensors
+        return slab(tensors, self.device)
 
     def keep(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Keeps the tensors of a blob that was read, if they fit."""

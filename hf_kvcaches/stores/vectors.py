@@ -20,15 +20,11 @@ _FOR_EACH, _CENTROIDS = 39, 256
 
 
 class VectorIndex:
-    """Unit vectors by name. Any thread may call any method.
+    """Unit vectors of `dim` elements by name, in an index of any kind that `faiss.index_factory` takes. Any thread may call any method.
 
     A flat index compares all: 1.3 ms for a look-up among 20,000 vectors of 384 elements on one thread. Others may miss the nearest. One
     that has to be trained (`"IVF..."`, `"...PQ..."`) starts flat; it is trained and built once there are 39 vectors for each centroid, at
     least 9,984. Vectors are kept beside it: an index of any kind forgets removed ones when it is built anew, and cosines are exact.
-
-    Args:
-        dim: Elements of a vector.
-        factory: Of the index, as `faiss.index_factory` takes it: `"Flat"`, `"HNSW32"`, `"IVF256,Flat"`.
     """
 
     def __init__(self, dim: int, factory: str = "Flat") -> None:
@@ -75,7 +71,7 @@ class VectorIndex:
 
     def add(self, ids: Sequence[str], vectors: npt.ArrayLike) -> None:
         """Adds vectors of length 1, `(len(ids), dim)`, under strings that are all different. An id that is there gets its new vector."""
-        rows = self._checked("vectors", vectors)
+        rows = self._checked(vectors)
         if len(rows) != len(ids):
             raise ConfigError.of("vectors", f"{len(ids)} vectors, one for each id", len(rows))
         with self._lock:
@@ -95,7 +91,7 @@ class VectorIndex:
 
     def search(self, vectors: npt.ArrayLike, k: int = 1) -> list[list[tuple[str, float]]]:
         """The nearest ids with their cosines, the nearest first: a list for each vector, shorter than `k` where fewer are found."""
-        queries = self._checked("vectors", vectors)
+        queries = self._checked(vectors)
         with self._lock:
             # Removed vectors stay in the index until they are many.
             if len(self._names) - len(self) > max(64, len(self) // 8) or (self._kind != self.factory and len(self) >= self._needed):
@@ -106,7 +102,7 @@ class VectorIndex:
             return [self._nearest(query, row, k) for query, row in zip(queries, numbers.tolist(), strict=True)]
 
     def _nearest(self, query: Vectors, numbers: list[int], k: int) -> list[tuple[str, float]]:
-        # FAISS gives -1 where it has found fewer.
+        # FAISS returns -1 where it has found fewer.
         names = [self._names[number] for number in numbers if number >= 0 and self._numbers.get(self._names[number]) == number]
         return sorted(((name, float(self._vectors[name] @ query)) for name in names[:k]), key=lambda item: -item[1])
 
@@ -115,15 +111,12 @@ class VectorIndex:
         with self._lock:
             return self._vectors[name].copy() if name in self._vectors else None
 
-    def __repr__(self) -> str:
-        return f"VectorIndex({len(self)} vectors of {self.dim}, {self.factory!r})"
-
-    def _checked(self, argument: str, vectors: npt.ArrayLike) -> Vectors:
+    def _checked(self, vectors: npt.ArrayLike) -> Vectors:
         try:
             rows = np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1, self.dim)
         except (TypeError, ValueError) as error:
-            raise ConfigError.of(argument, f"vectors of {self.dim} elements", str(error)) from error
+            raise ConfigError.of("vectors", f"vectors of {self.dim} elements", str(error)) from error
         for length in np.linalg.norm(rows, axis=1).tolist():
             if not abs(length - 1) <= _UNIT:  # nor if it is no number
-                raise ConfigError.of(argument, "vectors of length 1", length, "Divide each by its length.")
+                raise ConfigError.of("vectors", "vectors of length 1", length, "Divide each by its length.")
         return rows
