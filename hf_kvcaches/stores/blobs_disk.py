@@ -10,14 +10,14 @@ import os
 import time
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, Stored
-from hf_kvcaches.stores.blobs_format import KEY, Header, checked_key, encode, read_header, verified
+from hf_kvcaches.stores.blobs_format import KEY, checked_key, encode, read_header, verified
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
 
 BLOB, PIN = ".kvblob", ".kvblob-pin"
@@ -62,7 +62,8 @@ class DiskBlobs(BlobStore):
 
     def read(self, key: str) -> dict[str, Tensor]:
         with opened(self._path(key)) as file:
-            version, header = _version(os.fstat(file.fileno())), _header(key, file)
+            state = os.fstat(file.fileno())
+            version, header = _version(state), read_header(key, state.st_size, file.read)
             # Memory is allocated for a size that the header confirms.
             body = np.empty(header.layout.size, np.uint8).data
             body = body[: file.readinto(body)]  # type: ignore[attr-defined]
@@ -95,7 +96,7 @@ class DiskBlobs(BlobStore):
         for key in keys:
             try:
                 with opened(self._path(key)) as file:
-                    header = _header(key, file)
+                    header = read_header(key, os.fstat(file.fileno()).st_size, file.read)
                 yield Stored(key, header.head, header.start + header.layout.size)
             except FileNotFoundError:
                 pass
@@ -120,7 +121,3 @@ class DiskBlobs(BlobStore):
 
 def _version(state: os.stat_result) -> tuple[int, int, int]:
     return state.st_ino, state.st_mtime_ns, state.st_size
-
-
-def _header(key: str, file: BinaryIO) -> Header:
-    return read_header(key, os.fstat(file.fileno()).st_size, file.read)

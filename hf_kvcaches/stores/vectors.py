@@ -30,23 +30,20 @@ class VectorIndex:
     def __init__(self, dim: int, factory: str = "Flat") -> None:
         self.dim, self.factory = whole_number("dim", dim, 1, "a number of elements of at least 1"), factory
         self._faiss: Any = require("faiss", "retrieval", "An index of vectors")
-        self._needed = self._to_train()
         self._lock = threading.RLock()
         self._vectors: dict[str, Vectors] = {}
-        self._build()
-
-    def _to_train(self) -> int:
-        """How many vectors the index is trained with, 0 if it needs no training; a `ConfigError` if it can't be used."""
         try:
             index = self._empty_index(self.factory)
             lists = getattr(self._faiss.try_extract_index_ivf(index), "nlist", 0)
+            # How many vectors the index is trained with.
+            self._needed = 0 if index.is_trained else _FOR_EACH * max(_CENTROIDS, lists)
             # Some take no vectors later than the first ones.
             for _ in range(2 if index.is_trained else 0):
                 index.add(np.eye(1, self.dim, dtype=np.float32))
         except (RuntimeError, TypeError) as error:
             expected = f"a string of faiss.index_factory for {self.dim} elements, of an index that grows"
             raise ConfigError.of("index", expected, self.factory, "Such as 'Flat', 'HNSW32' or 'IVF256,Flat'.") from error
-        return 0 if index.is_trained else _FOR_EACH * max(_CENTROIDS, lists)
+        self._build()
 
     def _empty_index(self, factory: str) -> Any:
         return self._faiss.index_factory(self.dim, factory, self._faiss.METRIC_INNER_PRODUCT)
