@@ -1,7 +1,4 @@
-"""Blobs in a folder: a file for each.
-
-Blobs are known by their names, which no other program gives: other files in the folder are never read, changed or deleted.
-"""
+"""Blobs in a folder: a file for each."""
 
 from __future__ import annotations
 
@@ -30,7 +27,8 @@ _TICK = 2 * 10**9
 class DiskBlobs(BlobStore):
     """Blobs in a folder that processes share. A writer that is killed leaves a whole blob or none.
 
-    Files are not synced: after a power cut the last ones may be damaged, which costs those blobs.
+    Files are not synced: after a power cut the last ones may be damaged, which costs those blobs. Blobs are known by their names, which no
+    other program gives: other files in the folder are never read, changed or deleted.
     """
 
     def __init__(self, folder: Path) -> None:

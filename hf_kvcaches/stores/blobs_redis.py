@@ -37,24 +37,23 @@ class RedisBlobs(BlobStore):
     """
 
     def __init__(self, location: str, timeout: float) -> None:
-        expected = "the address of a Redis server"
-        hint = "Write redis://host:port/db, or with ?prefix=NAME (letters, digits and any of _.:-) where several stores share a database."
         try:
             parts = urlsplit(location)
             options = dict(parse_qsl(parts.query, keep_blank_values=True))
             prefix, database = options.pop("prefix", _PREFIX), parts.path.strip("/") or "0"
             # No passwords in messages.
             super().__init__(f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}/{database}?prefix={prefix}")
+            if not (parts.hostname and database.isdecimal() and re.fullmatch(r"[\w.:-]+", prefix, re.ASCII)) or "decode_responses" in options:
+                raise ValueError(self.place)
         except ValueError as error:
-            raise ConfigError.of("location", expected, str(error), hint) from error
-        if not (parts.hostname and database.isdecimal() and re.fullmatch(r"[\w.:-]+", prefix, re.ASCII)) or "decode_responses" in options:
-            raise ConfigError.of("location", expected, self.place, hint)
+            hint = "Write redis://host:port/db, or with ?prefix=NAME (letters, digits, _.:-) where several stores share a database."
+            raise ConfigError.of("location", "the address of a Redis server", str(error), hint) from error
         self._redis: Any = require("redis", "distributed", "A store of blobs in Redis")
         # Each retry would wait as long again.
         retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0)
-        url, once = urlunsplit(parts._replace(query=urlencode(options))), {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+        url = urlunsplit(parts._replace(query=urlencode(options)))
         try:
-            self._client: Any = self._redis.Redis.from_url(url, retry=retry, **once)
+            self._client: Any = self._redis.Redis.from_url(url, retry=retry, socket_timeout=timeout, socket_connect_timeout=timeout)
             self._client.ping()
         except (self._redis.RedisError, OSError, TypeError, ValueError) as error:
             expected = f"a Redis server that answers at {self.place}"
