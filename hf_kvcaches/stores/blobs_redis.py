@@ -43,7 +43,8 @@ class RedisBlobs(BlobStore):
             prefix, database = options.pop("prefix", _PREFIX), parts.path.strip("/") or "0"
             # No passwords in messages.
             super().__init__(f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}/{database}?prefix={prefix}")
-            if not (parts.hostname and database.isdecimal() and re.fullmatch(r"[\w.:-]+", prefix, re.ASCII)) or "decode_responses" in options:
+            well_formed = parts.hostname and database.isdecimal() and re.fullmatch(r"[\w.:-]+", prefix, re.ASCII)
+            if not well_formed or "decode_responses" in options:
                 raise ValueError(self.place)
         except ValueError as error:
             hint = "Write redis://host:port/db, or with ?prefix=NAME (letters, digits, _.:-) where several stores share a database."
