@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, Stored
-from hf_kvcaches.stores.blobs_format import KEY, checked_key, encode, read_header, verified
+from hf_kvcaches.stores.blobs_format import KEY, checked_key, encode, read_header, tensors_of
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
 
 BLOB, PIN = ".kvblob", ".kvblob-pin"
@@ -65,7 +65,7 @@ class DiskBlobs(BlobStore):
             # Memory is allocated for a size that the header confirms.
             body = np.empty(header.layout.size, np.uint8).data
             body = body[: file.readinto(body)]  # type: ignore[attr-defined]
-        tensors = verified(body, header, self._verified.get(key) == version)
+        tensors = tensors_of(body, header, verify=self._verified.get(key) != version)
         self._verified[key] = version
         return tensors
 

@@ -89,10 +89,16 @@ def header_in(read: Callable[[int], bytes], size: int) -> bytes:
 
 def layout_of(header: bytes, size: int) -> TensorLayout:
     """The content of a safetensors file's header; an `ArtifactError` if it does not fit the file, or tensors overlap or leave gaps."""
-    entries, end = parse_json(header[_LENGTH:]), 0
+    entries, places, end = parse_json(header[_LENGTH:]), {}, 0
     try:
         metadata = entries.pop(_METADATA, None) or {}
-        places = {name: _place(entry) for name, entry in entries.items()}
+        for name, entry in entries.items():
+            shape, (start, stop), dtype = tuple(entry["shape"]), entry["data_offsets"], DTYPES[entry["dtype"]]
+            if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, start, stop)):
+                raise ValueError(f"shape {str(shape)[:100]} and offsets {start}, {stop}")
+            if math.prod(shape) * dtype.itemsize != stop - start or (start == stop and max(shape) > _MOST_EMPTY):
+                raise ValueError(f"{stop - start} bytes for {dtype} {shape}")
+            places[name] = dtype, shape, start, stop
         for start, stop in sorted(place[2:] for place in places.values()):
             if start != end:
                 raise ValueError(f"a tensor begins at byte {start}, expected {end}")
@@ -104,15 +110,6 @@ def layout_of(header: bytes, size: int) -> TensorLayout:
     if len(header) + end != size:
         raise ArtifactError(f"it has {size:,} bytes of {len(header) + end:,}")
     return TensorLayout(places, metadata, end)
-
-
-def _place(entry: Mapping[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    shape, (start, stop), dtype = tuple(entry["shape"]), entry["data_offsets"], DTYPES[entry["dtype"]]
-    if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, start, stop)):
-        raise ValueError(f"shape {str(shape)[:100]} and offsets {start}, {stop}")
-    if math.prod(shape) * dtype.itemsize != stop - start or (start == stop and max(shape) > _MOST_EMPTY):
-        raise ValueError(f"{stop - start} bytes for {dtype} {shape}")
-    return dtype, shape, start, stop
 
 
 def tensors_in(body: bytearray | memoryview, layout: TensorLayout) -> dict[str, Tensor]:
@@ -187,15 +184,15 @@ def read_header(key: str, size: int, read: Callable[[int], bytes]) -> Header:
     return Header(head, int.from_bytes(front[DIGEST:], "little"), layout, _FRONT + len(text))
 
 
-def verified(body: bytearray | memoryview, header: Header, known: bool = False) -> dict[str, Tensor]:
-    """The tensors of a blob, in the memory of its body; an `ArtifactError` if a bit is not as it was, of a body not `known` to be right."""
-    if len(body) != header.layout.size or not (known or zlib.crc32(body) == header.crc32):
+def tensors_of(body: bytearray | memoryview, header: Header, verify: bool = True) -> dict[str, Tensor]:
+    """The tensors of a blob, in the memory of its body; an `ArtifactError` for a body of another length, or of another checksum."""
+    if len(body) != header.layout.size or (verify and zlib.crc32(body) != header.crc32):
         raise ArtifactError("the checksum of its tensors is wrong")
     return tensors_in(body, header.layout)
 
 
-def decode(key: str, content: bytes, known: bool = False) -> dict[str, Tensor]:
-    """The tensors of a blob; an `ArtifactError` with the reason if a bit is not as it was, of tensors not `known` to be right."""
+def decode(key: str, content: bytes, verify: bool = True) -> dict[str, Tensor]:
+    """The tensors of a blob; an `ArtifactError` with the reason if a bit of it, or of its header without `verify`, is not as it was."""
     header = read_header(key, len(content), io.BytesIO(content).read)
     # A copy, because torch takes only memory that can be written to.
-    return verified(bytearray(memoryview(content)[header.start :]), header, known)
+    return tensors_of(bytearray(memoryview(content)[header.start :]), header, verify)

@@ -88,7 +88,7 @@ class RedisBlobs(BlobStore):
             if listed:
                 self.delete(key)
             return None
-        tensors = decode(key, content, known=self._verified.get(key) == content[:DIGEST])
+        tensors = decode(key, content, verify=self._verified.get(key) != content[:DIGEST])
         self._verified[key] = content[:DIGEST]
         return tensors
 
