@@ -30,8 +30,7 @@ from hf_kvcaches.core.files import (
 )
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, temporary_beside
-from hf_kvcaches.stores.reading import parse_json
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, parse_json, temporary_beside
 
 MANIFEST_NAME = "kvcache_artifact.json"
 CARD_NAME = "README.md"

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.stores.blobs_format import dense
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, temporary_beside
-from hf_kvcaches.stores.reading import MOST_JSON, header_in, layout_of, opened, tensors_in
+from hf_kvcaches.stores.blobs_format import dense, header_in, layout_of, tensors_in
+from hf_kvcaches.stores.files import MOST_JSON, TEMPORARY_SUFFIX, opened, temporary_beside
 
 # Layers of a model, far beyond any. Each is worked out, however short a file is that says how many there are.
 MOST_LAYERS = 1 << 10

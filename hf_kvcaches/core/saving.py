@@ -20,7 +20,7 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of, require_identity
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError, with_article
-from hf_kvcaches.stores.reading import parse_json
+from hf_kvcaches.stores.files import parse_json
 
 if TYPE_CHECKING:
     from hf_kvcaches.core.cache import KVCache

@@ -154,7 +154,7 @@ class SegmentStore:
         """
         self.flush()
         self.catalog.refresh()
-        if scope is not None and scope not in self.contents.indices and self.catalog.worth.sizes:
+        if scope is not None and scope not in self.contents.indices and self.catalog.entries:
             self.catalog.warn_once(
                 "foreign",
                 f"{self.catalog.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer and "
@@ -185,7 +185,7 @@ class SegmentStore:
         # The last first: of two that are worth the same the older one is evicted, and a prompt without its start is not found.
         for record, layers, hidden, geometries in reversed(segments):
             with self.catalog.lock:
-                if record.key in self.catalog.worth.sizes:
+                if record.key in self.catalog.entries:
                     continue
             try:
                 tensors, stored = packing.encode(layers, hidden, self.quantization, record.start, geometries)
@@ -238,7 +238,7 @@ class SegmentStore:
     def close(self) -> None:
         """Writes what waits and closes files and connections."""
         self.flush()
-        self.catalog.close()
+        self.catalog.blobs.close()
 
     def __enter__(self) -> Self:
         return self
@@ -252,7 +252,7 @@ class SegmentStore:
 
     def __repr__(self) -> str:
         cap = "" if self.max_bytes is None else f" of {self.max_bytes / 2**20:.1f}"
-        return f"SegmentStore({self.catalog.place!r}, {len(self._lengths())} segments, {self.catalog.worth.total / 2**20:.1f}{cap} MiB)"
+        return f"SegmentStore({self.catalog.place!r}, {len(self._lengths())} segments, {self.catalog.bytes / 2**20:.1f}{cap} MiB)"
 
     def _lengths(self) -> Mapping[str, int]:
         with self.catalog.lock:

@@ -1,7 +1,4 @@
-"""Named tensors with a head of facts about them, by key, in one place that threads and processes share.
-
-A place is named by a location, `memory`, `disk:FOLDER` or `redis://host:port/db`, or is a `BlobStore` of one's own.
-"""
+"""Named tensors with a head of facts about them, by key, in one place that threads and processes share."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from hf_kvcaches.errors import ConfigError, is_number
+from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
 from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
-from hf_kvcaches.stores.hot import bytes_of, slab
+from hf_kvcaches.stores.hot import aliases, bytes_of, slab
 
 # Seconds. A server in the same building answers within milliseconds, and what a cache saves is a second or two.
 TIMEOUT = 1.0
@@ -46,8 +43,8 @@ class StoreUnavailable(OSError):
 class BlobStore(ABC):
     """Blobs by key. A blob is put, read by anyone, and deleted; it never changes. Any method may be called from any thread.
 
-    A back-end of one's own has `put`, `tensors`, `delete` and `changes`, and where several processes share it `pin`, `pinned` and `clear`.
-    Where the place can't be used, they raise an `OSError`. An object serves one store, because it reports each change once.
+    A back-end of one's own has the abstract methods, and where several processes share it `pin` and `pinned`. They raise an `OSError`
+    where the place can't be used. An object serves one store, because it reports each change once.
 
     Args:
         place: The location as it may be shown to a user, without passwords.
@@ -64,62 +61,66 @@ class BlobStore(ABC):
         self.in_use = False
         self._lock = threading.RLock()
         self._pins: set[str] = set()
-        # As `listed` reported them: the version of each blob, and the state of the place.
+        # The version of each blob that `changes` has reported, and of each whose checksum was verified; the state that was reported.
         self._reported: dict[str, Hashable] = {}
+        self._verified: dict[str, Hashable] = {}
         self._reported_state: Hashable = None
 
     @abstractmethod
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Stores a copy of a blob and returns its bytes. If there is one of this key, it is kept.
-
-        Args:
-            key: Hexadecimal digits in small letters.
-            head: A small dict that comes back from JSON as it was. `changes` gives it without reading the tensors.
-        """
+        """Stores a copy of a blob and returns its bytes. If there is one of this key, hexadecimal digits in small letters, it is kept."""
 
     @abstractmethod
-    def tensors(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors of a blob, bit-equal to what was put, not to be written to; None where there is none, or where `discard` took it."""
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors of a blob, bit-equal to what was put; None where there is none. An `ArtifactError` tells that it is damaged."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
         """Deletes a blob, and returns whether there was one. A pin stays until it is taken off."""
 
     @abstractmethod
+    def versions(self) -> Mapping[str, Hashable]:
+        """The keys of all blobs, with a value that tells a blob from any other one under its key."""
+
+    @abstractmethod
+    def heads(self, keys: list[str]) -> Iterable[Stored]:
+        """The blobs under some keys, but for those that are gone or discarded."""
+
+    def state(self) -> Hashable:
+        """A value that changes with every blob that comes or goes, and is read faster than all versions; None where there is none."""
+        return None
+
     def changes(self) -> Changes:
-        """What any process added and removed since this object's last call; at the first call all blobs are added. See `listed`."""
-
-    def listed(
-        self,
-        versions: Callable[[], Mapping[str, Hashable]],
-        heads: Callable[[list[str]], Iterable[Stored]],
-        state: Callable[[], Hashable] = lambda: None,
-    ) -> Changes:
-        """The changes of a place that can list what it holds.
-
-        Args:
-            versions: Gives all keys, with what tells a blob from any other one under its key.
-            heads: Gives the blobs under some keys, but for those that are gone or discarded.
-            state: Gives what changes with every blob that comes or goes, and is read faster than all versions; None where nothing does.
-        """
+        """What any process added and removed since this object's last call; at the first call all blobs are added."""
         with self._lock:
-            current = state()
-            if current is not None and current == self._reported_state:
+            state = self.state()
+            if state is not None and state == self._reported_state:
                 return Changes([], [])
-            listing, added = versions(), []
-            removed = [key for key, version in self._reported.items() if listing.get(key) != version]
+            versions, added = self.versions(), []
+            removed = [key for key, version in self._reported.items() if versions.get(key) != version]
             try:
-                for blob in heads([key for key, version in listing.items() if self._reported.get(key) != version]):
+                for blob in self.heads([key for key, version in versions.items() if self._reported.get(key) != version]):
                     added.append(blob)
             except OSError:
                 if not added:
                     raise
             for key in removed:
                 del self._reported[key]
-            self._reported.update((blob.key, listing[blob.key]) for blob in added)
+                self._verified.pop(key, None)
+            self._reported.update((blob.key, versions[blob.key]) for blob in added)
             # Where some could not be read, the next call goes on with the list.
-            self._reported_state = current if self._reported.keys() == listing.keys() else None
+            self._reported_state = state if self._reported.keys() == versions.keys() else None
             return Changes(added, removed)
+
+    def tensors(self, key: str) -> dict[str, Tensor] | None:
+        """The tensors of a blob, not to be written to; None where there is none, or a damaged one, which is deleted with a complaint."""
+        try:
+            return self.read(checked_key(key))
+        except FileNotFoundError:
+            return None
+        except ArtifactError as error:
+            self.discard(key, error)
+            return None
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
         """Begins a request in this thread: from now on its calls may wait for a server for `timeout` seconds in all."""
@@ -135,11 +136,11 @@ class BlobStore(ABC):
             return frozenset(self._pins)
 
     def clear(self) -> None:
-        """Deletes all blobs that `listed` knows, and all pins."""
-        with self._lock:
-            self._pins.clear()
-            for key in list(self._reported):
-                self.delete(key)
+        """Deletes all blobs and pins."""
+        for key in self.pinned():
+            self.pin(key, False)
+        for key in self.versions():
+            self.delete(key)
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Closes connections. What is stored stays, unless it is in memory."""
@@ -157,7 +158,7 @@ class MemoryBlobs(BlobStore):
 
     def __init__(self) -> None:
         super().__init__("memory")
-        # The blob, its tensors, and an object of its own as version.
+        # Each blob, its tensors, and an object of its own as version.
         self._blobs: dict[str, tuple[Stored, dict[str, Tensor], object]] = {}
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
@@ -168,22 +169,19 @@ class MemoryBlobs(BlobStore):
             blob = self._blobs.setdefault(key, (stored, copies, object()))
         return blob[0].bytes
 
-    def tensors(self, key: str) -> dict[str, Tensor] | None:
-        blob = self._blobs.get(checked_key(key))
-        # Aliases, so that a reader may reshape them in place.
-        return None if blob is None else {name: tensor.detach() for name, tensor in blob[1].items()}
+    def read(self, key: str) -> dict[str, Tensor] | None:
+        blob = self._blobs.get(key)
+        return None if blob is None else aliases(blob[1])
 
     def delete(self, key: str) -> bool:
         return self._blobs.pop(checked_key(key), None) is not None
 
-    def changes(self) -> Changes:
-        with self._lock:
-            blobs = self._blobs.copy()
-            return self.listed(lambda: {key: blob[2] for key, blob in blobs.items()}, lambda keys: [blobs[key][0] for key in keys])
+    def versions(self) -> dict[str, Hashable]:
+        return {key: version for key, (_, _, version) in self._blobs.copy().items()}
 
-    def clear(self) -> None:
-        self._pins.clear()
-        self._blobs.clear()
+    def heads(self, keys: list[str]) -> list[Stored]:
+        blobs = self._blobs.copy()
+        return [blobs[key][0] for key in keys if key in blobs]
 
 
 def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore:

@@ -1,7 +1,4 @@
-"""Blobs in a folder: a file for each.
-
-Blobs are known by their names, which no other program gives: other files in the folder are never read, changed or deleted.
-"""
+"""Blobs in a folder: a file for each."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ import os
 import time
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs import BlobStore, Changes, Stored
-from hf_kvcaches.stores.blobs_format import KEY, Header, checked_key, encode, read_header, verified
-from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, temporary_beside
-from hf_kvcaches.stores.reading import opened
+from hf_kvcaches.stores.blobs import BlobStore, Stored
+from hf_kvcaches.stores.blobs_format import KEY, checked_key, encode, read_header, tensors_of
+from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
 
 BLOB, PIN = ".kvblob", ".kvblob-pin"
 # Seconds. By age and not by a lock: it needs nothing of the file system, and the mtime of a file that is being written is fresh.
@@ -30,14 +27,13 @@ _TICK = 2 * 10**9
 class DiskBlobs(BlobStore):
     """Blobs in a folder that processes share. A writer that is killed leaves a whole blob or none.
 
-    Files are not synced: after a power cut the last ones may be damaged, which costs those blobs.
+    Files are not synced: after a power cut the last ones may be damaged, which costs those blobs. Blobs are known by their names, which no
+    other program gives: other files in the folder are never read, changed or deleted.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(f"disk:{folder}")
         self._folder = folder
-        # The version of each blob whose tensors were verified.
-        self._verified: dict[str, Hashable] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             temporaries = [folder / name for name in os.listdir(folder) if name.endswith(TEMPORARY_SUFFIX)]
@@ -62,32 +58,23 @@ class DiskBlobs(BlobStore):
             os.replace(temporary, path)
         return sum(map(len, pieces))
 
-    def tensors(self, key: str) -> dict[str, Tensor] | None:
-        try:
-            with opened(self._path(key)) as file:
-                version, header = _version(os.fstat(file.fileno())), _header(key, file)
-                # Memory is allocated for a size that the header confirms.
-                body = bytearray(header.layout.size)
-                del body[file.readinto(body) :]  # type: ignore[attr-defined]
-            tensors = verified(body, header, self._verified.get(key) == version)
-        except FileNotFoundError:
-            return None
-        except ArtifactError as error:
-            self.discard(key, error)
-            return None
+    def read(self, key: str) -> dict[str, Tensor]:
+        with opened(self._path(key)) as file:
+            state = os.fstat(file.fileno())
+            version, header = _version(state), read_header(key, state.st_size, file.read)
+            # Memory is allocated for a size that the header confirms.
+            body = np.empty(header.layout.size, np.uint8).data
+            body = body[: file.readinto(body)]  # type: ignore[attr-defined]
+        tensors = tensors_of(body, header, verify=self._verified.get(key) != version)
         self._verified[key] = version
         return tensors
 
     def delete(self, key: str) -> bool:
-        self._verified.pop(key, None)
         try:
             self._path(key).unlink()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             return False
         return True
-
-    def changes(self) -> Changes:
-        return self.listed(self._versions, self._heads, self._state)
 
     def pin(self, key: str, pinned: bool = True) -> None:
         path = self._path(key, PIN)
@@ -96,12 +83,29 @@ class DiskBlobs(BlobStore):
     def pinned(self) -> frozenset[str]:
         return frozenset(self._entries(PIN))
 
-    def clear(self) -> None:
-        for key in self._entries(PIN):
-            self.pin(key, False)
-        for key in self._entries(BLOB):
-            with contextlib.suppress(IsADirectoryError):
-                self.delete(key)
+    def versions(self) -> dict[str, Hashable]:
+        versions: dict[str, Hashable] = {}
+        for key, entry in self._entries(BLOB).items():
+            with contextlib.suppress(OSError):  # another process has deleted it, or it is a link to nothing
+                versions[key] = _version(entry.stat())
+        return versions
+
+    def heads(self, keys: list[str]) -> Iterator[Stored]:
+        for key in keys:
+            try:
+                with opened(self._path(key)) as file:
+                    header = read_header(key, os.fstat(file.fileno()).st_size, file.read)
+                yield Stored(key, header.head, header.start + header.layout.size)
+            except FileNotFoundError:
+                pass
+            except ArtifactError as error:
+                self.discard(key, error)
+            except OSError as error:
+                self.unreadable = f"{self.place}: the blob {key} can't be read: {error}. It is left alone."
+
+    def state(self) -> Hashable:
+        modified = os.stat(self._folder).st_mtime_ns
+        return None if time.time_ns() - modified < _TICK else modified
 
     def _path(self, key: str, suffix: str = BLOB) -> Path:
         return self._folder / f"{checked_key(key)}{suffix}"
@@ -112,34 +116,6 @@ class DiskBlobs(BlobStore):
             files = {entry.name.removesuffix(suffix): entry for entry in entries if entry.name.endswith(suffix)}
         return {key: entry for key, entry in files.items() if KEY.fullmatch(key)}
 
-    def _state(self) -> Hashable:
-        modified = os.stat(self._folder).st_mtime_ns
-        return None if time.time_ns() - modified < _TICK else modified
-
-    def _versions(self) -> dict[str, Hashable]:
-        versions: dict[str, Hashable] = {}
-        for key, entry in self._entries(BLOB).items():
-            with contextlib.suppress(OSError):  # another process has deleted it, or it is a link to nothing
-                versions[key] = _version(entry.stat())
-        return versions
-
-    def _heads(self, keys: list[str]) -> Iterator[Stored]:
-        for key in keys:
-            try:
-                with opened(self._path(key)) as file:
-                    header = _header(key, file)
-                yield Stored(key, header.head, header.start + header.layout.size)
-            except FileNotFoundError:
-                continue
-            except ArtifactError as error:
-                self.discard(key, error)
-            except OSError as error:
-                self.unreadable = f"{self.place}: the blob {key} can't be read: {error}. It is left alone."
-
 
 def _version(state: os.stat_result) -> tuple[int, int, int]:
     return state.st_ino, state.st_mtime_ns, state.st_size
-
-
-def _header(key: str, file: BinaryIO) -> Header:
-    return read_header(key, os.fstat(file.fileno()).st_size, file.read)

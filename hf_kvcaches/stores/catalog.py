@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -17,7 +20,6 @@ from torch import Tensor
 from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
 from hf_kvcaches.stores.hot import HotTier, bytes_of
-from hf_kvcaches.stores.worth import Worth
 
 # Bytes that a read must have to tell how fast the place is, and how much earlier reads count beside the latest one.
 _TELLING, _FADING = 1 << 16, 0.8
@@ -38,21 +40,34 @@ class Contents(Protocol):
         """Blobs to evict whatever the cap."""
 
 
+@dataclass
+class CatalogEntry:
+    """A blob, as this process knows it."""
+
+    size: int  # bytes
+    expires: float  # seconds since 1970
+    saved: int = 0  # tokens of work
+    worth: float = 0.0
+    checks: set[str] = field(default_factory=set)  # kinds of those that its tensors passed
+
+
 class Catalog:
-    """The blobs of one place with their worth: reads them, applies changes of other processes, and evicts above a cap.
+    """The blobs of one place: reads them, applies changes of other processes, and evicts those of least worth above a cap.
 
     A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `OSError`.
 
+    The worth of a blob is the work that it has saved, in tokens a byte, plus the clock at its last use. The clock stands at the worth of
+    the blob evicted last, so a blob that was useful long ago, but not since, is evicted in the end (greedy-dual size frequency, Cherkasova,
+    1998). A new blob counts as used once.
+
     Args:
         noun: What a blob is to a user, such as "segment".
-        max_bytes: The cap of all blobs, a number or such as `"4GiB"`; None for none.
-        hot_bytes: What the hot tier of this process may take; None for no tier.
-        time_to_live: Seconds after which a blob is a miss and is evicted, pinned or not; None for never.
-        clock: Gives the seconds since 1970.
+        clock: Returns the seconds since 1970.
 
     Attributes:
         lock: The contents change under it alone. Nothing that may wait for a server is called under it.
-        counts: Reads of tensors from the place and from the hot tier, blobs written and evicted by this process, failures of the place.
+        entries: The blobs, in the order of their last use, so that of two that are worth the same the older one is evicted first.
+        bytes: What they take.
     """
 
     def __init__(
@@ -71,15 +86,14 @@ class Catalog:
         self.hot = HotTier(_bytes_of("hot_bytes", hot_bytes) or 0)
         if time_to_live is not None and not (is_number(time_to_live) and time_to_live > 0):
             raise ConfigError.of("time_to_live", "a number of seconds above 0, or None", time_to_live)
-        self.contents, self.noun, self.time_to_live, self.clock = contents, noun, time_to_live, clock
+        self.contents, self.noun, self.clock = contents, noun, clock
+        self.time_to_live = math.inf if time_to_live is None else time_to_live
         self.blobs = open_blobs(location, timeout)
         self.place = self.blobs.place
-        self.worth = Worth()
+        self.entries: OrderedDict[str, CatalogEntry] = OrderedDict()
+        self.bytes, self._eviction_clock = 0, 0.0
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
-        # When each blob was made, and which checks of it passed.
-        self._created: dict[str, float] = {}
-        self._checked: dict[str, set[str]] = {}
         # Bytes that were read, the seconds that took, and when.
         self._read = self._reading = 0.0
         self._measured = -math.inf
@@ -88,31 +102,27 @@ class Catalog:
         self._warned: set[str] = set()
 
     def refresh(self) -> None:
-        """Begins a request: applies what other processes changed, and evicts what has expired or exceeds the cap."""
+        """Begins a request: applies the changes of other processes, and evicts what has expired or exceeds the cap."""
         self.blobs.begin()
         self.follow()
         self.evict()
 
     def follow(self) -> None:
         """Applies all changes, also those of this process: the contents are what the place reports, and nothing else."""
-        try:
-            with self._following:
-                added, removed = self.blobs.changes()
-                with self.lock:
-                    for key in removed:
-                        self.worth.remove(key)
-                        self._created.pop(key, None)
-                        self._checked.pop(key, None)
-                    self.hot.remove(removed)
-                    self.contents.remove(removed)
-                    tokens = self.contents.add(added)
-                    for key, head, size in added:
-                        if key in tokens:
-                            self.worth.add(key, size, tokens[key])
-                            self._created[key] = head["created"] if is_number(head.get("created")) else 0.0
-        except OSError as error:
-            self._failed(error)
-        else:
+        with self._forgiving(), self._following:
+            added, removed = self.blobs.changes()
+            with self.lock:
+                for key in self.entries.keys() & removed:
+                    self.bytes -= self.entries.pop(key).size
+                self.hot.remove(removed)
+                self.contents.remove(removed)
+                tokens = self.contents.add(added)
+                for key, head, size in added:
+                    if key in tokens:
+                        created = head["created"] if is_number(head.get("created")) else 0.0
+                        self.entries[key] = CatalogEntry(size, created + self.time_to_live)
+                        self.bytes += size
+                        self.used(key, tokens[key])
             if len(tokens) < len(added):
                 sentence = f"{self.place} holds something that is no {self.noun}, or one of another version; it is left alone."
                 self.warn_once("unknown", sentence)
@@ -129,16 +139,15 @@ class Catalog:
         Args:
             check: Raises an `ArtifactError` for tensors that are not those of the blob's head: it is deleted then.
             kind: Of the check, which is called once for each blob.
-            device: Where the hot tier keeps tensors, if no earlier reader has said so. Others are on the CPU.
+            device: Where the hot tier keeps tensors, if no earlier reader has named it. Others are on the CPU.
         """
         with self.lock:
-            if self._created.get(key, math.inf) < self._oldest():
+            entry, hot = self.entries.get(key), self.hot.get(key)
+            if entry is not None and entry.expires < self.clock():
                 return None
-            tensors = hot = self.hot.get(key)
             self.counts["hot_hits"] += hot is not None
-        if tensors is None:
-            tensors = self._load(key)
-        if tensors is not None and kind not in self._checked.get(key, ()):
+        tensors = self._load(key) if hot is None else hot
+        if tensors is not None and (entry is None or kind not in entry.checks):
             try:
                 check(tensors)
             except ArtifactError as error:
@@ -150,94 +159,79 @@ class Catalog:
         if hot is None:
             tensors = self.hot.placed(tensors, device)
         with self.lock:
-            # One that was deleted meanwhile must not be served later.
-            if key in self.worth.sizes:
-                self._checked.setdefault(key, set()).add(kind)
+            # A blob that was deleted or replaced meanwhile must not be served later.
+            if entry is not None and self.entries.get(key) is entry:
+                entry.checks.add(kind)
                 self.hot.keep(key, tensors)
         return tensors
 
     def _load(self, key: str) -> dict[str, Tensor] | None:
-        start = perf_counter()
-        try:
+        tensors, start = None, perf_counter()
+        with self._forgiving():
             tensors = self.blobs.tensors(key)
-        except OSError as error:
-            self._failed(error)
-            return None
-        seconds, size = perf_counter() - start, bytes_of(tensors or {})
-        with self.lock:
-            self.counts["loads"] += 1
-            if size >= _TELLING:
-                self._read, self._reading = self._read * _FADING + size, self._reading * _FADING + seconds
-                self._measured = self.clock()
+            seconds, size = perf_counter() - start, bytes_of(tensors or {})
+            with self.lock:
+                self.counts["loads"] += 1
+                if size >= _TELLING:
+                    self._read, self._reading = self._read * _FADING + size, self._reading * _FADING + seconds
+                    self._measured = self.clock()
         return tensors
 
     def seconds_to_read(self, keys: Collection[str]) -> float | None:
-        """How long a read of blobs takes that are not in the hot tier, as the latest reads tell; None where there were none lately."""
+        """How long a read of blobs takes that are not in the hot tier, by the latest reads; None where there were none lately."""
         with self.lock:
-            size = sum(self.worth.sizes.get(key, 0) for key in keys if key not in self.hot)
+            size = sum(self.entries[key].size for key in keys if key in self.entries and key not in self.hot)
             return self._reading / self._read * size if self.clock() - self._measured < _LATELY else None
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
         """Stores a blob, and returns whether the place could be used. A head without `created` gets it, in whole seconds since 1970."""
         self.blobs.begin()
-        try:
-            # Whole ones, so that blobs of one kind take equally many bytes.
-            size = self.blobs.put(key, {"created": float(int(self.clock())), **head}, tensors)
-        except OSError as error:
-            self._failed(error)
-            return False
-        self._count("written", reported and size > 0)
-        return True
+        with self._forgiving():
+            # Whole seconds, so that blobs of one kind take equally many bytes.
+            self.blobs.put(key, {"created": float(int(self.clock())), **head}, tensors)
+            with self.lock:
+                self.counts["written"] += reported
+            return True
+        return False
 
     def evict(self) -> None:
         """Deletes expired blobs, and those of least worth above the cap; others in place of those that can't be deleted."""
+        now, cap = self.clock(), math.inf if self.max_bytes is None else self.max_bytes
         with self.lock:
-            oldest = self._oldest()
-            expired = [key for key, created in self._created.items() if created < oldest]
-            expired += [key for key in self.contents.expired() if key in self.worth.sizes]
-        self._delete_down_to(-math.inf, expired)
-        cap = math.inf if self.max_bytes is None else self.max_bytes
-        # Without the pins of other processes nothing may be evicted.
-        if self.worth.total > cap and (pinned := self._pinned()) is not None:
-            with self.lock:
-                # A blob that is too large by itself would drive out all others first.
-                candidates = sorted(self.worth.ascending(pinned), key=lambda key: self.worth.sizes[key] <= cap)
-            self._delete_down_to(cap, candidates)
-
-    def _delete_down_to(self, cap: float, keys: Sequence[str]) -> None:
-        """Deletes one blob after the other until the rest takes no more than so many bytes."""
-        with self.lock:
-            total, sizes = self.worth.total, self.worth.sizes.copy()
-        for key in keys:
-            if total <= cap:
+            expired = {key for key, entry in self.entries.items() if entry.expires < now}
+            expired |= self.entries.keys() & self.contents.expired()
+            if not expired and self.bytes <= cap:
+                return
+            entries, total = dict(self.entries), self.bytes
+        # Without the pins of other processes nothing else may be evicted.
+        pinned = self._pinned() if total > cap else None
+        candidates = [] if pinned is None else [key for key in entries if key not in pinned and key not in expired]
+        # A blob that is too large by itself would drive out all others first.
+        candidates.sort(key=lambda key: (entries[key].size <= cap, entries[key].worth))
+        for key in (*expired, *candidates):
+            if total <= cap and key not in expired:
                 break
-            try:
-                self._count("evicted", self.blobs.delete(key))
-            except OSError as error:
-                self._failed(error)
-                continue
-            total -= sizes.get(key, 0)
-            if cap >= 0:  # what has expired says nothing of the worth of others
+            with self._forgiving():
+                deleted = self.blobs.delete(key)
+                total -= entries[key].size
                 with self.lock:
-                    self.worth.evicted(key)
-        if keys:
-            self.follow()
+                    self.counts["evicted"] += deleted
+                    if key not in expired:
+                        self._eviction_clock = max(self._eviction_clock, entries[key].worth)
+        self.follow()
 
     def _pinned(self) -> frozenset[str] | None:
-        try:
+        with self._forgiving():
             return self.blobs.pinned()
-        except OSError as error:
-            self._failed(error)
-            return None
-
-    def _oldest(self) -> float:
-        """When a blob may have been made at the earliest."""
-        return -math.inf if self.time_to_live is None else self.clock() - self.time_to_live
+        return None
 
     def used(self, key: str, tokens: int) -> None:
-        """Counts the work that a blob saved."""
+        """Counts the work that a blob saved; an evicted blob is ignored."""
         with self.lock:
-            self.worth.used(key, tokens)
+            if (entry := self.entries.get(key)) is not None:
+                entry.saved += tokens
+                entry.worth = self._eviction_clock + entry.saved / max(entry.size, 1)
+                self.entries.move_to_end(key)
 
     def pin(self, key: str, pinned: bool = True) -> None:
         """Keeps a blob from eviction above the cap, by any process."""
@@ -254,20 +248,14 @@ class Catalog:
     def clear(self) -> None:
         """Deletes all blobs and pins."""
         self.blobs.begin()
-        self.follow()
         self.blobs.clear()
         self.refresh()
-
-    def close(self) -> None:
-        """Closes connections. What is stored stays, unless it is in memory."""
-        self.blobs.close()
 
     def summary(self, among: Collection[str]) -> dict[str, Any]:
         """What a report of any store says."""
         pinned = (self._pinned() or frozenset()).intersection(among)
-        with self.lock:
-            usage = {"location": self.place, "bytes": self.worth.total, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
-            return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
+        usage = {"location": self.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
+        return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
         """Warns of each kind of event the first time."""
@@ -277,13 +265,15 @@ class Catalog:
             self._warned.add(kind)
         warnings.warn(sentence, RuntimeWarning, stacklevel=4)
 
-    def _count(self, event: str, happened: bool = True) -> None:
-        with self.lock:
-            self.counts[event] += happened
-
-    def _failed(self, error: Exception) -> None:
-        self._count("failures")
-        self.warn_once("unavailable", f"{self.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it can be used.")
+    @contextlib.contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        """Counts a failure of the place in place of raising it, and warns of the first."""
+        try:
+            yield
+        except OSError as error:
+            with self.lock:
+                self.counts["failures"] += 1
+            self.warn_once("unavailable", f"{self.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it can be used.")
 
 
 def _bytes_of(argument: str, value: int | str | None) -> int | None:

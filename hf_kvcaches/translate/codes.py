@@ -18,8 +18,8 @@ from hf_kvcaches.core.files import write_atomically
 from hf_kvcaches.core.quantize import Quantized, quantize
 from hf_kvcaches.core.wire.messages import Bytes, MessageWriter
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs_format import dense
-from hf_kvcaches.stores.reading import DTYPES, opened
+from hf_kvcaches.stores.blobs_format import DTYPES, dense
+from hf_kvcaches.stores.files import opened
 from hf_kvcaches.translate.head import CodesHead, check_dtype
 
 

@@ -283,7 +283,7 @@ class EntryStore:
     def refresh(self) -> None:
         """Begin a request: apply what other processes changed, and evict what exceeds the cap."""
         self.catalog.refresh()
-        if len(self.catalog.worth.sizes) > len(self):
+        if len(self.catalog.entries) > len(self):
             sentence = f"{self.catalog.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
             self.catalog.warn_once("foreign", sentence)
 
@@ -291,13 +291,13 @@ class EntryStore:
         """Report what the store holds now."""
         self.refresh()
         keys = self.ids()
-        foreign = len(self.catalog.worth.sizes) - len(keys)
+        foreign = len(self.catalog.entries) - len(keys)
         counts = self.catalog.summary(keys)
         return EntryReport(entries=len(keys), foreign=foreign, hits=self._hits, saved_tokens=self._saved_tokens, **counts)
 
     def close(self) -> None:
         """Close connections. What is stored stays, unless it is in memory."""
-        self.catalog.close()
+        self.catalog.blobs.close()
 
     def __len__(self) -> int:
         return len(self.contents.heads)

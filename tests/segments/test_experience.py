@@ -126,19 +126,19 @@ def test_blobs_that_tell_of_probes_are_bounded_in_number_and_bytes_and_the_oldes
     for number in range(20):
         store.experience.learn("scope", 1, np.full(8, number, np.uint32), 0.0, 1.0)
         store.put([])
-        heads = max(heads, len(store.catalog.worth.sizes))
+        heads = max(heads, len(store.catalog.entries))
     assert heads <= 6
-    assert len(store.catalog.worth.sizes) == 5
+    assert len(store.catalog.entries) == 5
     if location == "memory":
         return
     other = SegmentStore(location, quantization=None)
     other.refresh()
     known = [other.experience.verdict("scope", 1, np.full(8, number, np.uint32), 0.5, 0.9) for number in range(20)]
     assert known == [None] * 15 + [True] * 5
-    monkeypatch.setattr(contents, "_MOST_BYTES", store.catalog.worth.total - 1)
+    monkeypatch.setattr(contents, "_MOST_BYTES", store.catalog.bytes - 1)
     other.refresh()
     store.refresh()
-    assert len(store.catalog.worth.sizes) == len(other.catalog.worth.sizes) == 4
+    assert len(store.catalog.entries) == len(other.catalog.entries) == 4
 
 
 def test_no_more_findings_than_a_blob_is_to_hold_wait_to_be_told(monkeypatch):
@@ -156,7 +156,7 @@ def test_experience_is_evicted_before_segments():
         cache = SegmentReuseCache(model, store, policy=policy)
         model.generate(torch.cat([before, page, before[:, :3]], 1), past_key_values=cache, max_new_tokens=1, do_sample=False)
     segments = store.report().segments
-    assert len(store.catalog.worth.sizes) == segments + 1
-    store.catalog.max_bytes = store.catalog.worth.total - 1
+    assert len(store.catalog.entries) == segments + 1
+    store.catalog.max_bytes = store.catalog.bytes - 1
     assert store.report().segments == segments
-    assert len(store.catalog.worth.sizes) == segments
+    assert len(store.catalog.entries) == segments

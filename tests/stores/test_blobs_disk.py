@@ -244,7 +244,7 @@ def test_a_folder_that_has_not_changed_is_not_listed_again(tmp_path, monkeypatch
     os.utime(tmp_path, (time.time() - 60, time.time() - 60))
     assert len(other.changes().added) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(other, "_versions", lambda: pytest.fail("it was listed"))
+        patch.setattr(other, "versions", lambda: pytest.fail("it was listed"))
         assert other.changes() == ([], [])
     store.delete(KEY)
     assert other.changes() == ([], [KEY])

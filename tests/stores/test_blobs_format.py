@@ -14,8 +14,8 @@ from safetensors.torch import load
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores import blobs_format
+from hf_kvcaches.stores.blobs_format import DTYPES as STORABLE
 from hf_kvcaches.stores.blobs_format import Header, checked_key, encode, read_header
-from hf_kvcaches.stores.reading import DTYPES as STORABLE
 from tests.stores.blob_helpers import DTYPES, HEAD, blob, header_end, same
 
 KEY = "0123abcd"
@@ -26,7 +26,7 @@ def whole(key=KEY, head=HEAD, tensors=None) -> bytearray:
 
 
 def decode(key: str, content: bytes) -> dict[str, torch.Tensor]:
-    return blobs_format.decode(key, bytes(content))[0]
+    return blobs_format.decode(key, bytes(content))
 
 
 def header_of(content: bytes, size: int | None = None) -> Header:

@@ -27,7 +27,7 @@ def test_all_keys_lie_under_the_prefix_and_stores_with_other_prefixes_are_apart(
     first, second = open_blobs(f"{server.location}?prefix=one"), open_blobs(f"{server.location}?prefix=two")
     first.put(KEY, HEAD, blob())
     first.pin(KEY)
-    assert sorted(client.keys()) == sorted(f"one:{rest}".encode() for rest in (f"body:{KEY}", "index", "pins", "state"))
+    assert sorted(client.keys()) == sorted(f"one:{rest}".encode() for rest in (f"body:{KEY}", "headers", "index", "pins", "state"))
     assert second.tensors(KEY) is None
     assert second.changes() == ([], [])
     second.clear()
@@ -70,15 +70,31 @@ def test_a_flipped_bit_in_any_byte_of_a_head_is_never_listed_and_a_complaint(sha
     whole = client.get(f"{prefix}:body:{KEY}")
     length = header_end(whole)
     store.clear()
-    cuts = [whole[:cut] for cut in range(1, len(whole))] + [whole + b" "]
-    flips = [whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :] for place in range(length)]
-    for count, content in enumerate(cuts + flips, 1):
+    header = whole[:length]
+    cuts = [(header, whole[:cut]) for cut in range(1, len(whole))] + [(header, whole + b" ")]
+    flips = [(header[:place] + bytes([header[place] ^ 1 << place % 8]) + header[place + 1 :], whole) for place in range(length)]
+    flips += [(header[:cut], whole) for cut in range(1, length)]
+    for count, (listed, content) in enumerate(cuts + flips, 1):
         client.set(f"{prefix}:body:{KEY}", content)
+        client.hset(f"{prefix}:headers", KEY, listed)
         client.hset(f"{prefix}:index", KEY, f"{count}")
         assert store.changes() == ([], [])
         assert len(store.complaints) == count
         assert store.tensors(KEY) is None
+    assert not client.exists(f"{prefix}:index", f"{prefix}:headers", f"{prefix}:body:{KEY}")
+
+
+def test_a_blob_of_an_earlier_version_which_has_no_header_is_a_miss_and_is_deleted(shared_server, redis_location):
+    store, client, prefix = open_blobs(redis_location), shared_server.client(), prefix_of(redis_location)
+    store.put(KEY, HEAD, blob())
+    client.delete(f"{prefix}:headers")
+    assert store.changes() == ([], [])
     assert not client.exists(f"{prefix}:index", f"{prefix}:body:{KEY}")
+    assert store.complaints == []
+    store.put(KEY, HEAD, blob())
+    client.delete(f"{prefix}:headers")
+    store.put(KEY, HEAD, blob())
+    assert [stored.key for stored in open_blobs(redis_location).changes().added] == [KEY]
 
 
 @pytest.mark.parametrize("name", [key_of(8).encode(), b"", b"x\xff\x80", "größe".encode()])

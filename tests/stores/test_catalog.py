@@ -68,7 +68,7 @@ def test_the_least_worth_goes_first_then_others_in_place_of_pinned_ones():
     put(made, "a", "b", "c")
     made.used("a", 1000)
     made.pin("b")
-    made.max_bytes = made.worth.total - 1
+    made.max_bytes = made.bytes - 1
     made.refresh()
     assert made.contents.keys == {"a", "b"}
     assert made.summary(made.contents.keys)["pinned"] == 1
@@ -134,7 +134,7 @@ def test_blobs_of_another_kind_are_left_alone_and_are_not_counted():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made.refresh()
-    assert made.worth.total == 0
+    assert made.bytes == 0
     assert made.blobs.tensors("a") is not None
 
 
@@ -293,7 +293,7 @@ def test_files_and_connections_stay_as_few_as_they_were_over_many_reads_and_writ
     before = use(100)
     assert use(2000) <= before
     made.refresh()
-    assert 0 < made.worth.total <= 20_000
+    assert 0 < made.bytes <= 20_000
 
 
 def ask_on(location: str, out: Any, seed: int, cap: int) -> None:
@@ -328,4 +328,4 @@ def test_four_processes_that_read_and_write_stay_within_the_cap_together_and_the
     assert second > 0.9 * first > 0
     after = catalog(location)
     after.refresh()
-    assert cap / 2 < after.worth.total <= cap
+    assert cap / 2 < after.bytes <= cap

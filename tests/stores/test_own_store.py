@@ -47,7 +47,7 @@ def test_a_cap_pins_and_clear_work_as_with_others(own):
     made = catalog(own())
     put(made, "a", "b", "c")
     made.pin("a")
-    made.max_bytes = made.worth.total - 1
+    made.max_bytes = made.bytes - 1
     made.refresh()
     assert made.contents.keys == {"a", "c"}
     assert made.read("a", fine) is not None

@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from hf_kvcaches.core.files import not_finite, read_bytes, read_safetensors, sha256_of
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.stores.reading import DTYPES, parse_json
+from hf_kvcaches.stores.blobs_format import DTYPES
+from hf_kvcaches.stores.files import parse_json
 from tests.stores.blob_helpers import same
 
 LEAVES = st.none() | st.booleans() | st.integers(-(10**200), 10**200) | st.floats(allow_nan=False, allow_infinity=False) | st.text()

@@ -10,7 +10,7 @@ import torch
 
 from hf_kvcaches.core.saving import Content
 from hf_kvcaches.core.wire.messages import BodyTensor, MessageReader, MessageWriter, Source
-from hf_kvcaches.stores.reading import DTYPES
+from hf_kvcaches.stores.blobs_format import DTYPES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MOST = 1 << 40

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.reading import DTYPES, as_bytes, parse_json
+from hf_kvcaches.stores.blobs_format import DTYPES, as_bytes
+from hf_kvcaches.stores.files import parse_json
 
 VERSION = 3
 AGAIN = "Have them sent again."
