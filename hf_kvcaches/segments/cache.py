@@ -124,7 +124,7 @@ class SegmentReuseCache(SplicingCache):
             store.codec.require_all_layers(self.model, "store")
         if (store.depth or store.cuts) and self.moving_refused:
             raise UnsupportedError(
-                f"store: with cuts or depth, layers are run from the middle, and {self.moving_refused}. Use a store without."
+                f"store: cuts and depth run some layers without those below, and {self.moving_refused}. Use a store without."
             )
         if (mode == "approximate" or tiers) and self.moving_refused:
             name = "tiers" if tiers else "mode='approximate'"
@@ -147,7 +147,7 @@ class SegmentReuseCache(SplicingCache):
 
     def settings(self) -> dict[str, Any]:
         if self._own_tiers is not None:
-            raise UnsupportedError("save: tiers of one's own can't be written to a file. Save a cache with the tiers of a mode.")
+            raise UnsupportedError("save: custom tiers can't be written to a file. Save a cache with the tiers of a mode.")
         return {"mode": self.mode, "policy": self.policy.to_json()}
 
     @classmethod
@@ -224,5 +224,5 @@ def _checked_tiers(tiers: Any, mode: Mode) -> tuple[SegmentTier, ...]:
     if not checked or not all(isinstance(tier, SegmentTier) for tier in checked):
         raise ConfigError.of("tiers", "a list of SegmentTier objects", tiers, "Such as [GuardedTier(), RepairedTier()].")
     if mode != "auto":
-        raise ConfigError.of("mode", "'auto' or None beside tiers", mode, "Tiers of one's own take the place of those of a mode.")
+        raise ConfigError.of("mode", "'auto' or None beside tiers", mode, "Custom tiers replace those of a mode.")
     return checked

@@ -65,12 +65,12 @@ class SegmentPolicy(Artifact):
             if not is_number(value) or not low <= value <= high:
                 raise ConfigError.of(name, f"a number from {low} to {high}", value, hint)
         counted = "It counts tokens."
-        hints = {"check_layer": "Layer 0 knows nothing of what stands to the left.", "shortest": counted, "aligned": counted}
+        hints = {"check_layer": "The keys of layer 0 don't depend on the tokens before.", "shortest": counted, "aligned": counted}
         for name, hint in hints.items():
             value = getattr(self, name)
             object.__setattr__(self, name, whole_number(name, value, 1, hint=hint))
         if self.repair_by not in ("first", "deviation"):
-            raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by, "'first' takes no extra look at keys.")
+            raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by, "'first' compares no keys.")
         if self.bound is not None and not (is_number(self.bound) and self.bound >= 0):
             raise ConfigError.of("bound", "a number of nats of at least 0, or None", self.bound, "Calibration sets it.")
         object.__setattr__(self, "guard", _guard(self.guard))
@@ -139,6 +139,6 @@ def _guard(guard: Any) -> tuple[tuple[float, int], ...]:
             "guard",
             "ascending pairs of a share of the layers, above 0 and up to 1, and a number of tokens",
             guard,
-            "Such as ((0.25, 512),); () lets nothing in unrepaired.",
+            "Such as ((0.25, 512),); () admits nothing unrepaired.",
         )
     return tuple((float(share), tokens) for share, tokens in pairs)

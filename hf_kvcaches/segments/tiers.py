@@ -174,7 +174,7 @@ class ProbedTier(SegmentTier):
             return Verdict(reason="The policy has no probes.")
         passed = context.experience(candidate.tokens, candidate.likeness)
         if passed is False:
-            return Verdict(reason="Probes of it failed in surroundings that were as alike.")
+            return Verdict(reason="Probes of it failed in surroundings that were as similar.")
         return Verdict((repaired(self.name, candidate, context),), probe=passed is None)
 
 

@@ -140,7 +140,7 @@ class WarmStartCache(SplicingCache):
         if strategy in ("slots", "align") and why:
             raise UnsupportedError(f"strategy={strategy!r}: {why}. Use strategy='exact', or 'auto'.")
         if projector is not None and library.correction is not None:
-            raise UnsupportedError("projector: keys of learned positions can't be brought to one place first. Leave it out.")
+            raise UnsupportedError("projector: keys with learned positions can't be rotated to a common position. Leave it out.")
         if strategy == "slots" and not library.slots:
             raise ConfigError("strategy='slots': the library has no summaries. Make it with slots=64, or use another strategy.")
         self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer
@@ -162,7 +162,7 @@ class WarmStartCache(SplicingCache):
         return WarmLayer()
 
     def settings(self) -> dict[str, Any]:
-        raise UnsupportedError("save: a WarmStartCache hangs on its library, which would not be in the file. Save the library instead.")
+        raise UnsupportedError("save: a WarmStartCache depends on its library, which would not be in the file. Save the library instead.")
 
     def take_prefill(self, call: PrefillCall) -> int:
         if self.seen or self.library is None:  # a cache that came from another process has no library

@@ -100,7 +100,7 @@ def calibrate_gate(
     options = dict(library_options or {})
     for name in ("location", "max_bytes"):
         if name in options:
-            raise ConfigError(f"library_options: {name} is none of the gate's business. Leave it out.")
+            raise ConfigError(f"library_options: {name} does not matter for a gate. Leave it out.")
     base = gate or WarmStartGate()
     pairs = list(pairs)
     if not pairs:

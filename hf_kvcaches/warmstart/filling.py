@@ -117,7 +117,7 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         if not library.slots:
             return "The library has no summaries."
         if len(ids) <= library.tail:
-            return "It is too short for a summary to stand before it."
+            return "It has no more tokens than the tail behind a summary."
         closest = near[0]
         verdict = gate.decide(similarity=closest.similarity, lengths=(len(closest.ids), len(ids)))
         end = max(1, cache.tail)
@@ -129,7 +129,7 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         if not verdict.admitted:
             return verdict.reason
         if cache.strategy == "auto" and cache.swap == "off":
-            return "A summary answers what follows worse: with strategy='auto' it takes swap='sync' or 'background'."
+            return "Later tokens behind a summary are worse: strategy='auto' takes it with swap='sync' or 'background' only."
         return ""
 
     def seconds_to_read(self, keys: Collection[str]) -> float | None:

@@ -333,7 +333,7 @@ class WarmStartLibrary:
             for entry in packed.entries:
                 library.entries.put(entry)
         except ConfigError as error:
-            raise ArtifactError(f"{folder_or_hub_id}: it holds what is no entry: {error}") from error
+            raise ArtifactError(f"{folder_or_hub_id}: it holds an invalid entry: {error}") from error
         return library
 
     def _packed(self) -> PackedLibrary:

@@ -157,7 +157,7 @@ class SplicingCache(SourceCache):
         if self.offloading:
             return "The cache offloads its layers, which can't be filled out of their order."
         if call.most != tokens - 1:
-            return f"Logits of the last {tokens - call.most} tokens are wanted, which takes their passes. Pass logits_to_keep=1."
+            return f"The call asks for logits of the last {tokens - call.most} tokens, which the model has to run. Pass logits_to_keep=1."
         return self.history.padding(self.seen + tokens)
 
     def run_sparse(
@@ -314,7 +314,7 @@ class SplicingCache(SourceCache):
         if self._model is not None:
             compat.decoder_layers(self.model)  # refuses models without decoder layers
         if self.config.model_type == "cpmant":
-            raise UnsupportedError("model: it puts tokens of its own before every text, which count in the cache. Use DynamicCache.")
+            raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
 

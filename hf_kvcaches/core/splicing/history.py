@@ -87,7 +87,7 @@ class History:
     def padding(self, length: int) -> list[int] | str:
         """Return how many slots at the start of each row hold no token; or, as a sentence, why the history does not describe the prompt."""
         if not self.known or not self._passes or self._length != length:
-            return "The cache does not know its tokens: a pass brought embeddings or images, or a mask for other tokens than its own."
+            return "The cache does not know its tokens: a pass had embeddings or images as input, or a mask for other tokens."
         tokens = self._joined()
         real = tokens.real.cpu()
         if bool(real.all()):
@@ -98,10 +98,10 @@ class History:
             padding = (~real).sum(1).tolist()
         expected = torch.arange(length)[None] - torch.tensor(padding)[:, None]
         if self._positions_matter and bool(((tokens.positions.cpu() != expected) & real).any()):
-            return "The position_ids are others than those that count a row's tokens from 0."
+            return "The position_ids do not count each row's tokens from 0."
         # All passes must have seen the same tokens.
         agrees = self._mask is None or torch.equal(self._mask.to("cpu", torch.bool), real)
-        return padding if agrees else "The attention mask hides tokens that earlier passes looked at, or shows others."
+        return padding if agrees else "The attention mask hides tokens that earlier passes saw, or shows others."
 
     def rows(self) -> list[Ids]:
         """Return the token ids of each row, padding included."""

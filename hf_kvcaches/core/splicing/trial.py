@@ -97,10 +97,10 @@ def _compare_masks(model: PreTrainedModel, layers: nn.ModuleList) -> str:
             return f"{type(model).__name__} passes more than hidden states from layer to layer"
         expected = masks(index, hidden)
         if not isinstance(mask, torch.Tensor) or mask.dtype != expected.dtype or mask.shape != expected.shape:
-            return f"{type(model).__name__} makes masks of its own kind"
+            return f"{type(model).__name__} makes masks of another kind"
         different = (_visible(mask) != _visible(expected))[:, 0]
         if bool((different & real[..., None].to(mask.device)).any()):  # queries of padding may see anything
-            return f"tokens of {type(model).__name__} look at others than the ones before them in their window"
+            return f"tokens of {type(model).__name__} see others than those before them in their window"
     return ""
 
 

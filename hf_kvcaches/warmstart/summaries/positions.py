@@ -25,7 +25,7 @@ def repaired(positions: torch.Tensor, last: int) -> torch.Tensor:
     down, and stay distinct; every position keeps its rank.
     """
     slots = positions.shape[-1]
-    last = whole_number("last", last, slots - 1, f"an integer of at least {slots - 1}, so that {slots} slots have a place each")
+    last = whole_number("last", last, slots - 1, f"an integer of at least {slots - 1}, so that {slots} slots have a position each")
     ordered, order = positions.sort(dim=-1, stable=True)
     # Minus their ranks, distinct ascending positions are a non-decreasing sequence, with the same bounds for all.
     ranks = torch.arange(slots, dtype=positions.dtype, device=positions.device)

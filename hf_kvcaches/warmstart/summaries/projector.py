@@ -101,7 +101,7 @@ class SlotProjector:
 def _checked(pairs: Iterable[tuple[Slots, Slots]], geometries: Sequence[RotaryGeometry]) -> list[tuple[Slots, Slots]]:
     checked = list(pairs)
     if len(checked) < 2:
-        raise ConfigError.of("pairs", "at least two, for one is held out", len(checked))
+        raise ConfigError.of("pairs", "at least two, because one is held out", len(checked))
     for index, pair in enumerate(checked):
         for name, slots in zip(("source", "target"), pair, strict=True):
             require_layers(f"pairs[{index}], {name}", slots.layers, len(geometries))
