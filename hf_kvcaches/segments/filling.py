@@ -102,7 +102,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         for row in plan.rows:
             cost = self.operations(PromptPlan((row,), self.total))
             if self.stages is not None:
-                cost += self.stages.cost_of_looking(row, costs)
+                cost += self.stages.cost_of_checks(row, costs)
             cache.note(row, cost, costs.of_prompt(row.begin, len(row.ids)))
             # The last first: among equally useful segments, the start of a prompt is evicted last.
             for tokens in reversed(list(row.stored)):

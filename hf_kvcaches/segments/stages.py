@@ -97,13 +97,13 @@ class Stages:
                 slots, states = self._check(level, slots, states, probes)
             slots, hidden = self._joined(level, slots, states)
             if level in self.cuts:
-                for line, row in enumerate(self.rows):
-                    kept[row.number] = {**kept[row.number], level: (slots[line].cpu(), hidden[line])}
+                for index, row in enumerate(self.rows):
+                    kept[row.number] = {**kept[row.number], level: (slots[index].cpu(), hidden[index])}
             start = level
         self._run(start, self.layers, slots, hidden)
         return PromptPlan(tuple(self.rows), self.total), kept
 
-    def cost_of_looking(self, row: PlannedRow, costs: Costs) -> float:
+    def cost_of_checks(self, row: PlannedRow, costs: Costs) -> float:
         """Count the floating-point operations of a row's checks alone; the layer that compares keys counts as a whole."""
         probed = self._probed.get(row.number)
         if probed is None:
@@ -138,17 +138,17 @@ class Stages:
             return slots, hidden
         new = self._slots([np.concatenate([NONE, *(span.joining() for span in row_spans)]) for row_spans in spans])
         states = torch.zeros(*new.shape, self.cache.config.hidden_size, dtype=self.call.model.dtype, device=self.device)
-        for line, row_spans in zip(states, spans, strict=True):
+        for row_states, row_spans in zip(states, spans, strict=True):
             filled = 0
             for span in row_spans:
                 for tokens in span.stored:
                     length = tokens.stop - tokens.start
                     blob = self.joining[tokens.key]
                     packed = packing.hidden_states(blob, tokens.stored, level, tokens.offset, tokens.offset + length)
-                    whole = line.new_empty(1, length, line.shape[-1])
-                    splice(moved(packed, self.device), [whole], torch.arange(length, device=self.device))
+                    span_states = row_states.new_empty(1, length, row_states.shape[-1])
+                    splice(moved(packed, self.device), [span_states], torch.arange(length, device=self.device))
                     joining = np.setdiff1d(np.arange(tokens.start, tokens.stop), span.recompute) - tokens.start
-                    line[filled : filled + len(joining)] = whole[0, joining]
+                    row_states[filled : filled + len(joining)] = span_states[0, joining]
                     filled += len(joining)
         return self._merged(slots, hidden, new, states)
 
@@ -164,13 +164,13 @@ class Stages:
         """Decide the checked spans; return slots and hidden states of the tokens that go on: without probes, with rejected spans."""
         probe_slots = self._slots(probes)
         look = self._look(level, probe_slots, self._states_of(probe_slots, slots, hidden))
-        for line, row in enumerate(self.rows):
+        for index, row in enumerate(self.rows):
             spans: list[PlannedSpan] = []
             for span in row.spans:
-                spans += self._decided(span, level, line, row, probe_slots[line], look) if span.check else [span]
-            self.rows[line] = replace(row, spans=tuple(spans))
+                spans += self._decided(span, level, index, row, probe_slots[index], look) if span.check else [span]
+            self.rows[index] = replace(row, spans=tuple(spans))
         remaining = self._slots([self._needed(row) for row in self.rows])
-        ran = [set(line.tolist()) for line in slots]
+        ran = [set(row_slots.tolist()) for row_slots in slots]
         needed = [set((self._needed(row) + row.padding).tolist()) for row in self.rows]
         if any(needed_slots - ran_slots for needed_slots, ran_slots in zip(needed, ran, strict=True)):
             # Tokens behind a rejected segment have attended to its stored keys, so they run again, with the segment.
@@ -178,7 +178,7 @@ class Stages:
         return remaining, self._states_of(remaining, slots, hidden)
 
     def _decided(
-        self, span: PlannedSpan, level: int, line: int, row: PlannedRow, probe_slots: torch.Tensor, look: Look
+        self, span: PlannedSpan, level: int, index: int, row: PlannedRow, probe_slots: torch.Tensor, look: Look
     ) -> Sequence[PlannedSpan]:
         """Return the spans that replace a checked one, by the keys that its tokens have at this layer."""
         check = span.check
@@ -187,12 +187,12 @@ class Stages:
         columns = torch.searchsorted(probe_slots.contiguous(), slots)
         buffer = self.cache.layers[level].key_buffer
         assert buffer is not None
-        cached, fresh = buffer[line, :, slots], look.fresh[line, :, columns]
+        cached, fresh = buffer[index, :, slots], look.fresh[index, :, columns]
         if check.probe:
             queries = columns[SLICE : SLICE + PROBES]
             score = 0.0
             if len(queries) and look.query is not None:
-                score = agreement(look.query[line, :, queries], cached[:, :SLICE], fresh[:, :SLICE])
+                score = agreement(look.query[index, :, queries], cached[:, :SLICE], fresh[:, :SLICE])
             self.cache.probes.append(Probe(span.start, span.stop, score))
             self.cache.store.experience.learn(self.scope, level, row.ids[span.start : span.stop], check.likeness, score)
             if score < self.cache.policy.probe:

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.splicing.packing import LayerStates
 from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan
-from hf_kvcaches.core.splicing.remembering import Buffers
+from hf_kvcaches.core.splicing.remembering import Buffers, states_in
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.records import CONTEXT, Chain, Record
 from hf_kvcaches.segments.signatures import signature_of
@@ -75,12 +74,7 @@ def new_segments(new: NewRow, buffers: Buffers, form: SegmentForm) -> Iterator[N
         context = row.ids[max(0, start - CONTEXT) : start]
         signature = signature_of(form.discovery.text(ids[start:stop])) if form.signed else None
         record = Record(form.scope, row.ids[start:stop], left.name, chain.name, start, context, origin, fresh, signature=signature)
-        layers = [
-            LayerStates(keys[row.number, :, slots].detach(), values[row.number, :, slots].detach())
-            for keys, values in buffers[: form.depth]
-            if keys is not None and values is not None
-        ]
-        yield NewSegment(record, layers, hidden, form.geometries)
+        yield NewSegment(record, states_in(buffers[: form.depth], row.number, slots), hidden, form.geometries)
 
 
 def _origin(spans: Sequence[PlannedSpan], start: int, stop: int) -> tuple[str, bool]:

@@ -24,7 +24,7 @@ from hf_kvcaches.errors import (
     require_tokenizer,
     whole_number,
 )
-from hf_kvcaches.warmstart.filling import WarmStartPipeline, kept_job
+from hf_kvcaches.warmstart.filling import WarmStartPipeline, storing_job
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
@@ -178,7 +178,7 @@ class WarmStartCache(SplicingCache):
     def remember(self, rows: Sequence[ServedRow], identity: Identity, slots: int) -> None:
         """Store rows of a prompt in the library once the first `slots` slots are computed, if `remember` is set."""
         if self._remember and self.library.full and self.remembering is not None:
-            self.remembering.expect(kept_job(self, rows, identity, slots))
+            self.remembering.expect(storing_job(self, rows, identity, slots))
 
     def expect_swap(self, call: PrefillCall, padding: Sequence[int]) -> None:
         """Prepare the exact prefill that replaces what was reused, if `swap` is set."""

@@ -13,10 +13,9 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.splicing.alignment import Block
-from hf_kvcaches.core.splicing.packing import LayerStates
 from hf_kvcaches.core.splicing.pipeline import Pipeline, Tensors
 from hf_kvcaches.core.splicing.plan import PromptPlan, PromptRow
-from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
+from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt, states_in
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.library import Neighbour
@@ -190,7 +189,7 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
             cache.remember(new, identity, self.total)
 
 
-def kept_job(cache: WarmStartCache, rows: Sequence[ServedRow], identity: Identity, slots: int) -> NewPrompt:
+def storing_job(cache: WarmStartCache, rows: Sequence[ServedRow], identity: Identity, slots: int) -> NewPrompt:
     """Return the job that stores the rows of a prompt in the cache's library once they are computed."""
     library, confirmed, device = cache.library, confirmation(cache.model, identity), compat.input_device(cache.model)
 
@@ -198,12 +197,7 @@ def kept_job(cache: WarmStartCache, rows: Sequence[ServedRow], identity: Identit
         if not confirmed():
             return
         for row in rows:
-            columns = slice(row.padding, row.padding + len(row.ids))
-            layers = tuple(
-                LayerStates(keys[row.number, :, columns], values[row.number, :, columns])
-                for keys, values in buffers
-                if keys is not None and values is not None
-            )
+            layers = tuple(states_in(buffers, row.number, slice(row.padding, row.padding + len(row.ids))))
             if len(row.ids) > library.tail and library.entries.exact(ids := row.ids.tolist()) is None:
                 states = PromptStates(layers, (), ())
                 if library.slots:

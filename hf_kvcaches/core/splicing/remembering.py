@@ -9,10 +9,17 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.core.splicing.packing import LayerStates
 from hf_kvcaches.core.splicing.streams import mark, wait_for
 
 # The keys and values of each layer, (batch, kv_heads, capacity, head_dim).
 Buffers = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
+
+
+def states_in(buffers: Buffers, row: int, slots: slice) -> list[LayerStates]:
+    """Return the states of a row's slots in each layer."""
+    pairs = ((keys, values) for keys, values in buffers if keys is not None and values is not None)
+    return [LayerStates(keys[row, :, slots].detach(), values[row, :, slots].detach()) for keys, values in pairs]
 
 
 class NewPrompt(NamedTuple):
