@@ -10,7 +10,7 @@ import torch
 from hf_kvcaches.core.splicing.tokens import Ids, as_ids
 
 
-class _Fed(NamedTuple):
+class _PassTokens(NamedTuple):
     """The tokens of a pass, each (batch, tokens).
 
     Args:
@@ -22,8 +22,8 @@ class _Fed(NamedTuple):
     real: torch.Tensor
     positions: torch.Tensor
 
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> _Fed:
-        return _Fed(*(function(tensor) for tensor in self))
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> _PassTokens:
+        return _PassTokens(*(function(tensor) for tensor in self))
 
 
 class History:
@@ -42,7 +42,7 @@ class History:
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._passes: list[_Fed] = []
+        self._passes: list[_PassTokens] = []
         self._mask: torch.Tensor | None = None
         self._unmasked = False
         self.known = True
@@ -72,16 +72,16 @@ class History:
         positions = numbered if position_ids is None else _text_positions(position_ids)
         self._mask = attention_mask
         # Copies, because callers may write the next tokens into the same tensors.
-        self._passes = [*self._passes, _Fed(input_ids.clone(), real, positions.to(input_ids.device).expand(batch, -1))]
+        self._passes = [*self._passes, _PassTokens(input_ids.clone(), real, positions.to(input_ids.device).expand(batch, -1))]
 
     @property
     def _length(self) -> int:
         return sum(part.ids.shape[1] for part in self._passes)
 
-    def _joined(self) -> _Fed:
+    def _joined(self) -> _PassTokens:
         """Return the tokens of all passes as one."""
         if len(self._passes) > 1:
-            self._passes = [_Fed(*(torch.cat(parts, dim=1) for parts in zip(*self._passes, strict=True)))]
+            self._passes = [_PassTokens(*(torch.cat(parts, dim=1) for parts in zip(*self._passes, strict=True)))]
         return self._passes[0]
 
     def padding(self, length: int) -> list[int] | str:

@@ -44,7 +44,7 @@ class StoredTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """What decides a span, once its keys have been compared at a layer.
+    """The check that decides a span, once its keys have been compared at a layer.
 
     Args:
         probe: Whether the span is reused only if a probe passes.
