@@ -1,4 +1,4 @@
-"""`SegmentReuseCache`: repeated segments of prompts are computed once, wherever they stand."""
+"""`SegmentReuseCache`: segments that prompts share are computed once, at whatever index they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, re
 from hf_kvcaches.segments.filling import SegmentPipeline
 from hf_kvcaches.segments.policy import SegmentPolicy
 from hf_kvcaches.segments.scope import check_policy, discovery_for
-from hf_kvcaches.segments.stages import Looked
+from hf_kvcaches.segments.stages import Probe
 from hf_kvcaches.segments.store import SegmentStore
 from hf_kvcaches.segments.tiers import Mode, SegmentTier, tiers_of
 
@@ -26,10 +26,10 @@ class ReusedSpan(NamedTuple):
 
     Args:
         start: The first token's index in its row, padding not counted.
-        repaired: How many stored tokens were run again.
-        depth: Up to this layer they are reused; None: all layers.
+        repaired: How many stored tokens were recomputed.
+        depth: Layers below it are reused; None: all layers.
         segments: The stored segments' ids, for `SegmentStore.pin` and `delete`.
-        reason: Why tokens that are stored are computed, as sentences; "" where nothing is stored of them, or they are reused.
+        reason: Why stored tokens were computed, as sentences; "" if none are stored, or all are reused.
     """
 
     row: int
@@ -47,12 +47,12 @@ class SegmentReport(CacheReport):
     """What a `SegmentReuseCache` holds, and how its prompts were filled in.
 
     Args:
-        reused_tokens: Tokens of prompts that were not run, in all rows.
-        repaired_tokens: Stored tokens that were run again in their new context.
-        computed_tokens: All others.
+        reused_tokens: Tokens of prompts that were not computed, in all rows.
+        repaired_tokens: Stored tokens that were recomputed in their new context.
+        computed_tokens: All other tokens.
         tiers: Tokens by tier.
-        flops_saved: Share of the operations in the decoder layers that a prefill without reuse needs.
-        spans: Each prompt's, in order.
+        flops_saved: Operations that were saved, as a share of those of a prefill without reuse, in the decoder layers.
+        spans: The spans of all prompts, in order.
         reason: Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
     """
 
@@ -66,7 +66,7 @@ class SegmentReport(CacheReport):
 
 
 class SegmentReuseCache(SplicingCache):
-    """Keeps every token, and takes the keys and values of what earlier prompts had already from a store.
+    """Keeps every token, and takes keys and values of segments of earlier prompts from a store.
 
     Paper: Cross-Query KV Reuse with RoPE Reindexing for Template-Heavy Agent Prompts.
 
@@ -80,14 +80,14 @@ class SegmentReuseCache(SplicingCache):
 
     Args:
         model: A transformers model.
-        store: Where segments live between requests.
-        tokenizer: The model's. With it, prompts are cut at messages, blank lines and lines; it is part of what segments are bound to.
-        mode: `"exact"`: only what an earlier prompt had from its first token on. `"auto"`: other segments too, where the policy admits
-            them. `"approximate"`: every verbatim segment, repaired, without gates. None: `"auto"` with a policy or tiers, else `"exact"`.
+        store: Where segments are kept between requests.
+        tokenizer: The model's. With it, prompts are cut at messages, blank lines and lines. Segments are bound to it.
+        mode: `"exact"`: prefixes of earlier prompts only. `"auto"`: other segments too, where the policy admits them. `"approximate"`:
+            every verbatim segment, repaired, without guards and probes. None: `"auto"` with a policy or tiers, else `"exact"`.
         policy: Guards and thresholds, from `scripts/calibrate_segments.py`; None for the paper's guards and strict thresholds.
-        repair: Share of a segment's tokens to run again where the text before it is another; None for the policy's.
-        tiers: Rules of one's own that admit segments behind another text, in place of those of the mode.
-        separators: Strings between parts of a prompt, at which it is cut.
+        repair: Share of a segment's tokens to recompute behind another text; None for the policy's.
+        tiers: Custom rules that admit segments behind another text, in place of those of the mode.
+        separators: Strings at which a prompt is cut.
         spans: For each row, the caller's own segments as (start, stop) indices of its tokens, padding not counted; or None.
         decode_with: A new cache of the same model that holds the tokens once the prompt is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
@@ -124,7 +124,7 @@ class SegmentReuseCache(SplicingCache):
             store.codec.require_all_layers(self.model, "store")
         if (store.depth or store.cuts) and self.moving_refused:
             raise UnsupportedError(
-                f"store: with cuts or depth, layers are run from the middle, and {self.moving_refused}. Use a store without."
+                f"store: cuts and depth run some layers without those below, and {self.moving_refused}. Use a store without."
             )
         if (mode == "approximate" or tiers) and self.moving_refused:
             name = "tiers" if tiers else "mode='approximate'"
@@ -133,26 +133,26 @@ class SegmentReuseCache(SplicingCache):
         self.given_spans = spans
         self.plans: list[PlannedRow] = []
         self._flops = [0.0, 0.0]
-        self.probes: list[Looked] = []
+        self.probes: list[Probe] = []
         self.remember_with(store.background)
 
     @property
     def tiers(self) -> tuple[SegmentTier, ...]:
-        """The caller's own, or those of the mode."""
+        """The caller's tiers, or those of the mode."""
         return tiers_of(self.mode) if self._own_tiers is None else self._own_tiers
 
     def given(self, row: int) -> tuple[tuple[int, int], ...]:
-        """The caller's own segments of a row."""
+        """Return the caller's own segments of a row."""
         return tuple(self.given_spans[row]) if self.given_spans else ()
 
     def settings(self) -> dict[str, Any]:
         if self._own_tiers is not None:
-            raise UnsupportedError("save: tiers of one's own can't be written to a file. Save a cache with the tiers of a mode.")
+            raise UnsupportedError("save: custom tiers can't be written to a file. Save a cache with the tiers of a mode.")
         return {"mode": self.mode, "policy": self.policy.to_json()}
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
-        # The file holds the tokens' keys and values; the store is not in it, and what the loaded cache stores goes into one of its own.
+        # The file holds keys and values but no store; the loaded cache gets a new one.
         return cls(model, SegmentStore("memory"), mode=settings["mode"], policy=SegmentPolicy.from_json(settings["policy"]))
 
     def take_prefill(self, call: PrefillCall) -> int:
@@ -160,16 +160,16 @@ class SegmentReuseCache(SplicingCache):
         return SegmentPipeline(self, call).fill()
 
     def earlier_spans(self, row: int) -> tuple[PlannedSpan, ...]:
-        """The spans of a row's earlier prompts. Where rows have been exchanged, any approximation counts for all."""
+        """Return the spans of a row's earlier prompts. Once rows were reordered, an approximation in one row counts for all."""
         if not self.exchanged:
             return tuple(span for earlier in self.plans if earlier.number == row for span in earlier.spans)
         return tuple(replace(span, start=0) for row in self.plans for span in row.spans if span.tier != "exact" and span.stored)
 
-    def note(self, row: PlannedRow, cost: float, whole: float) -> None:
-        """Counts a row's plan that was carried out, its operations, and those of a prefill without reuse."""
+    def note(self, row: PlannedRow, cost: float, full_cost: float) -> None:
+        """Count an executed plan of a row, its operations, and those of a prefill without reuse."""
         self.plans.append(row)
         self._flops[0] += cost
-        self._flops[1] += whole
+        self._flops[1] += full_cost
 
     def report(self) -> SegmentReport:
         spans = tuple(
@@ -224,5 +224,5 @@ def _checked_tiers(tiers: Any, mode: Mode) -> tuple[SegmentTier, ...]:
     if not checked or not all(isinstance(tier, SegmentTier) for tier in checked):
         raise ConfigError.of("tiers", "a list of SegmentTier objects", tiers, "Such as [GuardedTier(), RepairedTier()].")
     if mode != "auto":
-        raise ConfigError.of("mode", "'auto' or None beside tiers", mode, "Tiers of one's own take the place of those of a mode.")
+        raise ConfigError.of("mode", "'auto' or None beside tiers", mode, "Custom tiers replace those of a mode.")
     return checked

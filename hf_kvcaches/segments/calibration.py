@@ -1,7 +1,7 @@
-"""Which settings of `SegmentPolicy` save most for a model and its prompts.
+"""Find the settings of `SegmentPolicy` that save most for a model and its prompts.
 
-Prompts go through a store one after another, as they came. The last tokens of each are withheld and asked for: how much their
-distributions differ from those without reuse is what a setting costs.
+Prompts run with a store one after another. The last tokens of each are withheld from the prompt: the divergence of their distributions from
+those without reuse is the cost of a setting.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from hf_kvcaches.segments.store import SegmentStore
 Tokens = Sequence[int]
 Series = Mapping[str, Sequence[Tokens]]
 
-# A threshold that no score reaches, and one that every score reaches.
+# A threshold above all scores, and one that every score reaches.
 CLOSED, OPEN = 1.01, -1.0
-# Shares of the probes that the thresholds to try reject.
+# The thresholds to try reject these shares of the probes.
 _REJECTED = (0.0, 0.1, 0.3)
 _REPAIRS = (0.0, 0.05, 0.3)
 _SIMILARITIES = (0.3, 0.5, 0.8)
-# Equal tokens to the left: for all layers, and for a share of the lowest ones.
+# Numbers of equal tokens to try in guards: for all layers, and for a share of the lowest ones.
 _WINDOWS, _PARTIAL_WINDOWS = (16, 64), (0, 16, 64, 256)
 _SHARES = (0.25, 0.5, 0.75)
 _QUANTIZATIONS: tuple[Quantization, ...] = ("int8", "int4", None)
-# Differences of the divergence below this share of the bound are chance.
+# Smaller differences of the divergence, as a share of the bound, are chance.
 _CHANCE = 0.05
 _APPROXIMATE = ("guarded", "repaired", "probed")
 
 
 class Answered(NamedTuple):
-    """One prompt with reuse, against the same without.
+    """A prompt with reuse, compared with the same prompt without.
 
     Args:
         kl: The mean divergence of the next tokens' distributions, in nats.
         same: The share of the next tokens whose most likely token is the same.
-        saved: The share of the prefill's operations that was saved, less what probes took.
-        approximate: Tokens that were taken from behind another text.
+        saved: The share of the prefill's operations that was saved; operations of probes count against it.
+        approximate: How many tokens were reused behind another text.
         scores: (score, tokens) of each probe.
     """
 
@@ -62,7 +62,7 @@ class Answered(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A policy with a kind of store, and what became of each prompt of each series."""
+    """A policy and a quantization, with the result of each prompt of each series."""
 
     policy: SegmentPolicy
     quantization: Quantization
@@ -70,32 +70,32 @@ class Measured(NamedTuple):
 
     @property
     def approximated(self) -> list[list[Answered]]:
-        """Of each series the prompts in which something stood behind another text, if there are any."""
+        """The prompts of each series that reused tokens behind another text; series without any are left out."""
         series = ([answer for answer in answers if answer.approximate] for answers in self.series.values())
         return [answers for answers in series if answers]
 
     @property
     def kl(self) -> float:
-        """Of the worst series: the mean over those prompts in which something stood behind another text."""
+        """The mean over the `approximated` prompts of the worst series."""
         return max((fmean(answer.kl for answer in answers) for answers in self.approximated), default=0.0)
 
     @property
     def same(self) -> float:
-        """Of the worst series: the share of next tokens that are the model's own, over the same prompts."""
+        """The share of equal next tokens in the `approximated` prompts of the worst series."""
         return min((fmean(answer.same for answer in answers) for answers in self.approximated), default=1.0)
 
     @property
     def saved(self) -> float:
-        """The mean over the series, so that a long one counts no more."""
+        """The mean of the series' means, so that long series count no more than short ones."""
         return fmean(fmean(answer.saved for answer in answers) for answers in self.series.values())
 
     def thresholds(self) -> list[float]:
-        """Ascending thresholds, of which the first rejects none of the probes."""
+        """Return the thresholds to try, ascending; the first one rejects no probe."""
         scores = sorted(score for answers in self.series.values() for answer in answers for score, _ in answer.scores)
         return sorted({math.floor(1e4 * scores[int(share * len(scores))]) / 1e4 for share in _REJECTED}) if scores else []
 
     def row(self, chosen: bool) -> dict[str, Any]:
-        """Plain values, for `SegmentPolicy.measured`."""
+        """Return plain values for `SegmentPolicy.measured`."""
         names = ("check_layer", "probe", "similarity", "repair", "repair_by")
         kls = sorted(answer.kl for answers in self.approximated for answer in answers) or [0.0]
         answers = [answer for answers in self.series.values() for answer in answers]
@@ -117,7 +117,7 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a setting must keep; see `calibrate`."""
+    """The bounds that a setting must keep; see `calibrate`."""
 
     kl: float
     same: float = 0.0
@@ -128,8 +128,8 @@ class Bounds:
         return measured.kl <= self.kl and measured.same >= self.same
 
     def best(self, done: Sequence[Measured]) -> Measured:
-        """Of all that keep the bounds and save about most: the least divergence, and where that is about the same the strictest."""
-        # Probes that admit everything are no guard against what these prompts lack.
+        """Choose among settings that keep the bounds and save about most: the least divergence, at about equal ones the strictest."""
+        # Probes that admit everything do not protect prompts that differ from these.
         bounded = [measured for measured in done if self.kept(measured) and measured.policy.probe > OPEN]
         most = max(measured.saved for measured in bounded)
         return min((measured for measured in bounded if measured.saved >= most - self.slack), key=self._looseness)
@@ -138,7 +138,7 @@ class Bounds:
         policy = measured.policy
         window = policy.window(1, 1)
         kl = round(measured.kl / self.kl / _CHANCE) if self.kl else 0
-        # A later layer has seen more of what differs to the left.
+        # A later layer depends on more of the tokens before.
         strictness = (policy.probe > 1, policy.check_layer, policy.probe, policy.similarity, window or float("inf"), policy.repair)
         return (kl, *(-number for number in strictness), -measured.saved)
 
@@ -157,25 +157,24 @@ def calibrate(
     check_layers: Sequence[int] | None = None,
     progress: bool = True,
 ) -> SegmentPolicy:
-    """A policy that saves most with a mean KL divergence of at most `bound` on the next tokens.
+    """Return the policy that saves most with a mean KL divergence of at most `bound` on the next tokens.
 
     One setting is swept after another, each measured by runs of all prompts: with `cuts` the guards of the lower layers, then the
-    similarity of surroundings, the layer and threshold of probes, the share to repair and by what, the guard of all layers. Of those
-    that keep the bound and save as much as the best of them within `slack`, the one with the least divergence is taken, and where that
-    makes no difference the strictest. The policy is as good as the prompts: where nothing drifts in them, its bound says nothing of
-    prompts where something does.
+    similarity of surroundings, the layer and threshold of probes, the share and choice of repaired tokens, the guard of all layers. Of the
+    settings that keep the bound and save as much as the best within `slack`, the one with the least divergence is chosen, at about equal
+    divergence the strictest one. The policy is as good as the prompts: without drift in them, the bound says nothing about prompts with
+    drift.
 
     Args:
-        tokenizer: Its tokenizer, or None; use the cache with the same.
-        prompts: Token ids in the order in which they come; or several such lists by name, each with a store of its own. The bounds
-            hold in each.
-        bound: In nats, for the mean over the prompts in which something was taken from behind another text.
-        least_same: The least share of the next tokens, in the same prompts, whose most likely token is the one of the model alone.
+        tokenizer: The model's tokenizer, or None; the cache must be used with the same one.
+        prompts: Token ids of prompts in their order; or several such lists by name, each with a store of its own. The bounds hold in each.
+        bound: The bound in nats, on the mean over the prompts that reused tokens behind another text.
+        least_same: The least share of the next tokens, in the same prompts, whose most likely token is that of the model alone.
         slack: The share of operations that may be given up for less divergence, or for stricter thresholds.
-        asked: How many tokens at the end of each prompt are withheld, and compared.
-        quantization: As for the `SegmentStore` that the policy is for: "int8", "int4", a `KVCodec`, or None. A policy is for one of them,
-            because probes compare stored keys with exact ones. The others, but for codecs, are measured with the chosen policy, too.
-        cuts: As for the `SegmentStore`. Without cuts lower layers can't be reused alone, and their guards stay the paper's.
+        asked: How many tokens at the end of each prompt are withheld and compared.
+        quantization: That of the `SegmentStore` that the policy is for: "int8", "int4", a `KVCodec`, or None. A policy is for one of them,
+            because probes compare stored keys with exact ones. The others, except codecs, are measured with the chosen policy, too.
+        cuts: Those of the `SegmentStore`. Without cuts lower layers can't be reused alone, and their guards stay the paper's.
         check_layers: The layers to try for probes; None: 1, 2 and the middle one.
     """
     for name, number, most in (("bound", bound, float("inf")), ("slack", slack, float("inf")), ("least_same", least_same, 1)):
@@ -215,7 +214,7 @@ def _series(prompts: Sequence[Tokens] | Series, asked: int) -> dict[str, list[li
 
 @dataclass
 class _Sweep:
-    """The settings that have been measured so far, and what is needed to measure one more."""
+    """The settings that were measured so far, and the inputs to measure one more."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -229,7 +228,7 @@ class _Sweep:
     expected: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
     def best_of(self, depths: Iterable[int]) -> Measured:
-        """Measures everything, one kind of setting after the other."""
+        """Measure one kind of setting after the other, and return the best."""
         closed = SegmentPolicy(similarity=CLOSED, probe=CLOSED)
         closed = replace(closed, guard=self._guards(replace(closed, guard=()))) if self.cuts else closed
         for similarity in (CLOSED, *_SIMILARITIES):
@@ -239,7 +238,7 @@ class _Sweep:
             for probe in self.measure(replace(alike, check_layer=depth, probe=OPEN)).thresholds():
                 self.measure(replace(alike, check_layer=depth, probe=probe))
         changes: list[dict[str, Any]] = [{"repair": repair} for repair in _REPAIRS]
-        # Where probes admit what is good, surroundings may not have to.
+        # Where probes admit segments, the similarity of surroundings may not be needed.
         changes += [{"similarity": similarity} for similarity in (*_SIMILARITIES, CLOSED)]
         changes += [{"repair": 0.15, "repair_by": "deviation"}]
         changes += [{"guard": (*(pair for pair in closed.guard if pair[1] <= window), (1.0, window))} for window in _WINDOWS]
@@ -251,19 +250,19 @@ class _Sweep:
         return self.bounds.best(self.done).policy
 
     def _guards(self, closed: SegmentPolicy) -> tuple[tuple[float, int], ...]:
-        """For each share of the layers the fewest equal tokens to the left with which it keeps the bounds, and saves something."""
+        """Find for each share of the layers the fewest equal tokens with which the guard keeps the bounds and saves something."""
         last, windows = self.measure(closed), list(_PARTIAL_WINDOWS)
         for share in _SHARES:
             for tokens in windows:
                 measured = self.measure(replace(closed, guard=(*last.policy.guard, (share, tokens))))
                 if self.bounds.kept(measured) and measured.saved > last.saved:
-                    # More layers need no fewer tokens.
+                    # A guard of more layers needs at least as many tokens.
                     last, windows = measured, windows[windows.index(tokens) :]
                     break
         return last.policy.guard
 
     def measure(self, policy: SegmentPolicy) -> Measured:
-        """Runs all prompts, if that has not been done with this policy."""
+        """Run all prompts with a policy, unless it was measured before."""
         measured = next((measured for measured in self.done if measured.policy == policy), None)
         if measured is None:
             measured = self.replay(policy, self.quantization)
@@ -271,7 +270,7 @@ class _Sweep:
         return measured
 
     def replay(self, policy: SegmentPolicy, quantization: Quantization) -> Measured:
-        """Runs all prompts, each series with a store of its own."""
+        """Run all prompts, each series with a store of its own."""
         return Measured(policy, quantization, {name: self._answers(name, policy, quantization) for name in self.series})
 
     def _answers(self, name: str, policy: SegmentPolicy, quantization: Quantization) -> list[Answered]:

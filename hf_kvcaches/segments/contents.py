@@ -1,4 +1,4 @@
-"""What a store of segments contains: an index for each scope, and the results of probes."""
+"""The contents of a segment store: an index for each scope, and the results of probes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_kvcaches.segments.records import Record
 from hf_kvcaches.segments.signatures import PERMUTATIONS
 from hf_kvcaches.stores.blobs import Stored
 
-# What blobs with results of probes may be and take in a store; the oldest are evicted.
+# How many blobs a store has for results of probes, and their bytes; above, the oldest are evicted.
 _MOST_BLOBS, _MOST_BYTES = 256, 4 << 20
 
 
@@ -25,14 +25,14 @@ class SegmentContents:
         signed: Whether segments can be looked up by their signatures.
 
     Attributes:
-        indices: By scope.
-        experience: Results of probes, of all processes.
+        indices: The index of each scope.
+        experience: The results of probes of all processes.
     """
 
     def __init__(self, signed: bool = False) -> None:
         self.indices: defaultdict[str, SegmentIndex] = defaultdict(lambda: SegmentIndex(signed))
         self.experience = Experience()
-        # The blobs with results of probes: when each was made, and its bytes.
+        # When each blob with results of probes was made, and its bytes.
         self._probe_blobs: dict[str, tuple[float, int]] = {}
 
     def add(self, blobs: Sequence[Stored]) -> dict[str, int]:
@@ -67,9 +67,9 @@ class SegmentContents:
         return newest[kept:][::-1]
 
     def record(self, key: str) -> Record | None:
-        """A segment's record, or None where there is none."""
+        """Return a segment's record; None if there is none."""
         return next((index.records[key] for index in self.indices.values() if key in index.records), None)
 
     def lengths(self) -> Mapping[str, int]:
-        """The tokens of each segment, by its id."""
+        """Return how many tokens each segment has, by its id."""
         return {key: len(record) for index in self.indices.values() for key, record in index.records.items()}

@@ -1,4 +1,4 @@
-"""Where a prompt is cut into spans that other prompts may hold too."""
+"""Cut prompts into spans that other prompts may share."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from hf_kvcaches.errors import ConfigError, whole_number
 
 Ids = Sequence[int] | NDArray[np.int64]
 
-# How much a place divides: lines of a block; blocks; and what nothing is put together across.
+# The strength of an edge: between lines of a block; between blocks; and an edge that no span crosses.
 _LINE, _BLOCK, _WALL = 1, 2, 3
 
 _LINE_START = re.compile(r"\n\s*")
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
 
-# Stand-ins for bytes of unfinished characters, so that different tokens don't look alike: the private planes of Unicode.
+# Characters of Unicode's private planes stand for incomplete characters, so that different tokens have different texts.
 _PRIVATE, _PRIVATE_SIZE = 0xF0000, 0x20000
 
 
 class Discovery:
-    """Cuts a row of token ids at places that come again in other prompts.
+    """Cuts a row of token ids at edges that other prompts are likely to share.
 
-    **Walls** stand where a chat message begins, at the caller's separators, and around the caller's own spans. Between walls a row falls
-    into **blocks**, which begin behind blank lines. A line of at least twice `shortest` tokens is a block of its own. (Other structure, of
-    JSON, tags, code and headings, was measured and makes no difference: what is equal inside of segments is found anyway.)
+    **Walls** are at the starts of chat messages, at the caller's separators, and around the caller's own spans. Between walls a row is
+    split into **blocks**, which begin behind blank lines. A line of at least twice `shortest` tokens is a block of its own. (Cuts at JSON,
+    tags, code and headings were measured and make no difference: equal spans inside of segments are found anyway.)
 
-    - A block of at least `shortest` tokens is cut by itself: its lines are put together from the left until they have `shortest` tokens;
-      lines left over at its end join what is before them, if that gives at most `longest`. What is longer than `longest` is cut into
-      windows, counted from its own start.
-    - Shorter blocks are not cut. Those that stand side by side are put together in the same way, never with a longer one and never
-      across a wall. One that stands alone stays shorter than `shortest`: to compute it anew costs less than to tie a neighbour to it.
+    - A block of at least `shortest` tokens is cut by itself: its lines are joined from the left until they have `shortest` tokens. The
+      remaining lines join the span before, if that gives at most `longest` tokens. A span longer than `longest` is cut into windows,
+      counted from its start.
+    - Shorter blocks are not cut. Adjacent ones are joined in the same way, never with a longer block and never across a wall. A single one
+      stays shorter than `shortest`: recomputing it costs less than binding a neighbour to it.
 
-    So the spans of a block of at least `shortest` tokens follow from its tokens alone, wherever it stands, as long as it shares no token
-    with a neighbour. A place inside of a token counts as before it.
+    So the spans of a block of at least `shortest` tokens follow from its tokens alone, as long as it shares no token with a neighbour. An
+    edge inside of a token counts as before it.
 
     Args:
-        tokenizer: Of the model; its chat template, if it has one, tells how messages begin. None: there are only the caller's spans, and
-            windows of `longest` tokens.
-        separators: Strings that the caller puts between parts of a prompt. Each is kept at the start of what follows.
-        shortest: Tokens that a span should have at least.
-        longest: Tokens that a span has at most. The caller's own spans are not held to either.
+        tokenizer: The model's; its chat template, if any, tells how messages begin. None: cut at the caller's spans, and into windows of
+            `longest` tokens.
+        separators: Strings between parts of a prompt. Each is at the start of the span behind it.
+        shortest: The fewest tokens that a span should have.
+        longest: The most tokens that a span has. Neither limit applies to the caller's own spans.
     """
 
     def __init__(self, tokenizer: Any = None, *, separators: Sequence[str] = (), shortest: int = 16, longest: int = 128) -> None:
@@ -65,98 +65,98 @@ class Discovery:
         self._anchor = _anchor(tokenizer)
 
     def spans(self, ids: Ids, given: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """Starts and stops of the row's spans, in order, without gaps and without overlaps.
+        """Return starts and stops of the row's spans, in order, without gaps and without overlaps.
 
         Args:
             ids: Token ids: a list, or an array of one dimension.
-            given: Starts and stops of spans to be kept as they are. They may touch, not overlap; empty ones are dropped.
+            given: Starts and stops of spans that are not cut. They may touch, not overlap; empty ones are dropped.
         """
         row = _as_list(ids)
         kept = _checked(given, len(row))
         if not row:
             return []
-        power = np.zeros(len(row) + 1, dtype=np.uint8)
+        strength = np.zeros(len(row) + 1, dtype=np.uint8)
         if self._tokenizer is not None:
-            self._mark(row, power)
-        power[[0, -1]] = _WALL
+            self._mark(row, strength)
+        strength[[0, -1]] = _WALL
         for start, stop in kept:
-            power[start + 1 : stop] = 0
-            power[[start, stop]] = _WALL
-        places = np.flatnonzero(power)
-        long = np.flatnonzero(np.diff(places) >= 2 * self.shortest)
-        for edge in (places[long], places[long + 1]):
-            power[edge] = np.maximum(power[edge], _BLOCK)
-        return list(self._put_together(places.tolist(), power[places].tolist(), {start for start, _ in kept}))
+            strength[start + 1 : stop] = 0
+            strength[[start, stop]] = _WALL
+        edges = np.flatnonzero(strength)
+        long_lines = np.flatnonzero(np.diff(edges) >= 2 * self.shortest)
+        for ends in (edges[long_lines], edges[long_lines + 1]):
+            strength[ends] = np.maximum(strength[ends], _BLOCK)
+        return list(self._joined(edges.tolist(), strength[edges].tolist(), {start for start, _ in kept}))
 
     def text(self, ids: Ids) -> str:
-        """The text of some tokens; without a tokenizer, their numbers."""
+        """Return the text of some tokens; without a tokenizer, their ids."""
         return " ".join(map(str, _as_list(ids))) if self._tokenizer is None else "".join(self.pieces(ids))
 
     def pieces(self, ids: Ids) -> list[str]:
-        """The text of each token. One that is part of a character has a character of its own; one that is unknown, none."""
+        """Return the text of each token: a private character for a part of a character, "" for an unknown id."""
         row = _as_list(ids)
-        known = self._pieces
+        texts = self._pieces
         try:
-            return [known[token] for token in row]
+            return [texts[token] for token in row]
         except KeyError:
-            for token in set(row) - known.keys():
-                known[token] = self._decoded(token)
-            return [known[token] for token in row]
+            for token in set(row) - texts.keys():
+                texts[token] = self._decoded(token)
+            return [texts[token] for token in row]
 
     def _decoded(self, token: int) -> str:
-        # Behind another token: some tokenizers drop the space at the start of a text.
+        # Decoded behind another token, because some tokenizers drop the space at the start of a text.
         text = _decode(self._tokenizer, [self._anchor[0], token] if self._anchor else [token])
         if self._anchor and text.startswith(self._anchor[1]):
             text = text[len(self._anchor[1]) :]
         return text.replace("\ufffd", chr(_PRIVATE + token % _PRIVATE_SIZE))
 
-    def _mark(self, row: list[int], power: NDArray[np.uint8]) -> None:
-        """Writes how much the structure of the row's text divides at each token."""
+    def _mark(self, row: list[int], strength: NDArray[np.uint8]) -> None:
+        """Write the strength of the edge before each token, by the structure of the row's text."""
         pieces = self.pieces(row)
-        # Where in the text each token begins.
+        # Offsets of the tokens in the text.
         offsets = np.cumsum([0, *map(len, pieces)])
-        # With a line end in front, every line starts behind one.
+        # With a line end at its start, every line begins behind one.
         text = "\n" + "".join(pieces)
 
         def tokens(places: Iterable[int]) -> NDArray[np.int64]:
-            found = np.searchsorted(offsets, np.fromiter(places, dtype=np.int64) - 1, side="right") - 1
-            return np.maximum(found, 0)
+            indices = np.searchsorted(offsets, np.fromiter(places, dtype=np.int64) - 1, side="right") - 1
+            return np.maximum(indices, 0)
 
-        power[tokens(match.end() for match in _LINE_START.finditer(text))] = _LINE
-        power[tokens(match.end() for match in _BLANK_LINE.finditer(text))] = _BLOCK
+        strength[tokens(match.end() for match in _LINE_START.finditer(text))] = _LINE
+        strength[tokens(match.end() for match in _BLANK_LINE.finditer(text))] = _BLOCK
         if self._separator is not None:
-            power[tokens(match.start() for match in self._separator.finditer(text))] = _WALL
+            strength[tokens(match.start() for match in self._separator.finditer(text))] = _WALL
         if self._message is not None:
-            power[tokens(match.start() for match in self._message.finditer(text))] = _WALL
+            strength[tokens(match.start() for match in self._message.finditer(text))] = _WALL
 
-    def _put_together(self, places: list[int], powers: list[int], given: set[int]) -> Iterator[tuple[int, int]]:
-        """The spans of a row.
+    def _joined(self, edges: list[int], strengths: list[int], given: set[int]) -> Iterator[tuple[int, int]]:
+        """Yield the spans of a row.
 
         Args:
-            places: All indices where it may be cut, its two ends among them.
-            given: Where the caller's spans start.
+            edges: All indices where it may be cut, including its two ends.
+            given: The starts of the caller's spans.
         """
-        block = [places[0]]
+        block = [edges[0]]
         short: list[int] = []  # the edges of short blocks side by side
-        for place, power in zip(places[1:], powers[1:], strict=True):
-            block.append(place)
-            if power == _LINE:
+        for edge, strength in zip(edges[1:], strengths[1:], strict=True):
+            block.append(edge)
+            if strength == _LINE:
                 continue
             if block[0] in given:
-                yield block[0], place
-            elif place - block[0] >= self.shortest:
+                yield block[0], edge
+            elif edge - block[0] >= self.shortest:
                 yield from self._cut(short)
                 yield from self._cut(block)
                 short = []
             else:
-                short += [place] if short else [block[0], place]
-            if power == _WALL:
+                short += [edge] if short else [block[0], edge]
+            if strength == _WALL:
                 yield from self._cut(short)
                 short = []
-            block = [place]
+            block = [edge]
 
     def _cut(self, edges: list[int]) -> Iterator[tuple[int, int]]:
-        """Joins lines until they are long enough, and cuts what is too long into windows."""
+        """Join lines until they are long enough, and cut spans that are too long into windows."""
         cuts = edges[:1]
         for edge in edges[1:]:
             if edge - cuts[-1] >= self.shortest:
@@ -166,7 +166,7 @@ class Discovery:
                 cuts.pop()
             cuts.append(edges[-1])
         for start, stop in pairwise(cuts):
-            yield from ((at, min(at + self.longest, stop)) for at in range(start, stop, self.longest))
+            yield from ((first, min(first + self.longest, stop)) for first in range(start, stop, self.longest))
 
 
 def _as_list(ids: Ids) -> list[int]:
@@ -194,7 +194,7 @@ def _any_of(patterns: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _loosely(text: str) -> str:
-    """A pattern for a text, whatever white space a tokenizer puts between or takes away."""
+    """Return a pattern for a text that ignores white space, which tokenizers add or remove."""
     parts = [re.escape(part) for part in re.findall(r"\w+|[^\w\s]", text)]
     return (r"\b" if text[0].isalnum() else "") + r"\s*".join(parts)
 
@@ -202,12 +202,12 @@ def _loosely(text: str) -> str:
 def _decode(tokenizer: Any, ids: list[int]) -> str:
     try:
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    except Exception:  # Tokenizers differ in what they raise at ids that they don't know, which is what padded vocabularies have.
+    except Exception:  # tokenizers raise different errors for unknown ids, which padded vocabularies have
         return ""
 
 
 def _anchor(tokenizer: Any) -> tuple[int, str] | None:
-    """A token of plain text to decode others behind, and its text."""
+    """Return a token of plain text, behind which others are decoded, and its text."""
     if tokenizer is None:
         return None
     ids = list(tokenizer.encode("a", add_special_tokens=False))
@@ -216,8 +216,8 @@ def _anchor(tokenizer: Any) -> tuple[int, str] | None:
 
 
 _ROLES = ("user", "assistant", "system", "developer", "tool")
-# Each role alone, at the start, in the middle and at the end. Templates refuse some of these.
-_TALKS = (
+# Conversations with each role alone, at the start, in the middle and at the end. Templates refuse some of them.
+_CONVERSATIONS = (
     *((role,) for role in _ROLES),
     ("user", "assistant"),
     *(("user", "assistant", role) for role in _ROLES),
@@ -227,36 +227,36 @@ _TALKS = (
 
 
 def _message_starts(tokenizer: Any) -> tuple[str, ...]:
-    """What a chat template puts before a message of each role, as far as the template tells."""
+    """Return the strings that a chat template writes before messages, for the roles that it accepts."""
     if not getattr(tokenizer, "chat_template", None):
         return ()
-    talks = {talk: parts for talk in _TALKS if (parts := _rendered(tokenizer, talk)) is not None}
-    ends = {talk[-1]: parts[-1] for talk, parts in talks.items()}
+    conversations = {conversation: parts for conversation in _CONVERSATIONS if (parts := _rendered(tokenizer, conversation)) is not None}
+    ends = {conversation[-1]: parts[-1] for conversation, parts in conversations.items()}
     special = (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab())
-    found: dict[str, set[str]] = {role: set() for role in _ROLES}
-    for talk, parts in talks.items():
-        for before, role, between in zip(talk, talk[1:], parts[1:], strict=False):
-            found[role].add(_without_end(between, ends.get(before, ""), special))
-    asked = _rendered(tokenizer, ("user",), add_generation_prompt=True)
-    if asked is not None:
-        found["assistant"].add(_without_end(asked[-1], ends.get("user", ""), special))
-    for talk, parts in talks.items():
-        # Before the first message there may be more than its start. So it counts only where nothing else tells.
-        if not any(found[talk[0]]):
-            found[talk[0]].add(parts[0].removeprefix(tokenizer.bos_token or "").strip())
-    starts = {start for some in found.values() for start in some if len(start) > 1}
+    starts_of: dict[str, set[str]] = {role: set() for role in _ROLES}
+    for conversation, parts in conversations.items():
+        for before, role, between in zip(conversation, conversation[1:], parts[1:], strict=False):
+            starts_of[role].add(_without_end(between, ends.get(before, ""), special))
+    generation = _rendered(tokenizer, ("user",), add_generation_prompt=True)
+    if generation is not None:
+        starts_of["assistant"].add(_without_end(generation[-1], ends.get("user", ""), special))
+    for conversation, parts in conversations.items():
+        # A template may write more before the first message, so this is used only if no other conversation shows the start.
+        if not any(starts_of[conversation[0]]):
+            starts_of[conversation[0]].add(parts[0].removeprefix(tokenizer.bos_token or "").strip())
+    starts = {start for role_starts in starts_of.values() for start in role_starts if len(start) > 1}
     return tuple(sorted(a for a in starts if not any(a != b and (a.startswith(b) or a.endswith(b)) for b in starts)))
 
 
 def _rendered(tokenizer: Any, roles: Sequence[str], **options: Any) -> list[str] | None:
-    """What a chat template writes before, between and behind messages of these roles. None if it refuses."""
-    contents = [f"Qx{place}wZ" for place in range(len(roles))]
+    """Return what a chat template writes before, between and behind messages of these roles; None if it refuses."""
+    contents = [f"Qx{number}wZ" for number in range(len(roles))]
     for as_list in (False, True):
-        told = [[{"type": "text", "text": content}] if as_list else content for content in contents]
-        messages = [{"role": role, "content": content} for role, content in zip(roles, told, strict=True)]
+        bodies = [[{"type": "text", "text": content}] if as_list else content for content in contents]
+        messages = [{"role": role, "content": content} for role, content in zip(roles, bodies, strict=True)]
         try:
             parts = re.split("|".join(contents), tokenizer.apply_chat_template(messages, tokenize=False, **options))
-        except Exception:  # Templates raise what they like.
+        except Exception:  # templates raise any error
             continue
         if len(parts) == len(roles) + 1:
             return parts
@@ -264,7 +264,7 @@ def _rendered(tokenizer: Any, roles: Sequence[str], **options: Any) -> list[str]
 
 
 def _without_end(between: str, end: str, special: tuple[str, ...]) -> str:
-    """What stands between two messages, without what ends the first: as far as that is whole special tokens or white space."""
+    """Remove the end of the first message from the text between two messages, as far as it is whole special tokens or white space."""
     size = len(end)
     while not between.startswith(end[:size]) or (0 < size < len(end) and not end[size - 1].isspace() and not end[:size].endswith(special)):
         size -= 1

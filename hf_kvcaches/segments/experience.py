@@ -1,4 +1,4 @@
-"""Results of probes, so that not every prompt has to probe again."""
+"""Remember the results of probes, so that later prompts need fewer probes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from hf_kvcaches.core.splicing.tokens import Ids
 
-# A segment is known by so many of its first tokens: those that probes look at, and some more.
+# A segment is identified by this many of its first tokens: those that probes run, and some more.
 KNOWN_BY = 32
-# How many segments are remembered, and how many probes of each: the newest.
+# How many segments are remembered, and how many probes of each; the oldest are forgotten.
 _SEGMENTS, _PROBES = 2**16, 8
-# Findings that wait to be stored: the newest.
+# How many results wait to be stored; the oldest are dropped.
 _UNSTORED = 2**12
-# Differences of similarities below this are chance.
+# Smaller differences of similarities are chance.
 _ALIKE = 0.1
 
 
@@ -27,8 +27,8 @@ _Key = tuple[str, int, str]
 class Experience:
     """Scores of probes, by the segment and by how similar its surroundings were to those in which it was stored.
 
-    A segment that passed in surroundings of this similarity or less passes; one that failed in surroundings of this similarity or more
-    fails. Where both or neither holds, a probe decides. So a text that drifts away step by step is probed at each step.
+    A segment passes if a probe passed at this similarity or a lower one, and fails if a probe failed at this similarity or a higher one. If
+    both or neither holds, a probe decides. So a text that drifts away step by step is probed at each step.
     """
 
     def __init__(self) -> None:
@@ -37,19 +37,19 @@ class Experience:
         self._lock = threading.Lock()
 
     def verdict(self, scope: str, layer: int, ids: Ids, similarity: float, threshold: float) -> bool | None:
-        """Whether a segment would pass a probe, or None where a probe has to decide.
+        """Return whether a segment would pass a probe; None if a probe has to decide.
 
         Args:
-            threshold: The score from which a probe passes.
+            threshold: The lowest score with which a probe passes.
         """
         with self._lock:
             scores = self._scores.get(_key(scope, layer, ids), ())
-            passed = any(score >= threshold and before <= similarity + _ALIKE for before, score in scores)
-            failed = any(score < threshold and before >= similarity - _ALIKE for before, score in scores)
+            passed = any(score >= threshold and earlier <= similarity + _ALIKE for earlier, score in scores)
+            failed = any(score < threshold and earlier >= similarity - _ALIKE for earlier, score in scores)
         return None if passed == failed else passed
 
     def learn(self, scope: str, layer: int, ids: Ids, similarity: float, score: float) -> None:
-        """Adds the score of a probe of this process."""
+        """Add the score of a probe of this process."""
         with self._lock:
             key = _key(scope, layer, ids)
             self._remember(key, similarity, score)
@@ -57,18 +57,18 @@ class Experience:
             del self._unstored[:-_UNSTORED]
 
     def unstored(self) -> list[list[Any]]:
-        """What was learned since the last call, as JSON values, for other processes."""
+        """Return the results since the last call, as JSON values for other processes."""
         with self._lock:
             rows, self._unstored = self._unstored, []
         return [[*key, similarity, score] for key, similarity, score in rows]
 
     def hear(self, rows: Sequence[Sequence[Any]]) -> None:
-        """Adds `unstored` rows of another process. A `TypeError`, `ValueError` or `OverflowError` where they are something else."""
-        read = [((str(scope), int(layer), str(name)), float(similarity), float(score)) for scope, layer, name, similarity, score in rows]
-        if not all(math.isfinite(number) for _, *numbers in read for number in numbers):
+        """Add `unstored` rows of another process; raise a `TypeError`, `ValueError` or `OverflowError` for anything else."""
+        results = [((str(scope), int(layer), str(name)), float(similarity), float(score)) for scope, layer, name, similarity, score in rows]
+        if not all(math.isfinite(number) for _, *numbers in results for number in numbers):
             raise ValueError("scores that are not finite")
         with self._lock:
-            for key, similarity, score in read:
+            for key, similarity, score in results:
                 self._remember(key, similarity, score)
 
     def _remember(self, key: _Key, similarity: float, score: float) -> None:

@@ -1,4 +1,4 @@
-"""One prompt's way into a `SegmentReuseCache`."""
+"""Fill a `SegmentReuseCache` with one prompt."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from hf_kvcaches.segments.tiers import TierContext
 if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
 
-# On a CPU less than this part of a prompt, between tokens that are computed, costs more than it saves.
+# On a CPU, reuse behind computed tokens pays only from 1 / SHARE of a prompt on.
 SHARE = 5
 
 
 class SegmentPipeline(Pipeline["SegmentReuseCache"]):
-    """Looks up segments, lets tiers decide, and runs the rest, in stages where that takes more than one pass."""
+    """Looks up segments, lets tiers admit or reject them, and runs the rest, in stages if one pass is not enough."""
 
     def __init__(self, cache: SegmentReuseCache, call: PrefillCall) -> None:
         super().__init__(cache, call)
         self.scope = ""
         self.stages: Stages | None = None
         self.hidden: dict[int, Hidden] = {}
-        # Blobs with the hidden states of tokens that join above the lowest layer.
+        # Blobs with the hidden states of tokens that run from a higher layer on.
         self.joining: dict[str, Tensors] = {}
 
     @property
@@ -64,7 +64,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         return PromptPlan(tuple(planned), self.total)
 
     def _worth_reusing(self, row: PlannedRow) -> PlannedRow:
-        """The row, without reuse where too few of its tokens are stored for that to pay. Prefixes alone are always reused."""
+        """Return the row, reusing its prefix alone where too few of its tokens are stored for more to pay."""
         behind = sum(span.reused for span in row.spans if span.start >= row.prefix)
         share = (len(row.ids) - row.begin) // SHARE if self.on_cpu else 0
         if not behind or row.reused >= max(self.cache.policy.shortest, share):
@@ -85,7 +85,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
     def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
         cache, store = self.cache, self.cache.store
         if not cache.approximates:
-            # The model goes on from one slot in all rows.
+            # The model continues from the same slot in all rows.
             common = min(plan.prefixes)
             plan = replace(plan, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in plan.rows))
         elif store.cuts or store.depth or plan.checked:
@@ -98,20 +98,20 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         cache = self.cache
         costs = Costs.of(cache.model)
         with cache.store.reading():
-            rows = [self._new(row) for row in plan.rows]
+            new_rows = [self._new(row) for row in plan.rows]
         for row in plan.rows:
             cost = self.operations(PromptPlan((row,), self.total))
             if self.stages is not None:
-                cost += self.stages.cost_of_looking(row, costs)
+                cost += self.stages.cost_of_checks(row, costs)
             cache.note(row, cost, costs.of_prompt(row.begin, len(row.ids)))
-            # The deepest first: of what is worth the same, the start of a prompt is evicted last.
+            # The last first: among equally useful segments, the start of a prompt is evicted last.
             for tokens in reversed(list(row.stored)):
                 cache.store.used(tokens.key, tokens.stop - tokens.start)
-        if rows := [new for new in rows if new.stored < len(new.row.ids)]:
-            self._expect(rows, identity)
+        if new_rows := [new for new in new_rows if new.stored < len(new.row.ids)]:
+            self._expect(new_rows, identity)
 
     def _new(self, row: PlannedRow) -> NewRow:
-        """What of a row is to be stored. In a chat in one cache that includes what was generated since the last prompt."""
+        """Describe what of a row is to be stored. In a chat in one cache that includes the tokens generated since the last prompt."""
         cache, stored = self.cache, row.prefix
         if row.begin:
             pieces, _ = cache.store.index(self.scope).prefix(row.ids[: row.begin], Chain(), 0, exact_only=not cache.tiers)
@@ -120,7 +120,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         return NewRow(row, stored, cache.earlier_spans(row.number), cache.given(row.number), self.hidden.get(row.number))
 
     def _expect(self, rows: list[NewRow], identity: Identity) -> None:
-        """Has the rows stored once they are computed."""
+        """Store the rows once they are computed."""
         cache, store = self.cache, self.cache.store
         form = SegmentForm(self.scope, cache.discovery, store.depth, store.near_identical, cache.rotation.layers)
         confirmed = confirmation(cache.model, identity)

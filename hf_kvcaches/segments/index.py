@@ -1,4 +1,4 @@
-"""Looking up stored segments: by the tokens before them, by their own, and by their signatures."""
+"""Look up stored segments: by the tokens before them, by their own tokens, and by their signatures."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hf_kvcaches.core.splicing.tokens import Ids, common_prefix, common_suffix, 
 from hf_kvcaches.segments.records import Chain, Record
 from hf_kvcaches.segments.signatures import Signature, SignatureIndex
 
-# An anchor is so many consecutive tokens, found wherever they stand in a prompt.
+# An anchor is this many consecutive tokens, which are found at any index of a prompt.
 ANCHOR = 16
-# A shingle is so many, by which texts are compared.
+# A shingle is this many consecutive tokens, by which texts are compared.
 SHINGLE = 8
-# How many segments with the same anchor are remembered: the newest.
+# How many segments with the same anchor are kept: the newest.
 ALIKE = 8
 
 
 class StoredSpan(NamedTuple):
-    """Tokens of a prompt that a stored segment has."""
+    """A span of a prompt whose tokens a stored segment has, from its token `offset` on."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class StoredSpan(NamedTuple):
 
     @property
     def position(self) -> int:
-        """Where the first token stood when it was stored."""
+        """The first token's position when it was computed."""
         return self.record.start + self.offset
 
 
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     """Consecutive tokens of a prompt that were consecutive in an earlier one.
 
     Args:
-        pieces: Without gaps, in order; each stored behind the one before.
+        pieces: Spans without gaps, in order; each was stored behind the one before.
     """
 
     pieces: tuple[StoredSpan, ...]
@@ -57,19 +57,19 @@ class Run(NamedTuple):
 
 
 def anchors(ids: Ids) -> npt.NDArray[np.uint64]:
-    """A number for every `ANCHOR` consecutive tokens, (tokens - ANCHOR + 1,). Collisions are possible, so tokens are compared after."""
+    """Hash every `ANCHOR` consecutive tokens, (tokens - ANCHOR + 1,). Hashes may collide, so callers compare the tokens."""
     return window_hashes(ids, ANCHOR)
 
 
 def _anchor_offsets(length: int) -> Iterator[int]:
-    """Where a segment's anchors begin: any run of 2 * ANCHOR - 1 of its tokens holds one."""
+    """Yield the offsets of a segment's anchors: any 2 * ANCHOR - 1 consecutive tokens of it contain one."""
     if length >= ANCHOR:
         yield from range(0, length - ANCHOR, ANCHOR)
         yield length - ANCHOR
 
 
 class SegmentIndex:
-    """The segments of one scope. It holds records only; the tensors stay where they are.
+    """The segments of one scope: their records, without tensors.
 
     Args:
         signed: Whether segments can be looked up by their signatures.
@@ -77,7 +77,7 @@ class SegmentIndex:
 
     def __init__(self, signed: bool = False) -> None:
         self.records: dict[str, Record] = {}
-        # By the chain of all tokens before them, and their first token.
+        # Keys of segments by the chain of all tokens before them, and their first token.
         self._after: defaultdict[tuple[str, int], list[str]] = defaultdict(list)
         # How many segments start at an index with a token.
         self._starts: Counter[tuple[int, int]] = Counter()
@@ -85,7 +85,7 @@ class SegmentIndex:
         self._signatures = SignatureIndex() if signed else None
 
     def add(self, key: str, record: Record) -> None:
-        """Makes a segment known."""
+        """Add a segment, if it is not there."""
         if key in self.records:
             return
         self.records[key] = record
@@ -95,14 +95,14 @@ class SegmentIndex:
         self._after[record.left, first].append(key)
         self._starts[record.start, first] += 1
         if record.fresh:
-            numbers = anchors(record.ids)
+            hashes = anchors(record.ids)
             for offset in _anchor_offsets(len(record)):
-                alike = self._anchored[int(numbers[offset])]
+                alike = self._anchored[int(hashes[offset])]
                 alike.append((key, offset))
                 del alike[:-ALIKE]
 
     def remove(self, key: str) -> None:
-        """Forgets a segment, if it is known."""
+        """Remove a segment, if it is there."""
         record = self.records.pop(key, None)
         if record is None:
             return
@@ -116,38 +116,38 @@ class SegmentIndex:
         if not self._starts[record.start, first]:
             del self._starts[record.start, first]
         if record.fresh:
-            numbers = anchors(record.ids)
+            hashes = anchors(record.ids)
             for offset in _anchor_offsets(len(record)):
-                number = int(numbers[offset])
-                left = [entry for entry in self._anchored[number] if entry[0] != key]
-                if left:
-                    self._anchored[number] = left
+                anchor = int(hashes[offset])
+                remaining = [entry for entry in self._anchored[anchor] if entry[0] != key]
+                if remaining:
+                    self._anchored[anchor] = remaining
                 else:
-                    self._anchored.pop(number, None)
+                    self._anchored.pop(anchor, None)
 
     def prefix(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> tuple[list[StoredSpan], Chain]:
-        """The longest start of a row that earlier rows had, cut into what is stored of it, and the name of all tokens up to its end.
+        """Return the stored spans of the longest prefix that a row shares with earlier rows, and the chain of all tokens up to its end.
 
         Args:
-            chain: The name of its first `start` tokens.
+            chain: The chain of the row's first `start` tokens.
         """
         spans = self._prefix_spans(ids, chain, start, exact_only)
         end = max((span.stop for span in spans), default=start)
         pieces: list[StoredSpan] = []
-        place = start
-        while place < end:
-            # An exact span is better than a longer one, for the rest can be taken from the longer one.
-            covering = [span for span in spans if span.start <= place < span.stop]
+        index = start
+        while index < end:
+            # An exact span comes before a longer one, which the rest is then taken from.
+            covering = [span for span in spans if span.start <= index < span.stop]
             best = max(covering, key=lambda span: (span.record.origin == "exact", span.stop))
-            pieces.append(StoredSpan(place, best.stop, best.record, place - best.start))
-            place = best.stop
+            pieces.append(StoredSpan(index, best.stop, best.record, index - best.start))
+            index = best.stop
         return pieces, chain.extend(ids[start:end])
 
     def _prefix_spans(self, ids: Ids, chain: Chain, start: int, exact_only: bool) -> list[StoredSpan]:
-        """All that is stored after a prefix of a row and continues like the row.
+        """Return all stored spans that follow a prefix of a row and continue like the row.
 
-        Rows that were cut differently overlap: those of one batch, of several processes, or stored again after an eviction. So segments are
-        looked up at every index up to which something is stored, and not only where another one ends.
+        Spans overlap if rows were cut differently: in one batch, by several processes, or stored again after an eviction. So segments are
+        looked up at every index that stored spans reach, not only where one ends.
         """
         spans: list[StoredSpan] = []
         stop = hashed = start
@@ -165,34 +165,34 @@ class SegmentIndex:
         return spans
 
     def near(self, signature: Signature) -> list[str]:
-        """The keys of segments that resemble one, the most similar first, equally similar ones by their keys."""
+        """Return the keys of segments with a similar signature, the most similar first, equally similar ones by their keys."""
         near = [] if self._signatures is None else self._signatures.near(signature)
         return sorted(near, key=lambda key: (-float(np.mean(self.records[key].signature == signature)), key))
 
     def runs(self, ids: Ids, start: int, shortest: int) -> list[Run]:
-        """Verbatim runs of a row that earlier rows had at any index, from left to right and without overlaps."""
+        """Return the verbatim runs that earlier rows have at any index, in order and without overlaps."""
         runs: list[Run] = []
-        numbers = anchors(ids[start:]).tolist()
-        place, free = start, start
-        while place - start < len(numbers):
-            alike = self._anchored.get(numbers[place - start])
-            run = self._longest(ids, place, free, alike) if alike else None
+        hashes = anchors(ids[start:]).tolist()
+        index, free = start, start
+        while index - start < len(hashes):
+            alike = self._anchored.get(hashes[index - start])
+            run = self._longest(ids, index, free, alike) if alike else None
             if run is None or len(run) < shortest:
-                place += 1
+                index += 1
                 continue
             runs.append(run)
-            place = free = run.stop
+            index = free = run.stop
         return runs
 
-    def _longest(self, ids: Ids, place: int, free: int, alike: Iterable[tuple[str, int]]) -> Run | None:
-        """The longest run through a place, not beginning before `free`."""
+    def _longest(self, ids: Ids, index: int, free: int, alike: Iterable[tuple[str, int]]) -> Run | None:
+        """Return the longest run through an index that does not begin before `free`."""
         best: Run | None = None
         best_score = (0, 0)
         for key, offset in alike:
             record = self.records.get(key)
             if record is None:
                 continue
-            run = self._run(ids, place, free, record, offset)
+            run = self._run(ids, index, free, record, offset)
             if run is None:
                 continue
             first = run.pieces[0]
@@ -202,13 +202,13 @@ class SegmentIndex:
                 best, best_score = run, score
         return best
 
-    def _run(self, ids: Ids, place: int, free: int, record: Record, offset: int) -> Run | None:
-        """The longest run that has a segment's token `offset` at a place, through the segments that follow it."""
-        back = common_suffix(record.ids[:offset], ids[free:place])
-        ahead = common_prefix(record.ids[offset:], ids[place:])
-        if ahead < ANCHOR:  # another segment with the same number
+    def _run(self, ids: Ids, index: int, free: int, record: Record, offset: int) -> Run | None:
+        """Return the longest run that has a segment's token `offset` at an index, through the segments that follow it."""
+        back = common_suffix(record.ids[:offset], ids[free:index])
+        ahead = common_prefix(record.ids[offset:], ids[index:])
+        if ahead < ANCHOR:  # a collision of hashes
             return None
-        pieces = [StoredSpan(place - back, place + ahead, record, offset - back)]
+        pieces = [StoredSpan(index - back, index + ahead, record, offset - back)]
         while offset + ahead == len(record) and pieces[-1].stop < len(ids):
             continuation = self._fresh_after(record.right, ids[pieces[-1].stop :])
             if continuation is None:

@@ -1,4 +1,4 @@
-"""Near-identical segments: what a prompt shares with a stored segment in which a date, an id or a word differs."""
+"""Look up near-identical segments: stored segments in which a date, an id or a word differs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.index import Run, SegmentIndex, StoredSpan
 from hf_kvcaches.segments.signatures import signature_of
 
-# Candidates that are compared token by token.
+# How many similar segments are compared token by token.
 COMPARED = 3
 
 
 class NearIdentical:
-    """Looks for what verbatim search has not found.
+    """Looks up near-identical segments between verbatim runs.
 
     Args:
-        index: With signatures.
+        index: An index with signatures.
         given: The caller's segments of the row.
     """
 
@@ -28,11 +28,11 @@ class NearIdentical:
         self.index, self.discovery, self.given = index, discovery, given
 
     def runs(self, ids: Ids, gaps: Sequence[tuple[int, int]], shortest: int) -> list[Run]:
-        """Spans of the gaps that are in similar segments, in order and without overlaps.
+        """Return the runs in some gaps that similar segments have, in order and without overlaps.
 
         Args:
-            gaps: Where to look, as (start, stop).
-            shortest: Gaps and spans with fewer tokens are not worth it.
+            gaps: The spans to search, as (start, stop).
+            shortest: The least number of tokens of a gap and of a run.
         """
         wide = ids.astype(np.int64)
         runs: list[Run] = []
@@ -40,15 +40,15 @@ class NearIdentical:
             inside = [(max(start, first), min(stop, last)) for first, last in gaps]
             inside = [gap for gap in inside if gap[1] - gap[0] >= shortest]
             if inside:
-                # The signature is that of the whole segment, as it was when the like of it was stored.
+                # The signature is that of the whole segment, as for stored segments.
                 near = self.index.near(signature_of(self.discovery.text(wide[start:stop])))[:COMPARED]
                 for gap in inside:
                     candidates = [self._aligned(ids, *gap, key, shortest) for key in near]
-                    runs += max(candidates, key=lambda found: sum(map(len, found)), default=[])
+                    runs += max(candidates, key=lambda candidate: sum(map(len, candidate)), default=[])
         return sorted(runs, key=lambda run: run.start)
 
     def _aligned(self, ids: Ids, start: int, stop: int, key: str, shortest: int) -> list[Run]:
-        """What a gap shares with a segment, token by token."""
+        """Return the runs that a gap shares with a segment, token by token."""
         record = self.index.records[key]
         blocks = align(record.ids, ids[start:stop], shortest)
         return [Run((StoredSpan(start + block.target, start + block.target + block.length, record, block.source),)) for block in blocks]

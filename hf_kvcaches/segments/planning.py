@@ -1,7 +1,7 @@
-"""From what a store has of a row's tokens to the row's plan.
+"""Plan a row: which of its tokens are reused from a store.
 
-What an earlier prompt had from its first token on is the row's prefix, and is reused as it came about. Other consecutive tokens that an
-earlier prompt had behind another text are candidates, which tiers admit or reject.
+The longest beginning that earlier prompts share is the row's prefix, which is reused in the tier that it was stored with. Other spans,
+which an earlier prompt had behind another text, are candidates, which tiers admit or reject.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hf_kvcaches.segments.near import NearIdentical
 from hf_kvcaches.segments.records import Chain
 from hf_kvcaches.segments.tiers import Candidate, SegmentTier, TierContext, admitted, stored_depth, stored_tokens
 
-# A probe is so many consecutive tokens: the queries of the last ones, against the keys of those before.
+# A probe runs SLICE + PROBES consecutive tokens: it compares the scores of the last PROBES queries over the SLICE keys before.
 SLICE, PROBES = 4, 1
 
 
 def plan_row(
     row: PromptRow, index: SegmentIndex, tiers: Sequence[SegmentTier], context: TierContext, near: NearIdentical | None = None
 ) -> PlannedRow:
-    """The plan for a row, in which some spans may still have to be settled.
+    """Plan a row; checks may still have to decide some of its spans.
 
     Args:
-        tiers: None for the prefix alone, as far as it is exact.
-        near: Looks for near-identical segments where nothing verbatim is found.
+        tiers: Empty to reuse the exact prefix alone.
+        near: Looks up near-identical segments between the verbatim ones.
     """
     ids, policy = row.ids[:-1], context.policy
     pieces, _ = index.prefix(ids, Chain().extend(ids[: row.begin]), row.begin, exact_only=not tiers)
@@ -49,30 +49,30 @@ def plan_row(
 
 
 def _gaps(runs: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """What lies before, between and behind runs."""
+    """Return the spans before, between and behind runs."""
     edges = [start, *(edge for run in runs for edge in run), stop]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _affordable(spans: Sequence[PlannedSpan], tokens: int, context: TierContext) -> list[PlannedSpan]:
-    """The spans with no more probes than the policy pays for: the longest ones are probed, and the others do without."""
+    """Return the spans with no more probes than the policy allows: the longest spans are probed, the others take their fallback."""
     policy = context.policy
     probed = sorted((span for span in spans if span.check is not None and span.check.probe), key=len, reverse=True)
     if not probed:
         return list(spans)
-    # Of the layer at which keys are compared only keys and queries are computed, less than half of it.
+    # A probe computes only keys and queries of the layer where it compares them: less than half of that layer.
     allowed = int(policy.probing * tokens * context.layers / ((SLICE + PROBES) * (policy.check_layer + 0.5)))
-    # A pass for probes takes longer than to compute a few tokens.
+    # A pass for probes takes longer than computing a few tokens.
     allowed = 0 if sum(map(len, probed[:allowed])) < 4 * policy.shortest else allowed
-    refused = {id(span) for span in probed[allowed:]}
+    unprobed = {id(span) for span in probed[allowed:]}
     kept: list[PlannedSpan] = []
     for span in spans:
-        kept += span.check.otherwise if span.check is not None and id(span) in refused else [span]
+        kept += span.check.otherwise if span.check is not None and id(span) in unprobed else [span]
     return joined(kept)
 
 
 def probed_indices(span: PlannedSpan) -> Indices:
-    """The tokens that settle a span: all where some are to be chosen, else those behind what is recomputed."""
+    """Return the tokens that a span's check runs: all if it chooses some of them, else those behind the recomputed ones."""
     if span.check is not None and span.check.choose:
         return np.arange(span.start, span.stop)
     start = int(span.recompute[-1]) + 1 if len(span.recompute) else span.start

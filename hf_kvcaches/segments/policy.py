@@ -1,4 +1,4 @@
-"""`SegmentPolicy`: when a stored segment may stand in another context, measured for a model."""
+"""`SegmentPolicy`: when a segment may be reused behind another text, measured for a model."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ _RANGES = (
 
 @dataclass(frozen=True)
 class SegmentPolicy(Artifact):
-    """How much drift is let in when segments are reused behind another text: guards, thresholds and the share to repair.
+    """When segments are reused behind another text: guards, thresholds and the share of tokens to repair.
 
     Without calibration the guards are the paper's, scaled to the model's depth, and the other thresholds are strict guesses.
 
     Args:
-        guard: How many tokens left of a token must be the same for its keys and values of that many lowest layers to be reused
-            unrepaired: pairs (layers as a share of the depth, tokens). Layers above the last pair need all of them.
-        similarity: How alike the surroundings of a segment must be, as the Jaccard similarity of their shingles, for it to be
-            repaired without a probe.
-        probe: How alike the attention scores over cached and over fresh keys must be, as a cosine, for a probed segment to be reused.
+        guard: Pairs (share of the layers, tokens): that share of the lowest layers is reused unrepaired for tokens behind that many equal
+            tokens. Layers above the last pair require all tokens before to be equal.
+        similarity: The least Jaccard similarity of the shingles of a segment's surroundings for it to be repaired without a probe.
+        probe: The least cosine between the attention scores over cached and over fresh keys for a probed segment to be reused.
         check_layer: The layer at which keys are compared, for probes and for `repair_by="deviation"`.
         probing: The most that all probes of a prompt may cost, as a share of its prefill; the longest segments are probed.
-        repair: Share of a segment's tokens that are run again in the new context.
-        repair_by: Which: the `"first"` ones, or those whose keys deviate most at `check_layer` (`"deviation"`).
-        shortest: Fewer tokens than this are not worth reusing elsewhere.
-        aligned: Nor are fewer than this in a segment that is nearly the same.
-        bound: The mean KL divergence that calibration kept below, in nats; None without calibration.
+        repair: Share of a segment's tokens that are recomputed in the new context.
+        repair_by: Which tokens: the `"first"` ones, or those whose keys deviate most at `check_layer` (`"deviation"`).
+        shortest: The least number of tokens of a span that is reused behind another text.
+        aligned: The least number of tokens of a span that is reused from a near-identical segment.
+        bound: The bound on the mean KL divergence that calibration kept, in nats; None without calibration.
         measured: One dict of settings and measurements for each setting that was tried.
     """
 
@@ -66,30 +65,30 @@ class SegmentPolicy(Artifact):
             if not is_number(value) or not low <= value <= high:
                 raise ConfigError.of(name, f"a number from {low} to {high}", value, hint)
         counted = "It counts tokens."
-        hints = {"check_layer": "Layer 0 knows nothing of what stands to the left.", "shortest": counted, "aligned": counted}
+        hints = {"check_layer": "The keys of layer 0 don't depend on the tokens before.", "shortest": counted, "aligned": counted}
         for name, hint in hints.items():
             value = getattr(self, name)
             object.__setattr__(self, name, whole_number(name, value, 1, hint=hint))
         if self.repair_by not in ("first", "deviation"):
-            raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by, "'first' takes no extra look at keys.")
+            raise ConfigError.of("repair_by", "'first' or 'deviation'", self.repair_by, "'first' compares no keys.")
         if self.bound is not None and not (is_number(self.bound) and self.bound >= 0):
             raise ConfigError.of("bound", "a number of nats of at least 0, or None", self.bound, "Calibration sets it.")
         object.__setattr__(self, "guard", _guard(self.guard))
         object.__setattr__(self, "measured", tuple(self.measured))
 
     def safe_depth(self, same: int, layers: int) -> int:
-        """How many of the lowest layers may be reused unrepaired after `same` equal tokens, of all `layers`."""
+        """Return how many of the lowest of `layers` layers may be reused unrepaired behind `same` equal tokens."""
         shares = [share for share, tokens in self.guard if same >= tokens]
         return int(max(shares, default=0.0) * layers + 1e-9)
 
     def window(self, depth: int, layers: int) -> int | None:
-        """How many tokens to the left must be equal for the `depth` lowest layers to be reused unrepaired; None: all."""
+        """Return how many tokens before must be equal for the `depth` lowest layers to be reused unrepaired; None: all."""
         if depth <= 0:
             return 0
         return min((tokens for share, tokens in self.guard if int(share * layers + 1e-9) >= depth), default=None)
 
     def tensors(self) -> dict[str, Tensor]:
-        # Not among the numbers in `metadata`, because safetensors 0.8 can't read a file without any tensor that it wrote.
+        # The guard is a tensor because safetensors 0.8 can't read a file that it wrote without tensors.
         return {"guard": torch.tensor(self.guard, dtype=torch.float64).reshape(-1, 2)}
 
     def metadata(self) -> dict[str, Any]:
@@ -102,13 +101,13 @@ class SegmentPolicy(Artifact):
         return cls(**{**metadata, "guard": guard, "measured": tuple(metadata["measured"])})
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values, for `from_json`."""
+        """Return the policy as JSON values, for `from_json`."""
         fingerprint = None if self.fingerprint is None else self.fingerprint.to_dict()
         return {**self.metadata(), "guard": [list(pair) for pair in self.guard], "fingerprint": fingerprint}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """Reads what `to_json` wrote."""
+        """Restore what `to_json` returned."""
         fields = dict(values)
         fingerprint = fields.pop("fingerprint")
         policy = cls(**fields)
@@ -122,24 +121,24 @@ class SegmentPolicy(Artifact):
         return f"{kept}; `same`: the share of these whose most likely token is the model's own.\n\n{markdown_table(self.measured)}"
 
     def with_repair(self, repair: float | None) -> SegmentPolicy:
-        """The same with another share to repair; None: the same."""
+        """Return the policy with another share to repair; None changes nothing."""
         if repair is None:
             return self
         changed = replace(self, repair=repair)
-        # It is no field, and `replace` forgets it.
+        # `replace` copies fields only.
         object.__setattr__(changed, "fingerprint", self.fingerprint)
         return changed
 
 
-def _guard(given: Any) -> tuple[tuple[float, int], ...]:
-    """The pairs, as tuples."""
-    pairs = [tuple(pair) if isinstance(pair, tuple | list) else () for pair in given] if isinstance(given, tuple | list) else [()]
-    sound = all(len(pair) == 2 and is_number(pair[0]) and 0 < pair[0] <= 1 and type(pair[1]) is int and pair[1] >= 0 for pair in pairs)
-    if not sound or pairs != sorted(pairs):
+def _guard(guard: Any) -> tuple[tuple[float, int], ...]:
+    """Return the pairs as tuples; refuse anything else."""
+    pairs = [tuple(pair) if isinstance(pair, tuple | list) else () for pair in guard] if isinstance(guard, tuple | list) else [()]
+    valid = all(len(pair) == 2 and is_number(pair[0]) and 0 < pair[0] <= 1 and type(pair[1]) is int and pair[1] >= 0 for pair in pairs)
+    if not valid or pairs != sorted(pairs):
         raise ConfigError.of(
             "guard",
             "ascending pairs of a share of the layers, above 0 and up to 1, and a number of tokens",
-            given,
-            "Such as ((0.25, 512),); () lets nothing in unrepaired.",
+            guard,
+            "Such as ((0.25, 512),); () admits nothing unrepaired.",
         )
     return tuple((float(share), tokens) for share, tokens in pairs)

@@ -1,4 +1,4 @@
-"""What is known of a stored segment besides its keys and values, and how a text's tokens become names."""
+"""The record of a stored segment, which has everything but its tensors; and chains, the names of token sequences."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.segments.signatures import Signature
 from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 
-# How many tokens to the left of a segment are stored with it: the longest window that depth guards can ask for, short of all.
+# How many tokens before a segment are stored with it: the most equal tokens that a guard can require, short of all.
 CONTEXT = 512
 
 _KINDS = {"scope": str, "left": str, "right": str, "start": int, "origin": str, "fresh": bool, "stored": dict}
 
 
 class Chain:
-    """The name of all tokens of a row up to a place. Equal names mean equal tokens, however the row was cut into segments."""
+    """The name of all tokens of a row up to an index. Equal names mean equal tokens, however the row was cut into segments."""
 
     def __init__(self) -> None:
         self._hasher = hashlib.blake2b(digest_size=16)
 
     def extend(self, ids: Ids) -> Chain:
-        """The name after more tokens; this one stays as it is."""
+        """Return the chain with more tokens; this one does not change."""
         longer = Chain.__new__(Chain)
         longer._hasher = self._hasher.copy()
         longer._hasher.update(np.ascontiguousarray(ids, dtype="<u4").data)
@@ -34,7 +34,7 @@ class Chain:
 
     @property
     def name(self) -> str:
-        """In hex."""
+        """The digest in hex."""
         return self._hasher.hexdigest()
 
 
@@ -43,13 +43,14 @@ class Record:
     """One stored segment.
 
     Args:
-        scope: Which model, adapters, tokenizer and format its tensors are for; only caches of the same scope see it.
-        ids: Its tokens, (tokens,).
-        left: The `Chain` name of all that stood left of it.
-        context: Up to `CONTEXT` tokens that stood left of it, (n,).
-        origin: The tier that it came about by: "exact" when nothing to the left of it, nor itself, was an approximation.
-        fresh: Whether all of it was computed where it stood. Only such segments are spliced into other contexts, so that drift does
-            not add up.
+        scope: The model, adapters, tokenizer and format of its tensors; only caches of the same scope reuse it.
+        ids: Its token ids, (tokens,).
+        left: The `Chain` name of all tokens before it.
+        right: The `Chain` name of these and its own tokens.
+        start: The index of its first token in the row where it was computed.
+        context: Up to `CONTEXT` tokens before it, (n,).
+        origin: Its tier: "exact" if neither it nor anything before it was an approximation.
+        fresh: Whether all of it was computed at its index. Only such segments are reused behind other texts, so drift does not add up.
         stored: What `packing` needs to read the tensors.
         signature: MinHash of its canonical text, or None.
     """
@@ -67,7 +68,7 @@ class Record:
 
     @property
     def key(self) -> str:
-        """The segment's id: the same for the same tokens behind the same tokens, for the same model."""
+        """The segment's id: equal for equal tokens behind equal tokens, in one scope and tier."""
         hasher = hashlib.blake2b(digest_size=16)
         for part in (self.scope, self.left, self.right, self.origin):
             hasher.update(part.encode() + b"|")
@@ -77,14 +78,14 @@ class Record:
         return len(self.ids)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """Return the record as JSON values."""
         arrays = {"ids": self.ids, "context": self.context, "signature": self.signature}
         plain = {name: getattr(self, name) for name in _KINDS}
         return plain | {name: None if value is None else array_as_text(value, "<u4") for name, value in arrays.items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Record:
-        """Undoes `to_dict`; a `LookupError`, `TypeError` or `ValueError` where something is missing or of the wrong kind."""
+        """Restore what `to_dict` returned; raise a `LookupError`, `TypeError` or `ValueError` if a field is missing or wrong."""
         arrays = {name: None if data[name] is None else array_of_text(data[name], "<u4") for name in ("ids", "context", "signature")}
         plain = {name: data[name] for name in _KINDS}
         for name, kind in _KINDS.items():

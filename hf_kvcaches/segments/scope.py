@@ -1,4 +1,4 @@
-"""What segments are bound to: a model with its adapters and tokenizer."""
+"""The scope of segments: the model, adapters, tokenizer and format that they are bound to."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_kvcaches.core.splicing.packing import Quantization, name_of
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.policy import SegmentPolicy
 
-# Tokens of a stored segment: each one costs time to look up and to load, and what is alike inside of them is found anyway.
+# Tokens of a stored segment. Shorter segments cost more look-ups and loads; equal spans inside of longer ones are found anyway.
 SHORTEST, LONGEST = 64, 128
-# The format of what is stored; raised when older segments can't be read any more.
+# The version of the format of stored segments.
 FORMAT = 3
 
 
 def check_policy(model: PreTrainedModel, policy: SegmentPolicy) -> None:
-    """Refuses a policy that was calibrated for another model. One without a fingerprint fits all models."""
+    """Refuse a policy that was calibrated for another model. A policy without a fingerprint fits all models."""
     if policy.fingerprint is not None:
         policy.fingerprint.require_model(model, "The policy", here=require_identity(model, "The policy"))
 
@@ -31,13 +31,13 @@ _discoveries: weakref.WeakKeyDictionary[Any, dict[tuple[str, ...], Discovery]] =
 
 
 def scope_of(identity: Identity, model: PreTrainedModel, tokenizer: Any, quantization: Quantization, depth: int | None) -> str:
-    """A digest of all that must be the same for a stored segment to be of use."""
-    parts = (str(FORMAT), identity.digest, _tokenizer_name(tokenizer), str(name_of(quantization)), str(depth), str(model.dtype))
+    """Return a digest of everything that must be equal for a stored segment to be reused."""
+    parts = (str(FORMAT), identity.digest, _tokenizer_digest(tokenizer), str(name_of(quantization)), str(depth), str(model.dtype))
     return hashlib.blake2b("|".join(parts).encode(), digest_size=16).hexdigest()
 
 
-def _tokenizer_name(tokenizer: Any) -> str:
-    """Reading a tokenizer takes longer than a short prompt, so it is read again only where it has visibly changed."""
+def _tokenizer_digest(tokenizer: Any) -> str:
+    """Return a tokenizer's digest. To compute it takes longer than a short prompt, so it is cached until the tokenizer visibly changes."""
     if tokenizer is None:
         return ""
     state = (len(tokenizer), tokenizer.chat_template, tokenizer.special_tokens_map) if hasattr(tokenizer, "__len__") else None
@@ -51,7 +51,7 @@ _without_tokenizer: dict[tuple[str, ...], Discovery] = {}
 
 
 def discovery_for(tokenizer: Any, separators: tuple[str, ...]) -> Discovery:
-    """One for each tokenizer, because it caches the text of tokens."""
+    """Return the discovery of a tokenizer, which is shared because it caches the text of tokens."""
     discoveries = _without_tokenizer if tokenizer is None else _discoveries.setdefault(tokenizer, {})
     if separators not in discoveries:
         discoveries[separators] = Discovery(tokenizer, separators=separators, shortest=SHORTEST, longest=LONGEST)

@@ -1,4 +1,4 @@
-"""MinHash signatures of segments, by which near-identical ones are found: those in which a date or an id differs."""
+"""MinHash signatures, by which near-identical segments are looked up."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hf_kvcaches.errors import require
 
 Signature = npt.NDArray[np.uint32]
 
-# Of datasketch's permutations: signatures of 32-bit numbers.
+# datasketch's scheme of permutations: signatures of 32-bit numbers.
 _SCHEME = "affine32"
 # Numbers in a signature.
 PERMUTATIONS = 64
-# Bands and numbers in each: segments of a Jaccard similarity of 0.5 are found more likely than not.
+# Bands, and numbers in each: segments with a Jaccard similarity of 0.5 are a hit more often than not.
 BANDS, WIDTH = 14, 4
-# Consecutive words that are one member of a segment's set.
+# How many consecutive words form a shingle, a member of a segment's set.
 SHINGLE = 8
-# Timestamps, clock times, UUIDs and other words with digits in them.
-_CHANGING = re.compile(r"\b(?=\w*\d)[\w.:/+-]+")
+# Timestamps, UUIDs and other words with digits.
+_WITH_DIGIT = re.compile(r"\b(?=\w*\d)[\w.:/+-]+")
 
 
 def canonical(text: str) -> str:
-    """The text as it is compared, never as it is cached: lower case, single spaces, every word with a digit the same."""
-    return " ".join(_CHANGING.sub("0", text.lower()).split())
+    """Return a text in the form in which texts are compared: lower case, single spaces, all words with a digit equal."""
+    return " ".join(_WITH_DIGIT.sub("0", text.lower()).split())
 
 
 def signature_of(text: str) -> Signature:
-    """The MinHash of a text's shingles of words, (PERMUTATIONS,)."""
+    """Return the MinHash of a text's shingles, (PERMUTATIONS,)."""
     words = canonical(text).split(" ")
     shingles = {" ".join(words[start : start + SHINGLE]) for start in range(max(1, len(words) - SHINGLE + 1))}
     minhash = _datasketch().MinHash(PERMUTATIONS, scheme=_SCHEME)
@@ -40,28 +40,28 @@ def signature_of(text: str) -> Signature:
 
 
 class SignatureIndex:
-    """Keys by their signatures, on datasketch's locality-sensitive hashing in memory."""
+    """Keys by their signatures, in datasketch's in-memory index for locality-sensitive hashing."""
 
     def __init__(self) -> None:
         self._lsh: Any = _datasketch().MinHashLSH(num_perm=PERMUTATIONS, params=(BANDS, WIDTH))
 
     def add(self, key: str, signature: Signature) -> None:
-        """Adds a key that is not there."""
+        """Add a key that is not there."""
         self._lsh.insert(key, _minhash(signature))
 
     def remove(self, key: str) -> None:
-        """Removes a key; an unknown one is ignored."""
+        """Remove a key, if it is there."""
         if key in self._lsh:
             self._lsh.remove(key)
 
     def near(self, signature: Signature) -> list[str]:
-        """The keys whose signatures share a band with this one, in no order."""
-        found: list[str] = self._lsh.query(_minhash(signature))
-        return found
+        """Return the keys whose signatures share a band with this one, in no order."""
+        keys: list[str] = self._lsh.query(_minhash(signature))
+        return keys
 
 
 def require_signatures() -> None:
-    """Raises a `MissingDependencyError` unless near-identical segments can be looked for."""
+    """Raise a `MissingDependencyError` unless near-identical segments can be looked up."""
     _datasketch()
 
 

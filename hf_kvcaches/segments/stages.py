@@ -1,9 +1,9 @@
-"""A prompt that runs some layers at a time, because tokens join or leave between them.
+"""Run a prompt in stages, some layers at a time, because tokens join or leave between them.
 
-All but the last token is run here. That one is the model's, but where the store keeps hidden states, those of the last token among them.
+All tokens but the last run here; the model runs the last one. In a store with hidden states it runs here too, to have its own stored.
 
-Segments of which only the lower layers are reused join where those end, with the hidden states that are stored with them. Probed segments
-leave a few tokens in the lowest layers, until it is known whether the whole segment may be reused.
+A segment of which only the lower layers are reused joins above them, with its stored hidden states. Of a probed segment a few tokens run
+through the lowest layers, until the probe decides whether the segment is reused.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
 
 
-class Looked(NamedTuple):
-    """A probe."""
+class Probe(NamedTuple):
+    """The score of a probe of the span from `start` to `stop`."""
 
     start: int
     stop: int
@@ -41,7 +41,7 @@ class Looked(NamedTuple):
 
 
 def agreement(query: torch.Tensor, cached: torch.Tensor, fresh: torch.Tensor) -> float:
-    """The cosine between the scores that queries give cached keys, and those that they give fresh ones: the mean over queries and heads.
+    """Return the cosine between the scores of queries over cached keys and over fresh ones, the mean over queries and heads.
 
     Args:
         query: (heads, queries, head_dim).
@@ -53,12 +53,12 @@ def agreement(query: torch.Tensor, cached: torch.Tensor, fresh: torch.Tensor) ->
 
 
 class Stages:
-    """Runs a prompt where that takes more than one pass.
+    """Runs a prompt that takes more than one pass.
 
     Args:
-        cache: Its layers have room for the prompt, and hold what is reused of it.
+        cache: A cache whose layers have room for the prompt, and hold its reused tokens.
         joining: The blobs of tokens that join above the lowest layer, by key.
-        scope: See `Record`; what probes find is remembered for it.
+        scope: See `Record`; the results of probes are remembered for it.
     """
 
     def __init__(self, cache: SegmentReuseCache, call: PrefillCall, plan: PromptPlan, joining: Mapping[str, Tensors], scope: str) -> None:
@@ -67,15 +67,15 @@ class Stages:
         self.layers = len(cache.layers)
         self.device = call.input_ids.device
         self.padding = torch.tensor([row.padding for row in plan.rows], device=self.device)
-        self.wanted = self._wanted_cuts()
-        self._looked: dict[int, Indices] = {}
+        self.cuts = self._stored_cuts()
+        self._probed: dict[int, Indices] = {}
         self._level = 0
 
     def run(self) -> tuple[PromptPlan, dict[int, Hidden]]:
-        """Runs all but the last token.
+        """Run all tokens but the last.
 
         Returns:
-            The plan as it was settled, and for each row what entered the layers at which the store wants hidden states.
+            The plan with all checks decided, and for each row the hidden states to store.
         """
         check = self.cache.policy.check_layer if self.checked else None
         if check is not None and check >= self.layers:
@@ -83,10 +83,10 @@ class Stages:
                 f"policy: check_layer={check}, and the model has {self.layers} layers. Calibrate a policy for this model."
             )
         depths = {span.depth for row in self.rows for span in row.spans if span.depth is not None}
-        levels = sorted(level for level in {check, *self.wanted, *depths} if level is not None and level < self.layers)
+        levels = sorted(level for level in {check, *self.cuts, *depths} if level is not None and level < self.layers)
         probes = [np.concatenate([NONE, *(probed_indices(span) for span in row.spans if span.check)]) for row in self.rows]
         if check is not None:
-            self._looked, self._level = {row.number: indices for row, indices in zip(self.rows, probes, strict=True)}, check
+            self._probed, self._level = {row.number: indices for row, indices in zip(self.rows, probes, strict=True)}, check
         slots = self._slots([np.union1d(self._needed(row), indices) for row, indices in zip(self.rows, probes, strict=True)])
         hidden: torch.Tensor | None = None
         kept: dict[int, Hidden] = {row.number: {} for row in self.rows}
@@ -96,27 +96,27 @@ class Stages:
             if level == check:
                 slots, states = self._check(level, slots, states, probes)
             slots, hidden = self._joined(level, slots, states)
-            if level in self.wanted:
-                for line, row in enumerate(self.rows):
-                    kept[row.number] = {**kept[row.number], level: (slots[line].cpu(), hidden[line])}
+            if level in self.cuts:
+                for index, row in enumerate(self.rows):
+                    kept[row.number] = {**kept[row.number], level: (slots[index].cpu(), hidden[index])}
             start = level
         self._run(start, self.layers, slots, hidden)
         return PromptPlan(tuple(self.rows), self.total), kept
 
-    def cost_of_looking(self, row: PlannedRow, costs: Costs) -> float:
-        """What was run of a row only to settle its spans, in floating-point operations; a look at a layer counts for all of that layer."""
-        looked = self._looked.get(row.number)
-        if looked is None:
+    def cost_of_checks(self, row: PlannedRow, costs: Costs) -> float:
+        """Count the floating-point operations of a row's checks alone; the layer that compares keys counts as a whole."""
+        probed = self._probed.get(row.number)
+        if probed is None:
             return 0.0
-        alone = np.setdiff1d(looked, row.recompute())
-        return costs.of_tokens(alone, 0, self._level) + costs.of_tokens(looked, self._level, self._level + 1)
+        probed_only = np.setdiff1d(probed, row.recompute())
+        return costs.of_tokens(probed_only, 0, self._level) + costs.of_tokens(probed, self._level, self._level + 1)
 
     def _needed(self, row: PlannedRow) -> Indices:
-        """Of all tokens that run through all layers."""
+        """Return the indices of the tokens that all layers compute."""
         indices = row.recompute()
-        return np.append(indices, len(row.ids) - 1) if self.wanted else indices
+        return np.append(indices, len(row.ids) - 1) if self.cuts else indices
 
-    def _wanted_cuts(self) -> set[int]:
+    def _stored_cuts(self) -> set[int]:
         store = self.cache.store
         cuts = set(range(store.cuts, self.layers, store.cuts)) if store.cuts else set()
         return cuts | ({store.depth} if store.depth and store.depth < self.layers else set())
@@ -125,30 +125,30 @@ class Stages:
         return slots_of(indices, [row.padding for row in self.rows], self.total, self.device)
 
     def _run(self, start: int, stop: int, slots: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Runs tokens through some layers."""
+        """Run tokens through some layers."""
         if not slots.shape[1]:
             return torch.zeros(*slots.shape, self.cache.config.hidden_size, dtype=self.call.model.dtype, device=self.device)
-        running = SparsePass(slots, self.padding, self.total)
-        return self.cache.run_sparse(running, ids_at(self.call, slots, self.total), start, stop, hidden)
+        sparse = SparsePass(slots, self.padding, self.total)
+        return self.cache.run_sparse(sparse, ids_at(self.call, slots, self.total), start, stop, hidden)
 
     def _joined(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """With the tokens of segments that are reused up to this layer."""
+        """Add the tokens of segments that are reused below this layer; return all slots and hidden states."""
         spans = [[span for span in row.spans if span.depth == level] for row in self.rows]
         if not any(spans):
             return slots, hidden
         new = self._slots([np.concatenate([NONE, *(span.joining() for span in row_spans)]) for row_spans in spans])
         states = torch.zeros(*new.shape, self.cache.config.hidden_size, dtype=self.call.model.dtype, device=self.device)
-        for line, row_spans in zip(states, spans, strict=True):
+        for row_states, row_spans in zip(states, spans, strict=True):
             filled = 0
             for span in row_spans:
                 for tokens in span.stored:
                     length = tokens.stop - tokens.start
                     blob = self.joining[tokens.key]
                     packed = packing.hidden_states(blob, tokens.stored, level, tokens.offset, tokens.offset + length)
-                    whole = line.new_empty(1, length, line.shape[-1])
-                    splice(moved(packed, self.device), [whole], torch.arange(length, device=self.device))
+                    span_states = row_states.new_empty(1, length, row_states.shape[-1])
+                    splice(moved(packed, self.device), [span_states], torch.arange(length, device=self.device))
                     joining = np.setdiff1d(np.arange(tokens.start, tokens.stop), span.recompute) - tokens.start
-                    line[filled : filled + len(joining)] = whole[0, joining]
+                    row_states[filled : filled + len(joining)] = span_states[0, joining]
                     filled += len(joining)
         return self._merged(slots, hidden, new, states)
 
@@ -161,39 +161,39 @@ class Stages:
         return both[:, :longest], joined.gather(1, order[..., None].expand_as(joined))[:, :longest]
 
     def _check(self, level: int, slots: torch.Tensor, hidden: torch.Tensor, probes: Sequence[Indices]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Settles the checked spans; returns the tokens that go on, without the probes and with what is not reused after all."""
-        looked = self._slots(probes)
-        look = self._look(level, looked, self._of(looked, slots, hidden))
-        for line, row in enumerate(self.rows):
+        """Decide the checked spans; return slots and hidden states of the tokens that go on: without probes, with rejected spans."""
+        probe_slots = self._slots(probes)
+        look = self._look(level, probe_slots, self._states_of(probe_slots, slots, hidden))
+        for index, row in enumerate(self.rows):
             spans: list[PlannedSpan] = []
             for span in row.spans:
-                spans += self._settled(span, level, line, row, looked[line], look) if span.check else [span]
-            self.rows[line] = replace(row, spans=tuple(spans))
-        going = self._slots([self._needed(row) for row in self.rows])
-        ran = [set(line.tolist()) for line in slots]
+                spans += self._decided(span, level, index, row, probe_slots[index], look) if span.check else [span]
+            self.rows[index] = replace(row, spans=tuple(spans))
+        remaining = self._slots([self._needed(row) for row in self.rows])
+        ran = [set(row_slots.tolist()) for row_slots in slots]
         needed = [set((self._needed(row) + row.padding).tolist()) for row in self.rows]
         if any(needed_slots - ran_slots for needed_slots, ran_slots in zip(needed, ran, strict=True)):
-            # Tokens after a rejected segment have attended to it already, and run again with it.
-            slots, hidden = going, self._run(0, level, going, None)
-        return going, self._of(going, slots, hidden)
+            # Tokens behind a rejected segment have attended to its stored keys, so they run again, with the segment.
+            slots, hidden = remaining, self._run(0, level, remaining, None)
+        return remaining, self._states_of(remaining, slots, hidden)
 
-    def _settled(
-        self, span: PlannedSpan, level: int, line: int, row: PlannedRow, looked: torch.Tensor, look: Look
+    def _decided(
+        self, span: PlannedSpan, level: int, index: int, row: PlannedRow, probe_slots: torch.Tensor, look: Look
     ) -> Sequence[PlannedSpan]:
-        """The spans that a checked one becomes, by the keys that some of its tokens have at this layer."""
+        """Return the spans that replace a checked one, by the keys that its tokens have at this layer."""
         check = span.check
         assert check is not None
         slots = torch.from_numpy(probed_indices(span)).to(self.device) + row.padding
-        columns = torch.searchsorted(looked.contiguous(), slots)
+        columns = torch.searchsorted(probe_slots.contiguous(), slots)
         buffer = self.cache.layers[level].key_buffer
         assert buffer is not None
-        cached, fresh = buffer[line, :, slots], look.fresh[line, :, columns]
+        cached, fresh = buffer[index, :, slots], look.fresh[index, :, columns]
         if check.probe:
-            asked, asking = columns[:SLICE], columns[SLICE : SLICE + PROBES]
+            queries = columns[SLICE : SLICE + PROBES]
             score = 0.0
-            if len(asking) and look.query is not None:
-                score = agreement(look.query[line, :, asking], cached[:, : len(asked)], fresh[:, : len(asked)])
-            self.cache.probes.append(Looked(span.start, span.stop, score))
+            if len(queries) and look.query is not None:
+                score = agreement(look.query[index, :, queries], cached[:, :SLICE], fresh[:, :SLICE])
+            self.cache.probes.append(Probe(span.start, span.stop, score))
             self.cache.store.experience.learn(self.scope, level, row.ids[span.start : span.stop], check.likeness, score)
             if score < self.cache.policy.probe:
                 return check.otherwise
@@ -204,10 +204,10 @@ class Stages:
         return (replace(span, recompute=recompute, check=None),)
 
     def _look(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> Look:
-        running = SparsePass(slots, self.padding, self.total)
-        return self.cache.look(running, ids_at(self.call, slots, self.total), level, hidden)
+        sparse = SparsePass(slots, self.padding, self.total)
+        return self.cache.look(sparse, ids_at(self.call, slots, self.total), level, hidden)
 
-    def _of(self, wanted: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The states of some of the tokens that ran; of those that only fill up, any."""
-        where = torch.searchsorted(slots.contiguous(), wanted).clamp_max(slots.shape[1] - 1)
-        return hidden.gather(1, where[..., None].expand(-1, -1, hidden.shape[-1]))
+    def _states_of(self, chosen: torch.Tensor, slots: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of some of the tokens that ran; fillers get any."""
+        columns = torch.searchsorted(slots.contiguous(), chosen).clamp_max(slots.shape[1] - 1)
+        return hidden.gather(1, columns[..., None].expand(-1, -1, hidden.shape[-1]))

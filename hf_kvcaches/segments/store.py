@@ -31,17 +31,17 @@ class StoreReport:
     """What a store holds, and what this process did with it.
 
     Args:
-        location: Without passwords.
-        segments: Of all models.
-        bytes: What they take in the back-end.
+        location: Where segments are stored, without passwords.
+        segments: The segments of all models.
+        bytes: The bytes that they take in the back-end.
         max_bytes: The cap, or None.
-        hot_bytes: What the hot tier of this process holds.
+        hot_bytes: The bytes that the hot tier of this process holds.
         pinned: Segments that are not evicted above the cap.
         written: Segments that this process stored.
         evicted: Segments that it evicted.
         damaged: Damaged segments that it deleted.
         loads: How often it read tensors from the back-end.
-        hot_hits: How often it had them in the hot tier.
+        hot_hits: How often it found them in the hot tier.
         failures: How often the back-end failed.
     """
 
@@ -61,7 +61,7 @@ class StoreReport:
 
 
 class NewSegment(NamedTuple):
-    """A segment on its way into the store: its record, still without `stored`, and its states.
+    """A segment to be stored: its record, without `stored`, and its states.
 
     Args:
         layers: Keys and values of the lowest layers, or all.
@@ -75,30 +75,30 @@ class NewSegment(NamedTuple):
 
 
 class SegmentStore:
-    """Where segments live between requests.
+    """Keeps segments between requests.
 
-    Segments are written in the background, after the first token of a request; the next request of this process waits for it. A failure
-    (a damaged segment, a full disk, a server that is gone) counts as a miss, warns once and never gives wrong keys.
+    Segments are written in the background, after the first token of a request; the next request of this process waits for that. A failure
+    (a damaged segment, a full disk, an unreachable server) counts as a miss, warns once and never gives wrong keys.
 
-    **Sharing.** Processes that open one folder or one Redis see each other's segments. Segments of other models, adapters, tokenizers and
-    formats lie beside each other and are never mixed. In Redis, tensors are bytes on a server: whoever can write there can make a
-    model say anything, so keep it as private as the weights.
+    **Sharing.** Processes that open one folder or one Redis see each other's segments. A cache reuses segments of its own model, adapters,
+    tokenizer and format only. Whoever can write to the folder or to Redis can make a model say anything, so keep it as private as the
+    weights.
 
     Args:
         location: `"memory"`, `"disk:FOLDER"`, `"redis://host:port/db"`, or an object of a `hf_kvcaches.stores.blobs.BlobStore` of your own.
-        max_bytes: The most that all segments may take, a number or such as `"4GiB"`. Above it, those go first that saved least work a byte.
-        hot_bytes: What the segments used last may take in this process beside the back-end, where they are read, from which no file and no
-            server is asked for; a number or such as `"4GiB"`, or None for nothing.
-        time_to_live: Seconds after which a segment is not used any more and is deleted, pinned or not; None for never.
+        max_bytes: The most that all segments may take, a number or such as `"4GiB"`. Above it, segments are evicted that saved the least
+            work for each byte.
+        hot_bytes: The most that the segments used last may take in this process, on the device that reads them: for these no file is read
+            and no server is asked. A number or such as `"4GiB"`, or None for nothing.
+        time_to_live: Seconds after which a segment is a miss and is deleted, pinned or not; None for never.
         quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
-        cuts: Every how many layers the hidden states of a segment are stored too, so that only the layers above have to be run where
-            what stands to the left differs far away. None: nowhere.
-        depth: How many layers' keys and values are stored, with the hidden state that enters the next one; the layers above are run
-            again each time. None: of all layers.
-        near_identical: Whether segments that differ in a date or an id are looked for, too. It finds next to nothing that verbatim
-            search does not, and takes the extra `retrieval`.
+        cuts: Store the hidden states of a segment at every `cuts`-th layer too, so that the layers below can be reused alone where the
+            text before differs far away. None: nowhere.
+        depth: How many layers' keys and values are stored, with the input of the next one; the layers above run each time. None: all.
+        near_identical: Whether segments that differ in a date or an id are looked up too. This adds next to nothing to verbatim
+            search, and needs the extra `retrieval`.
         timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take. After a
-            failure it is not asked for 5 s. A folder and memory answer at once.
+            failure Redis is not asked for 5 s.
     """
 
     def __init__(
@@ -135,22 +135,22 @@ class SegmentStore:
 
     @property
     def codec(self) -> KVCodec | None:
-        """What reads the segments, if they are codes."""
+        """The codec of the segments, if they are codes."""
         return self.quantization if isinstance(self.quantization, KVCodec) else None
 
     def index(self, scope: str) -> SegmentIndex:
-        """One scope's segments, to be used while `reading`."""
+        """Return the segments of a scope, to be used while `reading`."""
         return self.contents.indices[scope]
 
     def reading(self) -> threading.RLock:
-        """A lock under which no index changes."""
+        """Return a lock that keeps indices from changing."""
         return self.catalog.lock
 
     def refresh(self, scope: str | None = None) -> None:
-        """Begins a request: writes pending segments, and applies changes of other processes.
+        """Begin a request: write pending segments, and apply changes of other processes.
 
         Args:
-            scope: A store that has segments, but none of this scope, warns once.
+            scope: Warn once if the store has segments, but none of this scope.
         """
         self.flush()
         self.catalog.refresh()
@@ -162,10 +162,10 @@ class SegmentStore:
             )
 
     def tensors(self, key: str, device: torch.device | None = None) -> dict[str, torch.Tensor] | None:
-        """The tensors of a segment, not to be written to, or None where it is gone, too old or damaged.
+        """Return the tensors of a segment, which are read-only; None if it is missing, expired or damaged.
 
         Args:
-            device: Where the hot tier keeps them, if no earlier call said so.
+            device: Where the hot tier keeps them, if no earlier call named a device.
         """
 
         def check(tensors: dict[str, torch.Tensor]) -> None:
@@ -177,12 +177,12 @@ class SegmentStore:
         return self.catalog.read(key, check, device=device)
 
     def used(self, key: str, tokens: int) -> None:
-        """Counts tokens of a segment that were not computed."""
+        """Count tokens of a segment that were not computed."""
         self.catalog.used(key, tokens)
 
     def put(self, segments: Sequence[NewSegment]) -> None:
-        """Stores segments that are not there yet, and evicts others above the cap."""
-        # The last first: of two that are worth the same the older one is evicted, and a prompt without its start is not found.
+        """Store segments that are not stored yet, and evict others above the cap."""
+        # The last first: of two equally useful segments the older one is evicted, and a prompt without its start is a miss.
         for record, layers, hidden, geometries in reversed(segments):
             with self.catalog.lock:
                 if record.key in self.catalog.entries:
@@ -200,43 +200,39 @@ class SegmentStore:
         if findings:
             key = hashlib.blake2b(repr(findings).encode(), digest_size=16).hexdigest()
             self.catalog.put(key, {"experience": findings, "created": time.time()}, {"none": torch.zeros(1)}, reported=False)
-        # Processes that write at the same time stay within the cap together: the last one to look sees what all have written.
+        # Processes that write at the same time keep the cap together: the last one to refresh sees what all have written.
         self.catalog.refresh()
 
     def flush(self) -> None:
-        """Waits until everything is written that is computed."""
+        """Wait until all computed segments are written."""
         self.background.flush()
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keeps a segment from eviction, by any process.
+        """Keep a segment from eviction, by any process.
 
         Args:
             key: Its id, as in the spans of `report()`.
-            pinned: False takes the pin off.
+            pinned: False to unpin it.
         """
         self.catalog.pin(key, pinned)
 
     def delete(self, key: str) -> bool:
-        """Deletes a segment, and returns whether it was there.
-
-        Args:
-            key: Its id.
-        """
+        """Delete the segment with this id, and return whether it was there."""
         return self.catalog.delete(key)
 
     def clear(self) -> None:
-        """Deletes all segments of all models."""
+        """Delete all segments of all models."""
         self.flush()
         self.catalog.clear()
 
     def report(self) -> StoreReport:
-        """What the store holds, after writing what waits."""
+        """Report what the store holds, after writing pending segments."""
         self.refresh()
         lengths = self._lengths()
         return StoreReport(segments=len(lengths), tokens=sum(lengths.values()), **self.catalog.summary(lengths))
 
     def close(self) -> None:
-        """Writes what waits and closes files and connections."""
+        """Write pending segments, and close files and connections."""
         self.flush()
         self.catalog.blobs.close()
 
@@ -247,7 +243,7 @@ class SegmentStore:
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SegmentStore:
-        # A copied cache goes on with the same store.
+        # A copied cache shares the store.
         return self
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The new segments of a prompt that was computed."""
+"""Cut a computed prompt into new segments."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ import numpy as np
 import torch
 
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.core.splicing.packing import LayerStates
 from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan
-from hf_kvcaches.core.splicing.remembering import Buffers
+from hf_kvcaches.core.splicing.remembering import Buffers, states_in
 from hf_kvcaches.segments.discovery import Discovery
 from hf_kvcaches.segments.records import CONTEXT, Chain, Record
 from hf_kvcaches.segments.signatures import signature_of
 from hf_kvcaches.segments.store import NewSegment
 
-# By layer: the slots that ran through it, (tokens,), and the states that entered it, (tokens, hidden).
+# For each layer: the slots of the tokens that it ran, (tokens,), and their hidden states, (tokens, hidden).
 Hidden = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class NewRow:
-    """A row of a prompt, of which something is new.
+    """A row of a prompt with new segments.
 
     Args:
-        row: As its plan was carried out.
+        row: The executed plan of the row.
         stored: How many of its first tokens are in the store.
         earlier: The spans of earlier prompts in the same cache.
         given: The caller's segments, as (start, stop).
@@ -42,12 +41,12 @@ class NewRow:
 
 @dataclass(frozen=True)
 class SegmentForm:
-    """What segments are made of.
+    """How segments are made.
 
     Args:
         scope: See `Record`.
         depth: How many layers are stored; None: all.
-        signed: Whether signatures are stored with them.
+        signed: Whether segments get signatures.
         geometries: How each layer's keys are rotated.
     """
 
@@ -59,7 +58,7 @@ class SegmentForm:
 
 
 def new_segments(new: NewRow, buffers: Buffers, form: SegmentForm) -> Iterator[NewSegment]:
-    """The segments of a row that are not in the store."""
+    """Yield the segments of a row that are not in the store."""
     row, begin = new.row, new.stored
     ids, spans = row.ids.astype(np.int64), [*new.earlier, *row.spans]
     edges = {begin, len(ids), *(start for start, _ in form.discovery.spans(ids, new.given))}
@@ -71,32 +70,27 @@ def new_segments(new: NewRow, buffers: Buffers, form: SegmentForm) -> Iterator[N
         slots = slice(start + row.padding, stop + row.padding)
         hidden = _hidden(new.hidden, slots) if fresh else {}
         if form.depth is not None and form.depth < len(buffers) and form.depth not in hidden:
-            continue  # the layers above could not be run
+            continue  # without hidden states the layers above could not run
         context = row.ids[max(0, start - CONTEXT) : start]
         signature = signature_of(form.discovery.text(ids[start:stop])) if form.signed else None
         record = Record(form.scope, row.ids[start:stop], left.name, chain.name, start, context, origin, fresh, signature=signature)
-        layers = [
-            LayerStates(keys[row.number, :, slots].detach(), values[row.number, :, slots].detach())
-            for keys, values in buffers[: form.depth]
-            if keys is not None and values is not None
-        ]
-        yield NewSegment(record, layers, hidden, form.geometries)
+        yield NewSegment(record, states_in(buffers[: form.depth], row.number, slots), hidden, form.geometries)
 
 
 def _origin(spans: Sequence[PlannedSpan], start: int, stop: int) -> tuple[str, bool]:
-    """The tier of a span of a row, and whether all of it was computed at its index."""
+    """Return the tier of a span of a row, and whether all of it was computed at its index."""
     reused = [span for span in spans if span.stored and span.start < stop]
-    drifted = [span.tier for span in reused if span.tier != "exact"]
+    approximate = [span.tier for span in reused if span.tier != "exact"]
     fresh = not any(span.stop > start for span in reused)
-    return (drifted[-1] if drifted else "exact"), fresh
+    return (approximate[-1] if approximate else "exact"), fresh
 
 
 def _hidden(hidden: Hidden | None, slots: slice) -> dict[int, torch.Tensor]:
-    """The hidden states of a span, at those layers through which all of its tokens ran."""
+    """Return the hidden states of a span at the layers that layer_slots all of its tokens."""
     complete = {}
-    for layer, (ran, states) in (hidden or {}).items():
-        inside = ((ran >= slots.start) & (ran < slots.stop)).nonzero()[:, 0]
+    for layer, (layer_slots, states) in (hidden or {}).items():
+        inside = ((layer_slots >= slots.start) & (layer_slots < slots.stop)).nonzero()[:, 0]
         if len(inside) == slots.stop - slots.start:
-            order = ran[inside].argsort(stable=True)
+            order = layer_slots[inside].argsort(stable=True)
             complete[layer] = states[inside[order].to(states.device)]
     return complete

@@ -1,6 +1,6 @@
-"""Rules by which stored tokens are reused behind another text: each tier is a class with one method.
+"""Tiers: rules that admit or reject stored tokens behind another text, each a class with one method.
 
-A tier of one's own subclasses `SegmentTier` and goes to `SegmentReuseCache(tiers=...)`. Tiers are asked in order, and the first one that
+A custom tier subclasses `SegmentTier` and is passed to `SegmentReuseCache(tiers=...)`. Tiers are tried in order, and the first one that
 admits a candidate decides.
 """
 
@@ -23,7 +23,7 @@ from hf_kvcaches.segments.policy import SegmentPolicy
 
 Mode = Literal["exact", "approximate", "auto"]
 
-# The last tokens before a segment, by whose shingles texts are compared.
+# How many tokens before a segment are compared, by their shingles.
 SURROUNDINGS = 128
 
 
@@ -63,7 +63,7 @@ class Candidate:
 
     @cached_property
     def stored_before(self) -> Ids:
-        """The tokens before it where it was stored, the last of them."""
+        """The last tokens before it in the text where it was stored."""
         first = self.run.pieces[0]
         return np.concatenate((first.record.context, first.record.ids[: first.offset]))
 
@@ -74,11 +74,11 @@ class Candidate:
 
     @cached_property
     def likeness(self) -> float:
-        """How alike the texts before it are."""
+        """How similar both texts before it are, see `likeness`."""
         return likeness(self.stored_before, self.before)
 
     def reused(self, tier: str, context: TierContext, recompute: int = 0) -> PlannedSpan:
-        """All of it as a span of a plan, with its first tokens recomputed."""
+        """Return the whole candidate as a span of a plan, with its first tokens recomputed."""
         depth = stored_depth(self.run.pieces, context.layers)
         first = np.arange(self.start, self.start + recompute)
         return PlannedSpan(self.start, self.stop, tier, stored_tokens(self.run.pieces), first, depth)
@@ -89,8 +89,8 @@ class TierContext:
     """What tiers decide by, besides the candidate.
 
     Args:
-        layers: Of the model.
-        experience: What earlier probes say of a segment, given the likeness of its surroundings: passed, failed, or None.
+        layers: How many layers the model has.
+        experience: Whether earlier probes of a segment passed or failed at a likeness of its surroundings; None if they don't tell.
     """
 
     policy: SegmentPolicy
@@ -99,10 +99,10 @@ class TierContext:
 
 
 class Verdict(NamedTuple):
-    """What a tier makes of a candidate.
+    """The decision of a tier on a candidate.
 
     Args:
-        spans: What is reused of it, which may leave some of its tokens out; empty where the tier rejects it.
+        spans: The spans of it that are reused, with or without gaps; empty if the tier rejects it.
         reason: Why it is rejected, as a sentence.
         probe: Whether the spans are reused only if a probe of the candidate passes.
     """
@@ -118,21 +118,21 @@ class Verdict(NamedTuple):
 
 
 class SegmentTier(ABC):
-    """A rule by which stored tokens are reused behind another text.
+    """A rule that admits or rejects stored tokens behind another text.
 
     Attributes:
-        name: Of the tier, in reports.
+        name: The tier's name in reports.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def admit(self, candidate: Candidate, context: TierContext) -> Verdict:
-        """Which of the candidate's tokens are reused, or why none."""
+        """Decide which of the candidate's tokens are reused, or why none."""
 
 
 class GuardedTier(SegmentTier):
-    """Reuses tokens behind as many equal tokens as the policy's guard wants for all layers."""
+    """Admits tokens behind as many equal tokens as the policy's guard requires for all layers."""
 
     name = "guarded"
 
@@ -144,7 +144,7 @@ class GuardedTier(SegmentTier):
 
 
 class RepairedTier(SegmentTier):
-    """Reuses tokens in surroundings that are alike, and recomputes some of them: a departure from the paper, after CacheBlend and EPIC.
+    """Admits tokens in similar surroundings, and recomputes some of them: a departure from the paper, after CacheBlend and EPIC.
 
     Args:
         likeness: The least Jaccard similarity of the surroundings' shingles; None for the policy's.
@@ -157,14 +157,14 @@ class RepairedTier(SegmentTier):
 
     def admit(self, candidate: Candidate, context: TierContext) -> Verdict:
         least = context.policy.similarity if self.likeness is None else self.likeness
-        # Where everything is admitted, surroundings need not be compared.
+        # A threshold of 0 admits everything, without comparing surroundings.
         if least > 0 and candidate.likeness < least:
             return Verdict(reason=f"Its surroundings have a likeness of {candidate.likeness:.2f}, below {least:g}.")
         return Verdict((repaired(self.name, candidate, context),))
 
 
 class ProbedTier(SegmentTier):
-    """Reuses tokens whose stored keys get the attention that fresh ones get, as a probe finds or earlier probes found."""
+    """Admits tokens whose stored keys get the same attention as recomputed ones, by a probe or by earlier probes."""
 
     name = "probed"
 
@@ -174,12 +174,12 @@ class ProbedTier(SegmentTier):
             return Verdict(reason="The policy has no probes.")
         passed = context.experience(candidate.tokens, candidate.likeness)
         if passed is False:
-            return Verdict(reason="Probes of it failed in surroundings that were as alike.")
+            return Verdict(reason="Probes of it failed in surroundings that were as similar.")
         return Verdict((repaired(self.name, candidate, context),), probe=passed is None)
 
 
 class LowerLayersTier(SegmentTier):
-    """Reuses as many of the lowest layers as the guards allow, the further into a segment the more; needs a store with `cuts`."""
+    """Admits as many of the lowest layers as the guards allow, more of them further into a segment; needs a store with `cuts`."""
 
     name = "guarded"
 
@@ -195,7 +195,7 @@ class LowerLayersTier(SegmentTier):
 
 
 def tiers_of(mode: Mode) -> tuple[SegmentTier, ...]:
-    """The tiers of a mode, in order."""
+    """Return the tiers of a mode, in order."""
     if mode == "exact":
         return ()
     if mode == "approximate":
@@ -204,7 +204,7 @@ def tiers_of(mode: Mode) -> tuple[SegmentTier, ...]:
 
 
 def admitted(candidate: Candidate, tiers: Sequence[SegmentTier], context: TierContext) -> list[PlannedSpan]:
-    """The spans that a candidate becomes, without gaps: by the first tier that admits it, or computed."""
+    """Return the spans of a candidate, without gaps: those of the first tier that admits it, or one computed span."""
     reasons: list[str] = []
     for number, tier in enumerate(tiers):
         verdict = tier.admit(candidate, context)
@@ -213,7 +213,7 @@ def admitted(candidate: Candidate, tiers: Sequence[SegmentTier], context: TierCo
         if not verdict.admitted:
             reasons.append(verdict.reason)
             continue
-        spans = _whole(candidate, verdict.spans)
+        spans = _without_gaps(candidate, verdict.spans)
         if not verdict.probe:
             return spans
         if len(spans) > 1:
@@ -228,21 +228,21 @@ def _probed(span: PlannedSpan, likeness: float, otherwise: tuple[PlannedSpan, ..
     return replace(span, check=Check(True, choose, likeness, fallback))
 
 
-def _whole(candidate: Candidate, spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
-    """Spans with computed ones in the gaps; refuses those that a tier may not return."""
-    found: list[PlannedSpan] = []
+def _without_gaps(candidate: Candidate, spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
+    """Fill the gaps between a tier's spans with computed ones; refuse spans that a tier may not return."""
+    filled: list[PlannedSpan] = []
     index = candidate.start
     for span in spans:
         if span.start < index or span.stop > candidate.stop or (span.stored and span.tier in ("exact", COMPUTED)):
             expected = f"spans in order, within {candidate.start} to {candidate.stop}, of a tier that is neither 'exact' nor 'computed'"
             raise ConfigError.of("tiers", expected, f"{span.start} to {span.stop} of the tier {span.tier!r}")
-        found += [PlannedSpan(index, span.start), span]
+        filled += [PlannedSpan(index, span.start), span]
         index = span.stop
-    return joined([*found, PlannedSpan(index, candidate.stop)])
+    return joined([*filled, PlannedSpan(index, candidate.stop)])
 
 
 def repaired(tier: str, candidate: Candidate, context: TierContext) -> PlannedSpan:
-    """A candidate of which the policy's share of tokens is recomputed, but none behind enough equal tokens."""
+    """Return a candidate with the policy's share of tokens recomputed, except tokens that the guard of all layers admits."""
     policy = context.policy
     window = policy.window(context.layers, context.layers)
     unsafe = len(candidate) if window is None else min(len(candidate), max(0, window - candidate.same))
@@ -252,21 +252,19 @@ def repaired(tier: str, candidate: Candidate, context: TierContext) -> PlannedSp
     return candidate.reused(tier, context, count)
 
 
-def stored_tokens(pieces: Sequence[StoredSpan]) -> tuple[StoredTokens, ...]:
-    """Stored spans as a plan names them."""
-    return tuple(
-        StoredTokens(piece.start, piece.stop, piece.record.key, piece.offset, piece.position, piece.record.stored) for piece in pieces
-    )
+def stored_tokens(spans: Sequence[StoredSpan]) -> tuple[StoredTokens, ...]:
+    """Convert stored spans to the stored tokens of a plan."""
+    return tuple(StoredTokens(span.start, span.stop, span.record.key, span.offset, span.position, span.record.stored) for span in spans)
 
 
-def stored_depth(pieces: Sequence[StoredSpan], layers: int) -> int | None:
-    """How many layers are stored of all pieces, or None for all that the model has."""
-    stored = min((sum(map(len, piece.record.stored.get("piles", ()))) for piece in pieces), default=layers)
+def stored_depth(spans: Sequence[StoredSpan], layers: int) -> int | None:
+    """Return how many layers all spans are stored of; None for all layers of the model."""
+    stored = min((sum(map(len, span.record.stored.get("piles", ()))) for span in spans), default=layers)
     return stored if 0 < stored < layers else None
 
 
 def likeness(a: Ids, b: Ids) -> float:
-    """How alike two texts end, as the Jaccard similarity of the shingles of their last tokens."""
+    """Return how similar two texts end: the Jaccard similarity of the shingles of their last `SURROUNDINGS` tokens."""
     first, second = (_shingles(ids[-SURROUNDINGS:].tobytes()) for ids in (a, b))
     if not first or not second:
         return float(np.array_equal(a, b))
@@ -276,12 +274,12 @@ def likeness(a: Ids, b: Ids) -> float:
 
 @lru_cache(1024)
 def _shingles(ids: bytes) -> frozenset[int]:
-    # Kept, because what stood before a stored segment is asked for with every prompt that has the segment.
+    # Cached, because every prompt that has a stored segment compares the tokens before it.
     return frozenset(window_hashes(np.frombuffer(ids, np.uint32), SHINGLE).tolist())
 
 
 def _split(piece: StoredSpan, edges: Sequence[int]) -> Iterator[StoredSpan]:
-    """A stored span, cut at those of the indices that lie inside of it."""
+    """Cut a stored span at the indices that lie inside of it."""
     cuts = sorted({piece.start, piece.stop, *(edge for edge in edges if piece.start < edge < piece.stop)})
     for start, stop in pairwise(cuts):
         yield StoredSpan(start, stop, piece.record, piece.offset + start - piece.start)

@@ -1,4 +1,4 @@
-"""`WarmStartCache`: a prompt that resembles an earlier one answers at once."""
+"""`WarmStartCache`: a prompt that resembles an earlier one starts from its state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hf_kvcaches.errors import (
     require_tokenizer,
     whole_number,
 )
-from hf_kvcaches.warmstart.filling import WarmStartPipeline, kept_job
+from hf_kvcaches.warmstart.filling import WarmStartPipeline, storing_job
 from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.layer import WarmLayer
 from hf_kvcaches.warmstart.library import WarmStartLibrary
@@ -41,14 +41,14 @@ class WarmStartReport(CacheReport):
     """What a `WarmStartCache` holds, and how its prompt was served.
 
     Args:
-        strategy: What served the prompt: "exact" (the very prompt), "align" (spans of a similar one), "slots" (its summary), "prefix"
-            (a common prefix) or "cold"; "mixed" where rows of a batch were served differently, "" before a prompt.
-        neighbour: The id of the entry that served it; None where there is none, or rows have several.
-        similarity: Of that entry, as a cosine; None where it was looked up by its tokens.
+        strategy: What served the prompt: "exact" (the same prompt), "align" (spans of a similar one), "slots" (its summary), "prefix"
+            (a common prefix) or "cold"; "mixed" if rows of a batch were served differently, "" before a prompt.
+        neighbour: The id of the entry that served it; None if there is none, or if rows have several.
+        similarity: The cosine of that entry; None if it was looked up by its tokens.
         reused_tokens: Tokens of the prompt that were not computed, in all rows.
-        computed_tokens: Those that were.
-        refused: Why nothing better was done, or "".
-        reason: Why the prompt was not looked up at all, as a sentence; "" where it was.
+        computed_tokens: Tokens of the prompt that were computed.
+        refused: Why no better strategy served the prompt, or "".
+        reason: Why the prompt was not looked up at all, as a sentence; "" if it was.
         swapped: Whether the exact prefill has replaced what was reused.
         strategies: `strategy` of each row.
         neighbours: `neighbour` of each row.
@@ -85,19 +85,19 @@ class WarmStartCache(SplicingCache):
 
     Args:
         model: The model that the library was made for.
-        library: Where earlier prompts are.
+        library: The earlier prompts.
         tokenizer: The model's; None for the library's.
         strategy: `"auto"`: the same prompt, else alignment where at least `gate.reusable` of the tokens can be reused, else, with a `swap`,
             the summary where the gate admits it, else a common prefix. `"align"`: without summaries. `"slots"`: summaries only, where the
             gate admits them, also without a swap. `"exact"`: the same prompt and common prefixes only.
-        swap: The exact prefill that replaces what was reused: `"off"`, `"sync"` (before the second token) or `"background"` (in a thread,
-            when it is ready). Only where something inexact was reused.
-        gate: When a similar prompt will do; None for the library's default.
-        guard: Tokens that are recomputed behind every change, with alignment.
-        tail: Tokens at the end of a prompt that are always computed, with alignment.
+        swap: When the exact prefill replaces inexact reuse: `"off"` (never), `"sync"` (before the second token) or `"background"` (once a
+            thread has computed it).
+        gate: Limits on the prompts that may be reused; None for the default ones.
+        guard: How many tokens behind every change are recomputed, with alignment.
+        tail: How many tokens at the end of a prompt are always computed, with alignment.
         projector: A `SlotProjector` for summaries, or None.
-        remember: Whether the prompt enters the library, once it is computed exactly. What was reused inexactly is not stored, unless the
-            exact prefill has taken its place.
+        remember: Whether the prompt is stored in the library once it is computed exactly: alone, behind an exact prefix, or by the exact
+            prefill of a swap.
         decode_with: A new cache of the same model that holds the tokens once the prompt is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
@@ -140,7 +140,7 @@ class WarmStartCache(SplicingCache):
         if strategy in ("slots", "align") and why:
             raise UnsupportedError(f"strategy={strategy!r}: {why}. Use strategy='exact', or 'auto'.")
         if projector is not None and library.correction is not None:
-            raise UnsupportedError("projector: keys of learned positions can't be brought to one place first. Leave it out.")
+            raise UnsupportedError("projector: keys with learned positions can't be rotated to a common position. Leave it out.")
         if strategy == "slots" and not library.slots:
             raise ConfigError("strategy='slots': the library has no summaries. Make it with slots=64, or use another strategy.")
         self.library, self.tokenizer = library, tokenizer if tokenizer is not None else library.tokenizer
@@ -162,7 +162,7 @@ class WarmStartCache(SplicingCache):
         return WarmLayer()
 
     def settings(self) -> dict[str, Any]:
-        raise UnsupportedError("save: a WarmStartCache hangs on its library, which would not be in the file. Save the library instead.")
+        raise UnsupportedError("save: a WarmStartCache depends on its library, which would not be in the file. Save the library instead.")
 
     def take_prefill(self, call: PrefillCall) -> int:
         if self.seen or self.library is None:  # a cache that came from another process has no library
@@ -172,16 +172,16 @@ class WarmStartCache(SplicingCache):
         return WarmStartPipeline(self, call).fill()
 
     def note(self, rows: Sequence[ServedRow], inexact: bool) -> None:
-        """Keep what served each row, and whether an exact prefill gives other keys and values."""
+        """Keep the plan of each row, and whether an exact prefill gives other keys and values."""
         self.plans, self._inexact = tuple(rows), inexact
 
     def remember(self, rows: Sequence[ServedRow], identity: Identity, slots: int) -> None:
-        """Have rows of a prompt enter the library once the first `slots` slots are computed, where the caller wants that."""
+        """Store rows of a prompt in the library once the first `slots` slots are computed, if `remember` is set."""
         if self._remember and self.library.full and self.remembering is not None:
-            self.remembering.expect(kept_job(self, rows, identity, slots))
+            self.remembering.expect(storing_job(self, rows, identity, slots))
 
     def expect_swap(self, call: PrefillCall, padding: Sequence[int]) -> None:
-        """Have the exact prefill take the place of what was reused, where the caller asked for that."""
+        """Prepare the exact prefill that replaces what was reused, if `swap` is set."""
         if self.swap != "off":
             ids, mask = call.input_ids.clone(), call.attention_mask
             positions = torch.arange(ids.shape[1], device=ids.device) - torch.tensor(padding, device=ids.device)[:, None]
@@ -198,16 +198,16 @@ class WarmStartCache(SplicingCache):
             layer.take_slots([LayerSlots(*(tensor.to(device) for tensor in row)) for row in rows], covered)
 
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        self.history.crop(self.seen)  # a pass that did not run to its end
+        self.history.crop(self.seen)  # drops a pass that did not run to its end
         if self._exact is not None and self.seen:
             self._go_on(attention_mask)
         super().observe(input_ids, attention_mask, position_ids)
 
     def _go_on(self, attention_mask: Any) -> None:
-        """Before a pass behind the prompt: start the exact prefill, or swap it in where it is ready."""
+        """Start the exact prefill before a decode step, or swap it in if it is ready."""
         exact = self._exact
         assert exact is not None
-        # Not earlier, so that nothing else runs until the first token is out.
+        # The thread starts here so that it does not delay the first token.
         if self.swap == "background" and not exact.started:
             exact.start(self)
             return
@@ -217,29 +217,29 @@ class WarmStartCache(SplicingCache):
             failure = f"{type(exact.failure).__name__}: {exact.failure}"
             _warn(f"The exact prefill in the background failed ({failure}); the prompt is run now.")
         self._take_over(exact, attention_mask)
-        self._exact = None  # only now: a swap that was interrupted is made before the next pass
+        self._exact = None  # last, so that an interrupted swap is repeated before the next pass
 
     def _take_over(self, exact: ExactPrefill, attention_mask: Any) -> None:
         """Replace what was reused by the exact keys and values, and recompute the generated tokens."""
         if not self.history.known or self.history.tokens().shape[1] != self.seen:
             _warn("Tokens went by that the cache was not told of, so it goes on without the exact prefill.")
             return
-        filled = exact.result() if identity_of(self.model) == self.provenance.identity else None
-        if filled is None or filled.provenance.identity != self.provenance.identity:
+        exact_cache = exact.result() if identity_of(self.model) == self.provenance.identity else None
+        if exact_cache is None or exact_cache.provenance.identity != self.provenance.identity:
             _warn("The model has changed since it read the prompt, so the cache goes on without the exact prefill.")
             return
-        order = exact.rows[:, 0].to(exact.ids.device)
-        if not torch.equal(order.cpu(), torch.arange(exact.ids.shape[0])):
-            filled.batch_select_indices(order)
+        rows = exact.rows[:, 0].to(exact.ids.device)
+        if not torch.equal(rows.cpu(), torch.arange(exact.ids.shape[0])):
+            exact_cache.batch_select_indices(rows)
         start, seen = exact.ids.shape[1], self.seen
         if seen > start:
-            new = self.history.tokens()[:, start:seen].to(exact.ids.device)
-            positions = exact.positions[order, -1:] + 1 + torch.arange(seen - start, device=order.device)
+            new_ids = self.history.tokens()[:, start:seen].to(exact.ids.device)
+            positions = exact.positions[rows, -1:] + 1 + torch.arange(seen - start, device=rows.device)
             mask = attention_mask[:, :seen] if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2 else None
             with torch.no_grad():
-                run_span(self.model, filled, new, positions, mask)
-        for layer, other in zip(self.layers, filled.layers, strict=True):
-            layer.take_tokens(other.key_buffer, other.value_buffer, seen)
+                run_span(self.model, exact_cache, new_ids, positions, mask)
+        for layer, exact_layer in zip(self.layers, exact_cache.layers, strict=True):
+            layer.take_tokens(exact_layer.key_buffer, exact_layer.value_buffer, seen)
         self._swapped = True
         if not self.exchanged:
             self.remember(self.plans, self.provenance.identity, start)
@@ -301,9 +301,9 @@ class WarmStartCache(SplicingCache):
         return {**super().__getstate__(), "library": None, "tokenizer": None, "_exact": None, "projector": None}
 
 
-def _common(values: Sequence[Any], otherwise: Any) -> Any:
-    """Return the value that all rows have, or another."""
-    return values[0] if len(set(values)) == 1 else otherwise
+def _common(values: Sequence[Any], default: Any) -> Any:
+    """Return the value that all rows share, else a default."""
+    return values[0] if len(set(values)) == 1 else default
 
 
 def _warn(sentence: str) -> None:

@@ -1,8 +1,8 @@
-"""Calibrates the limits of a `WarmStartGate` on pairs of prompts.
+"""Calibrate the limits of a `WarmStartGate` on pairs of prompts.
 
-Each pair is served in both ways that are approximate, from a summary and by alignment, and compared with a cold run: the first token, and
-the following ones, for which the served cache is fed the cold run's greedy continuation. A false hit is a pair that the gate admits
-although the divergence of the first token, or the mean of the following ones, is above `FALSE`.
+Each pair is served from a summary and by alignment, and compared with a cold run at the first token and at the following ones, for which
+the cache is fed the cold run's greedy continuation. A false hit is a pair that the gate admits although the divergence of the first token,
+or the mean over the following ones, is above `FALSE`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from hf_kvcaches.warmstart.gate import WarmStartGate
 from hf_kvcaches.warmstart.library import Prompt, WarmStartLibrary, token_ids
 from hf_kvcaches.warmstart.planning import reusable_blocks
 
-# The paper's limit, in nats.
+# The paper's limit on the divergence, in nats.
 FALSE = 0.05
-# Rejects everything.
+# A limit that rejects everything.
 CLOSED = 1.01
-# Rejects nothing.
+# A gate that rejects nothing.
 _OPEN = WarmStartGate(tau=-1.0, lengths=(0.0, math.inf), reusable=0.0, content=None, lexical=False)
-# Rows of a calibrated gate's table.
+# The most rows of a calibrated gate's table.
 _MOST_ROWS = 40
 
 
 class ServedDivergence(NamedTuple):
-    """How far the tokens of a served prompt are from those of a cold run, in nats."""
+    """The divergences of a served prompt's tokens from those of a cold run, in nats."""
 
     first: float
     following: float = 0.0  # the mean
@@ -48,13 +48,13 @@ class ServedDivergence(NamedTuple):
 
     @property
     def worst(self) -> float:
-        """The greater of both."""
+        """The greater of both divergences."""
         return max(self.first, self.following)
 
 
 @dataclass(frozen=True)
 class MeasuredPair:
-    """One pair, with the divergences when served from a summary and by alignment, None where that is not possible."""
+    """A pair, with its divergences when served from a summary and by alignment; None if that is not possible."""
 
     similarity: float
     reusable: float  # share of the target's tokens
@@ -76,23 +76,23 @@ def calibrate_gate(
     following: int = 16,
     progress: bool = True,
 ) -> WarmStartGate:
-    """Return a gate as permissive as a budget of false hits allows.
+    """Return the most permissive gate that keeps a budget of false hits.
 
-    `tau` is the lowest similarity, among pairs that pass the gate's other checks, at which the share of false hits in what is served from
-    summaries keeps the budget; `reusable` is the lowest share at which alignment does. Where nothing keeps it, the limit rejects
-    everything. Where all pairs keep it, the limit of `gate` stands if it is lower still; else no limit is below what was measured.
+    `tau` is the lowest similarity, among pairs that pass the gate's other checks, at which the share of false hits from summaries keeps the
+    budget; `reusable` is the lowest share of tokens at which alignment keeps it. A limit that no value keeps rejects everything. If all
+    pairs keep the budget, the limit of `gate` stands if it is lower; else the limit is the lowest measured value.
 
-    The tokens behind the prompts are compared, so pairs should end with what makes a difference, and some of them must be rejected. A
-    budget of 1% shows nothing in fewer than a hundred admitted pairs: with none false among n, 3 / n may be.
+    The tokens behind the prompts are compared, so pairs should end with text that depends on their differences, and some pairs must be
+    rejected. A budget of 1% needs more than a hundred admitted pairs: with no false hit among n, the true share may be 3 / n.
 
     Args:
-        library_options: Of the `WarmStartLibrary` that the gate is for: `slots`, `encoder`, `layout`, `tail`, `full`, `quantization`,
-            `adapters`.
+        library_options: Options of the `WarmStartLibrary` that the gate is for: `slots`, `encoder`, `layout`, `tail`, `full`,
+            `quantization`, `adapters`.
         pairs: (earlier prompt, new prompt), as texts or token ids.
         budget: The largest share of false hits among admitted pairs.
-        gate: Where the other limits come from; None for the defaults. Limits that nothing was measured for stay.
-        guard: Of the caches that the gate is for, and `tail`.
-        following: How many tokens behind the first one are compared, those that the model itself chooses.
+        gate: The gate with the other limits; None for the defaults. Limits without measurements stay.
+        guard: That of the caches that the gate is for, as `tail`.
+        following: How many tokens behind the first one are compared; the model's greedy continuation.
     """
     if not is_number(budget) or not 0 <= budget < 1:
         raise ConfigError.of("budget", "a share of at least 0, below 1", budget)
@@ -100,7 +100,7 @@ def calibrate_gate(
     options = dict(library_options or {})
     for name in ("location", "max_bytes"):
         if name in options:
-            raise ConfigError(f"library_options: {name} is none of the gate's business. Leave it out.")
+            raise ConfigError(f"library_options: {name} does not matter for a gate. Leave it out.")
     base = gate or WarmStartGate()
     pairs = list(pairs)
     if not pairs:
@@ -129,7 +129,7 @@ def calibrate_gate(
 def limit(measured: Sequence[tuple[float, ServedDivergence]], budget: float, default: float) -> tuple[float, list[dict[str, Any]]]:
     """Return the lowest limit at which the share of false hits keeps a budget, and rows for the limits that were tried.
 
-    `measured` holds (what the limit is for, divergences) of each pair; where all of them keep the budget, a lower `default` stands.
+    `measured` holds (the limited value, divergences) of each pair; if all of them keep the budget, a lower `default` stands.
     """
     rows: list[dict[str, Any]] = []
     chosen = None
@@ -164,7 +164,7 @@ def measure_pair(
     tail: int = 16,
     following: int = 16,
 ) -> MeasuredPair:
-    """Serve one prompt from another; the gate's checks but for the similarity say what is refused."""
+    """Serve one prompt from another; `refused` is from the gate's checks other than similarity."""
     model: Any = library.model
     before, after = (token_ids(prompt, model, library.tokenizer) for prompt in (source, target))
     (key,) = library.add([before])
@@ -179,10 +179,10 @@ def measure_pair(
         chosen, expected = _greedy(model, after, following)
 
         def divergence_of(strategy: Strategy) -> ServedDivergence | None:
-            # A common prefix is taken before a summary where it has the share that alignment must have.
+            # A prefix with a share of `reusable` is served before a summary, so no prefix may reach it.
             gate = replace(_OPEN, reusable=CLOSED) if strategy == "slots" else _OPEN
             cache = WarmStartCache(model, library, strategy=strategy, gate=gate, guard=guard, tail=tail)
-            # One more, because the last of those that are asked for is not fed.
+            # One more token, because the last one is not fed.
             logits = next_tokens(model, after, [*chosen, 0], cache)
             if cache.report().strategy != strategy:
                 return None
@@ -205,7 +205,7 @@ def measure_pair(
 
 
 def _greedy(model: Any, prompt: Sequence[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Return the tokens that a model chooses behind a prompt without a warm start, and the logits behind the prompt and each of them."""
+    """Return the greedy continuation of a prompt without a warm start, and the logits behind the prompt and each of its tokens."""
     cache, fed, chosen, logits = DynamicCache(config=model.config), list(prompt), list[int](), list[torch.Tensor]()
     for _ in range(count + 1):
         ids = torch.tensor([fed], device=compat.input_device(model))

@@ -1,8 +1,8 @@
-"""`changes`: what differs between two texts, word by word, and which of it may change the answer.
+"""Compare two texts word by word, and find the differences that may change the answer.
 
-Prompts that are similar by any measure may ask for the opposite: a `not`, another digit, another name. The word lists are English. In
-other languages and scripts the checks err on the safe side: digits are digits in any script, and a word that no list has is content. What
-each list and each kind of risk is good for is in docs/benchmarks/warmstart-words.md.
+Similar prompts may ask for opposite things: a `not`, another digit, another name. The word lists are English. In other languages and
+scripts the checks err on the safe side: digits are recognised in any script, and a word in no list is content. What each list and each kind
+of risk contributes is measured in docs/benchmarks/warmstart-words.md.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hf_kvcaches.warmstart import words as lists
 
 Risk = Literal["numbers", "names", "negations", "logic", "quotations", "code", "links", "units"]
 
-# A word keeps what joins it without a space: it's, well-known, 3.14, 12:30, a_name, page.txt, someone@example.org, https://example.org/a.
-# All patterns begin with a set of characters, which is what makes the search fast.
+# A word includes characters that join its parts without a space: it's, well-known, 3.14, 12:30, a_name, page.txt, someone@example.org, https://example.org/a.
+# All patterns begin with a set of characters, which makes the search fast.
 _WORD = re.compile(r"\w+(?:://\S+|(?:(?:['\u2019._@-]|(?<=\d)[,:/](?=\d))\w+)*)|\S")
 _NUMBER = re.compile(r"[-+.\u2212\u00b1]?\d+(?:[.,:/'\u2019\u2212-]?\d+)*[%\u2030\u00b0]?")
-# Longer quotations are prose that somebody speaks.
+# Longer quotations are direct speech.
 _QUOTED = re.compile("[\u201c\u201e\u00ab\u300c][^\u201c\u201d\u00bb\u300d]{0,100}[\u201c\u201d\u00bb\u300d]")
 _SINGLE = re.compile("['\u2018](?<!\\w['\u2018])[^'\u2019\n]{1,100}['\u2019](?!\\w)")
 _OPERATORS = frozenset("=<>+*/\\|&^~@{}[]#_`")
-_SIGNS = _OPERATORS | set("()%\u2030")  # punctuation by their category alone
+_SIGNS = _OPERATORS | set("()%\u2030")  # not punctuation, despite their category
 _QUOTES = frozenset('"\u201c\u201d\u201e\u00ab\u00bb\u2039\u203a\u300c\u300d\u300e\u300f')
-# This many equal words in a row are an anchor; the words between two anchors are compared up to this many pairs.
+# An anchor is this many consecutive equal words. Words between two anchors are compared if they form at most `_PAIRS` pairs.
 _ANCHOR = 3
 _PAIRS = 2500
 
@@ -50,9 +50,9 @@ class TextChanges:
 
 
 def changes(source: str, target: str, *, stop: bool = False) -> TextChanges:
-    """Compare two texts; with `stop` only up to the first risk, from the end, where the question is.
+    """Compare two texts; with `stop` only until the first risk, from the end, where the question is.
 
-    Texts that have little in common take long without `stop`.
+    Without `stop`, texts with little in common take long.
     """
     if source == target:
         return TextChanges()
@@ -85,7 +85,7 @@ def _is_punctuation(char: str) -> bool:
 
 
 def _middle(source: str, target: str) -> tuple[int, int, int]:
-    """Return where two texts begin to differ, and where each is as the other again up to its end; all at spaces."""
+    """Return where two texts begin to differ, and where the common end begins in each; all at spaces."""
     # A lone surrogate can be in a string, though not in UTF-32.
     a, b = (np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32) for text in (source, target))
     head = common_prefix(a, b)
@@ -98,10 +98,10 @@ def _middle(source: str, target: str) -> tuple[int, int, int]:
 
 
 def _listed(source: str, target: str, middle: tuple[int, int, int]) -> Iterator[tuple[Risk, list[str], list[str]]]:
-    """Yield what must be the same in both texts, whatever the words around it, spacing included."""
+    """Yield the strings of each text that must be equal, spacing included, whatever the words around them."""
     start, source_stop, target_stop = middle
     yield "numbers", _NUMBER.findall(source, start, source_stop), _NUMBER.findall(target, start, target_stop)
-    # These may have begun before the first difference.
+    # Code and quotations may begin before the first difference.
     yield "code", source.split("```")[1::2], target.split("```")[1::2]
     yield "code", _between(source, "`"), _between(target, "`")
     yield "quotations", _between(source, '"'), _between(target, '"')
@@ -110,7 +110,7 @@ def _listed(source: str, target: str, middle: tuple[int, int, int]) -> Iterator[
 
 
 def _between(text: str, mark: str) -> list[str]:
-    # Without direction any two marks may be a pair.
+    # These marks have no direction, so any two may be a pair.
     return [quoted for quoted in text.split(mark)[1:-1] if len(quoted) <= 100]
 
 
@@ -119,7 +119,7 @@ def _became(before: str, after: str) -> str:
 
 
 def _gaps(source: str, target: str, middle: tuple[int, int, int]) -> list[tuple[Words, Words]]:
-    """Return the words between anchors, place by place."""
+    """Return the words of both texts between successive anchors."""
     start, source_stop, target_stop = middle
     a, b = list(_WORD.finditer(source, start, source_stop)), list(_WORD.finditer(target, start, target_stop))
     numbers: dict[str, int] = {}
@@ -134,7 +134,7 @@ def _gaps(source: str, target: str, middle: tuple[int, int, int]) -> list[tuple[
 
 
 def _refined(a: Words, b: Words) -> Iterator[tuple[Words, Words]]:
-    """Yield the words that differ between two anchors; a capital at the start of a sentence is no difference."""
+    """Yield the words that differ between two anchors, ignoring capitals at the start of a sentence."""
     if not a or not b or len(a) * len(b) > _PAIRS:
         yield a, b
         return
@@ -152,14 +152,14 @@ def _starts_sentence(match: re.Match[str]) -> bool:
 
 
 def _risks(a: Words, b: Words) -> Iterator[Risk]:
-    """Yield the risks of one place that has other words in either text."""
+    """Yield the risks of words in one text that replace words in the other."""
     counts = [Counter(match[0].lower().replace("\u2019", "'") for match in side) for side in (a, b)]
     before, after = map(set, counts)
     for word in before | after:
         yield from _risks_of(word)
     names = [{match[0] for match in side if _is_name(match[0])} for side in (a, b)]
     inside = any(not _starts_sentence(match) for match in (*a, *b) if _is_name(match[0]))
-    # The first word of a sentence may be a name where another replaces it.
+    # Two capitalised words that replace each other at the start of a sentence may be names.
     if inside or (names[0] and names[1] and names[0] != names[1]):
         yield "names"
     more_or_fewer = any(counts[0][word] != counts[1][word] for word in lists.LOGIC & (before | after))

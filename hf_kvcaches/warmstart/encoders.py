@@ -1,7 +1,7 @@
-"""Encoders: prompts as unit vectors, so that similar prompts have a high cosine.
+"""Encoders: embed prompts as unit vectors, so that similar prompts have a high cosine.
 
-The look-up is part of the time to the first token, so an encoder has to be much cheaper than the prompt's prefill. How well each of them
-tells prompts apart is in docs/benchmarks/warmstart-encoders.md.
+The look-up is part of the time to the first token, so an encoder must be much cheaper than the prompt's prefill. How well each encoder
+separates prompts is measured in docs/benchmarks/warmstart-encoders.md.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError, require
 
 Embeddings = npt.NDArray[np.float32]
 
-# Elements of a vector made from input embeddings: cosines of random vectors are within 0.06 of 0, and whitening takes no time.
+# Elements of a vector of `EmbeddingsEncoder`: cosines of random vectors are within 0.06 of 0, and whitening is fast.
 _WIDTH = 256
-# A token whose share of all text is this has half the weight of a rare one.
+# A token with this share of all text has half the weight of a rare one.
 _COMMON = 1e-3
-# Added to the variances before they are made equal, in shares of their mean.
+# Added to the variances before whitening, as a share of their mean.
 _FLOOR = 0.01
-# Tokens that the whitening is estimated from, more of the frequent ones.
+# How many tokens the whitening is estimated from, more of the frequent ones.
 _MOST_TOKENS = 32768
 _PROBE = "How long is a piece of string?"
 
 
 class Encoder(ABC):
-    """Prompts as unit vectors. The same prompts give the same vectors in every process.
+    """Embeds prompts as unit vectors, the same in every process.
 
     Attributes:
-        name: Vectors of encoders with other names don't compare. It goes into fingerprints.
+        name: Identifies the vectors, also in fingerprints; vectors of other names can't be compared with them.
         dim: Elements of a vector.
-        reads_text: Whether it looks at the texts; else they may be empty.
+        reads_text: Whether it reads the texts; otherwise they may be empty.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Encoder(ABC):
 
 
 class EmbeddingsEncoder(Encoder):
-    """The mean of a model's input embeddings over a prompt's tokens, weighted and whitened; it knows nothing of their order.
+    """The mean of a model's input embeddings over a prompt's tokens, weighted and whitened; the order of tokens does not matter.
 
-    A token's weight is the root of how often it comes, and lower for common tokens. How common a token is, is read off its id: tokenizers
-    number tokens by frequency, and by Zipf's law the n-th has a share of about 1 / n.
+    A token's weight is the square root of its count in the prompt, and lower for common tokens. Its share of all text is estimated from its
+    id: tokenizers number tokens by frequency, and by Zipf's law the n-th token has a share of about 1 / n.
     """
 
     reads_text = False
@@ -94,7 +94,7 @@ class EmbeddingsEncoder(Encoder):
 
     def _embedded(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
-            # detach: a model that is prepared for training has a hook here that asks for gradients.
+            # detach: a hook of models that are prepared for training enables gradients here.
             return self._embed(ids.to(compat.layer_device(self._embed))).detach().float().cpu()
 
     def _whitening(self, vectors: Tensor, shares: Tensor) -> Tensor:
@@ -102,13 +102,13 @@ class EmbeddingsEncoder(Encoder):
         hidden = vectors.shape[1]
         projection = torch.eye(hidden)
         if hidden > self.dim:
-            # Random directions keep cosines, and are the same with every linear algebra library.
+            # Random directions preserve cosines, and do not depend on the linear algebra library.
             projection = torch.randn(hidden, self.dim, generator=torch.Generator().manual_seed(0)) / self.dim**0.5
         projected = vectors @ projection
         covariance = (projected * shares[:, None]).T @ projected
         values, directions = torch.linalg.eigh(covariance.double())
         floored = values.clamp_min(0) + _FLOOR * values.mean().clamp_min(1e-30)
-        # Symmetric, so that the signs and order of the directions make no difference.
+        # Symmetric, so that signs and order of the eigenvectors do not matter.
         return projection @ (directions @ torch.diag(floored.rsqrt()) @ directions.T).float()
 
     def _vectors(self, texts: list[str], ids: list[list[int]]) -> Any:
@@ -123,7 +123,7 @@ class EmbeddingsEncoder(Encoder):
 class HiddenEncoder(Encoder):
     """The mean of the normalised hidden states that leave the lowest quarter of a model's layers, in `eval()` mode.
 
-    The layers above don't run. Caches are not touched, and hooks on the model itself don't see the call.
+    The layers above don't run. Caches are not changed, and hooks on the model itself are not called.
     """
 
     reads_text = False
@@ -147,14 +147,14 @@ class HiddenEncoder(Encoder):
         last = RunningLayer(layers[self._depth - 1], self._depth - 1, None)
         twin = with_layers(self._model, [*layers[: self._depth - 1], last, *map(SkippedLayer, layers[self._depth :])])
         run_module(twin, None, torch.tensor([row], device=compat.input_device(self._model)))
-        # Normalised: a few tokens, such as the first, have states many times as long as the others.
+        # Normalised, because the states of a few tokens, such as the first, are many times longer than the others.
         return nn.functional.normalize(last.output[0].float(), dim=-1).sum(0).cpu()
 
 
 class SentenceEncoder(Encoder):
     """A sentence-transformers model, or its name.
 
-    Such a model reads only the first few hundred tokens of a text. A longer one is cut, and its vector is the mean over the pieces.
+    Such a model reads only the first few hundred tokens of a text. A longer text is cut, and its vector is the mean over its pieces.
     """
 
     def __init__(self, model: Any, device: str | None = None) -> None:
@@ -184,7 +184,7 @@ class SentenceEncoder(Encoder):
         tokenizer: Any = getattr(self._model, "tokenizer", None)
         if self._longest is None or not getattr(tokenizer, "is_fast", False):
             return [(text, 1)]
-        # A piece may have one more token where the text is cut.
+        # A cut may add one token to a piece.
         room = max(1, self._longest - tokenizer.num_special_tokens_to_add() - 1)
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, truncation=False, verbose=False)["offset_mapping"]
         if len(offsets) <= room + 1:
@@ -194,9 +194,9 @@ class SentenceEncoder(Encoder):
 
 
 class FunctionEncoder(Encoder):
-    """Any function from a list of n strings to n vectors, as an array, a tensor or lists.
+    """A function from a list of n strings to n vectors, as an array, a tensor or lists.
 
-    Its attribute `name`, or else its module and qualified name, identify it: where the vectors change, so should the `name`.
+    Its attribute `name`, or else its module and qualified name, identify it: if its vectors change, change the `name`.
     """
 
     def __init__(self, function: Callable[[list[str]], Any]) -> None:
@@ -214,7 +214,7 @@ class FunctionEncoder(Encoder):
 
 
 def encoder_of(encoder: str | Callable[[list[str]], Any] | Encoder | None, model: Any) -> Encoder:
-    """Return the encoder that an argument stands for; `model` is the language model, with or without a PEFT wrapper."""
+    """Return the encoder for an argument; `model` is the language model, with or without a PEFT wrapper."""
     if isinstance(encoder, Encoder):
         return encoder
     if encoder is None or encoder == "model":

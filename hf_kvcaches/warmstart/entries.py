@@ -1,4 +1,4 @@
-"""Prompts with what is stored of them, looked up by their tokens or by similarity, shared by threads and processes."""
+"""Stored prompts with their states, looked up by tokens or by similarity, shared by threads and processes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _FIELDS |= {"provenance": dict, "stored": dict}
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """A prompt and what is stored of it.
+    """A prompt and its stored states.
 
     Args:
         embedding: `(dim,)`, of length 1.
-        tensors: By name. Those of a stored entry must not be written to.
-        provenance: How it came about, as JSON can hold it.
+        tensors: Tensors by name. Those of a stored entry are read-only.
+        provenance: Where it is from, as JSON values.
         stored: What `packing` needs to read its keys and values; empty if it has none.
     """
 
@@ -49,7 +49,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class EntryHead:
-    """What is known of a stored entry without reading its tensors, with the bytes of each tensor and of the whole blob."""
+    """A stored entry without its tensors, with the bytes of each tensor and of the whole blob."""
 
     text: str
     ids: Ids
@@ -65,12 +65,12 @@ class EntryReport:
     """What a store holds, and what this process did with it.
 
     Args:
-        location: Without passwords.
-        entries: Of this scope.
-        foreign: Of other scopes.
-        bytes: Of all of them.
+        location: Where entries are stored, without passwords.
+        entries: The entries of this scope.
+        foreign: The entries of other scopes.
+        bytes: The bytes of all entries.
         max_bytes: The cap, or None.
-        hot_bytes: What the hot tier of this process holds.
+        hot_bytes: The bytes that the hot tier of this process holds.
         pinned: Entries of this scope that are not evicted above the cap.
         hits: How often an entry was reused.
         saved_tokens: Tokens that were not computed.
@@ -147,7 +147,7 @@ class EntryContents:
         """Return the entry that shares the longest prefix with a prompt, and how many tokens that is."""
         index = bisect_left(self._order, (_sortable(ids), ""))
         best, longest = None, 0
-        # It is one of the two neighbours in the order.
+        # The entry is one of the two neighbours in the order.
         for _, key in self._order[max(0, index - 1) : index + 1]:
             shared = common_prefix(self.heads[key].ids, ids)
             if shared > longest:
@@ -167,9 +167,9 @@ class EntryContents:
 class EntryStore:
     """Entries of one scope, in memory, in a folder or in Redis.
 
-    Any thread may call any method, and processes may share a place. Changes of other processes are applied by `refresh`, and with every
-    change of this one. A failed or damaged read is a miss, and the first one is a `RuntimeWarning`. The scope names the model, the
-    tokenizer, the encoder and the format; entries of other scopes in the same place count for the cap, and otherwise are left alone.
+    Any thread may call any method, and processes may share a location. Changes of other processes are applied by `refresh`, and with every
+    change of this one. A failed or damaged read is a miss and warns once. The scope names the model, the tokenizer, the encoder and the
+    format; entries of other scopes in the same location count for the cap, and otherwise are left alone.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class EntryStore:
         self.refresh()
 
     def put(self, entry: Entry) -> str | None:
-        """Store an entry and return its id; one of the same tokens that is there already is kept. None where it didn't stay."""
+        """Store an entry, unless one has the same tokens, and return its id; None if it is too large, was evicted, or the store failed."""
         ids, embedding = _checked_ids(entry.ids), self.contents.checked(entry.embedding)
         key = self._key(ids)
         dense = {name: tensor for name, tensor in entry.tensors.items() if isinstance(tensor, Tensor)}
@@ -206,21 +206,21 @@ class EntryStore:
             sentence = f"A prompt of {len(ids)} tokens takes more than all of the {cap} bytes allowed; it is not stored."
             self.catalog.warn_once("large", sentence)
             return None
-        # The ids and the embedding are in the head so that look-ups read no tensors.
+        # Ids and embedding are in the head so that look-ups read no tensors.
         head = {"kind": _KIND, "scope": self.scope, "text": entry.text, "ids": array_as_text(ids, "<u4"), "length": len(ids)}
         head |= {"provenance": dict(entry.provenance), "stored": dict(entry.stored), "sizes": sizes}
         head |= {"embedding": array_as_text(embedding, "<f4")}
         if key not in self and not self.catalog.put(key, head, entry.tensors):
             return None
-        # After its last write each process sees all entries, so they stay within the cap together.
+        # Each process refreshes after its last write and sees all entries, so processes keep the cap together.
         self.refresh()
         return key if key in self else None
 
     def get(self, key: str, check: Callable[[Mapping[str, Tensor]], object] = lambda tensors: None, kind: str = "") -> Entry | None:
-        """Return an entry; None where there is none, or a damaged one, or one whose tensors make `check` raise an `ArtifactError`.
+        """Return an entry; None if it is missing or damaged, or if `check` raises an `ArtifactError`.
 
         Args:
-            kind: Of the check, which is called once for each entry.
+            kind: The name of the check, which is called once for each entry and kind.
         """
         head = self.head(key)
         if head is None:
@@ -238,7 +238,7 @@ class EntryStore:
         return Entry(head.text, head.ids.tolist(), embedding, tensors, head.provenance, head.stored)
 
     def head(self, key: str) -> EntryHead | None:
-        """Return what is known of an entry without reading it, or None."""
+        """Return an entry without its tensors, or None."""
         with self.catalog.lock:
             return self.contents.heads.get(key)
 
@@ -263,7 +263,7 @@ class EntryStore:
             return list(self.contents.heads)
 
     def used(self, key: str, tokens: int | None = None) -> None:
-        """Count the tokens that an entry saved; None for all that it has."""
+        """Count the tokens that an entry saved; None for all its tokens."""
         head = self.head(key)
         if head is not None:
             saved = len(head.ids) if tokens is None else tokens
@@ -281,7 +281,7 @@ class EntryStore:
         return key in self and self.catalog.delete(key)
 
     def refresh(self) -> None:
-        """Begin a request: apply what other processes changed, and evict what exceeds the cap."""
+        """Begin a request: apply changes of other processes, and evict entries above the cap."""
         self.catalog.refresh()
         if len(self.catalog.entries) > len(self):
             sentence = f"{self.catalog.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
@@ -296,7 +296,7 @@ class EntryStore:
         return EntryReport(entries=len(keys), foreign=foreign, hits=self._hits, saved_tokens=self._saved_tokens, **counts)
 
     def close(self) -> None:
-        """Close connections. What is stored stays, unless it is in memory."""
+        """Close connections. Entries stay, unless they are in memory."""
         self.catalog.blobs.close()
 
     def __len__(self) -> int:

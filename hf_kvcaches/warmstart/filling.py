@@ -1,4 +1,4 @@
-"""One prompt's way into a `WarmStartCache`."""
+"""Fill a `WarmStartCache` with one prompt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
 from hf_kvcaches.core.splicing.alignment import Block
-from hf_kvcaches.core.splicing.packing import LayerStates
 from hf_kvcaches.core.splicing.pipeline import Pipeline, Tensors
 from hf_kvcaches.core.splicing.plan import PromptPlan, PromptRow
-from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt
+from hf_kvcaches.core.splicing.remembering import Buffers, NewPrompt, states_in
 from hf_kvcaches.core.splicing.tokens import Ids
 from hf_kvcaches.warmstart.changes import changes
 from hf_kvcaches.warmstart.library import Neighbour
@@ -27,16 +26,16 @@ from hf_kvcaches.warmstart.summaries.slots import Slots
 if TYPE_CHECKING:
     from hf_kvcaches.warmstart.cache import WarmStartCache
 
-# Entries that a prompt is compared with, token by token.
+# How many entries a prompt is compared with, token by token.
 COMPARED = 3
-# To take fewer tokens from an entry takes longer than to compute them.
+# Reusing fewer tokens of an entry takes longer than computing them.
 WORTH = 96
-# On a CPU, attention behind what is reused is slower than that of a whole prompt: a prefix pays from this share of it, 1 / SHARE.
+# On a CPU, attention behind a prefix is slower than that of a whole prompt, so a prefix pays only from 1 / SHARE of the prompt on.
 SHARE = 3
 
 
 class WarmStartPipeline(Pipeline["WarmStartCache"]):
-    """Looks up a neighbour for each row, chooses what it gives, and runs the rest."""
+    """Looks up a neighbour for each row, chooses what is reused from it, and runs the rest."""
 
     @property
     def codec(self) -> KVCodec | None:
@@ -67,7 +66,7 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         return any(isinstance(row, ServedRow) and row.choice.neighbour is not None for row in plan.rows)
 
     def _chosen(self, ids: Ids) -> Choice:
-        """Return what saves most of a row."""
+        """Choose how a row is served."""
         cache, library = self.cache, self.cache.library
         if len(ids) < 2:
             return Choice(refused="One token has nothing before it.")
@@ -117,7 +116,7 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         if not library.slots:
             return "The library has no summaries."
         if len(ids) <= library.tail:
-            return "It is too short for a summary to stand before it."
+            return "It has no more tokens than the tail behind a summary."
         closest = near[0]
         verdict = gate.decide(similarity=closest.similarity, lengths=(len(closest.ids), len(ids)))
         end = max(1, cache.tail)
@@ -129,15 +128,15 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         if not verdict.admitted:
             return verdict.reason
         if cache.strategy == "auto" and cache.swap == "off":
-            return "A summary answers what follows worse: with strategy='auto' it takes swap='sync' or 'background'."
+            return "Later tokens behind a summary are worse: strategy='auto' takes it with swap='sync' or 'background' only."
         return ""
 
     def seconds_to_read(self, keys: Collection[str]) -> float | None:
         return self.cache.library.entries.catalog.seconds_to_read(keys)
 
     def read(self, key: str) -> Tensors | None:
-        found = self.cache.library.full_of(key)
-        return None if found is None else found[1]
+        entry = self.cache.library.full_of(key)
+        return None if entry is None else entry[1]
 
     def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
         if all(isinstance(row, ServedRow) and row.choice.served == "slots" for row in plan.rows):
@@ -145,11 +144,11 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         return super().run(plan)
 
     def _run_behind_summaries(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
-        """Begin each row with the summary of a similar prompt, behind which only its tail is computed."""
+        """Begin each row with the summary of a similar prompt, and compute only its tail."""
         library = self.cache.library
         rows = [row for row in plan.rows if isinstance(row, ServedRow) and row.choice.neighbour is not None]
-        found = [library.slots_of(row.choice.neighbour.key) for row in rows if row.choice.neighbour is not None]
-        summaries = [slots for slots in found if slots is not None]
+        stored = [library.slots_of(row.choice.neighbour.key) for row in rows if row.choice.neighbour is not None]
+        summaries = [slots for slots in stored if slots is not None]
         counts = {layer.keys.shape[1] for slots in summaries for layer in slots.layers}
         if len(summaries) < len(rows) or (len(rows) > 1 and len(counts) > 1):
             refused = "A batch takes summaries of one size, and those of short prompts are smaller."
@@ -162,9 +161,9 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         return taken, replace(plan, rows=tuple(served))
 
     def _moved(self, slots: Slots, tokens: int, padding: int) -> Slots:
-        """Return a summary at the end of a row of so many tokens, with its positions as columns of the mask."""
+        """Move a summary to the end of a row of `tokens` tokens, with columns of the mask as positions."""
         cache, library = self.cache, self.cache.library
-        # A prompt of fewer tokens than slots has all of them, and nothing to project.
+        # A prompt of fewer tokens than slots keeps all of them, so nothing is projected.
         if cache.projector is not None and all(layer.keys.shape[1] == library.slots for layer in slots.layers):
             slots = cache.projector.apply(slots, tokens, library.rotation.layers)
         elif library.correction is not None:
@@ -190,25 +189,20 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
             cache.remember(new, identity, self.total)
 
 
-def kept_job(cache: WarmStartCache, rows: Sequence[ServedRow], identity: Identity, slots: int) -> NewPrompt:
-    """Return what stores the rows of a prompt in the cache's library once they are computed."""
+def storing_job(cache: WarmStartCache, rows: Sequence[ServedRow], identity: Identity, slots: int) -> NewPrompt:
+    """Return the job that stores the rows of a prompt in the cache's library once they are computed."""
     library, confirmed, device = cache.library, confirmation(cache.model, identity), compat.input_device(cache.model)
 
     def put(buffers: Buffers) -> None:
         if not confirmed():
             return
         for row in rows:
-            columns = slice(row.padding, row.padding + len(row.ids))
-            layers = tuple(
-                LayerStates(keys[row.number, :, columns], values[row.number, :, columns])
-                for keys, values in buffers
-                if keys is not None and values is not None
-            )
+            layers = tuple(states_in(buffers, row.number, slice(row.padding, row.padding + len(row.ids))))
             if len(row.ids) > library.tail and library.entries.exact(ids := row.ids.tolist()) is None:
                 states = PromptStates(layers, (), ())
                 if library.slots:
-                    again = last_token(library.model, torch.tensor([ids], device=device), layers)
-                    states = PromptStates(layers, again.queries, again.scaling)
+                    last = last_token(library.model, torch.tensor([ids], device=device), layers)
+                    states = PromptStates(layers, last.queries, last.scaling)
                 library.keep(ids, states)
 
     return NewPrompt(slots, put)

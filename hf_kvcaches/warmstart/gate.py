@@ -1,4 +1,4 @@
-"""`WarmStartGate`: which earlier prompt may answer for a new one."""
+"""`WarmStartGate`: which earlier prompts a new one may reuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Check = Literal["", "similarity", "lengths", "reusable", "content"] | Risk
 
 
 class GateVerdict(NamedTuple):
-    """Whether a pair is admitted; `check` is the one that rejected it, or ""."""
+    """Whether a pair is admitted; `check` names the check that rejected it, or is ""."""
 
     admitted: bool
     check: Check
@@ -27,13 +27,13 @@ class GateVerdict(NamedTuple):
 
 @dataclass(frozen=True)
 class WarmStartGate(Artifact):
-    """When the state of an earlier prompt may answer for a new one. What is not known (None) is not checked.
+    """When the state of an earlier prompt may be reused for a new one. Values that are None are not checked.
 
     Args:
-        tau: The least similarity of the two, as a cosine, for a summary.
+        tau: The least cosine of the two prompts, for a summary.
         lengths: The least and the greatest length of the earlier prompt, as a multiple of the new one's, for a summary.
-        reusable: The least share of the new prompt's tokens in blocks that the earlier one has, too, for alignment.
-        content: The most words of content that may differ; None lets any number pass.
+        reusable: The least share of the new prompt's tokens that alignment can reuse.
+        content: The most words of content that may differ; None for any number.
         lexical: Whether numbers, names, negations and the like that differ reject a pair.
         encoder: The name of the encoder that `tau` was measured with, or None.
         measured: One dict of limits and measurements for each setting that was tried.
@@ -85,7 +85,7 @@ class WarmStartGate(Artifact):
         reusable: float | None = None,
         changes: TextChanges | None = None,
     ) -> GateVerdict:
-        """Return the verdict of the first check that rejects; `lengths` are those of the earlier prompt and of the new one, in tokens."""
+        """Return the verdict of the first check that rejects; `lengths` are the tokens of the earlier prompt and of the new one."""
         # Comparisons are negated so that NaN is rejected.
         if similarity is not None and not similarity >= self.tau:
             return GateVerdict(False, "similarity", f"The similarity is {similarity:.3f}, below {self.tau:g}.")

@@ -1,4 +1,4 @@
-"""The layer of `WarmStartCache`: all tokens, or the slots that stand for a prompt and all tokens behind it."""
+"""The layer of `WarmStartCache`: all tokens, or slots that summarise a prompt and all tokens behind it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_kvcaches.warmstart.summaries.slots import LayerSlots
 
 
 class WarmLayer(SplicedLayer):
-    """Begins, after `take_slots`, with slots in place of a prompt's first tokens; `seen` counts the tokens that they stand for."""
+    """A layer that begins, after `take_slots`, with slots in place of a prompt's first tokens; `seen` counts the replaced tokens."""
 
     row_tensors: ClassVar[tuple[str, ...]] = (*SplicedLayer.row_tensors, "counts", "places")
     counters: ClassVar[tuple[str, ...]] = (*SplicedLayer.counters, "left_out")
 
     def __init__(self) -> None:
         super().__init__()
-        # (batch, kv_heads, slots): how many tokens each stands for, and its column in the mask.
+        # (batch, kv_heads, slots): how many tokens each slot stands for, and its column in the mask.
         self.counts: torch.Tensor | None = None
         self.places: torch.Tensor | None = None
         # Tokens seen less slots kept.
@@ -35,7 +35,7 @@ class WarmLayer(SplicedLayer):
         return self.seen - self.left_out
 
     def take_slots(self, slots: LayerSlots | Sequence[LayerSlots], seen: int) -> None:
-        """Begin with slots, those of each row, that stand for `seen` tokens."""
+        """Begin with the slots of each row, which stand for `seen` tokens."""
         assert self.seen == 0
         rows = [slots] if isinstance(slots, LayerSlots) else slots
         keys, values, places, counts = (torch.stack(parts) for parts in zip(*rows, strict=True))
@@ -46,7 +46,7 @@ class WarmLayer(SplicedLayer):
         self.seen = seen
 
     def take_tokens(self, keys: torch.Tensor, values: torch.Tensor, seen: int) -> None:
-        """Go on with every token, in buffers (batch, kv_heads, capacity, head_dim) of which the first `seen` slots count."""
+        """Replace the content by all tokens, in buffers (batch, kv_heads, capacity, head_dim) whose first `seen` slots are filled."""
         self.key_buffer, self.value_buffer = keys, values
         self.counts = self.places = None
         self.left_out, self.seen = 0, seen
@@ -86,13 +86,13 @@ class SlotKeys(LayerView):
             attention = compat.attention_function("eager", module)
             result: tuple[torch.Tensor, torch.Tensor | None] = attention(module, query, self.keys, self.values, bias, **kwargs)
             return result
-        # Straight to PyTorch: transformers' function takes masks to be the same for all heads where there is one query.
+        # Not transformers' function, which assumes with one query that the mask is the same for all heads.
         scaling, groups = kwargs.get("scaling"), query.shape[1] > self.keys.shape[1]
         output = nn.functional.scaled_dot_product_attention(query, self.keys, self.values, bias, scale=scaling, enable_gqa=groups)
         return output.transpose(1, 2).contiguous(), None
 
     def _bias(self, query: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return what is added to the logits, (batch, heads, queries, slots + tokens): the logarithms of counts, and the mask."""
+        """Return the bias on the logits, (batch, heads, queries, slots + tokens): the logarithms of counts, and the mask."""
         layer, device = self.layer, query.device
         assert layer.counts is not None
         assert layer.places is not None

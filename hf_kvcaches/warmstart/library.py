@@ -1,4 +1,4 @@
-"""`WarmStartLibrary`: prompts whose state later ones may start from."""
+"""`WarmStartLibrary`: stored prompts, from whose states later prompts start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from hf_kvcaches.warmstart.summaries.slots import Slots
 
 Prompt = str | Sequence[int] | torch.Tensor
 
-# How names of tensors begin.
+# Prefixes of the names of tensors.
 _SLOTS, _FULL = "slots.", "full."
 
 
@@ -55,30 +55,30 @@ class Neighbour(NamedTuple):
 
 
 class WarmStartLibrary:
-    """Prompts with what a model made of them: a summary in slots, and all keys and values unless `full=False`.
+    """Prompts with the states that a model computed for them: a summary in slots, and all keys and values unless `full=False`.
 
     Any thread may use it, and processes may share a folder or a Redis. Whoever can write there can make a model say anything, so keep it
     as private as the weights; entries also hold their prompts as text.
 
     Args:
-        model: A transformers model. Entries are of use to it alone, with the adapters that are active now.
+        model: A transformers model. Entries are bound to it and to the adapters that are active now.
         tokenizer: The model's.
-        slots: Of a summary, for each layer and key head; 0 for none.
-        encoder: What makes prompts comparable: `"model"` or None (the model's input embeddings, nothing to download), `"hidden"`, the name
-            or folder of a sentence-transformers model, or a function from texts to vectors.
-        layout: Of the slots: `"salient"`, or `"paper"`.
-        tail: The last tokens of a prompt, which no slot stands for and which are recomputed behind the slots.
+        slots: How many slots a summary has for each layer and key head; 0 for no summaries.
+        encoder: What embeds prompts: `"model"` or None (the model's input embeddings, nothing to download), `"hidden"`, the name or folder
+            of a sentence-transformers model, or a function from texts to vectors.
+        layout: The layout of summaries: `"salient"` or `"paper"`.
+        tail: How many tokens at the end of a prompt no slot stands for; they are recomputed behind the slots.
         full: Whether all keys and values of a prompt are stored; False for slots only, without alignment.
-        quantization: How these are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
+        quantization: How keys and values are stored: None for bit-equal ones, a `KVCodec` of the model, `"int8"` or `"int4"`.
         location: `"memory"`, `"disk:FOLDER"`, `"redis://host:port/db"`, or an object of a `hf_kvcaches.stores.blobs.BlobStore` of your own.
         max_bytes: The most that all entries may take, a number or such as `"4GiB"`; above it, the least useful are evicted.
-        hot_bytes: What the entries used last may take in this process beside the back-end, so that no file and no server is asked for them.
-        time_to_live: Seconds after which an entry is not used any more and is deleted, pinned or not; None for never.
-        index: How similar prompts are looked up, as `faiss.index_factory` takes it: `"Flat"` compares all, `"HNSW32"` fewer.
+        hot_bytes: The most that the entries used last may take in this process: for these no file is read and no server is asked.
+        time_to_live: Seconds after which an entry is a miss and is deleted, pinned or not; None for never.
+        index: The string of `faiss.index_factory` for looking up similar prompts: `"Flat"` compares all, `"HNSW32"` fewer.
         timeout: Seconds that all look-ups of a request may wait for Redis together, and the longest that one answer may take.
         adapters: Maps for pooled slots, from `scripts/train_compressor.py`, or None.
-        correct_positions: Experimental. For models with learned positions (GPT-2), where keys can't be rotated: slots are moved by what a
-            position adds to a key, as far as that is linear.
+        correct_positions: Experimental, for models with learned positions (GPT-2), whose keys can't be rotated: slots are moved by a linear
+            estimate of what a position adds to a key.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WarmStartLibrary:
         if not slots and not full:
             raise ConfigError("slots=0 and full=False: nothing would be stored. Keep one of them.")
         self.model, self.tokenizer = compat.base_model(model), tokenizer
-        compat.decoder_layers(self.model)  # or a refusal, before anything is stored
+        compat.decoder_layers(self.model)  # refuses models without decoder layers, before anything is stored
         self.rotation: Rotation = rotation_of(compat.decoder_config(self.model.config))
         self.correction = PositionCorrection.of_model(self.model) if correct_positions and slots else None
         if slots and not self.rotation.turns and self.correction is None:
@@ -134,7 +134,7 @@ class WarmStartLibrary:
 
     @property
     def codec(self) -> KVCodec | None:
-        """What reads keys and values, if they are codes."""
+        """The codec of keys and values, if they are codes."""
         return self.quantization if isinstance(self.quantization, KVCodec) else None
 
     def _scope(self) -> str:
@@ -151,14 +151,14 @@ class WarmStartLibrary:
         """Run prompts through the model and store their states, or take those of one prompt from a cache.
 
         Args:
-            prompts: One or several: texts, tokenised with special tokens as the tokenizer has them, or token ids.
-            provenance: Where they are from, as JSON can hold it.
-            cache: One row that begins with the tokens of the one prompt, all kept exactly; the prompt's last token alone is run. What a
-                cache of this package was fed, and by which model, is checked. A `DynamicCache` has no record: there it is the caller's
-                word, and only the last token's keys and values are compared.
+            prompts: One or several: texts, tokenised with the tokenizer's special tokens, or token ids.
+            provenance: Where they are from, as JSON values.
+            cache: A cache of one row that begins with the tokens of the one prompt, all kept exactly; only the prompt's last token is run.
+                For a cache of this package, its tokens and model are checked. A `DynamicCache` has no record of them, so only the last
+                token's keys and values are compared.
 
         Returns:
-            Their ids; None for one that did not stay because of `max_bytes` or a store that failed. One that is there already is kept.
+            The ids of their entries, new or old ones; None for a prompt that was not stored because of `max_bytes` or a failed store.
         """
         self._require_same_model()
         if cache is not None and len(listed := _listed(prompts)) != 1:
@@ -178,9 +178,9 @@ class WarmStartLibrary:
     def keep(
         self, ids: Sequence[int], states: PromptStates, text: str | None = None, provenance: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Store a prompt with the exact states that the library's model computed for it, which nothing here checks.
+        """Store a prompt with the exact states that the library's model computed for it; the caller vouches for them.
 
-        Any thread may call it. The prompt is not run; of a library without summaries, `states` needs no queries and no scaling.
+        Any thread may call it. The prompt is not run; in a library without summaries, `states` needs no queries and no scaling.
         """
         tensors: dict[str, torch.Tensor] = {}
         if self.compressor is not None:
@@ -199,7 +199,7 @@ class WarmStartLibrary:
         """Read entries once, so that the next request pays no first read; return how many were read.
 
         Args:
-            prompts: Those whose nearest entries are read; None for all entries.
+            prompts: Read the nearest entries of these prompts; None for all entries.
         """
         self.refresh()
         keys = self.ids()
@@ -218,7 +218,7 @@ class WarmStartLibrary:
         return self.encoder.encode([text], [ids])[0]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode token ids, as prompts are compared."""
+        """Decode token ids to the text by which prompts are compared."""
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def exact(self, ids: Ids) -> Neighbour | None:
@@ -239,17 +239,17 @@ class WarmStartLibrary:
         return [Neighbour(key, head.ids, cosine) for key, cosine in nearest if (head := self.entries.head(key)) is not None]
 
     def slots_of(self, key: str) -> Slots | None:
-        """Return an entry's summary; None where there is none (any more)."""
+        """Return an entry's summary; None if it is missing or damaged."""
         head = self.entries.head(key) if self.slots else None
         if head is None:
             return None
         slots_in = lambda tensors: Slots.of(_named(tensors, _SLOTS), len(head.ids))  # noqa: E731
-        # Damaged slots are noticed when they are put together.
+        # `Slots.of` raises an `ArtifactError` for damaged slots.
         entry = self.entries.get(key, slots_in, "slots")
         return None if entry is None else slots_in(entry.tensors)
 
     def full_of(self, key: str) -> tuple[Mapping[str, Any], dict[str, torch.Tensor]] | None:
-        """Return an entry's keys and values, as `packing` has them; None where there are none (any more)."""
+        """Return an entry's keys and values in the form of `packing`; None if they are missing or damaged."""
         head = self.entries.head(key)
         if head is None or not head.stored:
             return None
@@ -269,17 +269,17 @@ class WarmStartLibrary:
         return self.entries.ids()
 
     def provenance(self, key: str) -> dict[str, Any] | None:
-        """Return the provenance that an entry was added with, or None where there is none of this id."""
+        """Return the provenance that an entry was added with, or None if no entry has this id."""
         head = self.entries.head(key)
         return None if head is None else dict(head.provenance)
 
     def prompt(self, key: str) -> str | None:
-        """Return an entry's text, or None where there is none of this id."""
+        """Return an entry's text, or None if no entry has this id."""
         head = self.entries.head(key)
         return None if head is None else head.text
 
     def refresh(self) -> None:
-        """Store what served prompts computed, and apply what other processes added and deleted."""
+        """Store pending prompts, and apply changes of other processes."""
         self.background.flush()
         self.entries.refresh()
 
@@ -288,7 +288,7 @@ class WarmStartLibrary:
         return self.entries.report()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write all entries and settings into a folder, as an artifact. Of a codec it holds the digest: save the codec as well."""
+        """Write all entries and settings into a folder, as an artifact. It holds only the digest of a codec: save the codec as well."""
         self._packed().save_pretrained(folder)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
@@ -316,10 +316,10 @@ class WarmStartLibrary:
         Args:
             folder_or_hub_id: A folder, or `"owner/name"`.
             model: The model that it was made for; another one is a `FingerprintMismatch`.
-            tokenizer: Its tokenizer.
-            encoder: The one that it was made with; None for that of the model.
-            location: See the class, and for `max_bytes`, `hot_bytes`, `time_to_live` and `index`.
-            codec: The `KVCodec` that keys and values were coded with, which the folder names and does not hold; None where there is none.
+            tokenizer: The model's.
+            encoder: The encoder that it was made with; None for that of the model.
+            location: See the class, also for `max_bytes`, `hot_bytes`, `time_to_live` and `index`.
+            codec: The `KVCodec` of keys and values, which the folder names but does not hold; None if they are not coded.
             **options: Of `Artifact.from_pretrained`: `revision`, `token`, `cache_dir`, `local_files_only`.
         """
         packed = PackedLibrary.from_pretrained(folder_or_hub_id, model=compat.base_model(model), tokenizer=tokenizer, **options)
@@ -333,7 +333,7 @@ class WarmStartLibrary:
             for entry in packed.entries:
                 library.entries.put(entry)
         except ConfigError as error:
-            raise ArtifactError(f"{folder_or_hub_id}: it holds what is no entry: {error}") from error
+            raise ArtifactError(f"{folder_or_hub_id}: it holds an invalid entry: {error}") from error
         return library
 
     def _packed(self) -> PackedLibrary:
@@ -349,7 +349,7 @@ class WarmStartLibrary:
         return packed
 
     def why_not(self, identity: Identity) -> str:
-        """Say why entries are of no use to a model, adapters included; "" where they are."""
+        """Say why a model can't reuse entries, adapters included; "" if it can."""
         changed = "The model has changed since the library was made, or other adapters are active."
         return identity.reason or ("" if identity.digest == self.digest else changed)
 
@@ -358,7 +358,7 @@ class WarmStartLibrary:
             raise FingerprintMismatch(f"{why_not} Make a library for the model as it is, or bring back what it had.")
 
     def close(self) -> None:
-        """Store what served prompts computed, and close files and connections."""
+        """Store pending prompts, and close files and connections."""
         self.background.flush()
         self.entries.close()
 
@@ -378,7 +378,7 @@ def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts, from one or several."""
+    """Return one or several prompts as a list."""
     if isinstance(prompts, Mapping) or not hasattr(prompts, "__len__"):
         raise ConfigError.of("prompts", "texts or rows of token ids", type(prompts).__name__, "Of a tokenizer's output, add input_ids.")
     single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.ndim == 1)
@@ -386,7 +386,7 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def token_ids(prompt: Prompt, model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    """Return a prompt's token ids, those of a text with special tokens as the tokenizer has them."""
+    """Return a prompt's token ids; a text gets the tokenizer's special tokens."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt, verbose=False)["input_ids"])
     try:

@@ -12,7 +12,7 @@ from hf_kvcaches.core.splicing.packing import check, is_coded
 from hf_kvcaches.errors import ArtifactError
 from hf_kvcaches.warmstart.entries import Entry
 
-# Of a library, and whether a value can be one.
+# The settings of a library, each with a check of its value.
 _SETTINGS: dict[str, Callable[[Any], bool]] = {
     "slots": lambda value: type(value) is int and value >= 0,
     "layout": lambda value: value in ("salient", "paper"),

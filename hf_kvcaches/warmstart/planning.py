@@ -1,4 +1,4 @@
-"""What of a row of a prompt is reused from a library."""
+"""Plan which spans of a row are reused from a library."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Served = Literal["exact", "align", "slots", "prefix", "cold"]
 SHORTEST = 8
 # A moved span has other text before it; a short one is mostly recomputed anyway.
 SHORTEST_MOVED = 24
-# With this share of a prompt from one neighbour, the others are not compared.
+# If one neighbour has this share of a prompt, the others are not compared.
 ENOUGH = 0.75
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a row is served: from which entry, with which spans of it, and why nothing better was done."""
+    """How a row is served: from which entry, with which of its spans, and why not by a better strategy."""
 
     served: Served = "cold"
     neighbour: Neighbour | None = None
@@ -32,11 +32,11 @@ class Choice:
 
     @property
     def reused(self) -> int:
-        """Tokens that are not computed."""
+        """How many tokens are not computed."""
         return sum(block.length for block in self.blocks)
 
     def spans(self, tokens: int, stored: Mapping[str, Any]) -> tuple[PlannedSpan, ...]:
-        """Return the spans of a row of so many tokens, the last one left out; `stored` says how the entry is stored."""
+        """Return the spans of a row of `tokens` tokens, without the last one; `stored` is the metadata of the entry's states."""
         spans: list[PlannedSpan] = []
         end = 0
         for block in self.blocks:
@@ -50,12 +50,12 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class ServedRow(PlannedRow):
-    """A row of a prompt with the choice that its plan was made from."""
+    """A planned row with the choice that its plan was made from."""
 
     choice: Choice = Choice()
 
     def outcome(self) -> Choice:
-        """Return the choice, or a cold one with the reason where what it names was not fetched."""
+        """Return the choice, or a cold one with the reason if its entry was not fetched."""
         dropped = bool(self.choice.blocks) and self.choice.served != "slots" and next(self.stored, None) is None
         return Choice(refused=next((span.reason for span in self.spans if span.reason), "")) if dropped else self.choice
 
@@ -84,7 +84,7 @@ def reusable_blocks(source: Ids, target: Ids, *, guard: int, tail: int) -> tuple
 
 
 def best_aligned(neighbours: Sequence[Neighbour], ids: Ids, *, guard: int, tail: int) -> tuple[Neighbour | None, tuple[Block, ...]]:
-    """Return the neighbour that most of a prompt can be reused from, and its spans."""
+    """Return the neighbour from which most tokens of a prompt can be reused, and its spans."""
     best: Neighbour | None = None
     blocks: tuple[Block, ...] = ()
     reused = 0
@@ -92,7 +92,7 @@ def best_aligned(neighbours: Sequence[Neighbour], ids: Ids, *, guard: int, tail:
         candidate = reusable_blocks(neighbour.ids, ids, guard=guard, tail=tail)
         if (count := sum(block.length for block in candidate)) > reused:
             best, blocks, reused = neighbour, candidate, count
-        # To compare more entries takes longer than to compute what little they could add.
+        # Comparing more entries takes longer than computing the few tokens that they could add.
         if reused >= ENOUGH * len(ids):
             break
     return best, blocks

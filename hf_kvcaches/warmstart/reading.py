@@ -1,4 +1,4 @@
-"""A prompt's keys, values and last queries: read while the model runs over it, or taken from a cache that holds them."""
+"""Read a prompt's keys, values and last queries, while the model runs it or from a cache that holds them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_kvcaches.core.splicing.packing import LayerStates
 from hf_kvcaches.core.watching import Attended, WatchedView
 from hf_kvcaches.errors import ConfigError
 
-# The most that the states of the last token, computed again, may differ from those in a cache, as a share of their norm.
+# The states of the last token in a cache may differ from recomputed ones by at most this share of their norm.
 _SAME = 0.05
 
 
@@ -31,7 +31,7 @@ class PromptStates:
     """The keys, values and last queries that a model computes for the tokens of one pass.
 
     Args:
-        queries: For each layer (heads, head_dim): of the last token, rotated and not scaled.
+        queries: For each layer the last token's, (heads, head_dim), rotated and not scaled.
     """
 
     layers: tuple[LayerStates, ...]
@@ -40,7 +40,7 @@ class PromptStates:
 
 
 class _ReadLayer(SplicedLayer):
-    """Holds the tokens before a pass, if there are any, and shows those of the pass."""
+    """A layer that holds the tokens before a pass, if any, and passes the states of the pass to `watch`."""
 
     def __init__(self, watch: Callable[[Attended], None], layer_idx: int, before: LayerStates | None) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def _keep(read: list[tuple[LayerStates, torch.Tensor, float]], attended: Attende
 
 @torch.no_grad()
 def read_prompt(model: PreTrainedModel, ids: torch.Tensor, before: Sequence[LayerStates] | None = None) -> PromptStates:
-    """Run a prompt, (1, tokens), and return its states; `before` holds those of the tokens before it, for each layer."""
+    """Run a prompt, (1, tokens), and return its states; `before` holds each layer's states of the tokens before it."""
     start = 0 if before is None else before[0].keys.shape[1]
     if ids.ndim != 2 or ids.shape[0] != 1 or start + ids.shape[1] < 2:
         raise ConfigError.of("ids", "one prompt of at least two tokens, (1, tokens)", tuple(ids.shape))
@@ -91,17 +91,17 @@ def read_prompt(model: PreTrainedModel, ids: torch.Tensor, before: Sequence[Laye
 
 
 def last_token(model: PreTrainedModel, ids: torch.Tensor, layers: Sequence[LayerStates]) -> PromptStates:
-    """Run the last token of a prompt, (1, tokens), whose keys and values are known, and return its states."""
+    """Run the last token of a prompt, (1, tokens), whose keys and values are given, and return its states."""
     return read_prompt(model, ids[:, -1:], [LayerStates(*(states[:, :-1] for states in layer)) for layer in layers])
 
 
 @torch.no_grad()
 def states_of_cache(model: PreTrainedModel, cache: Any, ids: torch.Tensor, digest: str) -> PromptStates:
-    """Return a prompt's states from a cache, whose last token alone is run again.
+    """Return a prompt's states from a cache; only the last token is recomputed.
 
     Args:
-        ids: Of the prompt, (1, tokens).
-        digest: Of the identity that the cache's tokens must have been computed under, which is the model's now.
+        ids: The prompt's token ids, (1, tokens).
+        digest: The digest of the model's identity, under which the cache's tokens must have been computed.
     """
     if not isinstance(cache, Cache):
         raise ConfigError.of("cache", "a DynamicCache, or a cache of this package that keeps every token", type(cache).__name__)
@@ -114,19 +114,19 @@ def states_of_cache(model: PreTrainedModel, cache: Any, ids: torch.Tensor, diges
         if keys.shape[0] != 1:
             raise ConfigError.of("cache", "one row", f"{keys.shape[0]} rows", "Add prompts of a batch without their cache.")
         layers.append(LayerStates(keys[0, :, :tokens], values[0, :, :tokens]))
-    again = last_token(model, ids, layers)
-    for index, (layer, last) in enumerate(zip(layers, again.layers, strict=True)):
+    recomputed = last_token(model, ids, layers)
+    for index, (layer, last) in enumerate(zip(layers, recomputed.layers, strict=True)):
         for name, states, expected in zip(LayerStates._fields, layer, last, strict=True):
             difference = (states[:, -1:].float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6)
             if not difference <= _SAME:
                 got = f"{name} in layer {index} that differ by {float(difference):.0%}"
                 hint = "Its tokens, positions, padding or model are others."
                 raise ConfigError.of("cache", "what the model computes for the prompt's last token", got, hint)
-    return PromptStates(tuple(layers), again.queries, again.scaling)
+    return PromptStates(tuple(layers), recomputed.queries, recomputed.scaling)
 
 
 def _why_not(model: PreTrainedModel, cache: Cache, ids: torch.Tensor, digest: str) -> str:
-    """Say why a cache can't be proven to hold a prompt's exact states; "" where it does, and for caches that keep no record."""
+    """Say why a cache can't be proven to hold a prompt's exact states; "" if it can, and for caches that keep no record."""
     seen, tokens = int(cache.get_seq_length()), len(ids)
     if seen < tokens:
         return f"It holds {seen} tokens, and the prompt has {tokens}."

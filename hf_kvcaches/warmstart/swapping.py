@@ -26,7 +26,7 @@ class ExactCache(SplicingCache):
     takes_over_prefill = False
 
     def enter_pass(self, tokens: int) -> None:
-        # Once, and not before each chunk: the swap compares the model again.
+        # Not before each chunk: the swap compares the model again.
         if not self.provenance.taken:
             self.provenance.begin_pass(self.model, self.seen, tokens, shared=True)
 
@@ -41,22 +41,22 @@ class ExactPrefill:
         self.failure: BaseException | None = None  # of the thread
         self._model = weakref.ref(model)
         self._cache: ExactCache | None = None
-        # Before and behind what the thread queues on a GPU.
-        self._begun: list[Event] = []
-        self._done: list[Event] = []
+        # Before and behind the work that the thread queues on a GPU.
+        self._start_events: list[Event] = []
+        self._end_events: list[Event] = []
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def start(self, owner: object) -> None:
-        """Begin in a thread, which ends soon after `stop`, or when the owner is garbage."""
-        weakref.finalize(owner, self._stop.set)  # of the event alone, so that the filled cache can be garbage, too
-        self._begun = mark([self.ids])
+        """Start a thread, which ends soon after `stop`, or after the owner is freed."""
+        weakref.finalize(owner, self._stop.set)  # refers to the event alone, so that the filled cache can be freed
+        self._start_events = mark([self.ids])
         self._thread = threading.Thread(target=self._try, name="hf_kvcaches-prefill", daemon=True)
         _prefills.add(self)
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end after its chunk."""
+        """Make the thread end after its chunk."""
         self._stop.set()
 
     @property
@@ -75,7 +75,7 @@ class ExactPrefill:
             self._stop.clear()
             self._run(self.ids.shape[1])
         assert self._cache is not None
-        wait_for(self._done, self._cache.owned_tensors().values())
+        wait_for(self._end_events, self._cache.owned_tensors().values())
         return self._cache
 
     def cropped(self, tokens: int) -> ExactPrefill | None:
@@ -90,7 +90,7 @@ class ExactPrefill:
 
     def _try(self) -> None:
         try:
-            with own_stream(self._begun):
+            with own_stream(self._start_events):
                 self._run(CHUNK)
         except BaseException as error:  # the cache warns of it
             self.failure = error
@@ -107,7 +107,7 @@ class ExactPrefill:
             mask = None if self.mask is None else self.mask[:, : span.stop]
             with torch.no_grad():
                 run_span(model, cache, self.ids[:, span], self.positions[:, span], mask)
-        self._done = mark(cache.owned_tensors().values())
+        self._end_events = mark(cache.owned_tensors().values())
         self._cache = cache
 
 

@@ -1,1 +1,1 @@
-"""Stored keys and values, written into a cache where a prompt has them, and passes over the tokens between."""
+"""Write stored keys and values into a cache at the indices where a prompt has them, and run the tokens between."""

@@ -1,8 +1,8 @@
-"""Where two prompts hold the same tokens: blocks that are as long as they can be, the longest first.
+"""Find blocks of equal tokens in two prompts, each as long as possible, the longest first.
 
-What the prompts begin and end with alike is taken off first, since state of a common beginning holds exactly. In what is left between, the
-longest block is taken, then the longest that fits before and behind it, and so on. That is what difflib's matcher does as well, without
-its nested loops: the places where `shortest` tokens in a row are equal come from sorting, and lie on diagonals as runs.
+A common prefix and a common suffix are taken first, since states of a common prefix are exact. Between them the longest block is taken,
+then the longest ones that fit before and behind it, and so on. difflib's matcher does the same with nested loops. Here sorting finds the
+pairs of indices at which `shortest` consecutive tokens are equal; they form runs on diagonals.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import numpy.typing as npt
 from hf_kvcaches.core.splicing.tokens import common_prefix
 
 Ids = npt.NDArray[np.int64]
-# How many pairs of equal places a token may have on average before only the best diagonals are looked at; so many pairs are always fine.
+# With more pairs of equal windows than this for each token on average, only the best diagonals are searched.
 _BUDGET = 16
+# So many pairs are always searched.
 _FREE = 4096
+# The diagonals that are searched.
 _DIAGONALS = 64
 
 
 class Block(NamedTuple):
-    """Tokens that are the same in both: `source[source : source + length] == target[target : target + length]`."""
+    """A block of equal tokens: `source[source : source + length] == target[target : target + length]`."""
 
     source: int
     target: int
@@ -39,10 +41,10 @@ def align(
     *,
     moved: bool = False,
 ) -> list[Block]:
-    """Blocks of equal tokens in the order of the target; they never overlap there.
+    """Return blocks of equal tokens in the order of the target, where they never overlap.
 
     Args:
-        moved: Whether a block may come from anywhere in the source, twice too. Otherwise blocks stand in the same order in both.
+        moved: Whether blocks may be in another order in the source, and overlap there. Otherwise their order is the same in both.
     """
     assert shortest >= 1, shortest
     a, b = np.asarray(source, np.int64), np.asarray(target, np.int64)
@@ -50,7 +52,7 @@ def align(
     if head == len(a) == len(b):
         return [Block(0, 0, head)] if head >= shortest else []
     head = head if head >= shortest else 0
-    # What comes from anywhere may come from the beginning, too.
+    # A moved suffix may overlap the prefix in the source.
     tail = common_prefix(a[0 if moved else head :][::-1], b[head:][::-1])
     tail = tail if tail >= shortest else 0
     first = Block(0, 0, head)
@@ -63,7 +65,7 @@ def align(
 
 
 def _runs(a: Ids, b: Ids, shortest: int) -> list[tuple[int, int, int]]:
-    """All runs of at least so many equal tokens that can't be made longer; only the likeliest, where nearly everything is equal."""
+    """Return all maximal runs of at least `shortest` equal tokens; with too many pairs, only those on the best diagonals."""
     if min(len(a), len(b)) < shortest:
         return []
     codes, width = _codes(a, b, shortest)
@@ -77,50 +79,50 @@ def _runs(a: Ids, b: Ids, shortest: int) -> list[tuple[int, int, int]]:
         return []
     if total > max(_FREE, _BUDGET * (len(a) + len(b))):
         return _likely_runs(a, b, _diagonals(y, order, low, counts), shortest)
-    at = np.repeat(np.arange(len(y)), counts)
+    target_indices = np.repeat(np.arange(len(y)), counts)
     within = np.arange(total) - np.repeat(counts.cumsum() - counts, counts)
-    diagonal = at - order[np.repeat(low, counts) + within]
-    # One number a pair: the pairs of a diagonal follow one another, and those of a run without a gap.
+    diagonal = target_indices - order[np.repeat(low, counts) + within]
+    # One number for each pair, ordered by diagonal: a run is a sequence of consecutive numbers.
     stride = len(a) + len(b)
-    keys = np.sort((diagonal + len(a)) * stride + at)
+    keys = np.sort((diagonal + len(a)) * stride + target_indices)
     starts = np.flatnonzero(np.diff(keys, prepend=-2) != 1)
     lengths = np.diff(starts, append=total) + width - 1
     long = lengths >= shortest
-    shift, place = np.divmod(keys[starts[long]], stride)
-    return list(zip((place - shift + len(a)).tolist(), place.tolist(), lengths[long].tolist(), strict=True))
+    shift, target_index = np.divmod(keys[starts[long]], stride)
+    return list(zip((target_index - shift + len(a)).tolist(), target_index.tolist(), lengths[long].tolist(), strict=True))
 
 
 def _codes(a: Ids, b: Ids, shortest: int) -> tuple[Ids, int]:
-    """A number for every so many tokens in a row, equal only for equal ones, and how many: `shortest`, or as many as fit a number.
+    """Return a code for every window of consecutive tokens, and the width of the windows: `shortest`, or as many tokens as fit a code.
 
-    Those that reach over the end of `a` stand between those of `a` and those of `b`.
+    Equal codes mean equal windows. The codes of `a` come first, then those of windows across the end of `a`, then those of `b`.
     """
     both = np.concatenate([a, b])
     top = int(both.max())
     if both.min() < 0 or top.bit_length() * shortest > 63:
-        known, both = np.unique(both, return_inverse=True)
-        top = len(known)
+        distinct, both = np.unique(both, return_inverse=True)
+        top = len(distinct)
     bits = max(1, top.bit_length())
     width = max(1, min(shortest, 63 // bits))
     codes = np.zeros(len(both) - width + 1, np.int64)
-    for place in range(width):
-        codes = (codes << bits) | both[place : len(codes) + place]
+    for offset in range(width):
+        codes = (codes << bits) | both[offset : len(codes) + offset]
     return codes, width
 
 
 def _diagonals(y: Ids, order: Ids, low: Ids, counts: Ids) -> Ids:
-    """The diagonals with the most pairs, if what comes often is paired in order: the first with the first, the second with the second."""
-    turn = y.argsort(kind="stable")
-    sorted_y = y[turn]
+    """Return the diagonals with the most pairs, where the n-th occurrence of a window in one row is paired with the n-th in the other."""
+    target_order = y.argsort(kind="stable")
+    sorted_y = y[target_order]
     rank = np.empty(len(y), np.int64)
-    rank[turn] = np.arange(len(y)) - sorted_y.searchsorted(sorted_y)
-    at = np.flatnonzero(rank < counts)
-    diagonals, often = np.unique(at - order[low[at] + rank[at]], return_counts=True)
-    return diagonals[np.argsort(-often, kind="stable")[:_DIAGONALS]]
+    rank[target_order] = np.arange(len(y)) - sorted_y.searchsorted(sorted_y)
+    target_indices = np.flatnonzero(rank < counts)
+    diagonals, counts_on = np.unique(target_indices - order[low[target_indices] + rank[target_indices]], return_counts=True)
+    return diagonals[np.argsort(-counts_on, kind="stable")[:_DIAGONALS]]
 
 
 def _likely_runs(a: Ids, b: Ids, diagonals: Ids, shortest: int) -> list[tuple[int, int, int]]:
-    """All runs on these diagonals."""
+    """Return all runs on some diagonals."""
     runs = []
     for shift in diagonals.tolist():
         s, t = max(0, -shift), max(0, shift)
@@ -133,18 +135,17 @@ def _likely_runs(a: Ids, b: Ids, diagonals: Ids, shortest: int) -> list[tuple[in
 
 
 def _pick(runs: list[tuple[int, int, int]], first: Block, last: Block, shortest: int, moved: bool) -> list[Block]:
-    """The longest run, then the longest of what still fits, and so on; between `first` and `last`.
+    """Pick the longest run, then the longest that still fits, and so on; between `first` and `last`.
 
-    Of runs of the same length the one that comes first in the source is taken, or, if it may come from anywhere, the one that has
-    moved least.
+    Of runs of the same length, the first one in the source is picked; with `moved`, the one that has moved least.
     """
     heap = [(-n, abs(t - s) if moved else s, t, s) for s, t, n in runs]
     heapq.heapify(heap)
-    blocks, places = [first, last], [first.target, last.target]
+    blocks, targets = [first, last], [first.target, last.target]
     while heap:
         negative, _, t, s = heapq.heappop(heap)
         length, shift = -negative, t - s
-        index = bisect_right(places, t) - 1
+        index = bisect_right(targets, t) - 1
         while index + 1 < len(blocks) and blocks[index].target < t + length:
             before, behind = blocks[index], blocks[index + 1]
             start, stop = max(t, before.target + before.length), min(t + length, behind.target)
@@ -152,10 +153,10 @@ def _pick(runs: list[tuple[int, int, int]], first: Block, last: Block, shortest:
                 start, stop = max(start, before.source + before.length + shift), min(stop, behind.source + shift)
             if stop - start == length:
                 blocks.insert(index + 1, Block(s, t, length))
-                places.insert(index + 1, t)
+                targets.insert(index + 1, t)
                 break
             if stop - start >= shortest:
-                # The part that fits waits for its turn.
+                # The part that fits is a run of its own.
                 heapq.heappush(heap, (start - stop, abs(shift) if moved else start - shift, start, start - shift))
             index += 1
     return blocks

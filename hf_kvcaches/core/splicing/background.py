@@ -1,4 +1,4 @@
-"""Jobs that store what prompts had computed, while decoding continues."""
+"""Store computed prompts in the background, while decoding continues."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_kvcaches.core.splicing.remembering import Remembering
 
 
 class Writer:
-    """Runs jobs in their order, one at a time, each in a short-lived thread or in one that waits for all.
+    """Runs jobs in order, one at a time, in short-lived threads or in the thread that waits for all jobs.
 
-    Not a `ThreadPoolExecutor`: the garbage collector may add a job in the middle of another `add`, where `submit` would wait for its own
-    lock; and threads of an executor end with it, where these end with their jobs, before the interpreter does.
+    A `ThreadPoolExecutor` does not do: the garbage collector may add a job during another `add`, where `submit` would wait for a lock that
+    its own thread holds; and its threads end with the executor, while these end with their jobs, before the interpreter does.
     """
 
     def __init__(self) -> None:
@@ -26,14 +26,14 @@ class Writer:
         self._process = os.getpid()
 
     def add(self, job: Callable[[], None]) -> None:
-        """Runs a job after those that were added before."""
+        """Run a job after those that were added before."""
         self._jobs.append(job)
-        # Without a thread, as while the interpreter ends, the next `wait` runs the job.
+        # While the interpreter ends no thread starts, and the next `wait` runs the job.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=self.wait, name="hf_kvcaches-store").start()
 
     def wait(self) -> None:
-        """Returns when no jobs are left; where a job calls it, when no others are."""
+        """Return when no jobs are left; called by a job, when no other jobs are left."""
         if self._process != os.getpid():  # after a fork, in which another thread may have held the lock
             self._process, self._running = os.getpid(), threading.RLock()
         with self._running:
@@ -42,7 +42,7 @@ class Writer:
 
 
 class Background:
-    """What a store has written in the background: prompts of caches, as soon as they are computed.
+    """The background jobs of a store, which write prompts of caches as soon as they are computed.
 
     Args:
         warn: Called with a sentence when a job fails.
@@ -54,31 +54,31 @@ class Background:
         weakref.finalize(self, _finish, self._waiting, self._writer)
 
     def watch(self, remembering: Remembering) -> None:
-        """Has `flush` ask a cache for what it still has to store; the cache is not kept alive."""
+        """Make `flush` store the computed prompt of a cache, too; the cache is not kept alive."""
         self._waiting.add(remembering)
 
     def later(self, job: Callable[[], None]) -> None:
-        """Runs a job after earlier ones. One that fails is a warning."""
+        """Run a job after earlier ones; a failed job is a warning."""
         warn = self._warn
 
         def guarded() -> None:
             try:
                 job()
-            except Exception as error:  # in a thread, where nobody else would hear of it
+            except Exception as error:  # no caller waits for the job
                 warn(f"A prompt was not stored: {type(error).__name__}: {error}")
 
         self._writer.add(guarded)
 
     def flush(self) -> None:
-        """Waits until everything is written that is computed."""
+        """Wait until all computed prompts are written."""
         _finish(self._waiting, self._writer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Background:
-        return self  # a copied cache goes on with the same store
+        return self  # a copied cache shares the store
 
 
 def _finish(waiting: Iterable[Remembering], writer: Writer) -> None:
-    """Stores what is computed, also where the interpreter ends."""
+    """Write all computed prompts; also called when the interpreter ends."""
     for remembering in list(waiting):
         remembering.release(drop=False)
     writer.wait()

@@ -1,4 +1,4 @@
-"""The base of caches that fill in prompts from anywhere."""
+"""The base of caches that reuse stored keys and values."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
 class SplicingCache(SourceCache):
-    """Keeps every token; what is known of a prompt is written into the layers where it stands, and the tokens between are run.
+    """Keeps every token; stored spans of a prompt are written into the layers' slots, and the tokens between are computed.
 
-    A subclass writes `take_prefill`. The cache knows its tokens (`history`), how their keys are turned (`rotation`), and runs passes over
-    tokens that do not follow each other.
+    A subclass implements `take_prefill`. The base records the tokens (`history`) and how keys are rotated (`rotation`), and runs passes
+    over tokens that are not consecutive.
 
     Args:
         model: A transformers model.
-        decode_with: A cache that holds the prompt's tokens once it is answered; None to keep them all here.
+        decode_with: A cache that takes over the prompt's tokens once it is answered; None to keep them all here.
         offloading: Keep all layers but the running one in CPU memory; needs CUDA.
     """
 
@@ -46,20 +46,20 @@ class SplicingCache(SourceCache):
         self.exchanged = False
         # Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
         self.reason = ""
-        # When the pass over a prompt began, and its operations, until it is known how long it took.
+        # Start time and operations of the pass over a prompt, until the next pass ends the measurement.
         self._timed: tuple[float, float] | None = None
         self.background: Background | None = None
         self.remembering: Remembering | None = None
 
     def remember_with(self, background: Background) -> None:
-        """Has prompts stored in the background once they are computed, those that `remembering` is told to expect."""
+        """Store prompts in the background once they are computed: those passed to `remembering.expect`."""
         self.background, self.remembering = background, Remembering(self.source_layers, background.later)
         background.watch(self.remembering)
-        # A cache that is dropped after one token has computed its prompt all the same.
+        # Stores the prompt of a cache that is dropped after the first token, too.
         weakref.finalize(self, self.remembering.release).atexit = False
 
     def _release(self) -> None:
-        """Hands a computed prompt to the store, before its buffers change."""
+        """Hand a computed prompt to the store, before its buffers change."""
         if self.remembering is not None:
             self.remembering.release()
 
@@ -72,22 +72,22 @@ class SplicingCache(SourceCache):
         super().observe(input_ids, attention_mask, position_ids)
 
     def time_pass(self, began: float, operations: float) -> None:
-        """Measures how fast prompts are computed, by the time from `began` to the next pass.
+        """Measure how fast prompts are computed, by the time from `began` to the next pass.
 
         Args:
-            began: By `time.perf_counter`.
-            operations: Floating-point operations in between.
+            began: A value of `time.perf_counter`.
+            operations: Floating-point operations in that time.
         """
         self._timed = began, operations
 
     @property
     def parts_refused(self) -> str:
-        """Why the model can't run parts of a prompt between others, or "" where it can."""
+        """Why the model can't run spans of a prompt between others; "" if it can."""
         return parts_refused(self.model)
 
     @property
     def moving_refused(self) -> str:
-        """Why tokens can't stand behind another text with this model, or "" where they can."""
+        """Why tokens can't be reused behind another text with this model; "" if they can."""
         why = self.rotation.why or self.parts_refused
         if not why and self._model is not None and not compat.takes_positions(self.model):
             return f"{type(self.model).__name__} takes no position_ids by name, so nobody can tell how it numbers tokens"
@@ -95,21 +95,21 @@ class SplicingCache(SourceCache):
 
     @property
     def approximates(self) -> bool:
-        """Whether tokens can stand behind another text with this model."""
+        """Whether tokens can be reused behind another text with this model."""
         return not self.moving_refused
 
     def make_layer(self, layer_idx: int) -> SplicedLayer:
         return SplicedLayer()
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
-        """Does by hand what `generate` does with a prompt: fills the cache with all tokens but the last.
+        """Fill the cache with all tokens of a prompt but the last, as `generate` does.
 
         Args:
-            input_ids: (batch, tokens), what follows the tokens in the cache.
-            attention_mask: 1 where a token is real, (batch, tokens seen before + new ones), or None.
+            input_ids: (batch, tokens), the tokens that follow those in the cache.
+            attention_mask: (batch, tokens seen before + new tokens), 1 for real tokens; or None.
 
         Returns:
-            How many tokens the cache has now. Go on with `model(input_ids[:, -1:], past_key_values=cache)` or `generate(input_ids, ...)`.
+            How many tokens the cache has seen. Go on with `model(input_ids[:, -1:], past_key_values=cache)` or `generate(input_ids, ...)`.
         """
         if self.holder is not None:
             raise UnsupportedError(
@@ -138,7 +138,7 @@ class SplicingCache(SourceCache):
         return view, view
 
     def _answers_chunk(self, new_keys: torch.Tensor, keys: Any) -> bool:
-        """Whether new tokens are a chunk behind others, whose attention is faster in two parts."""
+        """Whether the new tokens are a chunk behind others, for which attention in two parts is faster."""
         chunk = type(keys) is torch.Tensor and keys.device.type == "cpu" and 1 < new_keys.shape[2] < keys.shape[2]
         if not chunk or self._model is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
@@ -148,11 +148,7 @@ class SplicingCache(SourceCache):
         self.reason = reason
 
     def padding_of(self, call: PrefillCall) -> list[int] | str:
-        """Each row's padding, or why the prompt is left to the model, as a sentence.
-
-        Args:
-            call: The prompt.
-        """
+        """Return each row's padding, or why the prompt is left to the model, as a sentence."""
         tokens = call.input_ids.shape[1]
         if torch.is_grad_enabled():
             return "Gradients are enabled, and stored keys and values have none. Call the model under torch.no_grad()."
@@ -161,54 +157,47 @@ class SplicingCache(SourceCache):
         if self.offloading:
             return "The cache offloads its layers, which can't be filled out of their order."
         if call.most != tokens - 1:
-            return f"Logits of the last {tokens - call.most} tokens are wanted, which takes their passes. Pass logits_to_keep=1."
+            return f"The call asks for logits of the last {tokens - call.most} tokens, which the model has to run. Pass logits_to_keep=1."
         return self.history.padding(self.seen + tokens)
 
     def run_sparse(
-        self, running: SparsePass, ids: torch.Tensor, start: int = 0, stop: int | None = None, hidden: torch.Tensor | None = None
+        self, sparse: SparsePass, ids: torch.Tensor, start: int = 0, stop: int | None = None, hidden: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Runs the tokens of a sparse pass through some layers; returns what leaves them, (batch, tokens, hidden).
+        """Run the tokens of a sparse pass through some layers and return their hidden states, (batch, tokens, hidden).
 
         Args:
-            running: The pass.
-            ids: Its tokens, (batch, tokens).
+            ids: The pass's token ids, (batch, tokens).
             start: The lowest layer.
-            stop: The first layer not to run; None: all run.
-            hidden: What enters layer `start`; None for layer 0.
+            stop: The first layer not to run; None to run all.
+            hidden: The input of layer `start`; None for layer 0.
         """
-        return self._run(SplicingPass(self, running, start), ids, stop or len(self.layers), hidden)
+        return self._run(SplicingPass(self, sparse, start), ids, stop or len(self.layers), hidden)
 
-    def look(self, running: SparsePass, ids: torch.Tensor, layer: int, hidden: torch.Tensor | None) -> Look:
-        """What a layer computes for the tokens of a sparse pass; nothing is written.
+    def look(self, sparse: SparsePass, ids: torch.Tensor, layer: int, hidden: torch.Tensor | None) -> Look:
+        """Return the queries and keys that a layer computes for the tokens of a sparse pass; write nothing.
 
         Args:
-            running: The pass.
-            ids: Its tokens, (batch, tokens).
-            layer: The layer.
-            hidden: What enters it; None for layer 0.
+            ids: The pass's token ids, (batch, tokens).
+            hidden: The input of the layer; None for layer 0.
         """
-        looking = LookingPass(self, running, layer)
+        looking = LookingPass(self, sparse, layer)
         self._run(looking, ids, layer + 1, hidden)
         assert looking.look is not None
         return looking.look
 
-    def _run(self, into: SplicingPass, ids: torch.Tensor, stop: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        running = into.running
-        return run_layers(self.model, into.start, stop, ids, into, running.positions, hidden=hidden, masks=running.masks(self.model))
+    def _run(self, splicing: SplicingPass, ids: torch.Tensor, stop: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        masks, positions = splicing.sparse.masks(self.model), splicing.sparse.positions
+        return run_layers(self.model, splicing.start, stop, ids, splicing, positions, hidden=hidden, masks=masks)
 
     def take(self, slots: int) -> int:
-        """Counts the first slots of the prompt as seen, now that they hold its tokens; returns how many were not before.
-
-        Args:
-            slots: How many.
-        """
+        """Count the first slots as seen, now that they hold the prompt's tokens; return how many of them are new."""
         before = self.seen
         for layer in self.layers:
             layer.seen = slots
         return slots - before
 
     def abandon_prefill(self, seen: int) -> None:
-        # Passes write behind what the layers have seen, so that this is still as it was.
+        # Passes write behind the seen slots, so these are unchanged.
         for layer in self.layers:
             if seen == 0:
                 layer.reset()
@@ -217,11 +206,10 @@ class SplicingCache(SourceCache):
         self.filling = False
 
     def execute(self, call: PrefillCall, plan: PromptPlan) -> int:
-        """Takes a prompt but for its last token, or its prefix where no more is stored; returns how many tokens.
+        """Run what a plan does not reuse, and take all but the last token, or only the prefix if nothing else is reused.
 
-        Args:
-            call: The prompt.
-            plan: What was written of it, and what runs.
+        Returns:
+            How many tokens the cache took.
         """
         if next(plan.stored, None) is None:
             return 0
@@ -230,19 +218,18 @@ class SplicingCache(SourceCache):
         padding = [row.padding for row in plan.rows]
         slots = slots_of([row.recompute() for row in plan.rows], padding, plan.total, call.input_ids.device)
         if slots.shape[1]:
-            running = SparsePass(slots, torch.tensor(padding, device=slots.device), plan.total)
-            self.run_sparse(running, ids_at(call, slots, plan.total))
+            sparse = SparsePass(slots, torch.tensor(padding, device=slots.device), plan.total)
+            self.run_sparse(sparse, ids_at(call, slots, plan.total))
         return self.take(plan.total - 1)
 
     def write(
         self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None = None, make_room: bool = True
     ) -> None:
-        """Writes what some blobs have of a prompt; none of it counts as seen.
+        """Write the tokens of some blobs into the layers; none counts as seen.
 
         Args:
-            plan: Of the prompt.
-            blobs: Tensors by the keys of the plan, one at least.
-            codec: What reads them, where they are codes.
+            blobs: Tensors by the keys of the plan; at least one.
+            codec: The codec of the blobs, if they are codes.
             make_room: Whether to make room for the prompt first.
         """
         loaded = [
@@ -256,8 +243,8 @@ class SplicingCache(SourceCache):
         ]
         if make_room:
             _, _, decoder = compat.decoder_layers(self.model)
-            some = next(stored[0] for stored in loaded if stored)
-            for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(some, len(self.layers)), strict=True):
+            sample = next(stored[0] for stored in loaded if stored)
+            for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(sample, len(self.layers)), strict=True):
                 device = compat.layer_device(module)
                 layer.open(len(plan.rows), plan.total, keys.to(device), values.to(device))
         for number, (row, stored) in enumerate(zip(plan.rows, loaded, strict=True)):
@@ -268,13 +255,13 @@ class SplicingCache(SourceCache):
             super().release_layer(layer)
 
     def prompt_answered(self) -> None:
-        # What is new is read from the layers' buffers, which the store lets go of when it is written.
+        # The store holds the buffers until it has written the new tokens.
         self._release()
         for layer in self.source_layers:
             layer.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        # New tokens are going to be written where these were, and the store's thread may be reading there.
+        # New tokens will overwrite these slots, which the store's thread may be reading.
         self._release()
         reading_until = 0 if self.remembering is None else self.remembering.reading_until
         if self.background is not None and self.seen + int(tokens_to_remove) < reading_until:
@@ -314,7 +301,7 @@ class SplicingCache(SourceCache):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        # A store stays in its process. Elsewhere the cache goes on with what it has.
+        # A store belongs to its process. In another one the cache keeps its tokens only.
         self._release()
         return {**super().__getstate__(), "background": None, "remembering": None, "_timed": None}
 
@@ -325,28 +312,27 @@ class SplicingCache(SourceCache):
         if self.rotation.refused:
             raise UnsupportedError(f"model: {self.rotation.why}. Use DynamicCache.")
         if self._model is not None:
-            compat.decoder_layers(self.model)  # or a refusal
+            compat.decoder_layers(self.model)  # refuses models without decoder layers
         if self.config.model_type == "cpmant":
-            raise UnsupportedError("model: it puts tokens of its own before every text, which count in the cache. Use DynamicCache.")
+            raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
 
 
-def slots_of(places: Sequence[Indices], padding: Sequence[int], total: int, device: torch.device) -> torch.Tensor:
-    """Places in rows as slots, (batch, most tokens), filled up with the slot that nobody looks at.
+def slots_of(indices: Sequence[Indices], padding: Sequence[int], total: int, device: torch.device) -> torch.Tensor:
+    """Return the slots of each row's indices, (batch, most tokens); short rows are filled with slot `total`, which no query sees.
 
     Args:
-        places: Of each row, padding not counted.
         padding: Slots at the start of each row that hold no token.
     """
-    slots = np.full((len(places), max(map(len, places))), total)
-    for line, row, pad in zip(slots, places, padding, strict=True):
-        line[: len(row)] = row + pad
+    slots = np.full((len(indices), max(map(len, indices))), total)
+    for row_slots, row_indices, pad in zip(slots, indices, padding, strict=True):
+        row_slots[: len(row_indices)] = row_indices + pad
     return torch.from_numpy(slots).to(device)
 
 
 def ids_at(call: PrefillCall, slots: torch.Tensor, total: int) -> torch.Tensor:
-    """The tokens of a prompt in some slots; any token in those that only fill up.
+    """Return the token ids of a prompt in some slots; filler slots get any id.
 
     Args:
         slots: (batch, tokens).

@@ -1,4 +1,4 @@
-"""What a prefill costs, counted: multiplications and additions in the decoder layers."""
+"""Count what a prefill costs: multiplications and additions in the decoder layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Costs:
     """The cost of one token in one layer, in floating-point operations.
 
     Args:
-        scores: In each layer's attention, for each token that is looked at.
+        linear: Of each layer's matrices.
+        scores: Of each layer's attention, for each key that the token attends to.
     """
 
     linear: tuple[float, ...]
@@ -25,7 +26,7 @@ class Costs:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Costs:
-        """Read from a model's weights and config. All experts of a mixture are counted."""
+        """Read the costs from a model's weights and config. All experts of a mixture are counted."""
         if model in _known:
             return _known[model]
         _, _, layers = compat.decoder_layers(model)
@@ -35,18 +36,18 @@ class Costs:
         costs = _known[model] = cls(linear, scores)
         return costs
 
-    def of_tokens(self, places: npt.NDArray[np.int64], start: int = 0, stop: int | None = None) -> float:
-        """The cost of running tokens through some layers.
+    def of_tokens(self, indices: npt.NDArray[np.int64], start: int = 0, stop: int | None = None) -> float:
+        """Return the cost of running tokens through some layers.
 
         Args:
-            places: Of the tokens in their row: each looks at all tokens up to itself.
-            stop: Behind the highest; None: all.
+            indices: The tokens' indices in their row: each attends to all tokens up to itself.
+            stop: The first layer not to run; None to run all.
         """
         chosen = self.linear[start:stop]
-        return len(places) * sum(chosen) + sum(self.scores[start:stop]) * float((places + 1).sum())
+        return len(indices) * sum(chosen) + sum(self.scores[start:stop]) * float((indices + 1).sum())
 
     def of_prompt(self, begin: int, stop: int) -> float:
-        """The cost of all tokens of a stretch."""
+        """Return the cost of a span of tokens."""
         return self.of_tokens(np.arange(begin, stop))
 
 

@@ -1,4 +1,4 @@
-"""The layer of caches that are filled from anywhere: keeps everything, and lets tokens be written between others."""
+"""A growing layer whose tokens can be written in any order."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from hf_kvcaches.core.growing import GrowingLayer, append, capacity_for
 
 
 class SplicedLayer(GrowingLayer):
-    """Keys and values of all tokens, in buffers that pieces of a prompt are spliced into before the rest of it is run."""
+    """Keys and values of all tokens, in buffers that stored spans are spliced into before the rest of a prompt is run."""
 
     def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Makes room for a prompt's tokens, one more, and some to come.
+        """Make room for a prompt's tokens, the filler slot behind them, and some new tokens.
 
         Args:
-            keys: Any tensor whose heads (third last) and head_dim (last dimension), type and device are those of keys.
+            keys: Any tensor with the keys' heads (third last dimension), head_dim (last one), dtype and device.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -30,13 +30,13 @@ class SplicedLayer(GrowingLayer):
     def write(
         self, key_states: torch.Tensor, value_states: torch.Tensor, slots: torch.Tensor, total: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes tokens into slots, and returns keys and values of all slots; none counts as seen.
+        """Write tokens into slots and return keys and values of all slots; no token counts as seen.
 
         Args:
             key_states: (batch, kv_heads, tokens, head_dim), rotated.
-            slots: (batch, tokens); `total` for tokens that nobody looks at.
+            slots: (batch, tokens); `total` for fillers, which no query sees.
         """
-        if not all(_takes(buffer, total) for buffer in (self.key_buffer, self.value_buffer)):
+        if not all(_has_room(buffer, total) for buffer in (self.key_buffer, self.value_buffer)):
             self.open(len(slots), total, key_states, value_states)
         assert self.key_buffer is not None
         assert self.value_buffer is not None
@@ -51,7 +51,7 @@ class SplicedLayer(GrowingLayer):
         return self.key_buffer.narrow(2, 0, total), self.value_buffer.narrow(2, 0, total)
 
 
-def _takes(buffer: torch.Tensor | None, total: int) -> bool:
-    """Whether a buffer has room for a prompt's slots and the one behind, and may be written to."""
+def _has_room(buffer: torch.Tensor | None, total: int) -> bool:
+    """Whether a buffer is writable and has room for a prompt's slots and the filler slot."""
     frozen = buffer is not None and buffer.is_inference() and not torch.is_inference_mode_enabled()
     return buffer is not None and buffer.shape[2] > total and not frozen

@@ -1,4 +1,4 @@
-"""From the keys and values of a segment to the tensors of a blob, and back."""
+"""Convert keys and values to the tensors of a blob, and back."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Quantization = Literal["int8", "int4"] | KVCodec | None
 _BITS = {"int8": 8, "int4": 4}
 # Channels that share a scale. With 4 bits a whole head would lose too much.
 _GROUP = {"int8": None, "int4": 32}
-# How the name of a codec's way begins; its digest follows.
+# The prefix of a codec's name, before its digest.
 _CODED = "codec:"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
 class LayerStates(NamedTuple):
-    """What is stored of one layer's tokens.
+    """The states of a span of tokens in one layer.
 
     Args:
         keys: (kv_heads, tokens, head_dim), rotated.
@@ -41,7 +41,7 @@ class LayerStates(NamedTuple):
 
 
 class Pile(NamedTuple):
-    """Layers whose keys and values have one shape, and are stored as one."""
+    """Layers whose keys and values have one shape, and are stored as one tensor each."""
 
     layers: tuple[int, ...]
     keys: Packed
@@ -49,7 +49,7 @@ class Pile(NamedTuple):
 
 
 def check_quantization(quantization: Any) -> Quantization:
-    """Refuses what is no way to store.
+    """Refuse what is no quantization.
 
     Args:
         quantization: "int8", "int4", a codec of keys before rotation, or None.
@@ -59,17 +59,17 @@ def check_quantization(quantization: Any) -> Quantization:
             raise ConfigError.of("quantization", "a codec of keys before rotation", quantization, "Calibrate with rotation='aware'.")
         return quantization
     require_choice("quantization", quantization, (*_BITS, None), also=", or a KVCodec")
-    found: Quantization = quantization
-    return found
+    plain: Quantization = quantization
+    return plain
 
 
 def name_of(quantization: Quantization) -> str | None:
-    """What tells one way to store from another."""
+    """Name a quantization; other quantizations have other names."""
     return _CODED + quantization.digest if isinstance(quantization, KVCodec) else quantization
 
 
 def quantization_of(name: str | None, codec: KVCodec | None) -> Quantization:
-    """The way to store that `name_of` named. Refuses another codec than the one that coded.
+    """Return the quantization with a name. Refuse a codec other than the named one.
 
     Args:
         codec: The codec that the caller passed, or None.
@@ -82,7 +82,7 @@ def quantization_of(name: str | None, codec: KVCodec | None) -> Quantization:
 
 
 def label_of(quantization: Quantization) -> str:
-    """Names a way to store in a table: "int8", "int4", "codec" with its share of the bytes, or "none"."""
+    """Label a quantization in a table: "int8", "int4", "codec" with its share of the bytes, or "none"."""
     return f"codec {quantization.bytes_ratio:.3g}" if isinstance(quantization, KVCodec) else quantization or "none"
 
 
@@ -93,10 +93,10 @@ def encode(
     start: int = 0,
     geometries: Sequence[RotaryGeometry | None] = (),
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors to store, and what is needed to read them.
+    """Return the tensors to store, and the metadata to read them with.
 
     Args:
-        hidden: What entered a layer, by its index: (tokens, hidden). With a codec these are stored in 8 bits.
+        hidden: The input of some layers, by layer index: (tokens, hidden). With a codec these are stored in 8 bits.
         quantization: "int8", "int4", a codec or None.
         start: With a codec: the position of the first token.
         geometries: With a codec: how each layer's keys are rotated.
@@ -113,9 +113,9 @@ def encode(
         for name in ("keys", "values"):
             # Layers may be on several devices.
             stacked = torch.stack([getattr(layers[index], name).cpu() for index in members])
-            tensors |= _stored(f"{name}.{number}", stacked, None if isinstance(quantization, KVCodec) else quantization)
+            tensors |= _quantized(f"{name}.{number}", stacked, None if isinstance(quantization, KVCodec) else quantization)
     for index, states in hidden.items():
-        tensors |= _stored(f"hidden.{index}", states.cpu()[None, None], plain)
+        tensors |= _quantized(f"hidden.{index}", states.cpu()[None, None], plain)
     dtype = str(layers[0].keys.dtype).removeprefix("torch.")
     dims = [[keys, values] for _, keys, values in shapes]
     stored = {"quantization": name_of(quantization), "dtype": dtype, "piles": list(shapes.values()), "dims": dims, "cuts": sorted(hidden)}
@@ -125,7 +125,7 @@ def encode(
 def _coded(
     layers: Sequence[LayerStates], codec: KVCodec, start: int, geometries: Sequence[RotaryGeometry | None]
 ) -> tuple[list[LayerStates], dict[str, torch.Tensor]]:
-    """The first tokens of a text, whose keys and values are unlike all others, with keys before rotation; and the codes of all tokens."""
+    """Return the exact states of a text's first tokens, which are outliers, with unrotated keys; and the codes of all tokens."""
     first: list[LayerStates] = []
     codes: dict[str, torch.Tensor] = {}
     for index, ((keys, values), geometry) in enumerate(zip(layers, geometries, strict=False)):
@@ -142,14 +142,14 @@ def _coded(
 
 
 def check_stored(stored: Mapping[str, Any]) -> None:
-    """Raises an `ArtifactError` unless this is such as `encode` gives with tensors."""
+    """Raise an `ArtifactError` unless this is metadata such as `encode` returns."""
     try:
         if not is_coded(stored):
             check_quantization(stored["quantization"])
         dtype_of(stored)
         indices = sorted(index for members in stored["piles"] for index in members)
         dims = [dim for _, pair in zip(stored["piles"], stored["dims"], strict=True) for dim in pair]
-        # Compared with integers: `True` and 1.0 are equal to some, and are none.
+        # `True` and 1.0 are equal to integers, but can't be indices.
         plain = all(type(number) is int for number in (*indices, *dims, *stored["cuts"]))
         if not plain or len(indices) > MOST_LAYERS or indices != list(range(len(indices))) or len(dims) != 2 * len(stored["dims"]):
             raise ArtifactError(f"its layers are {str(indices)[:100]}, its dimensions {str(dims)[:100]}")
@@ -158,32 +158,32 @@ def check_stored(stored: Mapping[str, Any]) -> None:
 
 
 def check(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], tokens: int) -> None:
-    """Raises an `ArtifactError` unless tensors are finite and what `encode` makes of so many tokens."""
+    """Raise an `ArtifactError` unless tensors are finite and such as `encode` returns for a number of tokens."""
     check_stored(stored)
-    coded, plain = is_coded(stored), _plain(stored)
+    coded, uncoded = is_coded(stored), _uncoded(stored)
     counts = {f"{name}.{number}": len(members) for number, members in enumerate(stored["piles"]) for name in ("keys", "values")}
-    parts = [(name, count, None if coded else plain, EXACT if coded else tokens) for name, count in counts.items()]
+    parts = [(name, count, None if coded else uncoded, EXACT if coded else tokens) for name, count in counts.items()]
     parts += [(f"codes.{index}", 1, None, tokens) for members in stored["piles"] for index in members if coded]
-    parts += [(f"hidden.{cut}", 1, plain, tokens) for cut in stored["cuts"]]
-    for name, count, way, length in parts:
-        names = [name] if way is None else [name, f"{name}.scale", f"{name}.zero"]
+    parts += [(f"hidden.{cut}", 1, uncoded, tokens) for cut in stored["cuts"]]
+    for name, count, quantization, length in parts:
+        names = [name] if quantization is None else [name, f"{name}.scale", f"{name}.zero"]
         shapes = [tuple(tensors[part].shape) if part in tensors else () for part in names]
         fits = all(len(shape) == 4 and shape[0] == count and shape[1] == shapes[0][1] for shape in shapes)
-        # Of coded tokens the first ones alone are exact.
+        # Coded blobs have exact states of their first tokens only.
         if not fits or any(shape[2] > length if coded and name in counts else shape[2] != length for shape in shapes):
             raise ArtifactError(f"its tensor {name!r} has the shapes {shapes}, expected {count} layers of {length} tokens")
     if (spoilt := not_finite(tensors)) is not None:
         raise ArtifactError(f"its tensor {spoilt!r} has infinities or NaN")
 
 
-def _stored(name: str, x: torch.Tensor, quantization: Literal["int8", "int4"] | None) -> dict[str, torch.Tensor]:
-    """One (layers, heads, tokens, dim) tensor as it is stored. What is not finite is refused: it must not come back elsewhere."""
+def _quantized(name: str, x: torch.Tensor, quantization: Literal["int8", "int4"] | None) -> dict[str, torch.Tensor]:
+    """Quantize a (layers, heads, tokens, dim) tensor to be stored. Refuse infinities and NaN, which would spread to later prompts."""
     if quantization is None:
         if not bool(x.isfinite().all()):
             raise ConfigError.of(name, "finite numbers", "infinities or NaN")
         return {name: x}
-    made = quantize(x, bits=_BITS[quantization], group=_group(quantization, x.shape[-1]), axis=-1)
-    return {name: made.data, f"{name}.scale": made.scale, f"{name}.zero": made.zero}
+    quantized = quantize(x, bits=_BITS[quantization], group=_group(quantization, x.shape[-1]), axis=-1)
+    return {name: quantized.data, f"{name}.scale": quantized.scale, f"{name}.zero": quantized.zero}
 
 
 def _group(quantization: Literal["int8", "int4"] | None, dim: int) -> int | None:
@@ -192,12 +192,12 @@ def _group(quantization: Literal["int8", "int4"] | None, dim: int) -> int | None
 
 
 def is_coded(stored: Mapping[str, Any]) -> bool:
-    """Whether keys and values are a codec's codes, and keys without rotation."""
+    """Whether keys and values are stored as a codec's codes, of unrotated keys."""
     return isinstance(stored["quantization"], str) and stored["quantization"].startswith(_CODED)
 
 
-def _plain(stored: Mapping[str, Any]) -> Literal["int8", "int4"] | None:
-    """How all that is not coded is stored."""
+def _uncoded(stored: Mapping[str, Any]) -> Literal["int8", "int4"] | None:
+    """Return the quantization of the tensors that are not coded."""
     return "int8" if is_coded(stored) else stored["quantization"]
 
 
@@ -210,11 +210,11 @@ def piles(
     codec: KVCodec | None = None,
     together: int = MOST_LAYERS,
 ) -> Iterator[Pile]:
-    """The keys and values of some of a segment's tokens; with a codec keys without rotation, decoded as they are asked for.
+    """Yield keys and values of a span of stored tokens; those of a codec are decoded one pile at a time, with unrotated keys.
 
     Args:
-        stored: What `encode` gave with them.
-        below: Only of layers below this one; None: of all.
+        stored: What `encode` returned with the tensors.
+        below: Only layers below this one; None: all.
         together: The most layers in a pile.
     """
     for number, members in enumerate(stored["piles"]):
@@ -230,7 +230,7 @@ def piles(
 
 
 def bytes_per_token(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> int:
-    """Of one layer's keys and values in a cache, the most of all layers."""
+    """Return the bytes of a token's key and value in a cache, for the layer with the most."""
     heads = (tensors[f"keys.{number}"].shape[1] for number in range(len(stored["dims"])))
     return dtype_of(stored).itemsize * max(count * sum(dims) for count, dims in zip(heads, stored["dims"], strict=True))
 
@@ -238,11 +238,11 @@ def bytes_per_token(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, An
 def _decoded(
     tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], number: int, chosen: slice, tokens: slice, codec: KVCodec
 ) -> Pile:
-    """Some of the tokens of coded layers.
+    """Decode a span of tokens in some layers of a pile.
 
     Args:
-        number: Of the pile.
-        chosen: Which of its layers.
+        number: The pile's index.
+        chosen: The pile's layers to decode.
     """
     layers, members = [], stored["piles"][number][chosen]
     for index in members:
@@ -250,43 +250,41 @@ def _decoded(
         layers.append(codec.coder(index, dtype_of(stored), codes.device).decode(codes))
     sides = []
     for name, parts in zip(("keys", "values"), zip(*layers, strict=True), strict=True):
-        side, first = torch.cat(parts), tensors[f"{name}.{number}"][chosen, :, tokens]
-        side[:, :, : first.shape[2]] = first
-        sides.append(Packed(side))
+        states, exact = torch.cat(parts), tensors[f"{name}.{number}"][chosen, :, tokens]
+        states[:, :, : exact.shape[2]] = exact
+        sides.append(Packed(states))
     return Pile(tuple(members), *sides)
 
 
 def hidden_states(tensors: Mapping[str, torch.Tensor], stored: Mapping[str, Any], cut: int, start: int, stop: int) -> Packed:
-    """What entered a layer, as one layer and one head.
-
-    Args:
-        stored: What `encode` gave with them.
-    """
+    """Return the stored input of layer `cut` for a span of tokens, as one layer and one head."""
     return _packed(tensors, f"hidden.{cut}", stored, start, stop, slice(0, 1))
 
 
 def _packed(tensors: Mapping[str, torch.Tensor], name: str, stored: Mapping[str, Any], start: int, stop: int, layers: slice) -> Packed:
     data, scale, zero = tensors[name], tensors.get(name + ".scale"), tensors.get(name + ".zero")
-    # Most segments are taken whole.
+    # Most blobs are read whole, without indexing.
     if (layers.stop - layers.start, stop - start) != (data.shape[0], data.shape[2]):
         data = data[layers, :, start:stop]
         scale, zero = (part if part is None else part[layers, :, start:stop] for part in (scale, zero))
     width = data.shape[-1] * (2 if data.dtype == torch.uint8 else 1)
-    return Packed(data, scale, zero, _group(_plain(stored), width))
+    return Packed(data, scale, zero, _group(_uncoded(stored), width))
 
 
 def dtype_of(stored: Mapping[str, Any]) -> torch.dtype:
-    """The type that the stored keys had."""
+    """Return the dtype of the keys before they were stored."""
     return _DTYPES[stored["dtype"]]
 
 
 def payload_bytes(config: PreTrainedConfig, quantization: Quantization, *, depth: int | None = None, itemsize: int = 4) -> int:
-    """Bytes a token without scales and names: `2 * d_kv * L`, or with a depth `2 * d_kv * depth + d_model`, times those of an element.
+    """Return the bytes of a token, without scales and names: the bytes of an element times its elements.
+
+    These are `2 * d_kv * L`, or with a depth `2 * d_kv * depth + d_model`.
 
     Args:
         quantization: "int8", "int4", a codec or None.
-        depth: How many layers' keys and values are stored, with the hidden state that enters the next; None: of all, and no hidden state.
-        itemsize: Bytes of an element where nothing is quantised.
+        depth: How many layers' keys and values are stored, with the input of the next layer; None: all layers, and no hidden state.
+        itemsize: Bytes of an element without quantization.
     """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -1,4 +1,4 @@
-"""One prompt's way into a cache that is filled from a store: look up, plan, fetch, write, run, report."""
+"""Fill a cache with one prompt from a store: look up, plan, fetch, write, run, report."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from hf_kvcaches.stores.hot import bytes_of
 CacheT = TypeVar("CacheT", bound=SplicingCache)
 
 Tensors = Mapping[str, torch.Tensor]
-# Seconds of reading that are too few to be weighed against computing.
+# Reads of fewer seconds are not compared with computing.
 NOTICED = 0.05
-# Bytes of blobs that are read before they are written into the cache and let go of.
+# Blobs are read, written into the cache and freed in batches of about this many bytes.
 TOGETHER = 2**25
 
 
 class Pipeline(ABC, Generic[CacheT]):
-    """Gets one prompt into a cache. Each step makes a new value: a plan, a plan without what is gone, a plan as it was carried out.
+    """Fill a cache with one prompt. Each step returns a new plan: as looked up, without missing blobs, as executed.
 
-    A read that fails makes the tokens computed; a model that has changed since the look-up makes the look-up be done again.
+    A failed read is a miss: its tokens are computed. If the model has changed since the look-up, the look-up is repeated.
     """
 
     def __init__(self, cache: CacheT, call: PrefillCall) -> None:
@@ -45,7 +45,7 @@ class Pipeline(ABC, Generic[CacheT]):
         return self.call.input_ids.device.type == "cpu"
 
     def fill(self) -> int:
-        """Fills the cache; returns how many of the prompt's tokens it took."""
+        """Fill the cache and return how many of the prompt's tokens it took."""
         padding = self.cache.padding_of(self.call)
         if isinstance(padding, str):
             return self.leave(padding)
@@ -56,7 +56,7 @@ class Pipeline(ABC, Generic[CacheT]):
         identity = self.cache.identity_of_pass(self.call.input_ids.shape[1])
         reason = self.refused(identity)
         plan = None if reason else self.look_up(identity, rows)
-        # All weights are read before anything stored is used, and before it is said that nothing can be.
+        # Stored tokens are used, or refused, only under an identity that was confirmed by reading all weights.
         if identity.presumed and (plan is None or self.reuses(plan)):
             presumed, identity = identity, self.cache.confirmed_identity()
             reason = self.refused(identity)
@@ -72,13 +72,13 @@ class Pipeline(ABC, Generic[CacheT]):
         return taken
 
     def operations(self, plan: PromptPlan) -> float:
-        """What a plan computes in the decoder layers, the last token included, in floating-point operations."""
+        """Count the floating-point operations of a plan in the decoder layers, including the last token."""
         costs, layers = Costs.of(self.cache.model), len(self.cache.layers)
         joining = (costs.of_tokens(span.joining(), span.depth or 0, layers) for row in plan.rows for span in row.spans)
         return sum(joining) + sum(costs.of_tokens(np.append(row.recompute(), len(row.ids) - 1)) for row in plan.rows)
 
     def slower(self, plan: PromptPlan) -> str:
-        """Why fetching takes longer than computing, as a sentence; "" where it does not, or nobody knows."""
+        """Say why fetching takes longer than computing, as a sentence; "" if it does not, or if the speed is not known."""
         reading = self.seconds_to_read({tokens.key for tokens in plan.stored})
         if reading is None or reading < NOTICED:
             return ""
@@ -90,7 +90,7 @@ class Pipeline(ABC, Generic[CacheT]):
         return f"To fetch what is stored takes {reading:.2f} s, and to compute it {computing:.2f} s."
 
     def leave(self, reason: str, rows: tuple[PromptRow, ...] = ()) -> int:
-        """Leaves the prompt to the model, and keeps the reason for the report; the rows are not known of every prompt."""
+        """Leave the prompt to the model, and keep the reason for the report; `rows` is empty where the rows are not known."""
         self.cache.reason = reason
         return 0
 
@@ -99,10 +99,10 @@ class Pipeline(ABC, Generic[CacheT]):
         return next(plan.stored, None) is not None
 
     def load(self, plan: PromptPlan) -> PromptPlan:
-        """Reads the blobs of a plan and writes its tokens into the cache, some blobs at a time, so that no more than those take memory.
+        """Read the blobs of a plan and write its tokens into the cache, some blobs at a time to bound the memory.
 
         Returns:
-            The plan without what another process has evicted since the look-up, or what is damaged: that is computed.
+            The plan without evicted or damaged blobs, whose tokens are computed.
         """
         if reason := self.slower(plan):
             return replace(plan, rows=tuple(row.cut(row.begin, reason) for row in plan.rows))
@@ -112,7 +112,7 @@ class Pipeline(ABC, Generic[CacheT]):
         return replace(plan, rows=tuple(row.without(lost, "The stored tokens are gone or damaged.") for row in plan.rows)) if lost else plan
 
     def _batches(self, plan: PromptPlan, lost: set[str]) -> Iterator[dict[str, Tensors]]:
-        """The blobs of a plan by their keys, some at a time; keys of those that can't be read are added to `lost`."""
+        """Yield the blobs of a plan by their keys, some at a time; add the keys of blobs that can't be read to `lost`."""
         blobs: dict[str, Tensors] = {}
         for key in dict.fromkeys(tokens.key for tokens in plan.stored):
             tensors = self.read(key)
@@ -127,38 +127,38 @@ class Pipeline(ABC, Generic[CacheT]):
             yield blobs
 
     def write(self, plan: PromptPlan, blobs: Mapping[str, Tensors], make_room: bool) -> None:
-        """Writes the tokens that some blobs have into the cache.
+        """Write the tokens of some blobs into the cache.
 
         Args:
-            make_room: Whether these are the first blobs of the plan.
+            make_room: Whether to make room for the prompt first: true for the first blobs of a plan.
         """
         self.cache.write(plan, blobs, self.codec, make_room)
 
     def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
-        """Runs what is not reused; returns how many tokens the cache took, and the plan as it was carried out."""
+        """Run what is not reused; return how many tokens the cache took, and the plan as executed."""
         return self.cache.execute(self.call, plan), plan
 
     @property
     @abstractmethod
     def codec(self) -> KVCodec | None:
-        """What reads the store's blobs, where they are codes."""
+        """The codec of the store's blobs, if they are codes."""
 
     @abstractmethod
     def seconds_to_read(self, keys: Collection[str]) -> float | None:
-        """How long blobs take to be read, at the speed that was measured; None where nobody knows."""
+        """Estimate how long blobs take to be read, by the measured speed; None if it is not known."""
 
     @abstractmethod
     def refused(self, identity: Identity) -> str:
-        """Why nothing stored is of use to a model of this identity, as a sentence; "" where it may be."""
+        """Say why a model of this identity can reuse nothing, as a sentence; "" if it may."""
 
     @abstractmethod
     def look_up(self, identity: Identity, rows: tuple[PromptRow, ...]) -> PromptPlan:
-        """What is found of the rows, and which of it is reused."""
+        """Look up the rows and plan what is reused."""
 
     @abstractmethod
     def read(self, key: str) -> Tensors | None:
-        """The tensors of a blob, or None where it is gone or damaged."""
+        """Return the tensors of a blob; None if it is missing or damaged."""
 
     @abstractmethod
     def report(self, plan: PromptPlan, identity: Identity) -> None:
-        """Counts a plan that was carried out, for the cache's report and for the store, and has what is new stored."""
+        """Count an executed plan in the reports of cache and store, and have new tokens stored."""

@@ -1,4 +1,4 @@
-"""Stored tokens, written into a cache's layers where a prompt has them."""
+"""Write stored tokens into the slots where a prompt has them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from hf_kvcaches.core.splicing.transfer import Portion, write_all
 from hf_kvcaches.kernels.rotation import Layout
 from hf_kvcaches.kernels.splice import Packed
 
-# Bytes in a cache. Pieces are put together up to so many of all layers: below, calls take longer than the copy.
+# Small spans are joined up to this many bytes in a cache, in all layers: below, calls take longer than the copy.
 JOINED = 2**22
-# So many of some layers are decoded, or go to a GPU, at a time: while one portion is written, the next one is on its way.
+# Bytes in a cache that are decoded, or sent to a GPU, at a time: while one portion is written, the next one is sent.
 PORTION = 2**25
 
 
 class Loaded(NamedTuple):
-    """Stored tokens, and where they go in a row.
+    """A stored span, and the indices of a row that it is written to.
 
     Args:
-        position: Where the first of them stood when it was stored.
-        stored: What `packing.encode` gave with the tensors.
-        depth: Only of layers below this one; None: of all.
-        codec: What reads them, where they are codes.
+        offset: The first token's index in the tensors.
+        position: The first token's position when it was computed.
+        stored: What `packing.encode` returned with the tensors.
+        depth: Write the layers below this one; None: all.
+        codec: The codec of the tensors, if they are codes.
     """
 
     start: int
@@ -44,90 +45,92 @@ class Loaded(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many."""
+        """The number of tokens."""
         return self.stop - self.start
 
 
 def like_stored(loaded: Loaded, layers: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """For each layer an empty tensor of its keys' heads, head_dim and type, and one of its values'; all layers are taken to be alike."""
+    """Return an empty tensor with the heads, head_dim and dtype of each layer's keys, and one for its values.
+
+    Layers that are not stored are taken to have the shapes of the highest stored one.
+    """
     stored = loaded.stored
     dtype = packing.dtype_of(stored)
-    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for number, members in enumerate(stored["piles"]):
         pair = []
         for name in ("keys", "values"):
             data = loaded.tensors[f"{name}.{number}"]
             dim = stored["dims"][number][name == "values"]
             pair.append(torch.empty(1, data.shape[1], 0, dim, dtype=dtype))
-        found |= dict.fromkeys(members, (pair[0], pair[1]))
-    return [found.get(index, found[max(found)]) for index in range(layers)]
+        pairs |= dict.fromkeys(members, (pair[0], pair[1]))
+    return [pairs.get(index, pairs[max(pairs)]) for index in range(layers)]
 
 
 def splice_row(
-    layers: Sequence[SplicedLayer], row: int, padding: int, pieces: Sequence[Loaded], geometries: Sequence[RotaryGeometry | None]
+    layers: Sequence[SplicedLayer], row: int, padding: int, spans: Sequence[Loaded], geometries: Sequence[RotaryGeometry | None]
 ) -> None:
-    """Writes pieces into one row of the layers' buffers, their keys turned to where they now stand.
+    """Write spans into one row of the layers' buffers, and rotate their keys to the new positions.
 
     Args:
         padding: Slots at the start of the row that hold no token.
-        geometries: How each layer's keys are turned; None where they can't be, and are where they were.
+        geometries: How each layer's keys are rotated; None where they can't be, and keep their positions.
     """
-    write_all(portion for together in _portions(pieces) for portion in _portions_of(layers, row, padding, together, geometries))
+    write_all(portion for group in _grouped(spans) for portion in _portions(layers, row, padding, group, geometries))
 
 
-def _portions(pieces: Sequence[Loaded]) -> list[list[Loaded]]:
-    """Pieces that are stored alike, small ones together."""
-    portions: list[list[Loaded]] = []
+def _grouped(spans: Sequence[Loaded]) -> list[list[Loaded]]:
+    """Group spans that are stored in the same way, small ones together."""
+    groups: list[list[Loaded]] = []
     size = 0
-    for loaded in sorted(pieces, key=lambda each: (each.depth or 0, str(each.stored["dtype"]))):
-        needed = loaded.tokens * sum(map(len, loaded.stored["piles"])) * packing.bytes_per_token(loaded.tensors, loaded.stored)
-        before = portions[-1][-1] if portions else None
+    for span in sorted(spans, key=lambda span: (span.depth or 0, str(span.stored["dtype"]))):
+        added = span.tokens * sum(map(len, span.stored["piles"])) * packing.bytes_per_token(span.tensors, span.stored)
+        last = groups[-1][-1] if groups else None
         alike = (
-            before is not None
-            and before.depth == loaded.depth
-            and all(before.stored[name] == loaded.stored[name] for name in ("dtype", "piles", "quantization"))
+            last is not None
+            and last.depth == span.depth
+            and all(last.stored[name] == span.stored[name] for name in ("dtype", "piles", "quantization"))
         )
-        if not alike or size + needed > JOINED:
-            portions.append([])
+        if not alike or size + added > JOINED:
+            groups.append([])
             size = 0
-        portions[-1].append(loaded)
-        size += needed
-    return portions
+        groups[-1].append(span)
+        size += added
+    return groups
 
 
-def _portions_of(
+def _portions(
     layers: Sequence[SplicedLayer],
     row: int,
     padding: int,
-    pieces: Sequence[Loaded],
+    spans: Sequence[Loaded],
     geometries: Sequence[RotaryGeometry | None],
 ) -> Iterator[Portion]:
-    """Pieces that are stored alike, for some layers at a time that are treated alike, the lowest first."""
-    tokens = sum(each.tokens for each in pieces)
-    together = max(1, PORTION // (tokens * packing.bytes_per_token(pieces[0].tensors, pieces[0].stored)))
-    cut = [
-        packing.piles(each.tensors, each.stored, each.offset, each.offset + each.tokens, each.depth, each.codec, together)
-        for each in pieces
+    """Yield the portions of spans that are stored in the same way, the lowest layers first; a portion's layers rotate in the same way."""
+    tokens = sum(span.tokens for span in spans)
+    count = max(1, PORTION // (tokens * packing.bytes_per_token(spans[0].tensors, spans[0].stored)))
+    piles = [
+        packing.piles(span.tensors, span.stored, span.offset, span.offset + span.tokens, span.depth, span.codec, count) for span in spans
     ]
-    slots = torch.from_numpy(np.concatenate([np.arange(each.start, each.stop) for each in pieces]) + padding)
-    coded = packing.is_coded(pieces[0].stored)
-    # Those that stay where they were are turned by nothing, exactly, which is quicker than to treat them apart. Codes have no rotation yet.
-    distances = [np.arange(each.start, each.stop) if coded else np.full(each.tokens, each.start - each.position) for each in pieces]
-    shifts, of_tokens = np.unique(np.concatenate(distances), return_inverse=True)
-    turning, which = coded or bool(shifts.any()), torch.from_numpy(of_tokens)
-    for pile in (_joined(parts) for parts in zip(*cut, strict=True)):
-        for members, geometry in _treated_alike(pile.layers, layers, geometries):
+    slots = torch.from_numpy(np.concatenate([np.arange(span.start, span.stop) for span in spans]) + padding)
+    coded = packing.is_coded(spans[0].stored)
+    # Codes are not rotated. Tokens at their old position are rotated by 0: this is exact, and faster than a portion of their own.
+    offsets = [np.arange(span.start, span.stop) if coded else np.full(span.tokens, span.start - span.position) for span in spans]
+    shifts, shift_indices = np.unique(np.concatenate(offsets), return_inverse=True)
+    rotates, table_rows = coded or bool(shifts.any()), torch.from_numpy(shift_indices)
+    for pile in (_joined(parts) for parts in zip(*piles, strict=True)):
+        for members, geometry in _alike(pile.layers, layers, geometries):
             cos = sin = None
             layout: Layout = "half"
-            if turning and geometry is not None and geometry.kind == "rope":
+            if rotates and geometry is not None and geometry.kind == "rope":
                 scaling = geometry.attention_scaling if coded else 1.0
-                cos, sin = (table[which] * scaling for table in geometry.cos_sin(torch.from_numpy(shifts), torch.float32))
+                cos, sin = (table[table_rows] * scaling for table in geometry.cos_sin(torch.from_numpy(shifts), torch.float32))
                 layout = geometry.layout
-            inside = [pile.layers.index(index) for index in members]
+            rows_of_pile = [pile.layers.index(index) for index in members]
             buffers = [(layers[index].key_buffer, layers[index].value_buffer) for index in members]
             yield Portion(
-                _of_layers(pile.keys, inside),
-                _of_layers(pile.values, inside),
+                _layers_of(pile.keys, rows_of_pile),
+                _layers_of(pile.values, rows_of_pile),
                 [keys[row] for keys, _ in buffers if keys is not None],
                 [values[row] for _, values in buffers if values is not None],
                 slots,
@@ -143,19 +146,19 @@ def _joined(parts: Sequence[Pile]) -> Pile:
     return Pile(parts[0].layers, _cat([part.keys for part in parts]), _cat([part.values for part in parts]))
 
 
-def _cat(packed: Sequence[Packed]) -> Packed:
-    data = torch.cat([each.data for each in packed], 2)
-    if packed[0].scale is None:
+def _cat(parts: Sequence[Packed]) -> Packed:
+    data = torch.cat([part.data for part in parts], 2)
+    if parts[0].scale is None:
         return Packed(data)
-    scale = torch.cat([each.scale for each in packed if each.scale is not None], 2)
-    zero = torch.cat([each.zero for each in packed if each.zero is not None], 2)
-    return Packed(data, scale, zero, packed[0].group)
+    scale = torch.cat([part.scale for part in parts if part.scale is not None], 2)
+    zero = torch.cat([part.zero for part in parts if part.zero is not None], 2)
+    return Packed(data, scale, zero, parts[0].group)
 
 
-def _treated_alike(
+def _alike(
     members: Sequence[int], layers: Sequence[SplicedLayer], geometries: Sequence[RotaryGeometry | None]
 ) -> list[tuple[list[int], RotaryGeometry | None]]:
-    """Layers with one geometry on one device, and that geometry."""
+    """Group layers by geometry and device; return each group with its geometry."""
     groups: dict[tuple[int, torch.device | None], tuple[list[int], RotaryGeometry | None]] = {}
     for index in members:
         buffer = layers[index].key_buffer
@@ -164,8 +167,8 @@ def _treated_alike(
     return list(groups.values())
 
 
-def _of_layers(packed: Packed, members: Sequence[int]) -> Packed:
-    """Some layers of a pile."""
+def _layers_of(packed: Packed, members: Sequence[int]) -> Packed:
+    """Select layers of a pile."""
     if list(members) == list(range(packed.data.shape[0])):
         return packed
     data, scale, zero = (None if part is None else part[list(members)] for part in packed[:3])

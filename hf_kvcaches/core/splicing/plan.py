@@ -1,4 +1,4 @@
-"""What becomes of a prompt: a frozen plan, which is made, checked, executed and reported."""
+"""The plan of a prompt: a frozen value that is made, checked, executed and reported."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from hf_kvcaches.core.splicing.tokens import Ids
 
-# Of tokens in their row, padding not counted, ascending.
+# Indices of tokens in their row, padding not counted, ascending.
 Indices = npt.NDArray[np.int64]
 
 NONE: Indices = np.zeros(0, np.int64)
-# The tier of tokens that run through all layers.
+# The tier of tokens that all layers compute.
 COMPUTED = "computed"
 
 
@@ -23,9 +23,9 @@ class StoredTokens(NamedTuple):
     """Consecutive tokens of a row, and the blob that has their keys and values.
 
     Args:
-        offset: Of the first of them in the blob.
-        position: Of the first of them where it was computed.
-        stored: What `packing.encode` gave with the blob's tensors.
+        offset: The first token's index in the blob.
+        position: The first token's position when it was computed.
+        stored: What `packing.encode` returned with the blob's tensors.
     """
 
     start: int
@@ -36,7 +36,7 @@ class StoredTokens(NamedTuple):
     stored: Mapping[str, Any]
 
     def cut(self, start: int, stop: int) -> StoredTokens:
-        """Those of the tokens that lie between two indices."""
+        """Return the part of the tokens that lies between two indices."""
         start, stop = max(start, self.start), min(stop, self.stop)
         skipped = start - self.start
         return self._replace(start=start, stop=stop, offset=self.offset + skipped, position=self.position + skipped)
@@ -44,13 +44,13 @@ class StoredTokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Check:
-    """What settles a span once its keys have been compared at a layer.
+    """The check that decides a span, once its keys have been compared at a layer.
 
     Args:
         probe: Whether the span is reused only if a probe passes.
-        choose: How many of its tokens are recomputed, those whose keys deviate most.
-        likeness: Of the tokens before it where it was stored, and those before it in the row.
-        otherwise: What the span becomes if the probe fails.
+        choose: How many of its tokens are recomputed: those whose keys deviate most.
+        likeness: The similarity of the tokens before the stored span and those before it in the row.
+        otherwise: The spans that replace it if the probe fails.
     """
 
     probe: bool = False
@@ -64,12 +64,12 @@ class PlannedSpan:
     """Consecutive tokens of a row, and where their keys and values come from.
 
     Args:
-        tier: By which rule they are reused, or "computed".
-        stored: The stored tokens that are reused, without gaps; empty where all are computed.
-        recompute: Indices of stored tokens that run through all layers nevertheless.
-        depth: The layers below it are reused, and those above run from stored hidden states; None: all layers are reused.
-        reason: Why nothing is reused, or no more, as a sentence; "" where nothing was found or all is reused.
-        check: What has to be settled first, or None.
+        tier: The rule that admitted them, or "computed".
+        stored: The stored tokens that are reused, without gaps; empty where all tokens are computed.
+        recompute: Indices of stored tokens that all layers recompute.
+        depth: Layers below it are reused, the others run from stored hidden states; None: all layers are reused.
+        reason: Why nothing more is reused, as a sentence; "" where nothing is stored or everything is reused.
+        check: What decides the span first, or None.
     """
 
     start: int
@@ -86,20 +86,20 @@ class PlannedSpan:
 
     @property
     def reused(self) -> int:
-        """Tokens that run through none of the layers that are reused."""
+        """How many tokens the reused layers do not compute."""
         return len(self) - len(self.recompute) if self.stored else 0
 
     def joining(self) -> Indices:
-        """Indices of the tokens that run from `depth` on."""
+        """Return the indices of the tokens that run from layer `depth` on."""
         return np.setdiff1d(np.arange(self.start, self.stop), self.recompute) if self.depth is not None else NONE
 
     def cut(self, stop: int) -> PlannedSpan:
-        """The span up to an index inside of it."""
+        """Return the span up to an index inside of it."""
         stored = tuple(tokens.cut(self.start, stop) for tokens in self.stored if tokens.start < stop)
         return replace(self, stop=min(self.stop, stop), stored=stored)
 
     def without(self, keys: Collection[str], reason: str) -> list[PlannedSpan]:
-        """The spans that this one becomes where blobs are gone: what else is stored of a whole span stays."""
+        """Return the spans that replace this one when blobs are missing; a span without recomputed tokens keeps its other blobs."""
         if not any(tokens.key in keys for tokens in self.stored):
             return [self]
         if len(self.recompute) or self.check is not None:
@@ -118,7 +118,7 @@ class PromptRow:
 
     Args:
         padding: Slots at its start that hold no token.
-        ids: All its tokens, those in the cache included.
+        ids: All its token ids, including those in the cache.
         begin: How many of them are in the cache.
     """
 
@@ -128,16 +128,16 @@ class PromptRow:
     begin: int
 
     def planned(self, spans: Sequence[PlannedSpan], prefix: int = 0) -> PlannedRow:
-        """The row with a plan."""
+        """Return the row with a plan."""
         return PlannedRow(self.number, self.padding, self.ids, self.begin, tuple(spans), max(prefix, self.begin))
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedRow(PromptRow):
-    """A row with the plan for all its new tokens but the last, which is the model's.
+    """A row with the plan for its new tokens, without the last one, which the model itself runs.
 
     Args:
-        prefix: Up to this index stored tokens stood behind the same tokens.
+        prefix: Up to this index, stored tokens were computed behind the same tokens.
     """
 
     spans: tuple[PlannedSpan, ...] = ()
@@ -150,22 +150,22 @@ class PlannedRow(PromptRow):
 
     @property
     def reused(self) -> int:
-        """Tokens that are not computed in the layers that are reused."""
+        """How many tokens the reused layers do not compute."""
         return sum(span.reused for span in self.spans)
 
     def recompute(self) -> Indices:
-        """Indices of the tokens that run through all layers."""
+        """Return the indices of the tokens that all layers compute."""
         runs = [span.recompute if span.stored else np.arange(span.start, span.stop) for span in self.spans]
         return np.concatenate([NONE, *runs])
 
     def cut(self, stop: int, reason: str = "") -> PlannedRow:
-        """The row of which only what comes before an index is reused."""
+        """Return the row with reuse only before an index."""
         spans = [span.cut(stop) for span in self.spans if span.start < stop]
         end = len(self.ids) - 1
         return replace(self, spans=(*spans, PlannedSpan(stop, end, reason=reason)) if stop < end else tuple(spans))
 
     def without(self, keys: Collection[str], reason: str) -> PlannedRow:
-        """The row without what is stored in blobs that are gone."""
+        """Return the row without reuse of missing blobs."""
         lost = [tokens.start for tokens in self.stored if tokens.key in keys]
         spans = tuple(part for span in self.spans for part in span.without(keys, reason))
         return replace(self, spans=spans, prefix=min([self.prefix, *lost]))
@@ -173,10 +173,10 @@ class PlannedRow(PromptRow):
 
 @dataclass(frozen=True, eq=False)
 class PromptPlan:
-    """A prompt of several rows.
+    """The plans of all rows of a prompt.
 
     Args:
-        total: Slots of the prompt, with those that the cache holds already.
+        total: Slots of the prompt, including those in the cache.
     """
 
     rows: tuple[PlannedRow, ...]
@@ -189,35 +189,35 @@ class PromptPlan:
 
     @property
     def checked(self) -> bool:
-        """Whether a span is still to be settled."""
+        """Whether a check still has to decide a span."""
         return any(span.check is not None for row in self.rows for span in row.spans)
 
     @property
     def prefixes(self) -> list[int]:
-        """Of each row the slots before the first token that runs."""
-        ends = [row.recompute() for row in self.rows]
-        return [row.padding + int(run[0]) if len(run) else self.total - 1 for row, run in zip(self.rows, ends, strict=True)]
+        """For each row, the number of slots before the first token that runs."""
+        computed = [row.recompute() for row in self.rows]
+        return [row.padding + int(indices[0]) if len(indices) else self.total - 1 for row, indices in zip(self.rows, computed, strict=True)]
 
     @property
     def reuses_a_prefix_only(self) -> bool:
-        """Whether nothing is reused but the same first slots of all rows."""
+        """Whether all rows reuse the same number of first slots, and nothing else."""
         prefix, *others = set(self.prefixes)
         return not others and all(len(row.recompute()) == self.total - 1 - prefix for row in self.rows)
 
 
 def joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
-    """Spans without empty ones; those of one kind that follow one another become one."""
-    found: list[PlannedSpan] = []
+    """Drop empty spans and merge consecutive spans of one kind."""
+    merged: list[PlannedSpan] = []
     for span in spans:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if not len(span):
             continue
-        alike = last is not None and _kind(last) == _kind(span) and last.stop == span.start
-        if last is None or not alike or any(len(part.recompute) or part.check is not None for part in (last, span)):
-            found.append(span)
+        mergeable = last is not None and _kind(last) == _kind(span) and last.stop == span.start
+        if last is None or not mergeable or any(len(part.recompute) or part.check is not None for part in (last, span)):
+            merged.append(span)
         else:
-            found[-1] = replace(last, stop=span.stop, stored=last.stored + span.stored)
-    return found
+            merged[-1] = replace(last, stop=span.stop, stored=last.stored + span.stored)
+    return merged
 
 
 def _kind(span: PlannedSpan) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Storing what a prompt computed, once its first token is out."""
+"""Store the keys and values of a prompt, once its first token is out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from typing import NamedTuple
 import torch
 
 from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.core.splicing.packing import LayerStates
 from hf_kvcaches.core.splicing.streams import mark, wait_for
 
 # The keys and values of each layer, (batch, kv_heads, capacity, head_dim).
 Buffers = Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]
 
 
+def states_in(buffers: Buffers, row: int, slots: slice) -> list[LayerStates]:
+    """Return the states of a row's slots in each layer."""
+    pairs = ((keys, values) for keys, values in buffers if keys is not None and values is not None)
+    return [LayerStates(keys[row, :, slots].detach(), values[row, :, slots].detach()) for keys, values in pairs]
+
+
 class NewPrompt(NamedTuple):
-    """A prompt that is to be stored.
+    """A prompt to be stored once it is computed.
 
     Args:
-        slots: How many slots of every layer are filled when it is computed.
-        store: Stores it from the layers' buffers; called in the background.
+        slots: How many slots each layer has seen when the prompt is computed.
+        store: Store the prompt from the layers' buffers; called in the background.
     """
 
     slots: int
@@ -31,32 +38,32 @@ class Remembering:
     """Stores a cache's prompt when it is computed.
 
     Args:
-        layers: Of the cache, in which prompts are computed.
-        later: Runs a job in the background, after earlier ones.
+        layers: The cache's layers.
+        later: Run a job in the background, after earlier jobs.
     """
 
     def __init__(self, layers: Sequence[SplicedLayer], later: Callable[[Callable[[], None]], None]) -> None:
         self._layers, self._later = layers, later
         self._prompt: NewPrompt | None = None
-        # A finalizer may run at any moment, also in the middle of this thread's work here.
+        # Reentrant: a finalizer may call `release` while this thread holds the lock.
         self._lock = threading.RLock()
         self.reading_until = 0
 
     def expect(self, prompt: NewPrompt) -> None:
-        """Stores a prompt as soon as it is computed."""
+        """Store a prompt as soon as it is computed."""
         with self._lock:
             self._prompt = prompt
 
     @property
     def waiting(self) -> bool:
-        """Whether a prompt is still to be stored."""
+        """Whether a prompt still has to be stored."""
         return self._prompt is not None
 
     def release(self, drop: bool = True) -> None:
-        """Hands the prompt to the store, if it is computed.
+        """Hand the prompt to the store, if it is computed.
 
         Args:
-            drop: Whether to give it up if it is not: a pass failed, or takes another way. False while another thread may compute it.
+            drop: Whether to give up a prompt that is not computed, since no later pass will. False while another thread may compute it.
         """
         with self._lock:
             prompt = self._prompt
@@ -68,12 +75,12 @@ class Remembering:
             if not computed:
                 return
             self.reading_until = prompt.slots
-            # New tokens are written behind these slots, or into other buffers: what is read here stays as it is.
+            # New tokens are written behind these slots or into other buffers, so the store reads unchanged slots.
             buffers = [(layer.key_buffer, layer.value_buffer) for layer in self._layers]
-        filled = mark(tensor for pair in buffers for tensor in pair)
+        events = mark(tensor for pair in buffers for tensor in pair)
 
         def store() -> None:
-            wait_for(filled, (tensor for pair in buffers for tensor in pair))
+            wait_for(events, (tensor for pair in buffers for tensor in pair))
             prompt.store(buffers)
 
         self._later(store)

@@ -1,4 +1,4 @@
-"""How all layers of a model rotate their keys, read from its config."""
+"""Read from a model's config how its layers rotate keys."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ class Rotation:
     """How a model's keys are rotated to other positions.
 
     Args:
-        layers: One geometry a layer; equal ones are one object.
-        turns: Whether keys can be moved in all layers.
-        refused: Whether not even the start of a text can be reused: keys differ with the length of the whole, or nothing is known of them.
+        layers: The geometry of each layer; equal ones are one object.
+        turns: Whether the keys of all layers can be rotated to other positions.
+        refused: Whether not even a prefix can be reused: keys depend on the length of the text, or their positions are unknown.
+        why: Why keys can't be rotated to other positions, as the end of a sentence; "" if they can.
         positions_matter: Whether keys depend on the positions of their tokens.
     """
 
@@ -33,12 +34,12 @@ _rotations: dict[int, tuple[weakref.ref[PreTrainedConfig], Rotation]] = {}
 
 
 def rotation_of(config: PreTrainedConfig) -> Rotation:
-    """Read from a decoder's config once, for as long as it lives."""
+    """Return the rotation of a decoder, read from its config once."""
     key = id(config)
-    known = _rotations.get(key)
-    if known is None or known[0]() is not config:
-        _rotations[key] = known = (weakref.ref(config, lambda _: _rotations.pop(key, None)), _read(config))
-    return known[1]
+    entry = _rotations.get(key)
+    if entry is None or entry[0]() is not config:
+        _rotations[key] = entry = (weakref.ref(config, lambda _: _rotations.pop(key, None)), _read(config))
+    return entry[1]
 
 
 def _read(config: PreTrainedConfig) -> Rotation:
@@ -46,10 +47,10 @@ def _read(config: PreTrainedConfig) -> Rotation:
     layers = []
     for index in range(len(compat.layer_plan(config))):
         geometry = RotaryGeometry.from_config(config, layer_idx=index)
-        same = next((other for other in distinct if other.rotates_like(geometry)), None)
-        if same is None:
+        equal = next((other for other in distinct if other.rotates_like(geometry)), None)
+        if equal is None:
             distinct.append(geometry)
-        layers.append(same or geometry)
+        layers.append(equal or geometry)
     why = next((geometry.refusal for geometry in distinct if geometry.refusal), "")
     crossing = bool(getattr(config, "cross_attention_layers", None))
     if crossing:
@@ -57,7 +58,7 @@ def _read(config: PreTrainedConfig) -> Rotation:
     immovable = [geometry.kind for geometry in distinct if geometry.kind not in ("rope", "none")]
     if immovable and not why:
         why = f"its keys can't be moved (positions of the kind {immovable[0]!r})"
-    matter = any(geometry.refusal or geometry.kind not in ("none", "alibi") for geometry in distinct)
-    # Keys of an unknown layout can't be moved, but are those of their position whatever the length of the text.
+    positions_matter = any(geometry.refusal or geometry.kind not in ("none", "alibi") for geometry in distinct)
+    # Keys of an unknown layout can't be moved, but do not depend on the length of the text, so prefixes can be reused.
     refused = crossing or any(geometry.kind == ("rope" if geometry.refusal else "unknown") for geometry in distinct)
-    return Rotation(tuple(layers), not why, refused, why, matter)
+    return Rotation(tuple(layers), not why, refused, why, positions_matter)

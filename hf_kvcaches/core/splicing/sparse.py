@@ -1,4 +1,4 @@
-"""Passes over tokens that do not follow each other: what stands between them is in the cache already."""
+"""Passes over tokens that are not consecutive: the tokens between them are in the cache."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hf_kvcaches.core.chunks import grouped_attention
 from hf_kvcaches.core.layer_pass import LayerPass
 from hf_kvcaches.core.partial import Masks
 
-# Queries that look at keys together: with fewer the products get slow, with more they look at more keys behind themselves. On a GPU a
-# launch takes as long as many products.
+# Queries of a block: a smaller block makes slower products, a larger one attends to more masked keys. On a GPU a launch costs as much as
+# many products.
 _BLOCK, _BLOCK_ON_CPU = 512, 64
 
 
 class SparsePass:
-    """Which tokens a pass runs, and what they may look at.
+    """Which tokens a pass runs, and which slots they see.
 
-    A token has a *slot*, its column in the padded prompt and in the layers' buffers, and a *position*, its place in its row. Rows with
-    fewer tokens to run than others are filled up with tokens that go to the slot behind the prompt, which nobody looks at.
+    A token's slot is its column in the padded prompt and in the layers' buffers. Rows with fewer tokens to run than others get fillers,
+    tokens that are written to the slot behind the prompt, which no query sees.
 
     Args:
-        slots: (batch, tokens), ascending in each row; `total` for those that only fill up.
+        slots: (batch, tokens), ascending in each row; `total` for fillers.
         padding: (batch,), how many slots at the start of each row hold no token.
     """
 
@@ -43,7 +43,7 @@ class SparsePass:
 
     @cached_property
     def blocks(self) -> list[tuple[int, int, int]]:
-        """Consecutive tokens, from and to, and behind the last slot that one of them looks at."""
+        """The blocks of queries: (start, stop, end), where no query of the block sees slot `end` or a later one."""
         size = _BLOCK_ON_CPU if self.slots.device.type == "cpu" else _BLOCK
         bounds = [(start, min(start + size, self.slots.shape[1])) for start in range(0, self.slots.shape[1], size)]
         if len(bounds) == 1:
@@ -51,37 +51,33 @@ class SparsePass:
         return [(start, stop, min(int(self.slots[:, stop - 1].max()) + 1, self.total)) for start, stop in bounds]
 
     def masks(self, model: PreTrainedModel) -> Masks:
-        """The masks of a model's layers in this pass."""
+        """Return what makes the mask of each layer in this pass."""
         plan = compat.layer_plan(compat.decoder_config(model.config))
-        made: dict[Any, torch.Tensor] = {}
+        masks: dict[Any, torch.Tensor] = {}
 
         def mask(index: int, hidden: torch.Tensor) -> torch.Tensor:
             kind, arguments = plan[index]
             key = (kind, arguments.get("sliding_window"), hidden.device, hidden.dtype)
-            if key not in made:
+            if key not in masks:
                 visible = self.visible(kind, arguments.get("sliding_window"), hidden.device)
-                made[key] = _as_added(visible, hidden.dtype) if _is_eager(model) else visible
-            return made[key]
+                masks[key] = _additive(visible, hidden.dtype) if _is_eager(model) else visible
+            return masks[key]
 
         return mask
 
     def visible(self, kind: str, window: int | None, device: torch.device) -> torch.Tensor:
-        """Which slots each token may look at, (batch, 1, tokens, total).
-
-        Args:
-            device: Where it is needed.
-        """
+        """Return which slots each token sees, (batch, 1, tokens, total)."""
         padding = self.padding.to(device)[:, None, None, None]
-        asking, asked = self.slots.to(device)[:, None, :, None], torch.arange(self.total, device=device)
-        visible = (asked <= asking) & (asked >= padding)
+        query_slots, key_slots = self.slots.to(device)[:, None, :, None], torch.arange(self.total, device=device)
+        visible = (key_slots <= query_slots) & (key_slots >= padding)
         if kind == "sliding_attention":
-            visible = visible & (asked > asking - _size(window))
+            visible = visible & (key_slots > query_slots - _size(window))
         elif kind == "chunked_attention":
-            visible = visible & ((asked - padding) // _size(window) == (asking - padding) // _size(window))
+            visible = visible & ((key_slots - padding) // _size(window) == (query_slots - padding) // _size(window))
         else:
             assert kind == "full_attention", kind
-        # Tokens that only fill up look at the last slot, because a softmax over nothing is not a number.
-        return torch.where(asking >= self.total, asked == self.total - 1, visible)
+        # Fillers see the last slot, because a softmax over nothing is NaN.
+        return torch.where(query_slots >= self.total, key_slots == self.total - 1, visible)
 
 
 def _size(window: int | None) -> int:
@@ -93,23 +89,23 @@ def _is_eager(model: PreTrainedModel) -> bool:
     return previous_implementation(compat.decoder_config(model.config)) == "eager"
 
 
-def _as_added(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask as eager attention wants it: numbers to be added to scores."""
+def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert a mask to the form of eager attention: a bias that is added to the scores."""
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
 class _View(LayerView):
-    """In the place of keys and of values."""
+    """A view in place of keys and values, which only the attention function can use."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
 
 
 class Look(_View):
-    """Takes what a layer computed for some tokens, its queries too; what the layer makes of its answer is of no use.
+    """Records the keys and queries that a layer computes for some tokens; its attention output is zeros and not used.
 
     Args:
-        keys: (batch, kv_heads, tokens, head_dim), fresh and rotated.
+        keys: (batch, kv_heads, tokens, head_dim), computed in this pass and rotated.
     """
 
     def __init__(self, keys: torch.Tensor, value_dim: int) -> None:
@@ -123,45 +119,45 @@ class Look(_View):
 
 
 class _BlockedView(_View):
-    """Keys and values of all slots, of which each block of queries is shown those up to its last slot.
+    """Keys and values of all slots; each block of queries attends to those up to its last slot.
 
     Args:
         keys: (batch, kv_heads, total, head_dim).
     """
 
-    def __init__(self, running: SparsePass, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.running, self.keys, self.values = running, keys, values
+    def __init__(self, sparse: SparsePass, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.sparse, self.keys, self.values = sparse, keys, values
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         outputs = []
-        for start, stop, end in self.running.blocks:
+        for start, stop, end in self.sparse.blocks:
             keys, values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
             outputs.append(grouped_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs))
         return torch.cat(outputs, 1), None
 
 
 class SplicingPass(LayerPass):
-    """Writes a sparse pass's tokens into their slots."""
+    """A layer pass that writes the tokens of a sparse pass into their slots."""
 
-    def __init__(self, cache: KVCache, running: SparsePass, start: int) -> None:
+    def __init__(self, cache: KVCache, sparse: SparsePass, start: int) -> None:
         super().__init__(cache, start)
-        self.running = running
+        self.sparse = sparse
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        states = self.layers[layer_idx].write(key_states, value_states, self.running.slots, self.running.total)
-        if len(self.running.blocks) == 1:
+        states = self.layers[layer_idx].write(key_states, value_states, self.sparse.slots, self.sparse.total)
+        if len(self.sparse.blocks) == 1:
             return states
-        view = _BlockedView(self.running, *states)
+        view = _BlockedView(self.sparse, *states)
         self.cache.answer_next()
         return view, view
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        # The mask is made from slots; any size will do for the one that the model makes.
-        return self.running.total, 0
+        # Layers get the masks of the sparse pass, so the size of the model's own mask does not matter.
+        return self.sparse.total, 0
 
 
 class LookingPass(SplicingPass):
-    """Writes nothing, and keeps what the layer computed in `look`."""
+    """A layer pass that writes nothing, and keeps what the layer computed in `look`."""
 
     look: Look | None = None
 

@@ -1,4 +1,4 @@
-"""How fast a model computes prompts in this process, so that what takes longer to fetch than to compute is computed."""
+"""Measure how fast a model computes prompts, so that spans that take longer to fetch than to compute are computed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections import deque
 
 from transformers import PreTrainedModel
 
-# The latest passes that are remembered.
+# How many of the latest passes are remembered.
 _PASSES = 8
 _lock = threading.Lock()
 _passes: weakref.WeakKeyDictionary[PreTrainedModel, deque[float]] = weakref.WeakKeyDictionary()
 
 
 def note_pass(model: PreTrainedModel, operations: float, seconds: float) -> None:
-    """Remembers how long a prompt took, until the next pass began.
+    """Remember the seconds from the start of a prompt's pass to the next pass.
 
     Args:
         operations: Floating-point operations in the decoder layers.
@@ -26,8 +26,8 @@ def note_pass(model: PreTrainedModel, operations: float, seconds: float) -> None
 
 
 def seconds_to_compute(model: PreTrainedModel, operations: float) -> float | None:
-    """How long so many operations take at the speed of the fastest of the latest prompts; None before the first one."""
+    """Estimate the seconds for a number of operations, at the fastest speed of the latest prompts; None before the first one."""
     with _lock:
         passes = _passes.get(model)
-        # The others waited for something: a caller, a server, another thread.
+        # Slower passes include waiting: for the caller, a server or another thread.
         return min(passes) * operations if passes else None

@@ -1,4 +1,4 @@
-"""Order between threads that compute on a GPU, each on a CUDA stream of its own. Without CUDA there is nothing to order."""
+"""Order the work of threads that compute on a GPU on different CUDA streams; without CUDA, do nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Event = tuple[torch.device, torch.cuda.Event]
 
 
 def mark(tensors: Iterable[torch.Tensor | None]) -> list[Event]:
-    """Events behind all that this thread has queued on the devices of some tensors, for another thread to wait for."""
+    """Record events behind the work that this thread has queued on the devices of some tensors, for another thread to wait for."""
     devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
     return [(device, torch.cuda.current_stream(device).record_event()) for device in devices]
 
 
 def wait_for(events: Iterable[Event], tensors: Iterable[torch.Tensor | None] = ()) -> None:
-    """Lets this thread's streams wait for events; the CPU does not.
+    """Make this thread's streams, not the CPU, wait for events.
 
     Args:
-        tensors: Made by the thread that marked the events, and used by this one from now on.
+        tensors: Tensors of the thread that recorded the events, which this thread uses from now on.
     """
     for device, event in events:
         torch.cuda.current_stream(device).wait_event(event)
@@ -31,7 +31,7 @@ def wait_for(events: Iterable[Event], tensors: Iterable[torch.Tensor | None] = (
 
 @contextlib.contextmanager
 def own_stream(events: Iterable[Event]) -> Iterator[None]:
-    """A stream of its own on each device of some events, behind these; other devices keep their streams."""
+    """Switch to a new stream on each device of some events, behind these; other devices keep their streams."""
     with contextlib.ExitStack() as stack:
         for device, event in events:
             stream = torch.cuda.Stream(device)

@@ -12,28 +12,24 @@ Ids = npt.NDArray[np.uint32]
 
 
 def as_ids(values: Any) -> Ids:
-    """Token ids as an array.
-
-    Args:
-        values: A list, a tensor on the CPU, or an array.
-    """
+    """Return token ids as an array, from a list, a tensor on the CPU or an array."""
     return np.ascontiguousarray(np.asarray(values), dtype=np.uint32)
 
 
 def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
-    """How many tokens two rows share at their starts."""
+    """Return how many tokens two rows share at their starts."""
     length = min(len(a), len(b))
     different = (a[:length] != b[:length]).nonzero()[0]
     return int(different[0]) if len(different) else length
 
 
 def common_suffix(a: Ids, b: Ids) -> int:
-    """How many tokens two rows share at their ends."""
+    """Return how many tokens two rows share at their ends."""
     return common_prefix(a[::-1], b[::-1])
 
 
 def window_hashes(ids: Ids, width: int) -> npt.NDArray[np.uint64]:
-    """A number for every `width` consecutive tokens, (tokens - width + 1,); equal ones have equal numbers."""
+    """Hash every window of `width` consecutive tokens, (tokens - width + 1,); equal windows have equal hashes."""
     if len(ids) < width:
         return np.zeros(0, np.uint64)
     mixed = ids.astype(np.uint64)

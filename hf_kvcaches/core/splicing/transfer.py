@@ -1,4 +1,4 @@
-"""From host memory into a layer's buffers; to a GPU one portion ahead, so that copying and writing overlap."""
+"""Copy stored tokens from host memory into layers' buffers; to a GPU one portion ahead, so that copying and writing overlap."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_kvcaches.kernels.splice import Packed, splice
 
 
 class Portion(NamedTuple):
-    """Tokens of some layers of one row, and where they go.
+    """Tokens of some layers of one row, and the slots that they are written to.
 
     Args:
         key_outs: The row of each layer's buffer of keys, (heads, capacity, dim), all on one device.
         slots: (tokens,).
-        cos: Of the angles that keys are turned by, (tokens, pairs), or None where they stay.
+        cos: Cosines of the angles by which keys are rotated, (tokens, pairs); None for no rotation.
     """
 
     keys: Packed
@@ -34,14 +34,14 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def write_all(portions: Iterable[Portion]) -> None:
-    """Writes portions. While one is written on a GPU, the next one is on its way there, on a stream of its own.
+    """Write portions. While one is written on a GPU, the next one is copied there on another stream.
 
     Args:
-        portions: Made one at a time, so that a GPU has something to do meanwhile.
+        portions: Made one at a time, while the GPU works on earlier ones.
     """
     waiting: tuple[Portion, torch.cuda.Event | None] | None = None
     for portion in portions:
-        sent = _sent(portion)
+        sent = _send(portion)
         if waiting is not None:
             _write(*waiting)
         waiting = sent
@@ -49,8 +49,8 @@ def write_all(portions: Iterable[Portion]) -> None:
         _write(*waiting)
 
 
-def _sent(portion: Portion) -> tuple[Portion, torch.cuda.Event | None]:
-    """The portion on the device of its buffers, and what to wait for before it is read."""
+def _send(portion: Portion) -> tuple[Portion, torch.cuda.Event | None]:
+    """Send a portion to the device of its buffers; return it with the event to wait for before it is read."""
     device = portion.key_outs[0].device
     if device.type != "cuda":
         return _moved(portion, device), None
@@ -67,24 +67,24 @@ def _moved(portion: Portion, device: torch.device, pin: bool = False) -> Portion
     return portion._replace(
         keys=moved(portion.keys, device, pin),
         values=moved(portion.values, device, pin),
-        slots=_there(portion.slots, device, pin),
-        cos=None if portion.cos is None else _there(portion.cos, device, pin),
-        sin=None if portion.sin is None else _there(portion.sin, device, pin),
+        slots=_copied(portion.slots, device, pin),
+        cos=None if portion.cos is None else _copied(portion.cos, device, pin),
+        sin=None if portion.sin is None else _copied(portion.sin, device, pin),
     )
 
 
 def moved(packed: Packed, device: torch.device, pin: bool = False) -> Packed:
-    """Stored tokens on a device.
+    """Copy stored tokens to a device.
 
     Args:
-        pin: Whether to go through pinned memory, and not to wait.
+        pin: Whether to copy through pinned memory, without waiting.
     """
-    data, scale, zero = (None if part is None else _there(part, device, pin) for part in packed[:3])
+    data, scale, zero = (None if part is None else _copied(part, device, pin) for part in packed[:3])
     assert data is not None
     return Packed(data, scale, zero, packed.group)
 
 
-def _there(tensor: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
+def _copied(tensor: torch.Tensor, device: torch.device, pin: bool) -> torch.Tensor:
     if pin and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=pin)
@@ -94,7 +94,7 @@ def _write(portion: Portion, arrived: torch.cuda.Event | None) -> None:
     if arrived is not None:
         current = torch.cuda.current_stream(portion.slots.device)
         current.wait_event(arrived)
-        # Made on the other stream, read on this one: their memory must not be given away before.
+        # These were allocated on the copying stream; their memory must not be reused before this one has read them.
         for tensor in (*portion.keys[:3], *portion.values[:3], portion.slots, portion.cos, portion.sin):
             if tensor is not None:
                 tensor.record_stream(current)

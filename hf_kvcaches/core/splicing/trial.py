@@ -1,4 +1,4 @@
-"""Whether a model can run parts of a prompt between others, found out by a pass that computes next to nothing."""
+"""Find out whether a model can run spans of a prompt between others, by a pass in which no layer computes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hf_kvcaches.core.partial import StandIn, with_layers
 from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.core.splicing.sparse import SparsePass
 
-# What a layer that asks for one of these makes of the answer is right only where tokens follow each other.
+# A layer that calls one of these computes with a length that is right only for consecutive tokens.
 _LENGTHS = frozenset({"get_seq_length", "get_mask_sizes"})
 _PADDING, _TOKENS = (3, 0), 8
 
-_known: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.WeakKeyDictionary()
+_refusals: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def parts_refused(model: PreTrainedModel) -> str:
-    """Why a model can't run parts of a prompt between others, as the end of a sentence; "" where it can."""
+    """Say why a model can't run spans of a prompt between others, as the end of a sentence; "" if it can."""
     implementation = previous_implementation(compat.decoder_config(model.config))
-    known = _known.setdefault(model, {})
-    if implementation not in known:
-        known[implementation] = _refusal(model, implementation)
-    return known[implementation]
+    refusals = _refusals.setdefault(model, {})
+    if implementation not in refusals:
+        refusals[implementation] = _refusal(model, implementation)
+    return refusals[implementation]
 
 
 def _refusal(model: PreTrainedModel, implementation: str) -> str:
@@ -41,12 +41,12 @@ def _refusal(model: PreTrainedModel, implementation: str) -> str:
     layers = compat.decoder_layers(model)[2]
     if len(compat.layer_plan(compat.decoder_config(model.config))) != len(layers):
         return f"not all layers of {type(model).__name__} have keys and values"
-    asking = next((kind for kind in _kinds(layers) if _LENGTHS & set(_names_in(kind))), None)
-    if asking is not None:
-        return f"{asking.__name__} computes with the number of tokens in the cache"
+    measuring = next((kind for kind in _kinds(layers) if _LENGTHS & set(_names_in(kind))), None)
+    if measuring is not None:
+        return f"{measuring.__name__} computes with the number of tokens in the cache"
     try:
-        return _of_trial(model, layers)
-    except Exception as error:  # whatever a model that is not made for this may raise is the reason
+        return _compare_masks(model, layers)
+    except Exception as error:  # a model may raise anything here; its error is the reason
         return f"a pass without layers fails in {type(model).__name__} ({type(error).__name__}: {error})"
 
 
@@ -63,7 +63,7 @@ def _names_in(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 class _TriedLayer(StandIn):
-    """Computes nothing, and keeps what its layer was called with."""
+    """A layer that computes nothing, and records the arguments of its call."""
 
     def __init__(self, stood: nn.Module, index: int, calls: list[tuple[int, torch.Tensor, Any]]) -> None:
         super().__init__(stood)
@@ -78,18 +78,18 @@ class _TriedLayer(StandIn):
 
 
 @torch.no_grad()
-def _of_trial(model: PreTrainedModel, layers: nn.ModuleList) -> str:
-    """Compares the masks that a model makes for a padded batch with those of a sparse pass."""
+def _compare_masks(model: PreTrainedModel, layers: nn.ModuleList) -> str:
+    """Compare the masks that a model makes for a padded batch with those of a sparse pass; say what differs, "" for nothing."""
     calls: list[tuple[int, torch.Tensor, Any]] = []
     twin = with_layers(model, [_TriedLayer(layer, index, calls) for index, layer in enumerate(layers)])
     device = compat.input_device(model)
     slots, padding = torch.arange(_TOKENS, device=device).expand(2, -1), torch.tensor(_PADDING, device=device)
-    running = SparsePass(slots, padding, _TOKENS)
+    sparse = SparsePass(slots, padding, _TOKENS)
     real = slots >= padding[:, None]
     with torch.autocast(device.type, enabled=False):
-        run_module(twin, DynamicCache(config=model.config), torch.ones_like(slots), running.positions, real.long())
+        run_module(twin, DynamicCache(config=model.config), torch.ones_like(slots), sparse.positions, real.long())
     config = compat.decoder_config(model.config)
-    masks = running.masks(model)
+    masks = sparse.masks(model)
     if [index for index, _, _ in calls] != list(range(len(layers))):
         return f"{type(model).__name__} does not run its layers one after the other"
     for index, hidden, mask in calls:
@@ -97,10 +97,10 @@ def _of_trial(model: PreTrainedModel, layers: nn.ModuleList) -> str:
             return f"{type(model).__name__} passes more than hidden states from layer to layer"
         expected = masks(index, hidden)
         if not isinstance(mask, torch.Tensor) or mask.dtype != expected.dtype or mask.shape != expected.shape:
-            return f"{type(model).__name__} makes masks of its own kind"
+            return f"{type(model).__name__} makes masks of another kind"
         different = (_visible(mask) != _visible(expected))[:, 0]
-        if bool((different & real[..., None].to(mask.device)).any()):  # what padding looks at does not matter
-            return f"tokens of {type(model).__name__} look at others than the ones before them in their window"
+        if bool((different & real[..., None].to(mask.device)).any()):  # queries of padding may see anything
+            return f"tokens of {type(model).__name__} see others than those before them in their window"
     return ""
 
 

@@ -10,9 +10,9 @@ import torch
 from hf_kvcaches.errors import ConfigError, require_choice, whole_number
 from hf_kvcaches.warmstart.summaries.slots import LayerSlots, Slots
 
-# The first tokens, which many models attend to whatever they say.
+# The first tokens, which many models attend to in any text.
 _SINKS = 2
-# A token's weight in a pooled slot is its attention to this power. With 1 the slot serves the last query alone, with 0 it is a plain mean.
+# A token's weight in a pooled slot is its attention to this power. With 1 the slot fits the last query only, with 0 it is a plain mean.
 # On the testbed 1/2 halves the divergence of the plain mean.
 _SHARPNESS = 0.5
 

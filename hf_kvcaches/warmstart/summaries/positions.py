@@ -14,7 +14,7 @@ from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
 from hf_kvcaches.warmstart.reading import read_prompt
 from hf_kvcaches.warmstart.summaries.slots import Slots, require_layers
 
-# The correction is fitted to prompts of random tokens: this many, of at most this many tokens.
+# The correction is fitted to this many prompts of random tokens, of at most this many tokens each.
 _PROMPTS, _LONGEST = 8, 512
 
 
@@ -25,9 +25,9 @@ def repaired(positions: torch.Tensor, last: int) -> torch.Tensor:
     down, and stay distinct; every position keeps its rank.
     """
     slots = positions.shape[-1]
-    last = whole_number("last", last, slots - 1, f"an integer of at least {slots - 1}, so that {slots} slots have a place each")
+    last = whole_number("last", last, slots - 1, f"an integer of at least {slots - 1}, so that {slots} slots have a position each")
     ordered, order = positions.sort(dim=-1, stable=True)
-    # Less their ranks, positions that differ by at least 1 are positions that don't fall, and bounds are the same for all.
+    # Minus their ranks, distinct ascending positions are a non-decreasing sequence, with the same bounds for all.
     ranks = torch.arange(slots, dtype=positions.dtype, device=positions.device)
     apart = (ordered - ranks).cummax(-1).values.clamp(0, last - slots + 1) + ranks
     return torch.empty_like(apart).scatter(-1, order, apart)
@@ -35,13 +35,13 @@ def repaired(positions: torch.Tensor, last: int) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PositionCorrection:
-    """For models with learned positions: what is added to a key when its slot moves. Experimental.
+    """The change of a key when its slot moves, in models with learned positions. Experimental.
 
     "CP-KVP", section 2.4b, which learns a function B of the position for each head. Here B(t) is a linear map of the model's embedding of
     position t: exact in the first layer but for the LayerNorm's scale, and the best linear guess in higher ones. Values stay as they are.
 
-    **Departs from the paper**: B is fitted in closed form, to keys at known positions and not to outputs of attention, and slots get the
-    difference of B at both positions, so that they are unchanged at the length that they come from.
+    **Departs from the paper**: B is fitted in closed form, to keys at known positions and not to outputs of attention. Slots get the
+    difference of B between both positions, so they do not change at their original length.
 
     Args:
         embeddings: Of the positions, (positions, embedding), float32.
@@ -70,22 +70,22 @@ class PositionCorrection:
         """Fit a ridge regression, with an intercept, from a token's position embedding to its key.
 
         Args:
-            embeddings: The model's, (positions, embedding).
+            embeddings: The model's position embeddings, (positions, embedding).
             prompts: Keys of each layer, (kv_heads, tokens, head_dim), and the tokens' positions, (tokens,) integers.
-            gamma: Above 0, in units of the mean variance of a dimension of the embeddings at the positions seen.
+            gamma: The ridge penalty, above 0, in units of the mean variance of a dimension of the embeddings at these positions.
         """
-        known = [(keys, positions.cpu().long()) for keys, positions in prompts]
-        if len({position for _, positions in known for position in positions.tolist()}) < 2:
-            raise ConfigError.of("prompts", "tokens at two positions at least", len(known))
-        where = torch.cat([positions for _, positions in known])
-        if not 0 <= int(where.min()) <= int(where.max()) < len(embeddings):
-            raise ConfigError.of("prompts", f"positions from 0 to {len(embeddings) - 1}", (int(where.min()), int(where.max())))
-        rows = embeddings.detach().double().cpu()[where]
+        samples = [(keys, positions.cpu().long()) for keys, positions in prompts]
+        if len({position for _, positions in samples for position in positions.tolist()}) < 2:
+            raise ConfigError.of("prompts", "tokens at two positions at least", len(samples))
+        indices = torch.cat([positions for _, positions in samples])
+        if not 0 <= int(indices.min()) <= int(indices.max()) < len(embeddings):
+            raise ConfigError.of("prompts", f"positions from 0 to {len(embeddings) - 1}", (int(indices.min()), int(indices.max())))
+        rows = embeddings.detach().double().cpu()[indices]
         centred = rows - rows.mean(0)
         gram = centred.mT @ centred
         damping = gamma * gram.diagonal().mean() * torch.eye(gram.shape[0], dtype=gram.dtype)
         maps = []
-        for layer in zip(*(keys for keys, _ in known), strict=True):
+        for layer in zip(*(keys for keys, _ in samples), strict=True):
             # Rows are centred, so the keys' mean drops out of the product.
             keys = torch.cat([states.detach().double().cpu() for states in layer], 1)
             maps.append(torch.linalg.solve(gram + damping, centred.mT @ keys).float())

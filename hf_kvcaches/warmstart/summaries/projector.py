@@ -28,7 +28,7 @@ class LayerReport:
 
 @dataclass(frozen=True, eq=False)
 class SlotProjector:
-    """For each layer a matrix over the slots, learned from pairs of prompts, or the identity where it would do no good.
+    """For each layer a matrix over the slots, learned from pairs of prompts, or the identity where it does not help.
 
     "CP-KVP", section 2.3: ridge regression from the slots of one prompt to those of another, with keys relative to the prompts' ends.
     Positions and counts stay the source's.
@@ -60,25 +60,25 @@ class SlotProjector:
         """Fit maps to pairs.
 
         Args:
-            pairs: (source, target), all with the same number of slots. At least two, for one has to be held out.
+            pairs: (source, target), all with the same number of slots. At least two, since one is held out.
             geometries: How each layer rotates.
             structure: One matrix a layer, for all heads and channels ("shared"); one for each key head ("per_head"); or one that only
                 mixes slots of the same block ("block_diagonal").
-            gamma: The weight of staying with the identity, above 0; 1 is as much as one slot's mean square over all pairs.
-            folds: Of the cross-validation. Pair i is held out in fold `i % folds`: put similar pairs `folds` apart.
+            gamma: The weight of the distance from the identity, above 0, in units of one slot's mean square over all pairs.
+            folds: Folds of the cross-validation. Pair i is held out in fold `i % folds`: put similar pairs `folds` apart.
             blocks: How many blocks of slots, for "block_diagonal".
         """
         require_choice("structure", structure, get_args(Structure))
         if not gamma > 0:
             raise ConfigError.of("gamma", "a number above 0", gamma)
         folds, blocks = whole_number("folds", folds, 2), whole_number("blocks", blocks, 1)
-        known = _checked(pairs, geometries)
-        slots = known[0][0].layers[0].keys.shape[1]
+        checked = _checked(pairs, geometries)
+        slots = checked[0][0].layers[0].keys.shape[1]
         block = torch.arange(slots) * (min(blocks, slots) if structure == "block_diagonal" else 1) // slots
         allowed = block == block[:, None]  # which slots may be mixed
         fits = []
         for layer, geometry in enumerate(geometries):
-            sources, targets = _states(known, layer, geometry)
+            sources, targets = _states(checked, layer, geometry)
             fits.append(_fit_layer(layer, sources, targets, allowed, structure == "per_head", gamma, folds))
         return cls(tuple(mixing if report.kept else None for mixing, report in fits), tuple(report for _, report in fits))
 
@@ -99,24 +99,24 @@ class SlotProjector:
 
 
 def _checked(pairs: Iterable[tuple[Slots, Slots]], geometries: Sequence[RotaryGeometry]) -> list[tuple[Slots, Slots]]:
-    known = list(pairs)
-    if len(known) < 2:
-        raise ConfigError.of("pairs", "at least two, for one is held out", len(known))
-    for index, pair in enumerate(known):
+    checked = list(pairs)
+    if len(checked) < 2:
+        raise ConfigError.of("pairs", "at least two, because one is held out", len(checked))
+    for index, pair in enumerate(checked):
         for name, slots in zip(("source", "target"), pair, strict=True):
             require_layers(f"pairs[{index}], {name}", slots.layers, len(geometries))
         got = [[layer.keys.shape[:2] for layer in slots.layers] for slots in pair]
-        if any(shapes != [layer.keys.shape[:2] for layer in known[0][0].layers] for shapes in got):
+        if any(shapes != [layer.keys.shape[:2] for layer in checked[0][0].layers] for shapes in got):
             raise ConfigError.of(f"pairs[{index}]", "as many heads and slots in all sources and targets", got)
-    return known
+    return checked
 
 
 def _states(pairs: Sequence[tuple[Slots, Slots]], layer: int, geometry: RotaryGeometry) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return sources and targets, (pairs, kv_heads, slots, channels) in float64: keys, relative to the prompts' ends, beside values."""
+    """Return sources and targets, (pairs, kv_heads, slots, channels) in float64: keys relative to the prompts' ends, beside values."""
     sides = []
     for slots in zip(*pairs, strict=True):
-        keys = torch.stack([rotated(each.layers[layer].keys.double(), -each.length, geometry) for each in slots])
-        sides.append((keys, torch.stack([each.layers[layer].values.double() for each in slots])))
+        keys = torch.stack([rotated(prompt.layers[layer].keys.double(), -prompt.length, geometry) for prompt in slots])
+        sides.append((keys, torch.stack([prompt.layers[layer].values.double() for prompt in slots])))
     # Keys may be several times as large as values; both get the same weight.
     weights = [target.norm().clamp_min(_TINY) for target in sides[1]]
     sources, targets = (torch.cat([states / weight for states, weight in zip(side, weights, strict=True)], -1) for side in sides)
@@ -143,6 +143,6 @@ def _change(grams: torch.Tensor, crosses: torch.Tensor, allowed: torch.Tensor, g
     """Solve the ridge regression for M - I, (heads, slots, slots), where a slot is a mix of those that are `allowed`."""
     scale = grams.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(_TINY)
     damping = gamma * scale[:, None, None] * torch.eye(len(allowed), dtype=grams.dtype, device=grams.device)
-    # What is not allowed is cut out of both sides: blocks are solved each by itself.
+    # Masking both sides solves each block by itself.
     allowed = allowed.to(grams.device)
     return torch.linalg.solve((grams + damping) * allowed, (crosses * allowed).mT).mT

@@ -1,4 +1,4 @@
-"""`Slots`: the summary of a prompt, a few keys and values per layer and key head that stand for all of its tokens."""
+"""`Slots`: the summary of a prompt, a few keys and values for each layer and key head that stand for all its tokens."""
 
 from __future__ import annotations
 
