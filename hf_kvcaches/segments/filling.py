@@ -79,8 +79,9 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
 
     def write(self, plan: PromptPlan, blobs: Mapping[str, Tensors], make_room: bool) -> None:
         super().write(plan, blobs, make_room)
-        joining = {tokens.key for row in plan.rows for span in row.spans if span.depth is not None for tokens in span.stored}
-        self.joining |= {key: tensors for key, tensors in blobs.items() if key in joining}
+        # All of them: a failed probe may leave a span to the lower layers of its blobs.
+        for key, tensors in blobs.items():
+            self.joining[key] = {name: tensor for name, tensor in tensors.items() if name.startswith("hidden.")}
 
     def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
         cache, store = self.cache, self.cache.store
