@@ -182,6 +182,23 @@ def test_lower_layers_are_reused_and_upper_ones_run_on_stored_hidden_states(dept
     assert cache.report().tiers["guarded"] == 47
 
 
+@pytest.mark.parametrize("location", ["memory", "disk"])
+def test_a_failed_probe_leaves_a_segment_to_its_lower_layers(location, tmp_path):
+    model, between = tiny.llama(), tiny.ids(1, 100, seed=8)
+    earlier, prompt = joined(A, between, C), joined(D, between, D)
+    store = SegmentStore("memory" if location == "memory" else f"disk:{tmp_path}", quantization=None, cuts=1)
+    first_logits(model, earlier, SegmentReuseCache(model, store, mode="exact"))
+    store.flush()
+    policy = SegmentPolicy(guard=((0.5, 0),), similarity=1.01, probe=1.0, probing=1.0)
+    cache = SegmentReuseCache(model, store, policy=policy)
+    got = first_logits(model, prompt, cache)
+    assert [probe.score < 1.0 for probe in cache.probes] == [True]
+    positions, depths = reused_positions(cache)
+    assert set(depths.values()) == {2}
+    expected, _ = step_by_step(model, prompt, positions, Source(model, earlier, cut=2), depths)
+    assert torch.allclose(got, expected, atol=1e-4)
+
+
 def test_guards_grow_with_the_depth():
     model, earlier, prompt = tiny.llama(), joined(A, tiny.ids(1, 100, seed=8), C), joined(D, tiny.ids(1, 100, seed=8), D)
     store = SegmentStore("memory", quantization=None, cuts=1)
