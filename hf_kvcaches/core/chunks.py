@@ -20,8 +20,8 @@ from hf_kvcaches.kernels.attention_parts import Part, merge_attention
 
 def chunk_attention(
     module: nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Any, **kwargs: Any
-) -> torch.Tensor:
-    """The model's own attention of the newest tokens, (batch, queries, heads, head_dim).
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The model's own attention of the newest tokens, (batch, queries, heads, head_dim), and the weights where it returns them.
 
     Args:
         query: (batch, heads, queries, head_dim).
@@ -31,18 +31,19 @@ def chunk_attention(
     tokens, seen = query.shape[2], keys.shape[2] - query.shape[2]
     plain = tokens > 1 and seen > 0 and _is_cpu_sdpa(module, query, **kwargs) and _only_causal(mask, seen, tokens)
     if plain and compat.has_flash_with_lse(query, values):
-        return _behind(query, keys, values, kwargs.get("scaling"))
+        return _behind(query, keys, values, kwargs.get("scaling")), None
     return grouped_attention(module, query, keys, values, mask, **kwargs)
 
 
 def grouped_attention(
     module: nn.Module, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: Any, **kwargs: Any
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The model's own attention, with any mask. Arguments and result are those of `chunk_attention`."""
     if not _is_cpu_sdpa(module, query, **kwargs) or not isinstance(mask, torch.Tensor):
-        return previous_attention(module, query, keys, values, mask, **kwargs)[0]
+        return previous_attention(module, query, keys, values, mask, **kwargs)
     scale = kwargs.get("scaling")
-    return nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True).transpose(1, 2)
+    output = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2), None
 
 
 def _is_cpu_sdpa(module: nn.Module, query: torch.Tensor, **kwargs: Any) -> bool:
@@ -92,4 +93,4 @@ class ChunkView(LayerView):
         self.keys, self.values = keys, values
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return chunk_attention(module, query, self.keys, self.values, mask, **kwargs), None
+        return chunk_attention(module, query, self.keys, self.values, mask, **kwargs)

@@ -198,7 +198,7 @@ class _LastPass(attention.LayerView):
         self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output = chunk_attention(module, query, self.keys, self.values, mask, **kwargs), None
+        output = chunk_attention(module, query, self.keys, self.values, mask, **kwargs)
         scaling = kwargs.get("scaling")
         queries = LastQueries(query, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
         self.cache.hand_over(self.layer_idx, self.keys, self.values, queries)

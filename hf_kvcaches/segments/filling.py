@@ -37,7 +37,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         self.scope = ""
         self.stages: Stages | None = None
         self.hidden: dict[int, Hidden] = {}
-        # Blobs with the hidden states of tokens that run from a higher layer on.
+        # By blob: the hidden states of tokens that run, or may run, from a higher layer on.
         self.joining: dict[str, Tensors] = {}
 
     @property

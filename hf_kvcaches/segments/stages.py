@@ -57,7 +57,7 @@ class Stages:
 
     Args:
         cache: A cache whose layers have room for the prompt, and hold its reused tokens.
-        joining: The blobs of tokens that join above the lowest layer, by key.
+        joining: Hidden states of tokens that join above the lowest layer, by the key of their blob.
         scope: See `Record`; the results of probes are remembered for it.
     """
 

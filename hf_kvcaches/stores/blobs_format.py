@@ -163,6 +163,8 @@ def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         start, crc32 = stop, zlib.crc32(as_bytes(tensor), crc32)
     text = json.dumps(layout, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MOST_JSON:
+        raise ConfigError.of("head", f"a head, names and shapes of at most {MOST_JSON:,} bytes", len(text), "Put less into one blob.")
     covered = crc32.to_bytes(_FRONT - DIGEST, "little") + len(text).to_bytes(_LENGTH, "little") + text
     return [_digest(checked_key(key), covered) + covered, *(as_bytes(tensor) for _, tensor in plain)]
 

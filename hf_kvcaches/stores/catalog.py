@@ -218,7 +218,8 @@ class Catalog:
                     self.counts["evicted"] += deleted
                     if key not in expired:
                         self._eviction_clock = max(self._eviction_clock, entries[key].worth)
-        self.follow()
+        if expired or candidates:
+            self.follow()
 
     def _pinned(self) -> frozenset[str] | None:
         with self._forgiving():

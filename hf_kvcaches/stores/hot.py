@@ -17,13 +17,17 @@ def slab(tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> d
     """Copies of tensors in one allocation on a device; on the CPU in pinned memory where there is CUDA, so that copies to it don't wait."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    if memory.device.type == "cpu" and torch.cuda.is_available():
+    if _pins(memory.device):
         with contextlib.suppress(RuntimeError):  # no more memory can be pinned: copies wait, then
             memory = memory.pin_memory()
     copies = {}
     for (name, tensor), part in zip(tensors.items(), memory.split(sizes), strict=True):
         copies[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return copies
+
+
+def _pins(device: torch.device) -> bool:
+    return device.type == "cpu" and torch.cuda.is_available()
 
 
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -55,11 +59,12 @@ class HotTier:
         return aliases(self._blobs[key])
 
     def placed(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
-        """Copies of a blob's tensors where the tier keeps them, if they fit. It is called without a lock."""
+        """A blob's tensors where the tier keeps them, if they fit. It copies, so it is called without a lock."""
         if bytes_of(tensors) > self.max_bytes:
             return tensors
         self.device = self.device or device or torch.device("cpu")
-        return slab(tensors, self.device)
+        # On the CPU, unless memory can be pinned, they are where they are used.
+        return slab(tensors, self.device) if self.device.type != "cpu" or _pins(self.device) else tensors
 
     def keep(self, key: str, tensors: Mapping[str, Tensor]) -> None:
         """Keeps the tensors of a blob that was read, if they fit."""

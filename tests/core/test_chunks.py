@@ -55,7 +55,7 @@ def test_a_chunk_attends_as_the_mask_says(dtype, shape, dim, kind, scaling):
             ~causal(tokens, seen + tokens).roll(-max(1, (seen + tokens) // 2), dims=-1)
             | torch.eye(seen + tokens, dtype=torch.bool)[-tokens:]
         )
-    made = chunk_attention(module(), query, keys, values, mask, **({} if scaling is None else {"scaling": scaling}))
+    made, _ = chunk_attention(module(), query, keys, values, mask, **({} if scaling is None else {"scaling": scaling}))
     expected = attention(query, keys, values, mask, scaling or dim**-0.5)
     assert made.dtype == dtype
     assert (made.double() - expected).abs().max() <= TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
@@ -64,7 +64,7 @@ def test_a_chunk_attends_as_the_mask_says(dtype, shape, dim, kind, scaling):
 def test_values_of_another_size_than_keys_are_attended_to():
     query, keys, values = states(torch.float32, 1, 4, 2, 7, 30, 16, value_dim=24)
     mask = causal(7, 30)
-    made = chunk_attention(module(), query, keys, values, mask)
+    made, _ = chunk_attention(module(), query, keys, values, mask)
     assert torch.allclose(made.double(), attention(query, keys, values, mask, 0.25), atol=1e-5)
 
 
@@ -103,3 +103,17 @@ def test_the_pass_that_hands_over_to_a_holder_has_the_logits_of_a_whole_prompt()
             store.flush()
     assert reused == 51
     assert (logits - whole).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_weights_that_the_caller_asks_for_are_those_of_the_model(holds):
+    model, ids = tiny.llama(), tiny.ids(1, 60)
+    model.set_attn_implementation("eager")
+    cache = SegmentReuseCache(model, SegmentStore("memory"), mode="exact", decode_with=GrowingCache(model) if holds else None)
+    plain = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in (ids[:, :40], ids[:, 40:]):
+            ours = model(input_ids=part, past_key_values=cache, output_attentions=True).attentions
+            theirs = model(input_ids=part, past_key_values=plain, output_attentions=True).attentions
+            assert len(ours) == len(theirs) == 4
+            assert all(torch.allclose(first, second, atol=1e-5) for first, second in zip(ours, theirs, strict=True))

@@ -222,9 +222,7 @@ class SplicingCache(SourceCache):
             self.run_sparse(sparse, ids_at(call, slots, plan.total))
         return self.take(plan.total - 1)
 
-    def write(
-        self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None = None, make_room: bool = True
-    ) -> None:
+    def write(self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None, make_room: bool) -> None:
         """Write the tokens of some blobs into the layers; none counts as seen.
 
         Args:

@@ -114,15 +114,17 @@ class Pipeline(ABC, Generic[CacheT]):
     def _batches(self, plan: PromptPlan, lost: set[str]) -> Iterator[dict[str, Tensors]]:
         """Yield the blobs of a plan by their keys, some at a time; add the keys of blobs that can't be read to `lost`."""
         blobs: dict[str, Tensors] = {}
+        size = 0
         for key in dict.fromkeys(tokens.key for tokens in plan.stored):
             tensors = self.read(key)
             if tensors is None:
                 lost.add(key)
                 continue
             blobs[key] = tensors
-            if sum(map(bytes_of, blobs.values())) >= TOGETHER:
+            size += bytes_of(tensors)
+            if size >= TOGETHER:
                 yield blobs
-                blobs = {}
+                blobs, size = {}, 0
         if blobs:
             yield blobs
 

@@ -132,7 +132,8 @@ class _BlockedView(_View):
         outputs = []
         for start, stop, end in self.sparse.blocks:
             keys, values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
-            outputs.append(grouped_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs))
+            output, _ = grouped_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs)
+            outputs.append(output)
         return torch.cat(outputs, 1), None
 
 
