@@ -154,10 +154,14 @@ class KVCache(compat.MarkedCache, Cache, ABC):
         self.provenance.confirm(self.model)
         return self.provenance.identity
 
-    def take_prefill(self, call: prefill.PrefillCall) -> int:
+    def pass_begins(self) -> None:
+        """Called before every pass of the model. Only with `takes_over_prefill`."""
+
+    def take_prefill(self, call: prefill.PrefillCall) -> int | prefill.Remaining:
         """Fills the cache with the first tokens of a prompt and returns how many; the model runs the others.
 
-        Only asked of caches with `takes_over_prefill`.
+        Only asked of caches with `takes_over_prefill`. A cache may return a `Remaining` instead: the model runs its tokens, and the cache
+        counts the whole prompt as seen when the last layer has them.
 
         Args:
             call: The model, the prompt and its mask.

@@ -19,9 +19,6 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.errors import UnsupportedError
 
-# From a layer's index and the hidden states that enter it, (batch, tokens, hidden), to the mask of its attention.
-Masks = Callable[[int, torch.Tensor], torch.Tensor]
-
 
 class PassEnded(Exception):
     """Ends a pass whose further layers nobody wants."""
@@ -133,34 +130,17 @@ class ToldModule(StandIn):
 
 
 class RunningLayer(StandIn):
-    """Runs the layer, perhaps with another mask, and keeps what came out.
-
-    Args:
-        masks: Gives the mask of its attention; None for the model's own.
+    """Runs the layer, and keeps what came out.
 
     Attributes:
         output: What the layer gave last, (batch, tokens, hidden).
     """
 
-    def __init__(self, stood: nn.Module, index: int, masks: Masks | None) -> None:
+    def __init__(self, stood: nn.Module) -> None:
         super().__init__(stood)
-        self._index, self._masks = index, masks
         self.__dict__["output"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._masks is not None:
-            args, kwargs = _with_mask(self.stood, args, kwargs, self._masks, self._index)
         outputs = self.stood(*args, **kwargs)
         self.__dict__["output"] = outputs[0] if isinstance(outputs, tuple) else outputs
         return outputs
-
-
-def _with_mask(
-    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], masks: Masks, index: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    hidden = args[0] if args else kwargs["hidden_states"]
-    mask = masks(index, hidden)
-    if "attention_mask" in kwargs:
-        return args, kwargs | {"attention_mask": mask}
-    place = compat.parameter_names(type(layer)).index("attention_mask")
-    return (*args[:place], mask, *args[place + 1 :]), kwargs

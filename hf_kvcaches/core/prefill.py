@@ -20,7 +20,7 @@ from hf_kvcaches.core.attention import close_window
 from hf_kvcaches.core.continuing import require_new_tokens
 from hf_kvcaches.core.layer_pass import LayerPass
 from hf_kvcaches.core.layers import KVLayer
-from hf_kvcaches.core.partial import Masks, RunningLayer, SkippedLayer, with_layers
+from hf_kvcaches.core.partial import RunningLayer, SkippedLayer, with_layers
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -49,6 +49,19 @@ class PrefillCall:
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
     most: int
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """The tokens of a prompt that the model still has to run, where they are not just its last ones.
+
+    Args:
+        input_ids: (batch, tokens); the last one of each row is the prompt's last token.
+        positions: Of these tokens, (batch, tokens).
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
 
 
 class _Takeover:
@@ -104,6 +117,7 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     takeover = _takeovers.get(model)
     if takeover is None or not isinstance(cache, Cache) or cache not in takeover.caches:
         return None
+    cache.pass_begins()
     if (reason := _more_than_tokens(kwargs)) or input_ids is None:
         cache.prompt_left(reason)
         return None
@@ -123,16 +137,20 @@ def _before_forward(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[
     try:
         cache.filling = True
         taken = cache.take_prefill(PrefillCall(model, input_ids, mask, positions, most))
-        if not 0 <= taken <= most or cache.seen != before + taken:
-            raise RuntimeError(f"take_prefill took {taken} of {most} tokens, and the cache went from {before} to {cache.seen} tokens")
-        taken = cache.leave_last(taken, input_ids.shape[1])
+        count = 0 if isinstance(taken, Remaining) else taken
+        if not 0 <= count <= most or cache.seen != before + count:
+            raise RuntimeError(f"take_prefill took {count} of {most} tokens, and the cache went from {before} to {cache.seen} tokens")
+        count = cache.leave_last(count, tokens)
         cache.filling = False
     except BaseException:
         close_window()
         cache.abandon_prefill(before)
         raise
+    if isinstance(taken, Remaining):
+        axes = taken.positions if positions is None or positions.ndim == 2 else taken.positions.expand(len(positions), -1, -1)
+        return args, kwargs | {"input_ids": taken.input_ids, "position_ids": axes}
     per_token = ("input_ids", "position_ids")
-    return args, {name: value[..., taken:] if name in per_token and value is not None else value for name, value in kwargs.items()}
+    return args, {name: value[..., count:] if name in per_token and value is not None else value for name, value in kwargs.items()}
 
 
 def _require_whole(cache: KVCache) -> None:
@@ -212,7 +230,6 @@ def run_layers(
     attention_mask: torch.Tensor | None = None,
     *,
     hidden: torch.Tensor | None = None,
-    masks: Masks | None = None,
 ) -> torch.Tensor:
     """Runs only the layers from `start` to before `stop`, and returns what would enter layer `stop`, (batch, tokens, hidden).
 
@@ -226,7 +243,6 @@ def run_layers(
         positions: (tokens,) or (batch, tokens).
         attention_mask: 1 where a token is real, (batch, tokens that layer `start` has seen + new ones), or None.
         hidden: What entered layer `start`, (batch, tokens, hidden); None for layer 0.
-        masks: Gives each layer the mask of its attention, in the place of what the model makes of `attention_mask`.
     """
     layers = compat.decoder_layers(model)[2]
     if not 0 <= start < len(layers) or (hidden is None) != (start == 0):
@@ -236,7 +252,7 @@ def run_layers(
     # Skipped layers stay in the list, because models look up masks by a layer's index. The last one hands out `hidden`, so that nothing
     # that the model does to its embeddings (scaling, learned positions) matters.
     below = [SkippedLayer(layer, hidden if index == start - 1 else None) for index, layer in enumerate(layers[:start])]
-    running = [RunningLayer(layer, start + number, masks) for number, layer in enumerate(layers[start:stop])]
+    running = [RunningLayer(layer) for layer in layers[start:stop]]
     twin = with_layers(model, [*below, *running, *(SkippedLayer(layer) for layer in layers[stop:])])
     run_module(twin, cache if isinstance(cache, LayerPass) else LayerPass(cache, start), input_ids, positions, attention_mask)
     output = running[-1].output

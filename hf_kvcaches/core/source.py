@@ -10,7 +10,7 @@ from torch import nn
 from hf_kvcaches.core import attention
 from hf_kvcaches.core.adopting import AdoptingCache, LastQueries, first_position
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.chunks import chunk_attention
+from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.growing import GrowingLayer
 from hf_kvcaches.core.saving import Content
 from hf_kvcaches.core.splicing.history import History
@@ -100,16 +100,29 @@ class SourceCache(KVCache):
         if holder is None or self.filling or layer_idx >= len(self.layers):
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == 0:
-            self._begin_pass(holder, key_states.shape[2])
+            self.begin_hand_over(holder, key_states.shape[2])
         if self.layers[layer_idx] is not self.source_layers[layer_idx]:
             held: tuple[Any, Any] = holder.update(key_states, value_states, layer_idx, *args, **kwargs)
             return held
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        view = _LastPass(self, layer_idx, keys, values)
-        attention.answer_next(self._attention_configs, bound=True)
-        return view, view
+        return self.answer_with(ChunkView(keys, values), layer_idx)
 
-    def _begin_pass(self, holder: AdoptingCache, tokens: int) -> None:
+    def answer_with(self, view: ChunkView, layer_idx: int) -> tuple[Any, Any]:
+        """Answers the queries of a layer with a view of all tokens; then a holder takes the layer over.
+
+        Returns:
+            What the model gets in the place of keys and of values.
+        """
+        answering = view if self.holder is None else _HandingOver(self, layer_idx, view)
+        self.answer_next()
+        return answering, answering
+
+    def begin_hand_over(self, holder: AdoptingCache, tokens: int) -> None:
+        """Called before the pass that answers the prompt.
+
+        Args:
+            tokens: How many tokens the cache will have seen more behind it.
+        """
         handed = {layer is not source for layer, source in zip(self.layers, self.source_layers, strict=True)}
         if len(handed) > 1:
             raise ConfigError(
@@ -191,17 +204,17 @@ class SourceCache(KVCache):
         super().activate_past_recording()
 
 
-class _LastPass(attention.LayerView):
-    """The tokens of a layer in the pass that answers the prompt, in place of keys and of values."""
+class _HandingOver(attention.LayerView):
+    """A view of all tokens of a layer, which a holder takes over once they have answered the prompt's queries."""
 
-    def __init__(self, cache: SourceCache, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.cache, self.layer_idx, self.keys, self.values = cache, layer_idx, keys, values
+    def __init__(self, cache: SourceCache, layer_idx: int, view: ChunkView) -> None:
+        self.cache, self.layer_idx, self.view = cache, layer_idx, view
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        output = chunk_attention(module, query, self.keys, self.values, mask, **kwargs)
+        output = self.view.attend(module, query, mask, **kwargs)
         scaling = kwargs.get("scaling")
         queries = LastQueries(query, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
-        self.cache.hand_over(self.layer_idx, self.keys, self.values, queries)
+        self.cache.hand_over(self.layer_idx, self.view.keys, self.view.values, queries)
         return output
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.plan import PlannedRow, PlannedSpan
@@ -155,7 +155,7 @@ class SegmentReuseCache(SplicingCache):
         # The file holds keys and values but no store; the loaded cache gets a new one.
         return cls(model, SegmentStore("memory"), mode=settings["mode"], policy=SegmentPolicy.from_json(settings["policy"]))
 
-    def take_prefill(self, call: PrefillCall) -> int:
+    def take_prefill(self, call: PrefillCall) -> int | Remaining:
         self.reason = ""
         return SegmentPipeline(self, call).fill()
 

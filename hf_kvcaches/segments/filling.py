@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
-from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.pipeline import Pipeline, Tensors
 from hf_kvcaches.core.splicing.plan import PlannedRow, PromptPlan, PromptRow
@@ -83,7 +83,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         for key, tensors in blobs.items():
             self.joining[key] = {name: tensor for name, tensor in tensors.items() if name.startswith("hidden.")}
 
-    def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
+    def run(self, plan: PromptPlan) -> tuple[int | Remaining, PromptPlan]:
         cache, store = self.cache, self.cache.store
         if not cache.approximates:
             # The model continues from the same slot in all rows.

@@ -12,7 +12,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, identity_of
-from hf_kvcaches.core.prefill import PrefillCall, run_span
+from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_span
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import (
@@ -164,7 +164,7 @@ class WarmStartCache(SplicingCache):
     def settings(self) -> dict[str, Any]:
         raise UnsupportedError("save: a WarmStartCache depends on its library, which would not be in the file. Save the library instead.")
 
-    def take_prefill(self, call: PrefillCall) -> int:
+    def take_prefill(self, call: PrefillCall) -> int | Remaining:
         if self.seen or self.library is None:  # a cache that came from another process has no library
             self.reason = "Only the first prompt of a chat is looked up." if self.seen else "The cache came without its library."
             return 0

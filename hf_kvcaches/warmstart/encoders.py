@@ -144,7 +144,7 @@ class HiddenEncoder(Encoder):
     @torch.no_grad()
     def _mean(self, row: list[int]) -> Tensor:
         layers = compat.decoder_layers(self._model)[2]
-        last = RunningLayer(layers[self._depth - 1], self._depth - 1, None)
+        last = RunningLayer(layers[self._depth - 1])
         twin = with_layers(self._model, [*layers[: self._depth - 1], last, *map(SkippedLayer, layers[self._depth :])])
         run_module(twin, None, torch.tensor([row], device=compat.input_device(self._model)))
         # Normalised, because the states of a few tokens, such as the first, are many times longer than the others.

@@ -12,6 +12,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity, confirmation
+from hf_kvcaches.core.prefill import Remaining
 from hf_kvcaches.core.splicing.alignment import Block
 from hf_kvcaches.core.splicing.pipeline import Pipeline, Tensors
 from hf_kvcaches.core.splicing.plan import PromptPlan, PromptRow
@@ -138,7 +139,7 @@ class WarmStartPipeline(Pipeline["WarmStartCache"]):
         entry = self.cache.library.full_of(key)
         return None if entry is None else entry[1]
 
-    def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
+    def run(self, plan: PromptPlan) -> tuple[int | Remaining, PromptPlan]:
         if all(isinstance(row, ServedRow) and row.choice.served == "slots" for row in plan.rows):
             return self._run_behind_summaries(plan)
         return super().run(plan)

@@ -15,14 +15,14 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.growing import GrowingLayer
-from hf_kvcaches.core.prefill import PrefillCall, run_layers
+from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.core.splicing.background import Background
 from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
-from hf_kvcaches.core.splicing.plan import Indices, PromptPlan
+from hf_kvcaches.core.splicing.plan import Indices, PlannedRow, PromptPlan
 from hf_kvcaches.core.splicing.remembering import Remembering
-from hf_kvcaches.core.splicing.sparse import Look, LookingPass, SparsePass, SplicingPass
+from hf_kvcaches.core.splicing.sparse import Look, LookingPass, RunningPass, SparsePass, SplicingPass
 from hf_kvcaches.core.splicing.speed import note_pass
 from hf_kvcaches.core.splicing.trial import parts_refused
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -44,6 +44,8 @@ class SplicingCache(SourceCache):
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         self._check_layers()
         self.exchanged = False
+        # The model's own pass over the tokens of a prompt that are not reused, until its last layer has them.
+        self.model_pass: RunningPass | None = None
         # Why the last prompt was neither looked up nor stored, as a sentence; "" where it was.
         self.reason = ""
         # Start time and operations of the pass over a prompt, until the next pass ends the measurement.
@@ -130,12 +132,36 @@ class SplicingCache(SourceCache):
         return self.seen
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.model_pass is not None:
+            return self._update_sparse(self.model_pass, key_states, value_states, layer_idx)
         keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if not self._answers_chunk(key_states, keys):
             return keys, values
         view = ChunkView(keys, values)
         self.answer_next()
         return view, view
+
+    def _update_sparse(self, running: RunningPass, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:
+        total = running.sparse.total
+        if layer_idx == 0 and self.holder is not None:
+            self.begin_hand_over(self.holder, total - self.seen)
+        view = running.write(self.source_layers[layer_idx], layer_idx, key_states, value_states)
+        if layer_idx == len(self.source_layers) - 1:
+            # All at once: where the pass breaks off before, no token counts as seen.
+            self.model_pass = None
+            for layer in self.source_layers:
+                layer.seen = total
+        return self.answer_with(view, layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.model_pass is not None:
+            return self.model_pass.sparse.total, 0
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def pass_begins(self) -> None:
+        if self.model_pass is not None:  # the last pass broke off
+            self.model_pass = None
+            self.abandon_prefill(self.seen)
 
     def _answers_chunk(self, new_keys: torch.Tensor, keys: Any) -> bool:
         """Whether the new tokens are a chunk behind others, for which attention in two parts is faster."""
@@ -186,8 +212,7 @@ class SplicingCache(SourceCache):
         return looking.look
 
     def _run(self, splicing: SplicingPass, ids: torch.Tensor, stop: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        masks, positions = splicing.sparse.masks(self.model), splicing.sparse.positions
-        return run_layers(self.model, splicing.start, stop, ids, splicing, positions, hidden=hidden, masks=masks)
+        return run_layers(self.model, splicing.start, stop, ids, splicing, splicing.running.sparse.positions, hidden=hidden)
 
     def take(self, slots: int) -> int:
         """Count the first slots as seen, now that they hold the prompt's tokens; return how many of them are new."""
@@ -205,22 +230,29 @@ class SplicingCache(SourceCache):
         self.history.crop(seen)
         self.filling = False
 
-    def execute(self, call: PrefillCall, plan: PromptPlan) -> int:
-        """Run what a plan does not reuse, and take all but the last token, or only the prefix if nothing else is reused.
+    def execute(self, call: PrefillCall, plan: PromptPlan) -> int | Remaining:
+        """Take a prefix if nothing else is reused; else have the model run the tokens between reused ones.
 
         Returns:
-            How many tokens the cache took.
+            How many tokens the cache took, or the tokens that the model runs.
         """
         if next(plan.stored, None) is None:
             return 0
-        if plan.reuses_a_prefix_only or self.parts_refused:
+        if plan.reuses_a_prefix_only or self.parts_refused or not compat.takes_positions(self.model):
             return self.take(min(plan.prefixes))
         padding = [row.padding for row in plan.rows]
-        slots = slots_of([row.recompute() for row in plan.rows], padding, plan.total, call.input_ids.device)
-        if slots.shape[1]:
-            sparse = SparsePass(slots, torch.tensor(padding, device=slots.device), plan.total)
-            self.run_sparse(sparse, ids_at(call, slots, plan.total))
-        return self.take(plan.total - 1)
+        slots = slots_of([self._to_run(row) for row in plan.rows], padding, plan.total, call.input_ids.device)
+        # Fillers first, so that each row ends with its last token.
+        slots = slots.gather(1, (slots < plan.total).long().argsort(dim=1, stable=True))
+        sparse = SparsePass(slots, torch.tensor(padding, device=slots.device), plan.total)
+        self.model_pass = RunningPass.of(sparse, self.model)
+        return Remaining(ids_at(call, slots, plan.total), sparse.positions)
+
+    def _to_run(self, row: PlannedRow) -> Indices:
+        """Return the indices of the tokens that all layers compute, the last one, and those whose queries the holder needs among them."""
+        tokens = len(row.ids)
+        window = 1 if self.holder is None else max(1, self.holder.adopt_window or 0)
+        return np.union1d(row.recompute(), np.arange(max(row.begin, tokens - window), tokens))
 
     def write(self, plan: PromptPlan, blobs: Mapping[str, Mapping[str, torch.Tensor]], codec: KVCodec | None, make_room: bool) -> None:
         """Write the tokens of some blobs into the layers; none counts as seen.
@@ -269,7 +301,7 @@ class SplicingCache(SourceCache):
     def reset(self) -> None:
         self._release()
         super().reset()
-        self.exchanged, self.reason, self._timed = False, "", None
+        self.exchanged, self.reason, self.model_pass, self._timed = False, "", None, None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._release()
@@ -292,7 +324,7 @@ class SplicingCache(SourceCache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         self._release()
-        memo |= {id(self.rotation): self.rotation, id(self.remembering): None}
+        memo |= {id(self.rotation): self.rotation, id(self.remembering): None, id(self.model_pass): None}
         copied = super().__deepcopy__(memo)
         if self.background is not None:
             copied.remember_with(self.background)
@@ -301,7 +333,7 @@ class SplicingCache(SourceCache):
     def __getstate__(self) -> dict[str, Any]:
         # A store belongs to its process. In another one the cache keeps its tokens only.
         self._release()
-        return {**super().__getstate__(), "background": None, "remembering": None, "_timed": None}
+        return {**super().__getstate__(), "background": None, "remembering": None, "model_pass": None, "_timed": None}
 
     def _check_layers(self) -> None:
         foreign = sorted({kind for kind, _ in compat.layer_plan(self.config) if kind not in self.own_layer_types})

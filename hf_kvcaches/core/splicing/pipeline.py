@@ -13,7 +13,7 @@ import torch
 
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity
-from hf_kvcaches.core.prefill import PrefillCall
+from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.plan import PromptPlan, PromptRow
@@ -44,8 +44,8 @@ class Pipeline(ABC, Generic[CacheT]):
         """Whether the prompt is on a CPU, where attention between reused tokens is slower than that of a whole prompt."""
         return self.call.input_ids.device.type == "cpu"
 
-    def fill(self) -> int:
-        """Fill the cache and return how many of the prompt's tokens it took."""
+    def fill(self) -> int | Remaining:
+        """Fill the cache; return how many of the prompt's tokens it took, or those that the model runs."""
         padding = self.cache.padding_of(self.call)
         if isinstance(padding, str):
             return self.leave(padding)
@@ -136,8 +136,8 @@ class Pipeline(ABC, Generic[CacheT]):
         """
         self.cache.write(plan, blobs, self.codec, make_room)
 
-    def run(self, plan: PromptPlan) -> tuple[int, PromptPlan]:
-        """Run what is not reused; return how many tokens the cache took, and the plan as executed."""
+    def run(self, plan: PromptPlan) -> tuple[int | Remaining, PromptPlan]:
+        """Run what is not reused, or leave it to the model; return how many tokens the cache took, and the plan as executed."""
         return self.cache.execute(self.call, plan), plan
 
     @property

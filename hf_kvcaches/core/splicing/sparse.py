@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,13 +13,16 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.attention import LayerView, previous_implementation
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.chunks import grouped_attention
+from hf_kvcaches.core.chunks import ChunkView, grouped_attention
 from hf_kvcaches.core.layer_pass import LayerPass
-from hf_kvcaches.core.partial import Masks
+from hf_kvcaches.core.splicing.layer import SplicedLayer
 
 # Queries of a block: a smaller block makes slower products, a larger one attends to more masked keys. On a GPU a launch costs as much as
 # many products.
 _BLOCK, _BLOCK_ON_CPU = 512, 64
+
+# From a layer's index and its queries to the mask of its attention, (batch, 1, tokens, total).
+Masks = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class SparsePass:
@@ -28,7 +32,7 @@ class SparsePass:
     tokens that are written to the slot behind the prompt, which no query sees.
 
     Args:
-        slots: (batch, tokens), ascending in each row; `total` for fillers.
+        slots: (batch, tokens), ascending in each row; `total` for fillers, at either end of a row.
         padding: (batch,), how many slots at the start of each row hold no token.
     """
 
@@ -45,22 +49,23 @@ class SparsePass:
     def blocks(self) -> list[tuple[int, int, int]]:
         """The blocks of queries: (start, stop, end), where no query of the block sees slot `end` or a later one."""
         size = _BLOCK_ON_CPU if self.slots.device.type == "cpu" else _BLOCK
-        bounds = [(start, min(start + size, self.slots.shape[1])) for start in range(0, self.slots.shape[1], size)]
-        if len(bounds) == 1:
-            return [(*bounds[0], self.total)]
-        return [(start, stop, min(int(self.slots[:, stop - 1].max()) + 1, self.total)) for start, stop in bounds]
+        tokens = self.slots.shape[1]
+        if tokens <= size:
+            return [(0, tokens, self.total)]
+        ends = torch.where(self.slots < self.total, self.slots, -1).amax(0).cummax(0).values.tolist()
+        return [(start, stop, ends[stop - 1] + 1) for start in range(0, tokens, size) for stop in [min(start + size, tokens)]]
 
     def masks(self, model: PreTrainedModel) -> Masks:
-        """Return what makes the mask of each layer in this pass."""
+        """Return the function that makes the mask of each layer."""
         plan = compat.layer_plan(compat.decoder_config(model.config))
         masks: dict[Any, torch.Tensor] = {}
 
-        def mask(index: int, hidden: torch.Tensor) -> torch.Tensor:
+        def mask(index: int, query: torch.Tensor) -> torch.Tensor:
             kind, arguments = plan[index]
-            key = (kind, arguments.get("sliding_window"), hidden.device, hidden.dtype)
+            key = (kind, arguments.get("sliding_window"), query.device, query.dtype)
             if key not in masks:
-                visible = self.visible(kind, arguments.get("sliding_window"), hidden.device)
-                masks[key] = _additive(visible, hidden.dtype) if _is_eager(model) else visible
+                visible = self.visible(kind, arguments.get("sliding_window"), query.device)
+                masks[key] = _additive(visible, query.dtype) if _is_eager(model) else visible
             return masks[key]
 
         return mask
@@ -76,8 +81,8 @@ class SparsePass:
             visible = visible & ((key_slots - padding) // _size(window) == (query_slots - padding) // _size(window))
         else:
             assert kind == "full_attention", kind
-        # Fillers see the last slot, because a softmax over nothing is NaN.
-        return torch.where(query_slots >= self.total, key_slots == self.total - 1, visible)
+        # Fillers see the first token, because a softmax over nothing is NaN.
+        return torch.where(query_slots >= self.total, key_slots == padding, visible)
 
 
 def _size(window: int | None) -> int:
@@ -94,14 +99,7 @@ def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, torch.finfo(dtype).min)
 
 
-class _View(LayerView):
-    """A view in place of keys and values, which only the attention function can use."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a view of keys and values has no attribute {name!r}: it is for the attention function alone")
-
-
-class Look(_View):
+class Look(LayerView):
     """Records the keys and queries that a layer computes for some tokens; its attention output is zeros and not used.
 
     Args:
@@ -118,23 +116,41 @@ class Look(_View):
         return query.new_zeros(batch, tokens, heads, self._value_dim), None
 
 
-class _BlockedView(_View):
-    """Keys and values of all slots; each block of queries attends to those up to its last slot.
+class SparseView(ChunkView):
+    """Keys and values of all slots, for the queries of a sparse pass; each block of queries attends to the slots up to its last one.
 
     Args:
         keys: (batch, kv_heads, total, head_dim).
     """
 
-    def __init__(self, sparse: SparsePass, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.sparse, self.keys, self.values = sparse, keys, values
+    def __init__(self, running: RunningPass, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__(keys, values)
+        self.running, self.layer_idx = running, layer_idx
 
     def attend(self, module: nn.Module, query: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        mask = self.running.masks(self.layer_idx, query)
         outputs = []
-        for start, stop, end in self.sparse.blocks:
+        for start, stop, end in self.running.sparse.blocks:
             keys, values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
             output, _ = grouped_attention(module, query[:, :, start:stop], keys, values, mask[..., start:stop, :end], **kwargs)
             outputs.append(output)
         return torch.cat(outputs, 1), None
+
+
+class RunningPass(NamedTuple):
+    """A sparse pass with the masks of a model."""
+
+    sparse: SparsePass
+    masks: Masks
+
+    @classmethod
+    def of(cls, sparse: SparsePass, model: PreTrainedModel) -> RunningPass:
+        """Return the pass for a model."""
+        return cls(sparse, sparse.masks(model))
+
+    def write(self, layer: SplicedLayer, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> SparseView:
+        """Write the pass's tokens into their slots of a layer, and return the view that answers their queries."""
+        return SparseView(self, layer_idx, *layer.write(key_states, value_states, self.sparse.slots, self.sparse.total))
 
 
 class SplicingPass(LayerPass):
@@ -142,19 +158,16 @@ class SplicingPass(LayerPass):
 
     def __init__(self, cache: KVCache, sparse: SparsePass, start: int) -> None:
         super().__init__(cache, start)
-        self.sparse = sparse
+        self.running = RunningPass.of(sparse, cache.model)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        states = self.layers[layer_idx].write(key_states, value_states, self.sparse.slots, self.sparse.total)
-        if len(self.sparse.blocks) == 1:
-            return states
-        view = _BlockedView(self.sparse, *states)
+        view = self.running.write(self.layers[layer_idx], layer_idx, key_states, value_states)
         self.cache.answer_next()
         return view, view
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        # Layers get the masks of the sparse pass, so the size of the model's own mask does not matter.
-        return self.sparse.total, 0
+        # The views have masks of their own, so the size of the model's does not matter.
+        return self.running.sparse.total, 0
 
 
 class LookingPass(SplicingPass):

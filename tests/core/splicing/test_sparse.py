@@ -63,5 +63,7 @@ def test_all_tokens_in_blocks_have_the_keys_and_values_of_an_ordinary_pass(make,
 
 def test_a_block_is_shown_keys_up_to_its_last_slot(monkeypatch) -> None:
     monkeypatch.setattr(sparse, "_BLOCK_ON_CPU", 2)
-    slots = torch.tensor([[1, 4, 5, 9], [2, 3, 20, 20]])
-    assert SparsePass(slots, torch.tensor([0, 1]), 20).blocks == [(0, 2, 5), (2, 4, 20)]
+    padding = torch.tensor([0, 1])
+    # Slot 20 is that of fillers, which may stand at either end.
+    assert SparsePass(torch.tensor([[1, 4, 5, 9], [2, 3, 20, 20]]), padding, 20).blocks == [(0, 2, 5), (2, 4, 10)]
+    assert SparsePass(torch.tensor([[1, 4, 5, 19], [20, 20, 6, 19]]), padding, 20).blocks == [(0, 2, 5), (2, 4, 20)]
