@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import shutil
@@ -23,7 +24,7 @@ from hf_kvcaches.core.splicing.flops import Costs
 
 PAGES, CHANGES, GUARD, TAIL = 5, 10, 8, 16
 TIMEOUT = 60.0  # seconds, as hundreds of MiB may come in one answer
-BIT_EQUAL, INT8 = "bit-equal", "int8"
+BIT_EQUAL, INT8, COPIED = "bit-equal", "int8", "copied"
 STORED: dict[str, Any] = {BIT_EQUAL: None, INT8: "int8"}
 
 
@@ -62,6 +63,27 @@ class Cold:
 
     def saved(self, cache: Any, ids: torch.Tensor) -> float:
         return 0.0
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Copied:
+    """From a copy of a `DynamicCache` that holds the prefix already: what transformers offers, without a store or a look-up."""
+
+    def __init__(self, pair: Pair, prefix: torch.Tensor) -> None:
+        self.pair, self.tokens = pair, prefix.shape[1]
+        self.filled = DynamicCache(config=pair.plain.config)
+        with torch.no_grad():
+            pair.plain(input_ids=prefix, past_key_values=self.filled, logits_to_keep=1)
+
+    def cache(self) -> Any:
+        return copy.deepcopy(self.filled)
+
+    def saved(self, cache: Any, ids: torch.Tensor) -> float:
+        costs, tokens = Costs.of(self.pair.plain), ids.shape[1]
+        return 1 - costs.of_prompt(self.tokens, tokens) / costs.of_prompt(0, tokens)
 
     def settle(self) -> None: ...
 
@@ -239,6 +261,8 @@ class Locations:
 def ways(section: str, pair: Pair, locations: Locations, first: torch.Tensor) -> dict[tuple[str, str], Way]:
     """A way for each back-end and each form of what is stored, with the first prompt in it."""
     made: dict[tuple[str, str], Way] = {}
+    if section == "prefix":
+        made["DynamicCache", COPIED] = Copied(pair, first[:, : first.shape[1] * 9 // 10])
     for backend in locations.names:
         for stored in STORED:
             location = locations.new(backend)

@@ -7,11 +7,12 @@ no reuse. Then every prompt is asked on all sides in turns, in one process; the 
 those of the processor, so that other jobs matter little (set OMP_NUM_THREADS=1), on a GPU those of the clock. Memory is measured in a
 request of its own.
 
-`prefix`: nine tenths of the prompt begin an earlier one. `moved`: five pages of an earlier prompt in another order, `mode="approximate"`.
-`aligned`: an earlier prompt with ten other words, in a warm start. `possible` is what the saved FLOPs allow: 1 / (1 - their share), and
-`efficiency` the share of it that is reached. `extra` is the peak memory of a hit, beside the weights, the store and what the cache keeps,
-as a share of what the reused keys and values take. `no repeats` are whole requests of which nothing is stored. `network` is arithmetic:
-what it takes to fetch a stored token at several speeds, to compute it as measured here, and up to how many tokens a second fetching wins.
+`prefix`: nine tenths of the prompt begin an earlier one; beside it a copy of a `DynamicCache` that holds these. `moved`: five pages of an
+earlier prompt in another order, `mode="approximate"`. `aligned`: an earlier prompt with ten other words, in a warm start. `possible` is what
+the saved FLOPs allow: 1 / (1 - their share), and `efficiency` the share of it that is reached. `extra` is the peak memory of a hit, beside
+the weights, the store and what the cache keeps, as a share of what the reused keys and values take. `no repeats` are whole requests of
+which nothing is stored. `network` is arithmetic: what it takes to fetch a stored token at several speeds, to compute it as measured here,
+and up to how many tokens a second fetching wins.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from _reuse_cells import PROMPTS, STORED, Answer, Cold, Locations, Segments, Way, ask, ways
+from _reuse_cells import PROMPTS, STORED, Answer, Cold, Copied, Locations, Segments, Way, ask, ways
 from shared.bars import Bar
 from shared.cli import check_counts, run_script
 from shared.models import Pair, random_ids, random_llama
@@ -103,7 +104,7 @@ class Run:
         return packing.payload_bytes(self.pair.plain.config, stored, itemsize=itemsize)
 
     def _ask(self, way: Way, ids: torch.Tensor, new_tokens: int = 1, memory: bool = False) -> Answer:
-        return ask(way, self.pair.plain if isinstance(way, Cold) else self.pair.switched, ids, new_tokens, memory)
+        return ask(way, self.pair.plain if isinstance(way, Cold | Copied) else self.pair.switched, ids, new_tokens, memory)
 
     def hits(self, section: str) -> Iterator[Row]:
         *prompts, last = PROMPTS[section](self.first, self.size.hits + 2, self.vocabulary)
@@ -126,8 +127,8 @@ class Run:
         row["saved"] = statistics.median(hit.saved for hit in hits)
         row["possible"] = 1 / (1 - row["saved"])
         row["efficiency"] = row["ratio"] / row["possible"]
-        per_token = self.bytes_per_token(None, self.pair.plain.dtype.itemsize)
-        row["extra"] = peak.extra / (peak.reused * per_token)
+        if peak.reused:
+            row["extra"] = peak.extra / (peak.reused * self.bytes_per_token(None, self.pair.plain.dtype.itemsize))
         return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
     def no_repeats(self) -> Iterator[Row]:

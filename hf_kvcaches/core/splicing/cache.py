@@ -276,7 +276,7 @@ class SplicingCache(SourceCache):
             sample = next(stored[0] for stored in loaded if stored)
             for layer, module, (keys, values) in zip(self.layers, decoder, like_stored(sample, len(self.layers)), strict=True):
                 device = compat.layer_device(module)
-                layer.open(len(plan.rows), plan.total, keys.to(device), values.to(device))
+                layer.open(len(plan.rows), plan.total, keys.to(device), values.to(device), max(row.padding for row in plan.rows))
         for number, (row, stored) in enumerate(zip(plan.rows, loaded, strict=True)):
             splice_row(self.layers, number, row.padding, stored, self.rotation.layers)
 

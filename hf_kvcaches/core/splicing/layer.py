@@ -10,18 +10,21 @@ from hf_kvcaches.core.growing import GrowingLayer, append, capacity_for
 class SplicedLayer(GrowingLayer):
     """Keys and values of all tokens, in buffers that stored spans are spliced into before the rest of a prompt is run."""
 
-    def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def open(self, rows: int, total: int, keys: torch.Tensor, values: torch.Tensor, padding: int | None = None) -> None:
         """Make room for a prompt's tokens, the filler slot behind them, and some new tokens.
 
         Args:
             keys: Any tensor with the keys' heads (third last dimension), head_dim (last one), dtype and device.
+            padding: The slots from here on, but for the prompt's last one, are written before they are read; None: they may not be.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         for name, like in (("key_buffer", keys), ("value_buffer", values)):
             missing = total + 1 - self.seen
             if getattr(self, name) is None and not torch.is_grad_enabled():
-                buffer = like.new_zeros(rows, like.shape[-3], capacity_for(missing), like.shape[-1])
+                buffer = like.new_empty(rows, like.shape[-3], capacity_for(missing), like.shape[-1])
+                buffer[:, :, : total if padding is None else padding].zero_()
+                buffer[:, :, total - 1 :].zero_()
             else:
                 room = like.new_zeros(rows, like.shape[-3], missing, like.shape[-1])
                 buffer = append(getattr(self, name), room, self.seen)

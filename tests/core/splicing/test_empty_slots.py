@@ -1,0 +1,60 @@
+"""New buffers are not filled before they are written: what is in them by chance is never seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_kvcaches import SegmentReuseCache, SegmentStore
+from tests import tiny
+from tests.interrupts.cases import CASES, answer
+
+
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Fill all new memory with NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        assert torch.empty(1).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_answer_depends_on_new_memory(name: str, poison: None) -> None:
+    prompt, make = CASES[name]()
+    cache = make()
+    logits = answer(prompt, cache)
+    torch.use_deterministic_algorithms(False)
+    assert torch.equal(logits, answer(prompt, make()))
+
+
+@pytest.mark.parametrize("mode", ["exact", "approximate"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_no_row_of_a_padded_batch_depends_on_new_memory(mode: str, implementation: str, poison: None) -> None:
+    model, text = tiny.llama(), tiny.ids(1, 120, seed=1)
+    model.set_attn_implementation(implementation)
+    moved = torch.cat([tiny.ids(1, 9, seed=4), text[:, 20:100], tiny.ids(1, 7, seed=3)], 1)
+    begun = torch.cat([torch.zeros_like(text[:, :16]), text[:, :70], tiny.ids(1, 10, seed=5)], 1)
+    batch, mask = torch.cat([moved, begun]), torch.ones(2, 96, dtype=torch.long)
+    mask[1, :16] = 0
+    logits = []
+    for _ in range(2):
+        store = SegmentStore("memory")
+        answer_of(model, text, torch.ones_like(text), SegmentReuseCache(model, store, mode="exact"))
+        cache = SegmentReuseCache(model, store, mode=mode)
+        logits.append(answer_of(model, batch, mask, cache))
+        assert cache.report().reused_tokens > 60
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(*logits)
+
+
+def answer_of(model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, cache: SegmentReuseCache) -> torch.Tensor:
+    """The logits of the first three tokens, (batch, 3, vocabulary)."""
+    options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "pad_token_id": 0}
+    made = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, min_new_tokens=3, **options)
+    return torch.stack(made.logits, 1)
