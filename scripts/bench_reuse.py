@@ -8,11 +8,11 @@ those of the processor, so that other jobs matter little (set OMP_NUM_THREADS=1)
 request of its own.
 
 `prefix`: nine tenths of the prompt begin an earlier one; beside it a copy of a `DynamicCache` that holds these. `moved`: five pages of an
-earlier prompt in another order, `mode="approximate"`. `aligned`: an earlier prompt with ten other words, in a warm start. `possible` is what
-the saved FLOPs allow: 1 / (1 - their share), and `efficiency` the share of it that is reached. `extra` is the peak memory of a hit, beside
-the weights, the store and what the cache keeps, as a share of what the reused keys and values take. `no repeats` are whole requests of
-which nothing is stored. `network` is arithmetic: what it takes to fetch a stored token at several speeds, to compute it as measured here,
-and up to how many tokens a second fetching wins.
+earlier prompt in another order, `mode="approximate"`. `aligned`: an earlier prompt with ten other words, in a warm start. `possible` is
+what the saved FLOPs allow: 1 / (1 - their share), and `efficiency` the share of it that is reached. `extra` is the peak memory of a hit,
+beside the weights, the store and what the cache keeps, as a share of what the reused keys and values take. `no repeats` are whole requests
+of which nothing is stored. `network` is arithmetic: what it takes to fetch a stored token at several speeds, to compute it as measured
+here, and up to how many tokens a second fetching wins.
 """
 
 from __future__ import annotations
