@@ -130,7 +130,7 @@ class SegmentReuseCache(SplicingCache):
             name = "tiers" if tiers else "mode='approximate'"
             raise UnsupportedError(f"{name}: {self.moving_refused}. Use mode='exact', or 'auto'.")
         self.discovery = discovery_for(tokenizer, tuple(separators))
-        self.given_spans = spans
+        self.caller_spans = spans
         self.plans: list[PlannedRow] = []
         self._flops = [0.0, 0.0]
         self.probes: list[Probe] = []
@@ -141,9 +141,9 @@ class SegmentReuseCache(SplicingCache):
         """The caller's tiers, or those of the mode."""
         return tiers_of(self.mode) if self._own_tiers is None else self._own_tiers
 
-    def given(self, row: int) -> tuple[tuple[int, int], ...]:
+    def caller_spans_of(self, row: int) -> tuple[tuple[int, int], ...]:
         """Return the caller's own segments of a row."""
-        return tuple(self.given_spans[row]) if self.given_spans else ()
+        return tuple(self.caller_spans[row]) if self.caller_spans else ()
 
     def settings(self) -> dict[str, Any]:
         if self._own_tiers is not None:

@@ -64,15 +64,15 @@ class Discovery:
         self._pieces: dict[int, str] = {}
         self._anchor = _anchor(tokenizer)
 
-    def spans(self, ids: Ids, given: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    def spans(self, ids: Ids, caller_spans: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
         """Return starts and stops of the row's spans, in order, without gaps and without overlaps.
 
         Args:
             ids: Token ids: a list, or an array of one dimension.
-            given: Starts and stops of spans that are not cut. They may touch, not overlap; empty ones are dropped.
+            caller_spans: Starts and stops of spans that are not cut. They may touch, not overlap; empty ones are dropped.
         """
         row = _as_list(ids)
-        kept = _checked(given, len(row))
+        kept = _checked(caller_spans, len(row))
         if not row:
             return []
         strength = np.zeros(len(row) + 1, dtype=np.uint8)
@@ -129,12 +129,12 @@ class Discovery:
         if self._message is not None:
             strength[tokens(match.start() for match in self._message.finditer(text))] = _WALL
 
-    def _joined(self, edges: list[int], strengths: list[int], given: set[int]) -> Iterator[tuple[int, int]]:
+    def _joined(self, edges: list[int], strengths: list[int], caller_starts: set[int]) -> Iterator[tuple[int, int]]:
         """Yield the spans of a row.
 
         Args:
             edges: All indices where it may be cut, including its two ends.
-            given: The starts of the caller's spans.
+            caller_starts: The starts of the caller's spans.
         """
         block = [edges[0]]
         short: list[int] = []  # the edges of short blocks side by side
@@ -142,7 +142,7 @@ class Discovery:
             block.append(edge)
             if strength == _LINE:
                 continue
-            if block[0] in given:
+            if block[0] in caller_starts:
                 yield block[0], edge
             elif edge - block[0] >= self.shortest:
                 yield from self._cut(short)
@@ -177,15 +177,15 @@ def _as_list(ids: Ids) -> list[int]:
     return ids if isinstance(ids, list) else list(ids)
 
 
-def _checked(given: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    kept = sorted((int(start), int(stop)) for start, stop in given)
+def _checked(caller_spans: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+    kept = sorted((int(start), int(stop)) for start, stop in caller_spans)
     for start, stop in kept:
         if not 0 <= start <= stop <= length:
-            raise ConfigError.of("given", f"spans within the {length} tokens of the row", (start, stop))
+            raise ConfigError.of("spans", f"spans within the {length} tokens of the row", (start, stop))
     kept = [(start, stop) for start, stop in kept if start < stop]
     for before, after in pairwise(kept):
         if before[1] > after[0]:
-            raise ConfigError.of("given", "spans that don't overlap", [before, after])
+            raise ConfigError.of("spans", "spans that don't overlap", [before, after])
     return kept
 
 

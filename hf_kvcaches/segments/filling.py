@@ -59,7 +59,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
             index = store.index(self.scope)
             planned = []
             for row in rows:
-                near = NearIdentical(index, cache.discovery, cache.given(row.number)) if store.near_identical else None
+                near = NearIdentical(index, cache.discovery, cache.caller_spans_of(row.number)) if store.near_identical else None
                 planned.append(self._worth_reusing(plan_row(row, index, tiers, context, near)))
         return PromptPlan(tuple(planned), self.total)
 
@@ -118,7 +118,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
             pieces, _ = cache.store.index(self.scope).prefix(row.ids[: row.begin], Chain(), 0, exact_only=not cache.tiers)
             end = pieces[-1].stop if pieces else 0
             stored = stored if end == row.begin else end
-        return NewRow(row, stored, cache.earlier_spans(row.number), cache.given(row.number), self.hidden.get(row.number))
+        return NewRow(row, stored, cache.earlier_spans(row.number), cache.caller_spans_of(row.number), self.hidden.get(row.number))
 
     def _expect(self, rows: list[NewRow], identity: Identity) -> None:
         """Store the rows once they are computed."""

@@ -21,11 +21,11 @@ class NearIdentical:
 
     Args:
         index: An index with signatures.
-        given: The caller's segments of the row.
+        caller_spans: The caller's segments of the row.
     """
 
-    def __init__(self, index: SegmentIndex, discovery: Discovery, given: Sequence[tuple[int, int]] = ()) -> None:
-        self.index, self.discovery, self.given = index, discovery, given
+    def __init__(self, index: SegmentIndex, discovery: Discovery, caller_spans: Sequence[tuple[int, int]] = ()) -> None:
+        self.index, self.discovery, self.caller_spans = index, discovery, caller_spans
 
     def runs(self, ids: Ids, gaps: Sequence[tuple[int, int]], shortest: int) -> list[Run]:
         """Return the runs in some gaps that similar segments have, in order and without overlaps.
@@ -36,7 +36,7 @@ class NearIdentical:
         """
         wide = ids.astype(np.int64)
         runs: list[Run] = []
-        for start, stop in self.discovery.spans(wide, [span for span in self.given if span[1] <= len(ids)]):
+        for start, stop in self.discovery.spans(wide, [span for span in self.caller_spans if span[1] <= len(ids)]):
             inside = [(max(start, first), min(stop, last)) for first, last in gaps]
             inside = [gap for gap in inside if gap[1] - gap[0] >= shortest]
             if inside:

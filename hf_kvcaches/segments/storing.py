@@ -29,13 +29,13 @@ class NewRow:
         row: The executed plan of the row.
         stored: How many of its first tokens are in the store.
         earlier: The spans of earlier prompts in the same cache.
-        given: The caller's segments, as (start, stop).
+        caller_spans: The caller's segments, as (start, stop).
     """
 
     row: PlannedRow
     stored: int
     earlier: tuple[PlannedSpan, ...] = ()
-    given: tuple[tuple[int, int], ...] = ()
+    caller_spans: tuple[tuple[int, int], ...] = ()
     hidden: Hidden | None = None
 
 
@@ -61,7 +61,7 @@ def new_segments(new: NewRow, buffers: Buffers, form: SegmentForm) -> Iterator[N
     """Yield the segments of a row that are not in the store."""
     row, begin = new.row, new.stored
     ids, spans = row.ids.astype(np.int64), [*new.earlier, *row.spans]
-    edges = {begin, len(ids), *(start for start, _ in form.discovery.spans(ids, new.given))}
+    edges = {begin, len(ids), *(start for start, _ in form.discovery.spans(ids, new.caller_spans))}
     edges.update(edge for span in row.spans for edge in (span.start, span.stop))
     chain = Chain().extend(row.ids[:begin])
     for start, stop in pairwise(sorted(edge for edge in edges if begin <= edge <= len(ids))):
