@@ -17,11 +17,10 @@ import torch
 
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing import packing
-from hf_kvcaches.core.splicing.cache import ids_at, slots_of
 from hf_kvcaches.core.splicing.flops import Costs
 from hf_kvcaches.core.splicing.pipeline import Tensors
 from hf_kvcaches.core.splicing.plan import NONE, Indices, PlannedRow, PlannedSpan, PromptPlan
-from hf_kvcaches.core.splicing.sparse import Look, SparsePass
+from hf_kvcaches.core.splicing.sparse import Look, SparsePass, ids_at, slots_of
 from hf_kvcaches.core.splicing.transfer import moved
 from hf_kvcaches.errors import UnsupportedError
 from hf_kvcaches.kernels.splice import splice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -22,7 +22,7 @@ from hf_kvcaches.core.splicing.layer import SplicedLayer
 from hf_kvcaches.core.splicing.placing import Loaded, like_stored, splice_row
 from hf_kvcaches.core.splicing.plan import Indices, PlannedRow, PromptPlan
 from hf_kvcaches.core.splicing.remembering import Remembering
-from hf_kvcaches.core.splicing.sparse import Look, LookingPass, RunningPass, SparsePass, SplicingPass
+from hf_kvcaches.core.splicing.sparse import Look, LookingPass, RunningPass, SparsePass, SplicingPass, ids_at, slots_of
 from hf_kvcaches.core.splicing.speed import note_pass
 from hf_kvcaches.core.splicing.trial import parts_refused
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -347,25 +347,3 @@ class SplicingCache(SourceCache):
             raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
-
-
-def slots_of(indices: Sequence[Indices], padding: Sequence[int], total: int, device: torch.device) -> torch.Tensor:
-    """Return the slots of each row's indices, (batch, most tokens); short rows are filled with slot `total`, which no query sees.
-
-    Args:
-        padding: Slots at the start of each row that hold no token.
-    """
-    slots = np.full((len(indices), max(map(len, indices))), total)
-    for row_slots, row_indices, pad in zip(slots, indices, padding, strict=True):
-        row_slots[: len(row_indices)] = row_indices + pad
-    return torch.from_numpy(slots).to(device)
-
-
-def ids_at(call: PrefillCall, slots: torch.Tensor, total: int) -> torch.Tensor:
-    """Return the token ids of a prompt in some slots; filler slots get any id.
-
-    Args:
-        slots: (batch, tokens).
-    """
-    ids = torch.cat([call.input_ids, call.input_ids[:, -1:]], dim=1)
-    return ids.gather(1, slots - (total - call.input_ids.shape[1]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,7 +16,9 @@ from hf_kvcaches.core.attention import LayerView, previous_implementation
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.chunks import ChunkView, grouped_attention
 from hf_kvcaches.core.layer_pass import LayerPass
+from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing.layer import SplicedLayer
+from hf_kvcaches.core.splicing.plan import Indices
 
 # Queries of a block: a smaller block makes slower products, a larger one attends to more masked keys. On a GPU a launch costs as much as
 # many products.
@@ -83,6 +86,28 @@ class SparsePass:
             assert kind == "full_attention", kind
         # Fillers see the first token, because a softmax over nothing is NaN.
         return torch.where(query_slots >= self.total, key_slots == padding, visible)
+
+
+def slots_of(indices: Sequence[Indices], padding: Sequence[int], total: int, device: torch.device) -> torch.Tensor:
+    """Return the slots of each row's indices, (batch, most tokens); short rows are filled with slot `total`, which no query sees.
+
+    Args:
+        padding: Slots at the start of each row that hold no token.
+    """
+    slots = np.full((len(indices), max(map(len, indices))), total)
+    for row_slots, row_indices, pad in zip(slots, indices, padding, strict=True):
+        row_slots[: len(row_indices)] = row_indices + pad
+    return torch.from_numpy(slots).to(device)
+
+
+def ids_at(call: PrefillCall, slots: torch.Tensor, total: int) -> torch.Tensor:
+    """Return the token ids of a prompt in some slots; filler slots get any id.
+
+    Args:
+        slots: (batch, tokens).
+    """
+    ids = torch.cat([call.input_ids, call.input_ids[:, -1:]], dim=1)
+    return ids.gather(1, slots - (total - call.input_ids.shape[1]))
 
 
 def _size(window: int | None) -> int:
