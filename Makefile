@@ -80,6 +80,7 @@ bench: $(VENV)/.installed
 		--csv docs/benchmarks/segments-speed-$(DEVICE).csv --plot docs/benchmarks/segments-speed-$(DEVICE).png
 	$(VENV)/bin/python scripts/bench_warmstart.py --device $(DEVICE) \
 		--csv docs/benchmarks/warmstart-speed-$(DEVICE).csv --plot docs/benchmarks/warmstart-speed-$(DEVICE).png
+	$(VENV)/bin/python scripts/bench_reuse.py --device $(DEVICE) --csv docs/benchmarks/reuse-speed-$(DEVICE).csv
 	$(VENV)/bin/python scripts/bench_translation.py --device $(DEVICE) \
 		--csv docs/benchmarks/translation-speed-$(DEVICE).csv --plot docs/benchmarks/translation-speed-$(DEVICE).png
 
