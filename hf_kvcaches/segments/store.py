@@ -157,8 +157,8 @@ class SegmentStore:
         if scope is not None and scope not in self.contents.indices and self.catalog.entries:
             self.catalog.warn_once(
                 "foreign",
-                f"{self.catalog.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer and "
-                "format, so nothing is reused until it has stored its own.",
+                f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
+                "and format, so nothing is reused until it has stored its own.",
             )
 
     def tensors(self, key: str, device: torch.device | None = None) -> dict[str, torch.Tensor] | None:
@@ -248,7 +248,7 @@ class SegmentStore:
 
     def __repr__(self) -> str:
         cap = "" if self.max_bytes is None else f" of {self.max_bytes / 2**20:.1f}"
-        return f"SegmentStore({self.catalog.place!r}, {len(self._lengths())} segments, {self.catalog.bytes / 2**20:.1f}{cap} MiB)"
+        return f"SegmentStore({self.catalog.blobs.place!r}, {len(self._lengths())} segments, {self.catalog.bytes / 2**20:.1f}{cap} MiB)"
 
     def _lengths(self) -> Mapping[str, int]:
         with self.catalog.lock:

@@ -284,7 +284,7 @@ class EntryStore:
         """Begin a request: apply changes of other processes, and evict entries above the cap."""
         self.catalog.refresh()
         if len(self.catalog.entries) > len(self):
-            sentence = f"{self.catalog.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
+            sentence = f"{self.catalog.blobs.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
             self.catalog.warn_once("foreign", sentence)
 
     def report(self) -> EntryReport:
