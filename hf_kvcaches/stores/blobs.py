@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,30 +97,26 @@ class BlobStore(ABC):
             if state is not None and state == self._reported_state:
                 return Changes([], [])
             versions, added = self.versions(), []
-            removed = [key for key, version in self._reported.items() if versions.get(key) != version]
+            unchanged = {key: version for key, version in self._reported.items() if versions.get(key) == version}
             try:
-                for blob in self.heads([key for key, version in versions.items() if self._reported.get(key) != version]):
+                for blob in self.heads([key for key in versions if key not in unchanged]):
                     added.append(blob)
             except OSError:
                 if not added:
                     raise
+            removed = [key for key in self._reported if key not in unchanged]
             for key in removed:
-                del self._reported[key]
                 self._verified.pop(key, None)
-            self._reported.update((blob.key, versions[blob.key]) for blob in added)
+            self._reported = unchanged | {blob.key: versions[blob.key] for blob in added}
             # If some heads could not be read, the next call reads them.
             self._reported_state = state if self._reported.keys() == versions.keys() else None
             return Changes(added, removed)
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
         """Return the tensors of a blob, which are read-only; None if it is missing or damaged. Discard a damaged blob."""
-        try:
+        with self.discarding(key), contextlib.suppress(FileNotFoundError):
             return self.read(checked_key(key))
-        except FileNotFoundError:
-            return None
-        except ArtifactError as error:
-            self.discard(key, error)
-            return None
+        return None
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
         """Begin a request in this thread: its calls may wait for a server for `timeout` seconds in all."""
@@ -145,12 +141,16 @@ class BlobStore(ABC):
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Close connections. Blobs stay, unless they are in memory."""
 
-    def discard(self, key: str, reason: object) -> None:
-        """Delete a damaged blob, with a complaint unless another thread or process deleted it."""
-        with contextlib.suppress(OSError):  # the next read detects the damage again
-            if not self.delete(key):
-                return
-        self.complaints.append(f"{self.place}: the blob {key} was damaged, {reason}. It has been deleted.")
+    @contextlib.contextmanager
+    def discarding(self, key: str) -> Iterator[None]:
+        """Delete a blob if an `ArtifactError` is raised, with a complaint unless another thread or process deleted it."""
+        try:
+            yield
+        except ArtifactError as error:
+            with contextlib.suppress(OSError):  # the next read detects the damage again
+                if not self.delete(key):
+                    return
+            self.complaints.append(f"{self.place}: the blob {key} was damaged, {error}. It has been deleted.")
 
 
 class MemoryBlobs(BlobStore):
@@ -201,13 +201,12 @@ def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore
     kind, _, rest = location.partition(":") if isinstance(location, str) else ("", "", "")
     if location == "memory":
         return MemoryBlobs()
+    # Late: these modules import this one.
+    from hf_kvcaches.stores import blobs_disk, blobs_redis
+
     if kind == "disk" and rest:
-        from hf_kvcaches.stores.blobs_disk import DiskBlobs
-
-        return DiskBlobs(Path(rest).expanduser())
+        return blobs_disk.DiskBlobs(Path(rest).expanduser())
     if kind in ("redis", "rediss"):
-        from hf_kvcaches.stores.blobs_redis import RedisBlobs
-
-        return RedisBlobs(location, float(timeout))
+        return blobs_redis.RedisBlobs(location, float(timeout))
     expected = "'memory', 'disk:FOLDER', 'redis://host:port/db' or an object of a BlobStore of your own"
     raise ConfigError.of("location", expected, f"{kind}:..." if "@" in rest else location, "For a folder write disk: before it.")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError, ConfigError
+from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.stores.blobs import BlobStore, Stored
 from hf_kvcaches.stores.blobs_format import KEY, checked_key, encode, read_blob, read_header
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
@@ -65,11 +65,10 @@ class DiskBlobs(BlobStore):
         return tensors
 
     def delete(self, key: str) -> bool:
-        try:
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             self._path(key).unlink()
-        except (FileNotFoundError, IsADirectoryError):
-            return False
-        return True
+            return True
+        return False
 
     def pin(self, key: str, pinned: bool = True) -> None:
         path = self._path(key, PIN)
@@ -88,13 +87,11 @@ class DiskBlobs(BlobStore):
     def heads(self, keys: list[str]) -> Iterator[Stored]:
         for key in keys:
             try:
-                with opened(self._path(key)) as file:
+                with self.discarding(key), opened(self._path(key)) as file:
                     header = read_header(key, os.fstat(file.fileno()).st_size, file.read)
-                yield Stored(key, header.head, header.start + header.layout.size)
+                    yield Stored(key, header.head, header.start + header.layout.size)
             except FileNotFoundError:
                 pass
-            except ArtifactError as error:
-                self.discard(key, error)
             except OSError as error:
                 self.unreadable = f"{self.place}: the blob {key} can't be read: {error}. It is left alone."
 

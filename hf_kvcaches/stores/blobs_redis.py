@@ -20,11 +20,10 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, require
+from hf_kvcaches.errors import ConfigError, require
 from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable
 from hf_kvcaches.stores.blobs_format import DIGEST, KEY, checked_key, decode, encode, read_header
 
-_PREFIX = "hf_kvcaches"
 _PAUSE = 5.0  # seconds after a failure for which no command is sent
 _HEADS = 200  # heads per round trip
 
@@ -40,7 +39,7 @@ class RedisBlobs(BlobStore):
         try:
             parts = urlsplit(location)
             options = dict(parse_qsl(parts.query, keep_blank_values=True))
-            prefix, database = options.pop("prefix", _PREFIX), parts.path.strip("/") or "0"
+            prefix, database = options.pop("prefix", "hf_kvcaches"), parts.path.strip("/") or "0"
             # Without the password.
             super().__init__(f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}/{database}?prefix={prefix}")
             well_formed = parts.hostname and database.isdecimal() and re.fullmatch(r"[\w.:-]+", prefix, re.ASCII)
@@ -57,8 +56,8 @@ class RedisBlobs(BlobStore):
             self._client: Any = self._redis.Redis.from_url(url, retry=retry, socket_timeout=timeout, socket_connect_timeout=timeout)
             self._client.ping()
         except (self._redis.RedisError, OSError, TypeError, ValueError) as error:
-            expected = f"a Redis server that answers at {self.place}"
-            raise ConfigError.of("location", expected, str(error), "Start it, or name another.") from error
+            server = f"a Redis server that answers at {self.place}"
+            raise ConfigError.of("location", server, str(error), "Start it, or name another.") from error
         names = ("index", "headers", "state", "pins", "body:")
         self._index, self._headers, self._state, self._pin_set, self._bodies = (f"{prefix}:{name}" for name in names)
         # Per thread, the seconds that its request has waited. Without a request there is no limit.
@@ -112,13 +111,11 @@ class RedisBlobs(BlobStore):
             lengths = (("STRLEN", self._bodies + key) for key in batch)
             headers, *sizes = self._run(("HMGET", self._headers, *batch), *lengths)
             for key, header, size in zip(batch, headers, sizes, strict=True):
-                try:
+                with self.discarding(key):
                     if header and size:
                         yield Stored(key, read_header(key, size, io.BytesIO(header).read).head, size)
                     else:
                         self.delete(key)
-                except ArtifactError as error:
-                    self.discard(key, error)
 
     def state(self) -> Hashable:
         return self._run(("GET", self._state))[0]

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
+from hf_kvcaches.errors import ConfigError, is_number
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
 from hf_kvcaches.stores.hot import HotTier, bytes_of
 
@@ -142,14 +142,12 @@ class Catalog:
             if entry is not None and entry.expires < self.clock():
                 return None
             self.counts["hot_hits"] += hot is not None
-        tensors = self._load(key) if hot is None else hot
-        if tensors is not None and (entry is None or kind not in entry.checks):
-            try:
+        tensors, valid = self._load(key) if hot is None else hot, entry is not None and kind in entry.checks
+        if tensors is not None and not valid:
+            with self.blobs.discarding(key):
                 check(tensors)
-            except ArtifactError as error:
-                self.blobs.discard(key, error)
-                tensors = None
-        if tensors is None:
+                valid = True
+        if tensors is None or not valid:
             self.follow()
             return None
         if hot is None:
