@@ -17,8 +17,7 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
 from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
 from hf_kvcaches.stores.hot import aliases, bytes_of, slab
 
-# Seconds. A server in the same building answers within milliseconds, and a hit saves a second or two.
-TIMEOUT = 1.0
+TIMEOUT = 1.0  # seconds: a server in the same building answers within milliseconds, and a hit saves a second or two
 
 
 class Stored(NamedTuple):
@@ -123,13 +122,11 @@ class BlobStore(ABC):
 
     def pin(self, key: str, pinned: bool = True) -> None:
         """Pin or unpin a key, with or without a blob. The store itself evicts nothing."""
-        with self._lock:
-            (self._pins.add if pinned else self._pins.discard)(checked_key(key))
+        (self._pins.add if pinned else self._pins.discard)(checked_key(key))
 
     def pinned(self) -> frozenset[str]:
         """Return the pinned keys."""
-        with self._lock:
-            return frozenset(self._pins)
+        return frozenset(self._pins.copy())
 
     def clear(self) -> None:
         """Delete all blobs and pins."""
@@ -201,8 +198,7 @@ def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore
     kind, _, rest = location.partition(":") if isinstance(location, str) else ("", "", "")
     if location == "memory":
         return MemoryBlobs()
-    # Late: these modules import this one.
-    from hf_kvcaches.stores import blobs_disk, blobs_redis
+    from hf_kvcaches.stores import blobs_disk, blobs_redis  # late: both import this module
 
     if kind == "disk" and rest:
         return blobs_disk.DiskBlobs(Path(rest).expanduser())

@@ -17,17 +17,14 @@ from hf_kvcaches.stores.blobs_format import KEY, checked_key, encode, read_blob,
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, opened, temporary_beside
 
 BLOB, PIN = ".kvblob", ".kvblob-pin"
-# Seconds after which a temporary file is stale. The mtime of a file that is being written is fresh, and no file system lacks it.
-_STALE = 600.0
-# Nanoseconds between time stamps on the coarsest file systems.
-_TICK = 2 * 10**9
+_STALE = 600.0  # seconds since the mtime of a temporary file, which is fresh while the file is written
+_TICK = 2 * 10**9  # nanoseconds between time stamps on the coarsest file systems
 
 
 class DiskBlobs(BlobStore):
     """Blobs in a folder that processes share. A killed writer leaves a complete blob or none.
 
-    Files are not synced: a power cut may damage the latest blobs, which are then misses. Files with other names than those of blobs, pins
-    and their temporary files are never read, changed or deleted.
+    Files are not synced: a power cut may damage the latest blobs, which are then misses. Files with other names are never touched.
     """
 
     def __init__(self, folder: Path) -> None:

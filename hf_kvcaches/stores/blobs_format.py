@@ -6,9 +6,8 @@ header   its length in 8 bytes, then JSON: names, dtypes, shapes and offsets, an
 body     the tensors
 ```
 
-The head is verified without reading the body. Any flipped bit, another length and the key of another blob are detected. The checksums
-protect from accidents only: whoever can write a blob can write its checksums. A header is checked against limits and the length of its file
-before it is used.
+The head is verified without the body; a flipped bit, another length and the key of another blob are detected. The checksums protect from
+accidents only: whoever can write a blob can write its checksums. A header is used once it fits limits and the length of its file.
 """
 
 from __future__ import annotations
@@ -32,11 +31,9 @@ from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.files import MOST_JSON, parse_json
 
 KEY = re.compile(r"[0-9a-f]{1,128}")
-# Bytes. The digest at the start of a blob differs from that of any other blob of its key.
-DIGEST, _FRONT, _LENGTH = 16, 24, 8
+DIGEST, _FRONT, _LENGTH = 16, 24, 8  # bytes; the digest differs from that of any other blob under the key
 _METADATA = "__metadata__"
-# Dimensions of a tensor, and the longest side of an empty one, which the length of a file does not bound.
-_MOST_DIMENSIONS, _MOST_EMPTY = 16, 1 << 20
+_MOST_DIMENSIONS, _MOST_EMPTY = 16, 1 << 20  # the longest side of an empty tensor, which the length of a file does not bound
 # By safetensors' names, in groups of one size.
 _DTYPES = "F64:float64 I64:int64 U64:uint64 C64:complex64 F32:float32 I32:int32 U32:uint32 F16:float16 BF16:bfloat16 I16:int16 U16:uint16"
 _DTYPES += " F8_E4M3:float8_e4m3fn F8_E5M2:float8_e5m2 F8_E4M3FNUZ:float8_e4m3fnuz F8_E5M2FNUZ:float8_e5m2fnuz I8:int8 U8:uint8 BOOL:bool"
@@ -45,9 +42,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorLayout(NamedTuple):
-    """A checked header of a safetensors file: dtype, shape, start and stop of each tensor, in bytes of the body."""
+    """A checked header of a safetensors file: dtype, shape and first byte in the body of each tensor."""
 
-    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...], int]]
     metadata: dict[str, str]
     size: int  # bytes of the body
 
@@ -93,14 +90,13 @@ def layout_of(header: bytes, size: int) -> TensorLayout:
     try:
         metadata = entries.pop(_METADATA, None) or {}
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
-            shape, (start, stop), dtype = tuple(entry["shape"]), entry["data_offsets"], DTYPES[entry["dtype"]]
-            if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, start, stop)):
-                raise ValueError(f"shape {str(shape)[:100]} and offsets {start}, {stop}")
-            if math.prod(shape) * dtype.itemsize != stop - start or (start == stop and max(shape) > _MOST_EMPTY):
-                raise ValueError(f"{stop - start} bytes for {dtype} {shape}")
-            if start != end:
-                raise ValueError(f"a tensor begins at byte {start}, expected {end}")
-            tensors[name], end = (dtype, shape, start, stop), stop
+            shape, offsets, dtype = tuple(entry["shape"]), entry["data_offsets"], DTYPES[entry["dtype"]]
+            if len(shape) > _MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, *offsets)):
+                raise ValueError(f"shape {str(shape)[:100]} and offsets {str(offsets)[:100]}")
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            if offsets != [start, end] or (start == end and max(shape) > _MOST_EMPTY):
+                raise ValueError(f"offsets {str(offsets)[:100]} for {dtype} {str(shape)[:100]} at byte {start}")
+            tensors[name] = dtype, shape, start
         if not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("metadata that are no strings")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -121,8 +117,8 @@ def read_body(file: io.BufferedIOBase, layout: TensorLayout) -> memoryview:
 def tensors_in(body: memoryview, layout: TensorLayout) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file in the memory of its body."""
     tensors = {}
-    for name, (dtype, shape, start, stop) in layout.tensors.items():
-        count = (stop - start) // dtype.itemsize
+    for name, (dtype, shape, start) in layout.tensors.items():
+        count = math.prod(shape)
         flat = torch.frombuffer(body, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
         tensors[name] = flat.reshape(shape)
     return tensors

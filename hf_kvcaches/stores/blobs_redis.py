@@ -1,8 +1,7 @@
 """Blobs in a Redis server.
 
-Its keys are `PREFIX:body:KEY`, the bytes of a blob; `PREFIX:index`, a hash from keys to versions; `PREFIX:headers`, a hash from keys to the
-bytes before the tensors, so that heads are listed without them; `PREFIX:state`, a random string that each put replaces and each deletion
-deletes; and `PREFIX:pins`, a set of keys.
+Its keys are `PREFIX:body:KEY`, the bytes of a blob; the hashes `PREFIX:index` of versions and `PREFIX:headers` of the bytes before the
+tensors, to list heads; `PREFIX:state`, a random string that each put replaces and each deletion deletes; and the set `PREFIX:pins`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ _HEADS = 200  # heads per round trip
 class RedisBlobs(BlobStore):
     """Blobs in a Redis server. A blob, its header and its version are written in one transaction.
 
-    An answer may take `timeout` seconds, and so may all calls of a request together: later calls fail at once. After a failure no
-    command is sent for 5 s.
+    An answer may take `timeout` seconds, and so may all calls of a request together. After a failure no command is sent for 5 s.
     """
 
     def __init__(self, location: str, timeout: float) -> None:
@@ -102,8 +100,7 @@ class RedisBlobs(BlobStore):
 
     def versions(self) -> dict[str, Hashable]:
         (index,) = self._run(("HGETALL", self._index))
-        versions = {key.decode("latin-1"): version for key, version in index.items()}
-        return {key: version for key, version in versions.items() if KEY.fullmatch(key)}
+        return {key: version for name, version in index.items() if KEY.fullmatch(key := name.decode("latin-1"))}
 
     def heads(self, keys: list[str]) -> Iterator[Stored]:
         for start in range(0, len(keys), _HEADS):

@@ -55,8 +55,7 @@ class Catalog:
     A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `OSError`.
 
     The worth of a blob is the work that it saved, in tokens per byte, plus the clock at its last use. The clock is the worth of the blob
-    evicted last, so a blob that has not been used for long is evicted in the end (greedy-dual size frequency, Cherkasova, 1998). A new blob
-    counts as used once.
+    evicted last, so unused blobs are evicted in the end (greedy-dual size frequency, Cherkasova, 1998). A new blob counts as used once.
 
     Args:
         noun: The user's word for a blob, such as "segment".
@@ -91,10 +90,8 @@ class Catalog:
         self.bytes, self._eviction_clock = 0, 0.0
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
-        # Time, bytes and seconds of the latest reads.
-        self._reads: deque[tuple[float, int, float]] = deque(maxlen=_LATEST)
-        # Changes are applied in the order in which they are fetched.
-        self._changes_lock = threading.Lock()
+        self._reads: deque[tuple[float, int, float]] = deque(maxlen=_LATEST)  # times, bytes and seconds
+        self._changes_lock = threading.Lock()  # changes are applied in the order in which they are fetched
         self._warned: set[str] = set()
 
     def refresh(self) -> None:
@@ -120,8 +117,8 @@ class Catalog:
                         self.bytes += size
                         self.used(key, tokens[key])
             if len(tokens) < len(added):
-                problem = f"holds something that is no {self.noun}, or one of another version; it is left alone."
-                self.warn_once("unknown", f"{self.blobs.place} {problem}")
+                contents = f"something that is no {self.noun}, or one of another version; it is left alone."
+                self.warn_once("unknown", f"{self.blobs.place} holds {contents}")
         if self.blobs.complaints:
             self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
         if self.blobs.unreadable:
@@ -269,8 +266,7 @@ class Catalog:
         except OSError as error:
             with self.lock:
                 self.counts["failures"] += 1
-            problem = f"{str(error).rstrip('.')}. Prompts are computed instead, until it can be used."
-            self.warn_once("unavailable", f"{self.blobs.place}: {problem}")
+            self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
 
 
 def _bytes_of(argument: str, value: int | str | None) -> int | None:

@@ -19,14 +19,11 @@ from typing import Any
 
 from hf_kvcaches.errors import ArtifactError
 
-# Marks temporary files of this package, so that one that a killed process left can be deleted.
-TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"
-# Bytes of JSON, in a file or as the header of one.
-MOST_JSON = 64 << 20
+TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"  # tells which files of a killed process can be deleted
+MOST_JSON = 64 << 20  # bytes, in a file or as the header of one
 # Values in JSON, since small ones take many times their length in memory; levels of nesting; and integers, which must fit a float.
 _MOST_VALUES, _MOST_LEVELS, _MOST_WHOLE = 1 << 20, 64, 10**300
-# Opening a FIFO or a terminal waits without these, which Windows lacks.
-_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # for FIFOs and terminals; Windows lacks both
 
 
 @contextlib.contextmanager

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-# Bytes of a cache line. Tensors in a slab begin at multiples of it.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes of a cache line, of which tensors in a slab begin at multiples
 
 
 def slab(tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:

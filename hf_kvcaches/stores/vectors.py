@@ -13,10 +13,8 @@ from hf_kvcaches.errors import ConfigError, require, whole_number
 
 Vectors = npt.NDArray[np.float32]
 
-# How far the length of a vector may be from 1.
-_TOLERANCE = 1e-3
-# FAISS needs 39 vectors to train a centroid; product quantizers have 256 centroids.
-_VECTORS_PER_CENTROID, _CENTROIDS = 39, 256
+_TOLERANCE = 1e-3  # of the length of a vector
+_VECTORS_PER_CENTROID, _CENTROIDS = 39, 256  # that FAISS trains with; centroids of product quantizers
 
 
 class VectorIndex:
@@ -37,8 +35,7 @@ class VectorIndex:
         try:
             index = self._empty_index(self.factory)
             lists = getattr(self._faiss.try_extract_index_ivf(index), "nlist", 0)
-            # How many vectors training needs.
-            self._needed = 0 if index.is_trained else _VECTORS_PER_CENTROID * max(_CENTROIDS, lists)
+            self._training_size = 0 if index.is_trained else _VECTORS_PER_CENTROID * max(_CENTROIDS, lists)
             # Some kinds take no more vectors after the first `add`.
             for _ in range(2 if index.is_trained else 0):
                 index.add(np.eye(1, self.dim, dtype=np.float32))
@@ -52,7 +49,7 @@ class VectorIndex:
 
     def _build(self) -> None:
         """Build the index of all vectors, flat if there are too few to train another kind."""
-        self._kind = self.factory if len(self) >= self._needed else "Flat"
+        self._kind = self.factory if len(self) >= self._training_size else "Flat"
         self._index = self._empty_index(self._kind)
         vectors = {name: self._rows[number][1] for name, number in self._numbers.items()}
         self._rows, self._numbers = [], {}
@@ -88,7 +85,7 @@ class VectorIndex:
         queries = self._checked(vectors)
         with self._lock:
             # Removed vectors stay in the index until there are many.
-            if len(self._rows) - len(self) > max(64, len(self) // 8) or (self._kind != self.factory and len(self) >= self._needed):
+            if len(self._rows) - len(self) > max(64, len(self) // 8) or (self._kind != self.factory and len(self) >= self._training_size):
                 self._build()
             if not len(self) or not len(queries):
                 return [[] for _ in queries]
