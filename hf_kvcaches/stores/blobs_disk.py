@@ -84,11 +84,9 @@ class DiskBlobs(BlobStore):
     def heads(self, keys: list[str]) -> Iterator[Stored]:
         for key in keys:
             try:
-                with self.discarding(key), opened(self._path(key)) as file:
+                with self.discarding(key), contextlib.suppress(FileNotFoundError), opened(self._path(key)) as file:
                     header = read_header(key, os.fstat(file.fileno()).st_size, file.read)
                     yield Stored(key, header.head, header.start + header.layout.size)
-            except FileNotFoundError:
-                pass
             except OSError as error:
                 self.unreadable = f"{self.place}: the blob {key} can't be read: {error}. It is left alone."
 

@@ -12,7 +12,6 @@ accidents only: whoever can write a blob can write its checksums. A header is us
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import json
@@ -23,7 +22,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -141,16 +139,6 @@ def head_as_json(head: Mapping[str, Any]) -> str:
         hint = "Give strings as keys, and lists where there are tuples."
         raise ConfigError.of("head", "a dict that comes back from JSON as it was", str(error), hint) from error
     return text
-
-
-def array_as_text(values: npt.ArrayLike, dtype: str) -> str:
-    """Return an array as a string for a head; `dtype` is NumPy's name of it with the byte order, such as "<f4"."""
-    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
-
-
-def array_of_text(text: str, dtype: str) -> npt.NDArray[Any]:
-    """Undo `array_as_text`; raise a `ValueError` or `TypeError` for any other string."""
-    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
 
 
 def encode(key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]:

@@ -243,7 +243,7 @@ class Catalog:
         self.refresh()
 
     def summary(self, keys: Collection[str]) -> dict[str, Any]:
-        """Return the fields of a `CatalogReport`, with the pins of these blobs."""
+        """Return what the reports of all stores say; `pinned` counts these blobs."""
         pinned: frozenset[str] = frozenset()
         with self._count_failures():
             pinned = self.blobs.pinned().intersection(keys)
