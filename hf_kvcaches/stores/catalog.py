@@ -131,7 +131,7 @@ class Catalog:
 
         Args:
             check: Raises an `ArtifactError` for tensors that don't fit the blob's head: the blob is deleted.
-            kind: The kind of the check, which is called once for each blob and kind.
+            kind: The name of the check, which is called once for each blob and kind.
             device: The device of the hot tier, if no earlier read named one. Tensors outside of the tier are on the CPU.
         """
         with self.lock:
@@ -148,7 +148,7 @@ class Catalog:
             self.follow()
             return None
         if hot is None:
-            tensors = self.hot.placed(tensors, device)
+            tensors = self.hot.to_device(tensors, device)
         with self.lock:
             # A blob that another thread deleted or replaced must not be a hit later.
             if entry is not None and self.entries.get(key) is entry:

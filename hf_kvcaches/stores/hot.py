@@ -53,7 +53,7 @@ class HotTier:
         self._blobs.move_to_end(key)
         return aliases(self._blobs[key])
 
-    def placed(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+    def to_device(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
         """Return a blob's tensors on the tier's device if they fit into the tier. It copies, so it is called without a lock."""
         if bytes_of(tensors) > self.max_bytes:
             return tensors

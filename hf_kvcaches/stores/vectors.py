@@ -66,7 +66,7 @@ class VectorIndex:
 
     def add(self, ids: Sequence[str], vectors: npt.ArrayLike) -> None:
         """Add vectors of length 1, `(len(ids), dim)`, under different ids. An id that has a vector gets the new one."""
-        rows = self._checked(vectors)
+        rows = self._unit_rows(vectors)
         if len(rows) != len(ids):
             raise ConfigError.of("vectors", f"{len(ids)} vectors, one for each id", len(rows))
         with self._lock:
@@ -82,7 +82,7 @@ class VectorIndex:
 
     def search(self, vectors: npt.ArrayLike, k: int = 1) -> list[list[tuple[str, float]]]:
         """Return the nearest ids of each vector with their cosines, the nearest first; fewer than `k` if the index finds fewer."""
-        queries = self._checked(vectors)
+        queries = self._unit_rows(vectors)
         with self._lock:
             # Removed vectors stay in the index until there are many.
             if len(self._rows) - len(self) > max(64, len(self) // 8) or (self._kind != self.factory and len(self) >= self._training_size):
@@ -102,7 +102,7 @@ class VectorIndex:
         with self._lock:
             return self._rows[self._numbers[name]][1].copy() if name in self._numbers else None
 
-    def _checked(self, vectors: npt.ArrayLike) -> Vectors:
+    def _unit_rows(self, vectors: npt.ArrayLike) -> Vectors:
         try:
             rows = np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1, self.dim)
         except (TypeError, ValueError) as error:
