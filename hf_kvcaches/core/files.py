@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.stores.blobs_format import dense, header_in, layout_of, tensors_in
+from hf_kvcaches.stores.blobs_format import dense, header_in, layout_of, read_body, tensors_in
 from hf_kvcaches.stores.files import MOST_JSON, TEMPORARY_SUFFIX, opened, temporary_beside
 
 # Layers of a model, far beyond any. Each is worked out, however short a file is that says how many there are.
@@ -121,9 +121,7 @@ def read_safetensors(path: str | os.PathLike[str], sha256: str | None = None) ->
             size = os.fstat(file.fileno()).st_size
             header = header_in(file.read, size)
             layout = layout_of(header, size)
-            body = bytearray(layout.size)
-            if file.readinto(body) != len(body):  # type: ignore[attr-defined]
-                raise ArtifactError("a file that ends too early")
+            body = read_body(file, layout)
         if sha256 is not None:
             hasher = hashlib.sha256(header)
             hasher.update(body)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from hf_kvcaches.core.splicing.plan import COMPUTED
-from hf_kvcaches.core.splicing.tokens import Ids
+from hf_kvcaches.core.splicing.tokens import Ids, array_as_text, array_of_text
 from hf_kvcaches.segments.signatures import Signature
-from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 
 # How many tokens before a segment are stored with it: the most equal tokens that a guard can require, short of all.
 CONTEXT = 512

@@ -17,6 +17,7 @@ from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.core.splicing import packing
 from hf_kvcaches.core.splicing.background import Background
 from hf_kvcaches.core.splicing.packing import LayerStates, Quantization
+from hf_kvcaches.core.splicing.report import CatalogReport
 from hf_kvcaches.errors import ConfigError, whole_number
 from hf_kvcaches.segments.contents import SegmentContents
 from hf_kvcaches.segments.index import SegmentIndex
@@ -27,37 +28,16 @@ from hf_kvcaches.stores.catalog import Catalog
 
 
 @dataclass(frozen=True)
-class StoreReport:
-    """What a store holds, and what this process did with it.
+class StoreReport(CatalogReport):
+    """What a segment store holds, and what this process did with it.
 
     Args:
-        location: Where segments are stored, without passwords.
         segments: The segments of all models.
-        bytes: The bytes that they take in the back-end.
-        max_bytes: The cap, or None.
-        hot_bytes: The bytes that the hot tier of this process holds.
-        pinned: Segments that are not evicted above the cap.
-        written: Segments that this process stored.
-        evicted: Segments that it evicted.
-        damaged: Damaged segments that it deleted.
-        loads: How often it read tensors from the back-end.
-        hot_hits: How often it found them in the hot tier.
-        failures: How often the back-end failed.
+        tokens: The tokens of these segments.
     """
 
-    location: str
     segments: int
     tokens: int
-    bytes: int
-    max_bytes: int | None
-    hot_bytes: int
-    pinned: int
-    written: int
-    evicted: int
-    damaged: int
-    loads: int
-    hot_hits: int
-    failures: int
 
 
 class NewSegment(NamedTuple):
@@ -157,8 +137,8 @@ class SegmentStore:
         if scope is not None and scope not in self.contents.indices and self.catalog.entries:
             self.catalog.warn_once(
                 "foreign",
-                f"{self.catalog.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer and "
-                "format, so nothing is reused until it has stored its own.",
+                f"{self.catalog.blobs.place} holds {len(self._lengths())} segments, but none for this model with its adapters, tokenizer "
+                "and format, so nothing is reused until it has stored its own.",
             )
 
     def tensors(self, key: str, device: torch.device | None = None) -> dict[str, torch.Tensor] | None:
@@ -248,7 +228,7 @@ class SegmentStore:
 
     def __repr__(self) -> str:
         cap = "" if self.max_bytes is None else f" of {self.max_bytes / 2**20:.1f}"
-        return f"SegmentStore({self.catalog.place!r}, {len(self._lengths())} segments, {self.catalog.bytes / 2**20:.1f}{cap} MiB)"
+        return f"SegmentStore({self.catalog.blobs.place!r}, {len(self._lengths())} segments, {self.catalog.bytes / 2**20:.1f}{cap} MiB)"
 
     def _lengths(self) -> Mapping[str, int]:
         with self.catalog.lock:

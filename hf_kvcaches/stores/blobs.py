@@ -1,4 +1,4 @@
-"""Named tensors with a head of facts about them, by key, in one place that threads and processes share."""
+"""Blobs: named tensors and a head of JSON under a key, in a store that threads and processes share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +17,11 @@ from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
 from hf_kvcaches.stores.blobs_format import checked_key, dense, head_as_json
 from hf_kvcaches.stores.hot import aliases, bytes_of, slab
 
-# Seconds. A server in the same building answers within milliseconds, and what a cache saves is a second or two.
-TIMEOUT = 1.0
+TIMEOUT = 1.0  # seconds: a server in the same building answers within milliseconds, and a hit saves a second or two
 
 
 class Stored(NamedTuple):
-    """A blob of a store, without its tensors."""
+    """A stored blob without its tensors."""
 
     key: str
     head: dict[str, Any]
@@ -30,28 +29,28 @@ class Stored(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What happened to a store. A key in both was removed first: there is another blob under it now."""
+    """Changes of a store. A key in both lists was removed first: there is another blob under it now."""
 
     added: list[Stored]
     removed: list[str]
 
 
 class StoreUnavailable(OSError):
-    """A server can't be reached, is full or refuses. Nothing is half-written."""
+    """A server can't be reached, is full or refuses a command. No blob is half-written."""
 
 
 class BlobStore(ABC):
     """Blobs by key. A blob is put, read by anyone, and deleted; it never changes. Any method may be called from any thread.
 
-    A back-end of one's own has the abstract methods, and where several processes share it `pin` and `pinned`. They raise an `OSError`
-    where the place can't be used. An object serves one store, because it reports each change once.
+    A back-end of your own has the abstract methods, and `pin` and `pinned` if processes share it. They raise an `OSError` if the back-end
+    fails. An object serves one store, because it reports each change once.
 
     Args:
-        place: The location as it may be shown to a user, without passwords.
+        place: The location for messages, without passwords.
 
     Attributes:
-        complaints: A sentence for each damaged blob that this object has deleted.
-        unreadable: A sentence about a blob that can't be read, though the place can, and is left alone; empty where there is none.
+        complaints: A sentence for each damaged blob that this object deleted.
+        unreadable: A sentence about the latest blob that could not be read, though others could; it is left alone.
     """
 
     def __init__(self, place: str) -> None:
@@ -61,100 +60,98 @@ class BlobStore(ABC):
         self.in_use = False
         self._lock = threading.RLock()
         self._pins: set[str] = set()
-        # The version of each blob that `changes` has reported, and of each whose checksum was verified; the state that was reported.
+        # Versions of the blobs that `changes` reported, and of those whose checksums were verified; the reported state.
         self._reported: dict[str, Hashable] = {}
         self._verified: dict[str, Hashable] = {}
         self._reported_state: Hashable = None
 
     @abstractmethod
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
-        """Stores a copy of a blob and returns its bytes. If there is one of this key, hexadecimal digits in small letters, it is kept."""
+        """Store a copy of a blob, unless its key (lower-case hexadecimal digits) has one, and return the bytes of the stored one."""
 
     @abstractmethod
     def read(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors of a blob, bit-equal to what was put; None where there is none. An `ArtifactError` tells that it is damaged."""
+        """Return the tensors of a blob, bit-equal to those that were put, or None if there is none; raise an `ArtifactError` for damage."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
-        """Deletes a blob, and returns whether there was one. A pin stays until it is taken off."""
+        """Delete a blob but not its pin, and return whether there was a blob."""
 
     @abstractmethod
     def versions(self) -> Mapping[str, Hashable]:
-        """The keys of all blobs, with a value that tells a blob from any other one under its key."""
+        """Return the keys of all blobs, each with a value that differs from those of all other blobs under the key."""
 
     @abstractmethod
     def heads(self, keys: list[str]) -> Iterable[Stored]:
-        """The blobs under some keys, but for those that are gone or discarded."""
+        """Return the blobs under these keys, without those that are missing or damaged."""
 
     def state(self) -> Hashable:
-        """A value that changes with every blob that comes or goes, and is read faster than all versions; None where there is none."""
+        """Return a value that changes with each `put` and `delete` and is read faster than `versions`, or None if there is none."""
         return None
 
     def changes(self) -> Changes:
-        """What any process added and removed since this object's last call; at the first call all blobs are added."""
+        """Return what any process added and removed since the last call of this object; in the first call all blobs are added."""
         with self._lock:
             state = self.state()
             if state is not None and state == self._reported_state:
                 return Changes([], [])
             versions, added = self.versions(), []
-            removed = [key for key, version in self._reported.items() if versions.get(key) != version]
+            unchanged = {key: version for key, version in self._reported.items() if versions.get(key) == version}
             try:
-                for blob in self.heads([key for key, version in versions.items() if self._reported.get(key) != version]):
+                for blob in self.heads([key for key in versions if key not in unchanged]):
                     added.append(blob)
             except OSError:
                 if not added:
                     raise
+            removed = [key for key in self._reported if key not in unchanged]
             for key in removed:
-                del self._reported[key]
                 self._verified.pop(key, None)
-            self._reported.update((blob.key, versions[blob.key]) for blob in added)
-            # Where some could not be read, the next call goes on with the list.
+            self._reported = unchanged | {blob.key: versions[blob.key] for blob in added}
+            # If some heads could not be read, the next call reads them.
             self._reported_state = state if self._reported.keys() == versions.keys() else None
             return Changes(added, removed)
 
     def tensors(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors of a blob, not to be written to; None where there is none, or a damaged one, which is deleted with a complaint."""
-        try:
+        """Return the tensors of a blob, which are read-only; None if it is missing or damaged. Discard a damaged blob."""
+        with self.discarding(key), contextlib.suppress(FileNotFoundError):
             return self.read(checked_key(key))
-        except FileNotFoundError:
-            return None
-        except ArtifactError as error:
-            self.discard(key, error)
-            return None
+        return None
 
     def begin(self) -> None:  # noqa: B027 - most answer at once
-        """Begins a request in this thread: from now on its calls may wait for a server for `timeout` seconds in all."""
+        """Begin a request in this thread: its calls may wait for a server for `timeout` seconds in all."""
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Marks a key, whether or not there is a blob. The store gives no meaning to that."""
-        with self._lock:
-            (self._pins.add if pinned else self._pins.discard)(checked_key(key))
+        """Pin or unpin a key, with or without a blob. The store itself evicts nothing."""
+        (self._pins.add if pinned else self._pins.discard)(checked_key(key))
 
     def pinned(self) -> frozenset[str]:
-        """The keys that are marked."""
-        with self._lock:
-            return frozenset(self._pins)
+        """Return the pinned keys."""
+        return frozenset(self._pins.copy())
 
     def clear(self) -> None:
-        """Deletes all blobs and pins."""
+        """Delete all blobs and pins."""
         for key in self.pinned():
             self.pin(key, False)
         for key in self.versions():
             self.delete(key)
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Closes connections. What is stored stays, unless it is in memory."""
+        """Close connections. Blobs stay, unless they are in memory."""
 
-    def discard(self, key: str, reason: object) -> None:
-        """Deletes a damaged blob, and complains unless another thread or process has deleted it."""
-        with contextlib.suppress(OSError):  # the next read finds the damage again
-            if not self.delete(key):
-                return
-        self.complaints.append(f"{self.place}: the blob {key} was damaged, {reason}. It has been deleted.")
+    @contextlib.contextmanager
+    def discarding(self, key: str) -> Iterator[None]:
+        """Delete a blob if an `ArtifactError` is raised, with a complaint unless another thread or process deleted it."""
+        try:
+            yield
+        except ArtifactError as error:
+            with contextlib.suppress(OSError):  # the next read detects the damage again
+                if not self.delete(key):
+                    return
+            self.complaints.append(f"{self.place}: the blob {key} was damaged, {error}. It has been deleted.")
 
 
 class MemoryBlobs(BlobStore):
-    """Blobs in the memory of this process, pinned where there is CUDA."""
+    """Blobs in the memory of this process, pinned if there is CUDA."""
 
     def __init__(self) -> None:
         super().__init__("memory")
@@ -180,17 +177,16 @@ class MemoryBlobs(BlobStore):
         return {key: version for key, (_, _, version) in self._blobs.copy().items()}
 
     def heads(self, keys: list[str]) -> list[Stored]:
-        blobs = self._blobs.copy()
-        return [blobs[key][0] for key in keys if key in blobs]
+        return [blob[0] for key in keys if (blob := self._blobs.get(key)) is not None]
 
 
 def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore:
-    """Opens a store of blobs, or makes a new one where there is none.
+    """Open a store of blobs, or create it.
 
     Args:
-        location: `memory` (this object's own), `disk:FOLDER`, or `redis://host:port/db` or `rediss://...`, both with `?prefix=NAME` for
-            several stores in one database; or a `BlobStore` that serves no other store.
-        timeout: Seconds that one answer of Redis may take, and all calls of a request together. Others answer at once.
+        location: `memory` (of this object alone), `disk:FOLDER`, or `redis://host:port/db` or `rediss://...`, both with `?prefix=NAME` if
+            several stores share a database; or a `BlobStore` that serves no other store.
+        timeout: Seconds that one answer of Redis may take, and all calls of a request together.
     """
     if not is_number(timeout) or not 0 < timeout < math.inf:
         raise ConfigError.of("timeout", "a number of seconds above 0", timeout, f"{TIMEOUT:g} is the default.")
@@ -199,16 +195,14 @@ def open_blobs(location: str | BlobStore, timeout: float = TIMEOUT) -> BlobStore
             raise ConfigError.of("location", "a BlobStore that serves no other store", location.place, "Make another object of it.")
         location.in_use = True
         return location
-    kind, colon, rest = location.partition(":") if isinstance(location, str) else ("", "", "")
+    kind, _, rest = location.partition(":") if isinstance(location, str) else ("", "", "")
     if location == "memory":
         return MemoryBlobs()
+    from hf_kvcaches.stores import blobs_disk, blobs_redis  # late: both import this module
+
     if kind == "disk" and rest:
-        from hf_kvcaches.stores.blobs_disk import DiskBlobs
-
-        return DiskBlobs(Path(rest).expanduser())
-    if colon and kind in ("redis", "rediss"):
-        from hf_kvcaches.stores.blobs_redis import RedisBlobs
-
-        return RedisBlobs(location, float(timeout))
+        return blobs_disk.DiskBlobs(Path(rest).expanduser())
+    if kind in ("redis", "rediss"):
+        return blobs_redis.RedisBlobs(location, float(timeout))
     expected = "'memory', 'disk:FOLDER', 'redis://host:port/db' or an object of a BlobStore of your own"
     raise ConfigError.of("location", expected, f"{kind}:..." if "@" in rest else location, "For a folder write disk: before it.")

@@ -1,8 +1,7 @@
 """Blobs in a Redis server.
 
-Under a prefix lie `PREFIX:body:KEY`, a blob as bytes; `PREFIX:index`, a hash of all keys with the versions of their blobs;
-`PREFIX:headers`, a hash with the first bytes of each blob, so that heads are listed without their tensors; `PREFIX:state`, a random string
-that is another one after each put and gone after a deletion; and `PREFIX:pins`, a set.
+Its keys are `PREFIX:body:KEY`, the bytes of a blob; the hashes `PREFIX:index` of versions and `PREFIX:headers` of the bytes before the
+tensors, to list heads; `PREFIX:state`, a random string that each put replaces and each deletion deletes; and the set `PREFIX:pins`.
 """
 
 from __future__ import annotations
@@ -20,28 +19,26 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, require
+from hf_kvcaches.errors import ConfigError, require
 from hf_kvcaches.stores.blobs import BlobStore, Stored, StoreUnavailable
 from hf_kvcaches.stores.blobs_format import DIGEST, KEY, checked_key, decode, encode, read_header
 
-_PREFIX = "hf_kvcaches"
-_PAUSE = 5.0  # seconds after a failure in which the server is not asked again
-_HEADS = 200  # that are fetched at a time
+_PAUSE = 5.0  # seconds after a failure for which no command is sent
+_HEADS = 200  # heads per round trip
 
 
 class RedisBlobs(BlobStore):
     """Blobs in a Redis server. A blob, its header and its version are written in one transaction.
 
-    An answer may take `timeout` seconds, and so may all calls of a request together: further ones fail at once. A server that can't be
-    reached is left alone for 5 s.
+    An answer may take `timeout` seconds, and so may all calls of a request together. After a failure no command is sent for 5 s.
     """
 
     def __init__(self, location: str, timeout: float) -> None:
         try:
             parts = urlsplit(location)
             options = dict(parse_qsl(parts.query, keep_blank_values=True))
-            prefix, database = options.pop("prefix", _PREFIX), parts.path.strip("/") or "0"
-            # No passwords in messages.
+            prefix, database = options.pop("prefix", "hf_kvcaches"), parts.path.strip("/") or "0"
+            # Without the password.
             super().__init__(f"{parts.scheme}://{parts.hostname}:{parts.port or 6379}/{database}?prefix={prefix}")
             well_formed = parts.hostname and database.isdecimal() and re.fullmatch(r"[\w.:-]+", prefix, re.ASCII)
             if not well_formed or "decode_responses" in options:
@@ -50,18 +47,18 @@ class RedisBlobs(BlobStore):
             hint = "Write redis://host:port/db, or with ?prefix=NAME (letters, digits, _.:-) where several stores share a database."
             raise ConfigError.of("location", "the address of a Redis server", str(error), hint) from error
         self._redis: Any = require("redis", "distributed", "A store of blobs in Redis")
-        # Each retry would wait as long again.
+        # A retry would wait for `timeout` again.
         retry = self._redis.retry.Retry(self._redis.backoff.NoBackoff(), 0)
         url = urlunsplit(parts._replace(query=urlencode(options)))
         try:
             self._client: Any = self._redis.Redis.from_url(url, retry=retry, socket_timeout=timeout, socket_connect_timeout=timeout)
             self._client.ping()
         except (self._redis.RedisError, OSError, TypeError, ValueError) as error:
-            expected = f"a Redis server that answers at {self.place}"
-            raise ConfigError.of("location", expected, str(error), "Start it, or name another.") from error
+            server = f"a Redis server that answers at {self.place}"
+            raise ConfigError.of("location", server, str(error), "Start it, or name another.") from error
         names = ("index", "headers", "state", "pins", "body:")
         self._index, self._headers, self._state, self._pin_set, self._bodies = (f"{prefix}:{name}" for name in names)
-        # Per thread: the seconds that its request has waited. A thread that has begun none has no limit.
+        # Per thread, the seconds that its request has waited. Without a request there is no limit.
         self._request, self._timeout, self._pause_until = threading.local(), timeout, 0.0
 
     def begin(self) -> None:
@@ -69,21 +66,18 @@ class RedisBlobs(BlobStore):
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int:
         body = self._bodies + checked_key(key)
-        with self._pipeline() as pipeline:
-            *listed, size = pipeline.hexists(self._index, key).hexists(self._headers, key).strlen(body).execute()
+        *listed, size = self._run(("HEXISTS", self._index, key), ("HEXISTS", self._headers, key), ("STRLEN", body))
         # A server short of memory may have evicted any of them.
         if all(listed) and size:
             return int(size)
-        pieces = encode(key, head, tensors)
-        header = bytes(pieces[0])
-        with self._pipeline(transaction=True) as pipeline:
-            pipeline.set(body, b"".join(pieces)).hset(self._headers, key, header).hset(self._index, key, header[:DIGEST])
-            pipeline.set(self._state, secrets.token_hex(8)).execute()
-        return sum(map(len, pieces))
+        front, *memory = encode(key, head, tensors)
+        content, header = b"".join((front, *memory)), bytes(front)
+        writes = ("SET", body, content), ("HSET", self._headers, key, header), ("HSET", self._index, key, header[:DIGEST])
+        self._run(*writes, ("SET", self._state, secrets.token_hex(8)), transaction=True)
+        return len(content)
 
     def read(self, key: str) -> dict[str, Tensor] | None:
-        with self._pipeline() as pipeline:
-            listed, content = pipeline.hexists(self._index, key).get(self._bodies + key).execute()
+        listed, content = self._run(("HEXISTS", self._index, key), ("GET", self._bodies + key))
         if content is None:
             if listed:
                 self.delete(key)
@@ -93,72 +87,67 @@ class RedisBlobs(BlobStore):
         return tensors
 
     def delete(self, key: str) -> bool:
-        # No transaction: a full server takes none, and deleting is what helps it.
-        with self._pipeline() as pipeline:
-            pipeline.delete(self._bodies + checked_key(key)).hdel(self._index, key).hdel(self._headers, key).delete(self._state)
-            return any(pipeline.execute()[:2])
+        # No transaction: a full server refuses transactions, and deletions free its memory.
+        deletions = ("DEL", self._bodies + checked_key(key)), ("HDEL", self._index, key), ("HDEL", self._headers, key)
+        return any(self._run(*deletions, ("DEL", self._state))[:2])
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        with self._pipeline() as pipeline:
-            (pipeline.sadd if pinned else pipeline.srem)(self._pin_set, checked_key(key)).execute()
+        self._run(("SADD" if pinned else "SREM", self._pin_set, checked_key(key)))
 
     def pinned(self) -> frozenset[str]:
-        with self._pipeline() as pipeline:
-            (keys,) = pipeline.smembers(self._pin_set).execute()
+        (keys,) = self._run(("SMEMBERS", self._pin_set))
         return frozenset(key.decode("latin-1") for key in keys)
 
     def versions(self) -> dict[str, Hashable]:
-        with self._pipeline() as pipeline:
-            (index,) = pipeline.hgetall(self._index).execute()
-        plain = ((key.decode("latin-1"), version) for key, version in index.items())
-        return {key: version for key, version in plain if KEY.fullmatch(key)}
+        (index,) = self._run(("HGETALL", self._index))
+        return {key: version for name, version in index.items() if KEY.fullmatch(key := name.decode("latin-1"))}
 
     def heads(self, keys: list[str]) -> Iterator[Stored]:
         for start in range(0, len(keys), _HEADS):
             batch = keys[start : start + _HEADS]
-            with self._pipeline() as pipeline:
-                pipeline.hmget(self._headers, batch)
-                for key in batch:
-                    pipeline.strlen(self._bodies + key)
-                headers, *sizes = pipeline.execute()
+            lengths = (("STRLEN", self._bodies + key) for key in batch)
+            headers, *sizes = self._run(("HMGET", self._headers, *batch), *lengths)
             for key, header, size in zip(batch, headers, sizes, strict=True):
-                try:
+                with self.discarding(key):
                     if header and size:
                         yield Stored(key, read_header(key, size, io.BytesIO(header).read).head, size)
                     else:
                         self.delete(key)
-                except ArtifactError as error:
-                    self.discard(key, error)
 
     def state(self) -> Hashable:
-        with self._pipeline() as pipeline:
-            return pipeline.get(self._state).execute()[0]
+        return self._run(("GET", self._state))[0]
 
     def clear(self) -> None:
-        with self._pipeline() as pipeline:
-            pipeline.delete(self._index, self._headers, self._state, self._pin_set).execute()
+        with self._request_budget():
+            self._client.delete(self._index, self._headers, self._state, self._pin_set)
             for body in self._client.scan_iter(f"{self._bodies}*", count=1000):
                 self._client.delete(body)
 
     def close(self) -> None:
         self._client.close()
 
+    def _run(self, *commands: tuple[Any, ...], transaction: bool = False) -> list[Any]:
+        """Send commands in one round trip, and return their answers."""
+        with self._request_budget(), self._client.pipeline(transaction) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            return list(pipeline.execute())
+
     @contextlib.contextmanager
-    def _pipeline(self, transaction: bool = False) -> Iterator[Any]:
-        """Commands of one round trip. What the client raises is a `StoreUnavailable`, and the request has waited for it."""
+    def _request_budget(self) -> Iterator[None]:
+        """Count the time towards that of the request, and raise errors of the client as `StoreUnavailable`."""
         start, waited = time.monotonic(), getattr(self._request, "waited", -math.inf)
         if start < self._pause_until:
             raise StoreUnavailable(f"{self.place} could not be reached a moment ago.")
         if waited >= self._timeout:
             raise StoreUnavailable(f"{self.place} has kept this request waiting for {self._timeout:g} s.")
         try:
-            with self._client.pipeline(transaction) as pipeline:
-                yield pipeline
+            yield
         except (self._redis.ConnectionError, self._redis.TimeoutError, OSError) as error:
             self._pause_until = time.monotonic() + _PAUSE
             raise StoreUnavailable(f"{self.place} can't be reached: {error}") from error
         except self._redis.RedisError as error:
-            # It answers, if only that it is full: it may grant the next command.
+            # The server answers, if only that it is full: the next command may succeed.
             raise StoreUnavailable(f"{self.place} refuses: {error}") from error
         finally:
             self._request.waited = waited + time.monotonic() - start

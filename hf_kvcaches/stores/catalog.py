@@ -1,4 +1,4 @@
-"""What a place of blobs holds, in step with other processes and within a cap."""
+"""The catalog of a blob store: reads, changes of other processes, and eviction above a cap."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -17,57 +17,54 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
+from hf_kvcaches.errors import ConfigError, is_number
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored, open_blobs
 from hf_kvcaches.stores.hot import HotTier, bytes_of
 
-# Bytes that a read must have to tell how fast the place is, and how much earlier reads count beside the latest one.
-_TELLING, _FADING = 1 << 16, 0.8
-# Seconds after which reads tell nothing any more: what is not fetched because that takes too long is tried again then.
-_LATELY = 60.0
+# The speed of a store is that of its latest reads of at least so many bytes, within so many seconds. Without any, a read is tried again.
+_LATEST, _MEASURABLE, _RECENT = 8, 1 << 16, 60.0
 
 
 class Contents(Protocol):
-    """An index of the blobs of a store. It is called under the catalog's lock, and does not call the catalog."""
+    """An index of the blobs of a store. The catalog calls it under its lock, and it does not call the catalog."""
 
     def add(self, blobs: Sequence[Stored]) -> Mapping[str, int]:
-        """Indexes new blobs, and returns the tokens of each that counts towards the cap. Others are no blobs of this kind."""
+        """Index new blobs, and return the tokens of those of this kind, by key; others don't count towards the cap."""
 
     def remove(self, keys: Sequence[str]) -> None:
-        """Forgets blobs that are gone; unknown keys are ignored."""
+        """Remove blobs from the index; ignore unknown keys."""
 
     def expired(self) -> Sequence[str]:
-        """Blobs to evict whatever the cap."""
+        """Return blobs to evict with or without a cap."""
 
 
 @dataclass
 class CatalogEntry:
-    """A blob, as this process knows it."""
+    """A blob in the catalog of this process."""
 
     size: int  # bytes
     expires: float  # seconds since 1970
     saved: int = 0  # tokens of work
     worth: float = 0.0
-    checks: set[str] = field(default_factory=set)  # kinds of those that its tensors passed
+    checks: set[str] = field(default_factory=set)  # kinds of checks that its tensors passed
 
 
 class Catalog:
-    """The blobs of one place: reads them, applies changes of other processes, and evicts those of least worth above a cap.
+    """The blobs of one store: reads them, applies changes of other processes, and evicts those of least worth above a cap.
 
     A failed or damaged read counts as a miss, and each kind of failure warns once. `delete`, `pin` and `clear` raise `OSError`.
 
-    The worth of a blob is the work that it has saved, in tokens a byte, plus the clock at its last use. The clock stands at the worth of
-    the blob evicted last, so a blob that was useful long ago, but not since, is evicted in the end (greedy-dual size frequency, Cherkasova,
-    1998). A new blob counts as used once.
+    The worth of a blob is the work that it saved, in tokens per byte, plus the clock at its last use. The clock is the worth of the blob
+    evicted last, so unused blobs are evicted in the end (greedy-dual size frequency, Cherkasova, 1998). A new blob counts as used once.
 
     Args:
-        noun: What a blob is to a user, such as "segment".
+        noun: The user's word for a blob, such as "segment".
         clock: Returns the seconds since 1970.
 
     Attributes:
-        lock: The contents change under it alone. Nothing that may wait for a server is called under it.
-        entries: The blobs, in the order of their last use, so that of two that are worth the same the older one is evicted first.
-        bytes: What they take.
+        lock: Guards the contents and the entries. No call that may wait for a server is made under it.
+        entries: The blobs in the order of their last use: of two of the same worth the older one is evicted first.
+        bytes: The bytes of all entries.
     """
 
     def __init__(
@@ -89,27 +86,23 @@ class Catalog:
         self.contents, self.noun, self.clock = contents, noun, clock
         self.time_to_live = math.inf if time_to_live is None else time_to_live
         self.blobs = open_blobs(location, timeout)
-        self.place = self.blobs.place
         self.entries: OrderedDict[str, CatalogEntry] = OrderedDict()
         self.bytes, self._eviction_clock = 0, 0.0
         self.lock = threading.RLock()
         self.counts = dict.fromkeys(("loads", "hot_hits", "written", "evicted", "failures"), 0)
-        # Bytes that were read, the seconds that took, and when.
-        self._read = self._reading = 0.0
-        self._measured = -math.inf
-        # Changes are fetched and applied in their order.
-        self._following = threading.Lock()
+        self._reads: deque[tuple[float, int, float]] = deque(maxlen=_LATEST)  # times, bytes and seconds
+        self._changes_lock = threading.Lock()  # changes are applied in the order in which they are fetched
         self._warned: set[str] = set()
 
     def refresh(self) -> None:
-        """Begins a request: applies the changes of other processes, and evicts what has expired or exceeds the cap."""
+        """Begin a request: apply the changes of other processes, and evict expired blobs and those above the cap."""
         self.blobs.begin()
         self.follow()
         self.evict()
 
     def follow(self) -> None:
-        """Applies all changes, also those of this process: the contents are what the place reports, and nothing else."""
-        with self._forgiving(), self._following:
+        """Apply all changes, also those of this process: the entries are the blobs that the store reports, and no others."""
+        with self._count_failures(), self._changes_lock:
             added, removed = self.blobs.changes()
             with self.lock:
                 for key in self.entries.keys() & removed:
@@ -124,8 +117,8 @@ class Catalog:
                         self.bytes += size
                         self.used(key, tokens[key])
             if len(tokens) < len(added):
-                sentence = f"{self.place} holds something that is no {self.noun}, or one of another version; it is left alone."
-                self.warn_once("unknown", sentence)
+                contents = f"something that is no {self.noun}, or one of another version; it is left alone."
+                self.warn_once("unknown", f"{self.blobs.place} holds {contents}")
         if self.blobs.complaints:
             self.warn_once("damaged", f"A damaged {self.noun} is made anew. {self.blobs.complaints[0]}")
         if self.blobs.unreadable:
@@ -134,60 +127,59 @@ class Catalog:
     def read(
         self, key: str, check: Callable[[dict[str, Tensor]], object], *, kind: str = "", device: torch.device | None = None
     ) -> dict[str, Tensor] | None:
-        """The tensors of a blob, not to be written to; None where it is gone, expired, damaged or can't be read.
+        """Return the tensors of a blob, which are read-only; None if it is missing, expired, damaged or unreadable.
 
         Args:
-            check: Raises an `ArtifactError` for tensors that are not those of the blob's head: it is deleted then.
-            kind: Of the check, which is called once for each blob.
-            device: Where the hot tier keeps tensors, if no earlier reader has named it. Others are on the CPU.
+            check: Raises an `ArtifactError` for tensors that don't fit the blob's head: the blob is deleted.
+            kind: The name of the check, which is called once for each blob and kind.
+            device: The device of the hot tier, if no earlier read named one. Tensors outside of the tier are on the CPU.
         """
         with self.lock:
             entry, hot = self.entries.get(key), self.hot.get(key)
             if entry is not None and entry.expires < self.clock():
                 return None
             self.counts["hot_hits"] += hot is not None
-        tensors = self._load(key) if hot is None else hot
-        if tensors is not None and (entry is None or kind not in entry.checks):
-            try:
+        tensors, valid = self._load(key) if hot is None else hot, entry is not None and kind in entry.checks
+        if tensors is not None and not valid:
+            with self.blobs.discarding(key):
                 check(tensors)
-            except ArtifactError as error:
-                self.blobs.discard(key, error)
-                tensors = None
-        if tensors is None:
+                valid = True
+        if tensors is None or not valid:
             self.follow()
             return None
         if hot is None:
-            tensors = self.hot.placed(tensors, device)
+            tensors = self.hot.to_device(tensors, device)
         with self.lock:
-            # A blob that was deleted or replaced meanwhile must not be served later.
+            # A blob that another thread deleted or replaced must not be a hit later.
             if entry is not None and self.entries.get(key) is entry:
                 entry.checks.add(kind)
                 self.hot.keep(key, tensors)
         return tensors
 
     def _load(self, key: str) -> dict[str, Tensor] | None:
-        tensors, start = None, perf_counter()
-        with self._forgiving():
+        start = perf_counter()
+        with self._count_failures():
             tensors = self.blobs.tensors(key)
             seconds, size = perf_counter() - start, bytes_of(tensors or {})
             with self.lock:
                 self.counts["loads"] += 1
-                if size >= _TELLING:
-                    self._read, self._reading = self._read * _FADING + size, self._reading * _FADING + seconds
-                    self._measured = self.clock()
-        return tensors
+                if size >= _MEASURABLE:
+                    self._reads.append((self.clock(), size, seconds))
+            return tensors
+        return None
 
     def seconds_to_read(self, keys: Collection[str]) -> float | None:
-        """How long a read of blobs takes that are not in the hot tier, by the latest reads; None where there were none lately."""
+        """Return the time to read blobs that are not in the hot tier, at the speed of recent reads; None if there are none."""
         with self.lock:
             size = sum(self.entries[key].size for key in keys if key in self.entries and key not in self.hot)
-            return self._reading / self._read * size if self.clock() - self._measured < _LATELY else None
+            reads = [read for read in self._reads if self.clock() - read[0] < _RECENT]
+        return size * sum(read[2] for read in reads) / sum(read[1] for read in reads) if reads else None
 
     def put(self, key: str, head: Mapping[str, Any], tensors: Mapping[str, Tensor], *, reported: bool = True) -> bool:
-        """Stores a blob, and returns whether the place could be used. A head without `created` gets it, in whole seconds since 1970."""
+        """Store a blob, and return whether that succeeded. A head without `created` gets it, in whole seconds since 1970."""
         self.blobs.begin()
-        with self._forgiving():
-            # Whole seconds, so that blobs of one kind take equally many bytes.
+        with self._count_failures():
+            # Whole seconds, so that blobs of one kind have equally many bytes.
             self.blobs.put(key, {"created": float(int(self.clock())), **head}, tensors)
             with self.lock:
                 self.counts["written"] += reported
@@ -195,7 +187,7 @@ class Catalog:
         return False
 
     def evict(self) -> None:
-        """Deletes expired blobs, and those of least worth above the cap; others in place of those that can't be deleted."""
+        """Delete expired blobs, and above the cap those of least worth; if a blob can't be deleted, the next one is."""
         now, cap = self.clock(), math.inf if self.max_bytes is None else self.max_bytes
         with self.lock:
             expired = {key for key, entry in self.entries.items() if entry.expires < now}
@@ -203,15 +195,18 @@ class Catalog:
             if not expired and self.bytes <= cap:
                 return
             entries, total = dict(self.entries), self.bytes
-        # Without the pins of other processes nothing else may be evicted.
-        pinned = self._pinned() if total > cap else None
-        candidates = [] if pinned is None else [key for key in entries if key not in pinned and key not in expired]
-        # A blob that is too large by itself would drive out all others first.
+        candidates: list[str] = []
+        if total > cap:
+            # If the pins of other processes are unknown, no candidate may be evicted.
+            with self._count_failures():
+                pinned = self.blobs.pinned()
+                candidates = [key for key in entries if key not in pinned and key not in expired]
+        # A blob larger than the cap would evict all others first.
         candidates.sort(key=lambda key: (entries[key].size <= cap, entries[key].worth))
         for key in (*expired, *candidates):
             if total <= cap and key not in expired:
                 break
-            with self._forgiving():
+            with self._count_failures():
                 deleted = self.blobs.delete(key)
                 total -= entries[key].size
                 with self.lock:
@@ -221,13 +216,8 @@ class Catalog:
         if expired or candidates:
             self.follow()
 
-    def _pinned(self) -> frozenset[str] | None:
-        with self._forgiving():
-            return self.blobs.pinned()
-        return None
-
     def used(self, key: str, tokens: int) -> None:
-        """Counts the work that a blob saved; an evicted blob is ignored."""
+        """Count tokens that a blob saved; ignore an evicted blob."""
         with self.lock:
             if (entry := self.entries.get(key)) is not None:
                 entry.saved += tokens
@@ -235,31 +225,33 @@ class Catalog:
                 self.entries.move_to_end(key)
 
     def pin(self, key: str, pinned: bool = True) -> None:
-        """Keeps a blob from eviction above the cap, by any process."""
+        """Keep a blob from eviction above the cap, by any process."""
         self.blobs.begin()
         self.blobs.pin(key, pinned)
 
     def delete(self, key: str) -> bool:
-        """Deletes a blob, and returns whether there was one."""
+        """Delete a blob, and return whether there was one."""
         self.blobs.begin()
         deleted = self.blobs.delete(key)
         self.follow()
         return deleted
 
     def clear(self) -> None:
-        """Deletes all blobs and pins."""
+        """Delete all blobs and pins."""
         self.blobs.begin()
         self.blobs.clear()
         self.refresh()
 
-    def summary(self, among: Collection[str]) -> dict[str, Any]:
-        """What a report of any store says."""
-        pinned = (self._pinned() or frozenset()).intersection(among)
-        usage = {"location": self.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
+    def summary(self, keys: Collection[str]) -> dict[str, Any]:
+        """Return what the reports of all stores say; `pinned` counts these blobs."""
+        pinned: frozenset[str] = frozenset()
+        with self._count_failures():
+            pinned = self.blobs.pinned().intersection(keys)
+        usage = {"location": self.blobs.place, "bytes": self.bytes, "max_bytes": self.max_bytes, "hot_bytes": self.hot.bytes}
         return {**usage, "pinned": len(pinned), "damaged": len(self.blobs.complaints), **self.counts}
 
     def warn_once(self, kind: str, sentence: str) -> None:
-        """Warns of each kind of event the first time."""
+        """Warn of the first event of each kind."""
         with self.lock:
             if kind in self._warned:
                 return
@@ -267,18 +259,18 @@ class Catalog:
         warnings.warn(sentence, RuntimeWarning, stacklevel=4)
 
     @contextlib.contextmanager
-    def _forgiving(self) -> Iterator[None]:
-        """Counts a failure of the place in place of raising it, and warns of the first."""
+    def _count_failures(self) -> Iterator[None]:
+        """Count an `OSError` of the store instead of raising it, and warn of the first."""
         try:
             yield
         except OSError as error:
             with self.lock:
                 self.counts["failures"] += 1
-            self.warn_once("unavailable", f"{self.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it can be used.")
+            self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
 
 
 def _bytes_of(argument: str, value: int | str | None) -> int | None:
-    """A number of bytes from such as "4GiB"."""
+    """Return the number of bytes that a number or a string such as "4GiB" names."""
     if value is None:
         return None
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:e\+?\d+)?)\s*([kmgt]?)(i?)b?\s*", str(value).lower())

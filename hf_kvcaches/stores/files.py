@@ -1,37 +1,34 @@
-"""Files that are whole or not there, and files and JSON of others, of which no size is believed before it is bounded.
+"""Atomic writes, and bounded reads of untrusted files and JSON.
 
-Untrusted content becomes a value that is whole and finite, or an `ArtifactError`. Files are read and never mapped: bytes of a mapped file
-change after they were checked, and where the file is cut short, looking at them kills the process.
+Untrusted content becomes a complete, finite value or an `ArtifactError`. Files are read and never mapped: bytes of a mapped file can change
+after they were verified, and an access behind the end of a truncated file kills the process.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
 import secrets
 import stat
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hf_kvcaches.errors import ArtifactError
 
-# What marks a temporary file as ours, so that one left by a killed process can be swept.
-TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"
-# Bytes of JSON, in a file of its own or as the header of another one.
-MOST_JSON = 64 << 20
-# Values in it, since small ones take many times their length; levels of nesting; and whole numbers, which must fit a float.
+TEMPORARY_SUFFIX = ".hf_kvcaches.tmp"  # tells which files of a killed process can be deleted
+MOST_JSON = 64 << 20  # bytes, in a file or as the header of one
+# Values in JSON, since small ones take many times their length in memory; levels of nesting; and integers, which must fit a float.
 _MOST_VALUES, _MOST_LEVELS, _MOST_WHOLE = 1 << 20, 64, 10**300
-# Without these a FIFO or a terminal would be waited for. Windows lacks some, and has one that keeps line ends as they are.
-_FLAGS = [getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY")]
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)  # for FIFOs and terminals; Windows lacks both
 
 
 @contextlib.contextmanager
 def temporary_beside(target: Path) -> Iterator[Path]:
-    """An unused path in the same folder, to write a file that is renamed once it is whole. A file that was not renamed is removed."""
+    """Yield an unused path in the target's folder, for a file that is renamed when it is complete, and delete it if it was not renamed."""
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}{TEMPORARY_SUFFIX}"
     try:
         yield temporary
@@ -40,34 +37,32 @@ def temporary_beside(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file to read from, also behind a link, opened without waiting. A folder, a FIFO or a device is an `OSError`."""
-    handle = os.open(path, os.O_RDONLY | sum(_FLAGS))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", os.fspath(path))
-    with os.fdopen(handle, "rb") as file:
+def opened(path: str | os.PathLike[str]) -> Iterator[BufferedReader]:
+    """Open a regular file, or a link to one, for reading without waiting; raise an `OSError` for a folder, a FIFO or a device."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{os.fspath(path)} is no regular file")
         yield file
 
 
 def parse_json(text: str | bytes | bytearray | memoryview) -> Any:
-    """The value of a JSON text, as a string or in UTF-8; an `ArtifactError` if it is too long or too deep, or a number is not finite."""
+    """Return the value of a JSON text, a string or UTF-8; raise an `ArtifactError` if it is too long, too deep or not finite."""
     try:
-        plain = text if isinstance(text, str) else bytes(text).decode("utf-8")
-        if len(plain) > MOST_JSON or sum(map(plain.count, ",[{")) > _MOST_VALUES:
+        string = text if isinstance(text, str) else bytes(text).decode("utf-8")
+        if len(string) > MOST_JSON or sum(map(string.count, ",[{")) > _MOST_VALUES:
             raise ValueError(f"more than {MOST_JSON:,} characters, or {_MOST_VALUES:,} values")
-        value = json.loads(plain)
-        _check(value, _MOST_LEVELS)
+        value = json.loads(string)
+        _check_bounds(value, _MOST_LEVELS)
     except (ValueError, RecursionError, MemoryError) as error:
         raise ArtifactError(f"expected JSON of bounded size with finite numbers, got {str(error)[:200]}") from error
     return value
 
 
-def _check(value: Any, levels: int) -> None:
+def _check_bounds(value: Any, levels: int) -> None:
     if isinstance(value, float | int) and not abs(value) < (math.inf if isinstance(value, float) else _MOST_WHOLE):
         raise ValueError(f"the number {str(value)[:20]}")
     if isinstance(value, dict | list):
         if not levels:
             raise ValueError(f"more than {_MOST_LEVELS} levels")
         for item in value.values() if isinstance(value, dict) else value:
-            _check(item, levels - 1)
+            _check_bounds(item, levels - 1)

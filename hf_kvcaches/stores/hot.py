@@ -1,4 +1,4 @@
-"""Tensors of blobs that stay where they are used: in memory, or on a device."""
+"""The hot tier: tensors of blobs in memory or on a device, where they are used."""
 
 from __future__ import annotations
 
@@ -9,39 +9,34 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-# Bytes. Tensors in a slab begin at multiples of it: a cache line.
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes of a cache line, of which tensors in a slab begin at multiples
 
 
 def slab(tensors: Mapping[str, Tensor], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Copies of tensors in one allocation on a device; on the CPU in pinned memory where there is CUDA, so that copies to it don't wait."""
+    """Return copies of tensors in one allocation on a device; on the CPU in pinned memory if there is CUDA, for asynchronous transfers."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    if _pins(memory.device):
-        with contextlib.suppress(RuntimeError):  # no more memory can be pinned: copies wait, then
+    if memory.device.type == "cpu" and torch.cuda.is_available():
+        with contextlib.suppress(RuntimeError):  # no more memory can be pinned: transfers are synchronous
             memory = memory.pin_memory()
     copies = {}
-    for (name, tensor), part in zip(tensors.items(), memory.split(sizes), strict=True):
-        copies[name] = part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    for (name, tensor), block in zip(tensors.items(), memory.split(sizes), strict=True):
+        copies[name] = block[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return copies
 
 
-def _pins(device: torch.device) -> bool:
-    return device.type == "cpu" and torch.cuda.is_available()
-
-
 def aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same memory as other objects, which a reader may reshape in place."""
+    """Return other tensors on the same memory, which a reader may reshape in place."""
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def bytes_of(tensors: Mapping[str, Tensor]) -> int:
-    """The bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class HotTier:
-    """The tensors of the blobs that were used last, up to a number of bytes, of which 0 keeps none. The caller locks it."""
+    """The tensors of the blobs that were used last, at most `max_bytes` of them; 0 keeps none. The caller locks it."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
@@ -52,22 +47,22 @@ class HotTier:
         return key in self._blobs
 
     def get(self, key: str) -> dict[str, Tensor] | None:
-        """The tensors of a blob, not to be written to, or None."""
+        """Return the tensors of a blob, which are read-only, or None."""
         if key not in self._blobs:
             return None
         self._blobs.move_to_end(key)
         return aliases(self._blobs[key])
 
-    def placed(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
-        """A blob's tensors where the tier keeps them, if they fit. It copies, so it is called without a lock."""
+    def to_device(self, tensors: dict[str, Tensor], device: torch.device | None) -> dict[str, Tensor]:
+        """Return a blob's tensors on the tier's device if they fit into the tier. It copies, so it is called without a lock."""
         if bytes_of(tensors) > self.max_bytes:
             return tensors
         self.device = self.device or device or torch.device("cpu")
-        # On the CPU, unless memory can be pinned, they are where they are used.
-        return slab(tensors, self.device) if self.device.type != "cpu" or _pins(self.device) else tensors
+        # Without CUDA no memory is pinned, and tensors on the CPU need no copy.
+        return slab(tensors, self.device) if self.device.type != "cpu" or torch.cuda.is_available() else tensors
 
     def keep(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Keeps the tensors of a blob that was read, if they fit."""
+        """Keep the tensors of a blob if they fit into the tier, and evict those used longest ago."""
         if bytes_of(tensors) > self.max_bytes or key in self._blobs:
             return
         self._blobs[key] = aliases(tensors)
@@ -76,6 +71,6 @@ class HotTier:
             self.remove([next(iter(self._blobs))])
 
     def remove(self, keys: Iterable[str]) -> None:
-        """Forgets blobs; unknown keys are ignored."""
+        """Remove blobs; ignore unknown keys."""
         for key in keys:
             self.bytes -= bytes_of(self._blobs.pop(key, {}))

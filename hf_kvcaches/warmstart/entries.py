@@ -13,10 +13,10 @@ import numpy.typing as npt
 from torch import Tensor
 
 from hf_kvcaches.core.files import not_finite
-from hf_kvcaches.core.splicing.tokens import Ids, as_ids, common_prefix
+from hf_kvcaches.core.splicing.report import CatalogReport
+from hf_kvcaches.core.splicing.tokens import Ids, array_as_text, array_of_text, as_ids, common_prefix
 from hf_kvcaches.errors import ArtifactError, ConfigError, require
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore, Stored
-from hf_kvcaches.stores.blobs_format import array_as_text, array_of_text
 from hf_kvcaches.stores.catalog import Catalog
 from hf_kvcaches.stores.vectors import VectorIndex
 
@@ -61,42 +61,20 @@ class EntryHead:
 
 
 @dataclass(frozen=True)
-class EntryReport:
-    """What a store holds, and what this process did with it.
+class EntryReport(CatalogReport):
+    """What an entry store holds, and what this process did with it.
 
     Args:
-        location: Where entries are stored, without passwords.
         entries: The entries of this scope.
         foreign: The entries of other scopes.
-        bytes: The bytes of all entries.
-        max_bytes: The cap, or None.
-        hot_bytes: The bytes that the hot tier of this process holds.
-        pinned: Entries of this scope that are not evicted above the cap.
         hits: How often an entry was reused.
         saved_tokens: Tokens that were not computed.
-        loads: How often tensors were read from the back-end.
-        hot_hits: How often the hot tier had them.
-        written: Entries that this process stored.
-        evicted: Entries that this process evicted.
-        damaged: Damaged entries that this process deleted.
-        failures: How often the back-end failed.
     """
 
-    location: str
     entries: int
     foreign: int
-    bytes: int
-    max_bytes: int | None
-    hot_bytes: int
-    pinned: int
     hits: int
     saved_tokens: int
-    loads: int
-    hot_hits: int
-    written: int
-    evicted: int
-    damaged: int
-    failures: int
 
 
 class EntryContents:
@@ -284,7 +262,7 @@ class EntryStore:
         """Begin a request: apply changes of other processes, and evict entries above the cap."""
         self.catalog.refresh()
         if len(self.catalog.entries) > len(self):
-            sentence = f"{self.catalog.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
+            sentence = f"{self.catalog.blobs.place} also holds entries of another model, tokenizer or encoder; they are of no use here."
             self.catalog.warn_once("foreign", sentence)
 
     def report(self) -> EntryReport:

@@ -370,7 +370,7 @@ class WarmStartLibrary:
 
     def __repr__(self) -> str:
         kept = packing.label_of(self.quantization) if self.full else "slots only"
-        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, {kept}, {self.entries.catalog.place!r})"
+        return f"WarmStartLibrary({len(self)} prompts, {self.slots} slots, {kept}, {self.entries.catalog.blobs.place!r})"
 
 
 def _named(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -88,7 +88,7 @@ def test_what_is_deleted_while_it_is_read_is_not_kept(monkeypatch):
 def test_the_tier_is_on_the_device_of_its_first_reader():
     tier = HotTier(10**6)
     for key, device in (("a", torch.device("meta")), ("b", None)):
-        tier.keep(key, tier.placed({"x": torch.zeros(3)}, device))
+        tier.keep(key, tier.to_device({"x": torch.zeros(3)}, device))
         assert tier.get(key)["x"].device.type == "meta"
 
 

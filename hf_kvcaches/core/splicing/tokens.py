@@ -1,7 +1,8 @@
-"""Rows of token ids, and what two of them share."""
+"""Rows of token ids, what two of them share, and arrays as text for the heads of blobs."""
 
 from __future__ import annotations
 
+import base64
 from functools import cache
 from typing import Any
 
@@ -14,6 +15,16 @@ Ids = npt.NDArray[np.uint32]
 def as_ids(values: Any) -> Ids:
     """Return token ids as an array, from a list, a tensor on the CPU or an array."""
     return np.ascontiguousarray(np.asarray(values), dtype=np.uint32)
+
+
+def array_as_text(values: npt.ArrayLike, dtype: str) -> str:
+    """Return an array as a string for JSON; `dtype` is NumPy's name with the byte order, such as "<u4"."""
+    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode()
+
+
+def array_of_text(text: str, dtype: str) -> npt.NDArray[Any]:
+    """Undo `array_as_text`; raise a `ValueError` or `TypeError` for any other string."""
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
 
 
 def common_prefix(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> int:
