@@ -70,7 +70,7 @@ class SegmentReuseCache(SplicingCache):
 
     Paper: Cross-Query KV Reuse with RoPE Reindexing for Template-Heavy Agent Prompts.
 
-    **Departs from the paper**: see docs/segments.md.
+    **Departs from the paper**: see docs/benchmarks/segments.md.
 
     **Refuses**: models whose keys change with the length of the text (dynamic and long RoPE), or with layers that keep no keys and
     values; `mode="approximate"` and `tiers` with models without rotary positions, or that compute attention their own way.

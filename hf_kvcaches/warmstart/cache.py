@@ -75,8 +75,8 @@ class WarmStartCache(SplicingCache):
 
     Paper: Warm-Starting Transformer Inference via Position-Consistent Projection of KV Summaries (CP-KVP).
 
-    **Departs from the paper**: see docs/warmstart.md. By default spans that both prompts share keep the earlier one's keys and values, and
-    the rest is recomputed; the paper's summaries are `strategy="slots"`.
+    **Departs from the paper**: see docs/benchmarks/warmstart.md. By default spans that both prompts share keep the earlier one's
+    keys and values, and the rest is recomputed; the paper's summaries are `strategy="slots"`.
 
     **Refuses**: models whose keys change with the length of the text, or with layers that keep no keys and values. Without rotary positions
     only common prefixes are reused.
