@@ -16,6 +16,7 @@ from shared.plot import Panel, draw
 from shared.results import Row, rows_where, show, write_csv
 
 from hf_kvcaches.core.splicing.packing import label_of
+from hf_kvcaches.segments.filling import LEAST
 
 # What became of the requests of a workload on each side.
 Answers = Mapping[tuple[str, Side], Sequence[Answer]]
@@ -99,8 +100,12 @@ def bars(answers: Answers, bound: float) -> Iterator[str]:
     worst = max(answer.difference for (_, side), group in answers.items() if side == PREFIX for answer in group)
     yield bar(f"exact: logits within {SAME_LOGITS:g} of a full prefill", worst <= SAME_LOGITS, f"{worst:.2g}")
     prefixes = [answer for (_, side), group in answers.items() if side.mode == "exact" and side.cap is None for answer in group]
-    short = sum(answer.reused < answer.prefix for answer in prefixes)
-    yield bar("exact: never fewer tokens reused than in the longest shared prefix", not short, f"{short} of {len(prefixes)} fewer")
+    short = sum(answer.reused < answer.prefix and answer.prefix >= answer.tokens // LEAST for answer in prefixes)
+    yield bar(
+        f"exact: never fewer tokens reused than in the longest shared prefix of 1/{LEAST} of the prompt",
+        not short,
+        f"{short} of {len(prefixes)} fewer",
+    )
     saved = mean([answer.saved for answer in answers["agents", AUTO]])
     yield bar(f"auto saves {SAVED:.0%} of the prefill's operations on agents", saved >= SAVED, f"{saved:.1%}")
     for workload in ("agents", "hanging", "adversarial"):

@@ -25,8 +25,9 @@ from hf_kvcaches.segments.tiers import TierContext
 if TYPE_CHECKING:
     from hf_kvcaches.segments.cache import SegmentReuseCache
 
-# On a CPU, reuse behind computed tokens pays only from 1 / SHARE of a prompt on.
-SHARE = 5
+# On a CPU, reuse behind computed tokens pays only from 1 / SHARE of a prompt on. Less than 1 / LEAST of it never pays: to read all weights,
+# before anything stored is used, takes 2% of a prefill of 2,000 tokens.
+SHARE, LEAST = 5, 50
 
 
 class SegmentPipeline(Pipeline["SegmentReuseCache"]):
@@ -64,12 +65,12 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
         return PromptPlan(tuple(planned), self.total)
 
     def _worth_reusing(self, row: PlannedRow) -> PlannedRow:
-        """Return the row, reusing its prefix alone where too few of its tokens are stored for more to pay."""
-        behind = sum(span.reused for span in row.spans if span.start >= row.prefix)
-        share = (len(row.ids) - row.begin) // SHARE if self.on_cpu else 0
-        if not behind or row.reused >= max(self.cache.policy.shortest, share):
-            return row
-        return row.cut(row.prefix, f"{row.reused} tokens are stored, too few for reuse to pay.")
+        """Return the row, with reuse of its prefix alone, or of nothing, where too few of its tokens are stored for more to pay."""
+        tokens, reason = len(row.ids) - row.begin, f"{row.reused} tokens are stored, too few for reuse to pay."
+        behind = any(span.reused for span in row.spans if span.start >= row.prefix)
+        if behind and row.reused < max(self.cache.policy.shortest, tokens // SHARE if self.on_cpu else 0):
+            row = row.cut(row.prefix, reason)
+        return row if row.reused >= tokens // LEAST else row.cut(row.begin, reason)
 
     def seconds_to_read(self, keys: Collection[str]) -> float | None:
         return self.cache.store.catalog.seconds_to_read(keys)

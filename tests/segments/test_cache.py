@@ -485,3 +485,18 @@ def test_a_saved_cache_goes_on_with_its_policy_and_mode(mode, tmp_path):
     assert (loaded.mode, loaded.policy, loaded.policy.fingerprint) == (mode, cache.policy, policy.fingerprint)
     more = joined(A, B, C)
     assert torch.equal(first_logits(model, more, loaded), first_logits(model, more, cache))
+
+
+def test_a_prefix_of_less_than_a_fiftieth_of_a_prompt_is_computed_and_says_why():
+    model = tiny.llama()
+    store = SegmentStore("memory")
+    first = tiny.ids(1, 260, seed=6)
+    first_logits(model, first, SegmentReuseCache(model, store))
+    for shared, reused in ((4, 0), (5, 5)):
+        cache = SegmentReuseCache(model, store, mode="exact")
+        ids = joined(first[:, :shared], (first[:, shared : shared + 1] + 1) % 90, tiny.ids(1, 254 - shared, seed=7))
+        plain = first_logits(model, ids, DynamicCache())
+        assert (first_logits(model, ids, cache) - plain).abs().max() < 1e-4
+        report = cache.report()
+        assert report.reused_tokens == reused
+        assert ("too few" in report.spans[-1].reason) == (not reused)
