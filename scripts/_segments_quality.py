@@ -55,6 +55,8 @@ class Side:
     near_identical: bool = False
     # Neither surroundings nor probes admit anything.
     guards_alone: bool = False
+    # Of the policy.
+    repair_depth: float = 1.0
 
     def __str__(self) -> str:
         kind = "" if self.mode is None else f" {label_of(self.quantization)}"
@@ -190,7 +192,8 @@ class Bench:
             nothing: Row = {"reused": 0, "saved": 0.0, "tiers": {"computed": len(request.prompt)}, "bytes": 0, "partial": 0, "seconds": 0.0}
             page = {"page": None, "score": None}
             return Answer(**fields, **nothing, **page, **_compared(request, alone, alone))
-        policy = replace(self.policy, similarity=CLOSED, probe=CLOSED) if side.guards_alone else self.policy
+        closed = {"similarity": CLOSED, "probe": CLOSED} if side.guards_alone else {}
+        policy = replace(self.policy, **{"repair_depth": side.repair_depth, **closed}) if side.repair_depth < 1 or closed else self.policy
         begin = time.process_time()
         cache = SegmentReuseCache(self.model, store, self.tokenizer, side.mode, policy)
         found = next_tokens(self.model, request.prompt, request.continuation, cache).cpu()

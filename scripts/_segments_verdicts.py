@@ -23,6 +23,7 @@ Answers = Mapping[tuple[str, Side], Sequence[Answer]]
 
 ALONE = Side("no reuse")
 PREFIX, AUTO, BLIND = Side("prefix caching", "exact"), Side("auto", "auto"), Side("approximate", "approximate")
+HALF_REPAIR = Side("approximate, repaired in half of the layers", "approximate", repair_depth=0.5)
 NEAR = Side("auto, near-identical", "auto", near_identical=True)
 CUTS = Side("auto, cuts", "auto", cuts=1)
 GUARDS = Side("guards alone, cuts", "auto", cuts=1, guards_alone=True)

@@ -26,7 +26,22 @@ from _segments_codecs import POLICY_COLUMNS, codecs_of, store_rows
 from _segments_codecs import report as report_of_stores
 from _segments_defaults import default_texts, verdict
 from _segments_quality import Answer, Bench, Side, calibration_prompts, make_workloads
-from _segments_verdicts import ALONE, AUTO, BLIND, CUTS, GUARDS, HALF, NEAR, PREFIX, bars, report, summary, write_files, write_plot
+from _segments_verdicts import (
+    ALONE,
+    AUTO,
+    BLIND,
+    CUTS,
+    GUARDS,
+    HALF,
+    HALF_REPAIR,
+    NEAR,
+    PREFIX,
+    bars,
+    report,
+    summary,
+    write_files,
+    write_plot,
+)
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.results import environment, write_csv
 from tqdm import tqdm
@@ -34,7 +49,7 @@ from tqdm import tqdm
 from hf_kvcaches import KVCodec, SegmentPolicy
 from hf_kvcaches.segments.calibration import calibrate
 
-SIDES = (ALONE, PREFIX, AUTO, BLIND, NEAR, CUTS, GUARDS)
+SIDES = (ALONE, PREFIX, AUTO, BLIND, HALF_REPAIR, NEAR, CUTS, GUARDS)
 # On the first workload only.
 VARIANTS = (
     Side("auto", "auto", "int8"),

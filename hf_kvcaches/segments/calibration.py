@@ -32,7 +32,7 @@ Series = Mapping[str, Sequence[Tokens]]
 CLOSED, OPEN = 1.01, -1.0
 # The thresholds to try reject these shares of the probes.
 _REJECTED = (0.0, 0.1, 0.3)
-_REPAIRS = (0.0, 0.05, 0.3)
+_REPAIRS, _REPAIR_DEPTHS = (0.0, 0.05, 0.3), (0.5, 0.75)
 _SIMILARITIES = (0.3, 0.5, 0.8)
 # Numbers of equal tokens to try in guards: for all layers, and for a share of the lowest ones.
 _WINDOWS, _PARTIAL_WINDOWS = (16, 64), (0, 16, 64, 256)
@@ -96,7 +96,7 @@ class Measured(NamedTuple):
 
     def row(self, chosen: bool) -> dict[str, Any]:
         """Return plain values for `SegmentPolicy.measured`."""
-        names = ("check_layer", "probe", "similarity", "repair", "repair_by")
+        names = ("check_layer", "probe", "similarity", "repair", "repair_depth", "repair_by")
         kls = sorted(answer.kl for answers in self.approximated for answer in answers) or [0.0]
         answers = [answer for answers in self.series.values() for answer in answers]
         admitted = sum(answer.approximate for answer in answers)
@@ -139,7 +139,8 @@ class Bounds:
         window = policy.window(1, 1)
         kl = round(measured.kl / self.kl / _CHANCE) if self.kl else 0
         # A later layer depends on more of the tokens before.
-        strictness = (policy.probe > 1, policy.check_layer, policy.probe, policy.similarity, window or float("inf"), policy.repair)
+        probes = (policy.probe > 1, policy.check_layer, policy.probe)
+        strictness = (*probes, policy.similarity, window or float("inf"), policy.repair, policy.repair_depth)
         return (kl, *(-number for number in strictness), -measured.saved)
 
 
@@ -238,6 +239,7 @@ class _Sweep:
             for probe in self.measure(replace(alike, check_layer=depth, probe=OPEN)).thresholds():
                 self.measure(replace(alike, check_layer=depth, probe=probe))
         changes: list[dict[str, Any]] = [{"repair": repair} for repair in _REPAIRS]
+        changes += [{"repair_depth": share} for share in _REPAIR_DEPTHS]
         # Where probes admit segments, the similarity of surroundings may not be needed.
         changes += [{"similarity": similarity} for similarity in (*_SIMILARITIES, CLOSED)]
         changes += [{"repair": 0.15, "repair_by": "deviation"}]

@@ -90,7 +90,7 @@ class SegmentPipeline(Pipeline["SegmentReuseCache"]):
             # The model continues from the same slot in all rows.
             common = min(plan.prefixes)
             plan = replace(plan, rows=tuple(row.cut(max(common - row.padding, row.begin)) for row in plan.rows))
-        elif store.cuts or store.depth or plan.checked:
+        elif store.cuts or store.depth or plan.checked or plan.repairs_lower_layers:
             self.stages = Stages(cache, self.call, plan, self.joining, self.scope)
             plan, self.hidden = self.stages.run()
             return cache.take(plan.total - 1), plan

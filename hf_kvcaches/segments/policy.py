@@ -20,6 +20,7 @@ _RANGES = (
     ("probe", -1.0, 1.01, "-1 lets every probed segment pass, 1.01 none."),
     ("probing", 0.0, 1.0, "0.02 lets probes cost a fiftieth of a prefill."),
     ("repair", 0.0, 1.0, "0.15 runs three tokens of twenty again."),
+    ("repair_depth", 0.0, 1.0, "0.5 runs them through the lower half of the layers, 1 through all."),
 )
 
 
@@ -37,6 +38,7 @@ class SegmentPolicy(Artifact):
         check_layer: The layer at which keys are compared, for probes and for `repair_by="deviation"`.
         probing: The most that all probes of a prompt may cost, as a share of its prefill; the longest segments are probed.
         repair: Share of a segment's tokens that are recomputed in the new context.
+        repair_depth: Share of the layers that recompute these tokens: the lowest ones. The others reuse them.
         repair_by: Which tokens: the `"first"` ones, or those whose keys deviate most at `check_layer` (`"deviation"`).
         shortest: The least number of tokens of a span that is reused behind another text.
         aligned: The least number of tokens of a span that is reused from a near-identical segment.
@@ -53,6 +55,7 @@ class SegmentPolicy(Artifact):
     check_layer: int = 1
     probing: float = 0.02
     repair: float = 0.15
+    repair_depth: float = 1.0
     repair_by: RepairBy = "first"
     shortest: int = 16
     aligned: int = 12
@@ -92,7 +95,7 @@ class SegmentPolicy(Artifact):
         return {"guard": torch.tensor(self.guard, dtype=torch.float64).reshape(-1, 2)}
 
     def metadata(self) -> dict[str, Any]:
-        names = ("similarity", "probe", "check_layer", "probing", "repair", "repair_by", "shortest", "aligned", "bound")
+        names = ("similarity", "probe", "check_layer", "probing", "repair", "repair_depth", "repair_by", "shortest", "aligned", "bound")
         return {name: getattr(self, name) for name in names} | {"measured": list(self.measured)}
 
     @classmethod

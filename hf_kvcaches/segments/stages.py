@@ -81,7 +81,7 @@ class Stages:
             raise UnsupportedError(
                 f"policy: check_layer={check}, and the model has {self.layers} layers. Calibrate a policy for this model."
             )
-        depths = {span.depth for row in self.rows for span in row.spans if span.depth is not None}
+        depths = {depth for row in self.rows for span in row.spans for depth in (span.depth, span.repair_depth)}
         levels = sorted(level for level in {check, *self.cuts, *depths} if level is not None and level < self.layers)
         probes = [np.concatenate([NONE, *(probed_indices(span) for span in row.spans if span.check)]) for row in self.rows]
         if check is not None:
@@ -94,7 +94,7 @@ class Stages:
             states = self._run(start, level, slots, hidden)
             if level == check:
                 slots, states = self._check(level, slots, states, probes)
-            slots, hidden = self._joined(level, slots, states)
+            slots, hidden = self._joined(level, *self._without_repaired(level, slots, states))
             if level in self.cuts:
                 for index, row in enumerate(self.rows):
                     kept[row.number] = {**kept[row.number], level: (slots[index].cpu(), hidden[index])}
@@ -129,6 +129,15 @@ class Stages:
             return torch.zeros(*slots.shape, self.cache.config.hidden_size, dtype=self.call.model.dtype, device=self.device)
         sparse = SparsePass(slots, self.padding, self.total)
         return self.cache.run_sparse(sparse, ids_at(self.call, slots, self.total), start, stop, hidden)
+
+    def _without_repaired(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Drop the tokens that only the layers below this one recompute; return the other slots and hidden states."""
+        spans = [[span.recompute for span in row.spans if span.repair_depth == level] for row in self.rows]
+        if not any(spans):
+            return slots, hidden
+        indices = [(row_slots[row_slots < self.total].cpu().numpy() - row.padding) for row_slots, row in zip(slots, self.rows, strict=True)]
+        remaining = self._slots([np.setdiff1d(row, np.concatenate([NONE, *gone])) for row, gone in zip(indices, spans, strict=True)])
+        return remaining, self._states_of(remaining, slots, hidden)
 
     def _joined(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the tokens of segments that are reused below this layer; return all slots and hidden states."""

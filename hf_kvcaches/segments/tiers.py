@@ -247,9 +247,15 @@ def repaired(tier: str, candidate: Candidate, context: TierContext) -> PlannedSp
     window = policy.window(context.layers, context.layers)
     unsafe = len(candidate) if window is None else min(len(candidate), max(0, window - candidate.same))
     count = min(int(np.ceil(policy.repair * len(candidate))), unsafe)
-    if policy.repair_by == "deviation" and context.layers > policy.check_layer and count:
-        return replace(candidate.reused(tier, context), check=Check(choose=count))
-    return candidate.reused(tier, context, count)
+    # Keys are compared while all tokens of a check still run.
+    depth = max(int(np.ceil(policy.repair_depth * context.layers)), policy.check_layer)
+    chosen = policy.repair_by == "deviation" and context.layers > policy.check_layer and count > 0
+    span = candidate.reused(tier, context, 0 if chosen else count)
+    return replace(
+        span,
+        check=Check(choose=count) if chosen else None,
+        repair_depth=depth if count and span.depth is None and depth < context.layers else None,
+    )
 
 
 def stored_tokens(spans: Sequence[StoredSpan]) -> tuple[StoredTokens, ...]:

@@ -36,7 +36,12 @@ class Source:
 
 
 def step_by_step(
-    model: PreTrainedModel, ids: torch.Tensor, positions: Mapping[int, int], source: Source, depths: Mapping[int, int] | None = None
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    positions: Mapping[int, int],
+    source: Source,
+    depths: Mapping[int, int] | None = None,
+    repaired: Mapping[int, tuple[int, int]] | None = None,
 ) -> tuple[torch.Tensor, DynamicCache]:
     """The last token's logits, and the cache.
 
@@ -46,11 +51,18 @@ def step_by_step(
         positions: For each place that is reused, where it stood in the source.
         source: The earlier prompt.
         depths: For some of these places, how many layers are reused; the others run on the source's hidden states.
+        repaired: For other places, how many layers run, and where the token stood in the source, whose keys and values the others reuse.
     """
     cache = GrowingCache(model.config)
     logits = None
     with torch.no_grad():
         for place in range(ids.shape[1]):
+            if place in (repaired or {}):
+                depth, position = repaired[place]
+                run_layers(model, 0, depth, ids[:, place : place + 1], cache, torch.tensor([place]))
+                for layer, (key, value) in list(zip(cache.layers, source.at(position, place), strict=True))[depth:]:
+                    layer.update(key, value)
+                continue
             if place not in positions:
                 logits = model(ids[:, place : place + 1], position_ids=torch.tensor([[place]]), past_key_values=cache).logits
                 continue

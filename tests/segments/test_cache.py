@@ -104,16 +104,18 @@ def test_moved_segments_give_what_one_token_after_the_other_gives(name, repair):
     assert {"repaired", "computed"} == set(cache.report().tiers)
 
 
-def test_rows_with_padding_are_matched_by_themselves():
+@pytest.mark.parametrize("repair_depth", [0.5, 1.0])
+def test_rows_with_padding_are_matched_by_themselves(repair_depth):
+    policy = SegmentPolicy(repair_depth=repair_depth)
     model, earlier = tiny.llama(), joined(A, B, C)
     prompts = [joined(D, B, D[:, :5]), joined(A, B, D), joined(tiny.ids(1, 40, seed=9), C, D), D]
     length = max(prompt.shape[1] for prompt in prompts)
     ids = torch.cat([torch.cat([torch.zeros(1, length - prompt.shape[1], dtype=torch.long), prompt], dim=1) for prompt in prompts])
     mask = torch.stack([torch.arange(length) >= length - prompt.shape[1] for prompt in prompts]).long()
-    cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate")
+    cache = SegmentReuseCache(model, stored(model, earlier), mode="approximate", policy=policy)
     got = first_logits(model, ids, cache, attention_mask=mask)
     for row, prompt in enumerate(prompts):
-        alone = SegmentReuseCache(model, stored(model, earlier), mode="approximate")
+        alone = SegmentReuseCache(model, stored(model, earlier), mode="approximate", policy=policy)
         assert torch.allclose(got[row : row + 1], first_logits(model, prompt, alone), atol=1e-4)
         mine = [(s.start, s.stop, s.tier) for s in cache.report().spans if s.row == row]
         assert mine == [(s.start, s.stop, s.tier) for s in alone.report().spans]
@@ -137,6 +139,31 @@ def test_probes_that_all_pass_change_nothing_but_the_tier(repair_by):
     assert [span[1:3] for span in results[0][1].spans] == [span[1:3] for span in results[1][1].spans]
     assert results[0][1].repaired_tokens == results[1][1].repaired_tokens == 6 + 10
     assert set(results[1][1].tiers) == {"probed", "computed"}
+
+
+@pytest.mark.parametrize("mode", ["approximate", "auto"])
+@pytest.mark.parametrize("repair_by", ["first", "deviation"])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("cuts", [None, 1])
+def test_tokens_repaired_in_the_lower_layers_are_reused_in_the_others(mode, repair_by, share, cuts):
+    model, earlier, prompt = tiny.llama(), joined(A, B, C), joined(D, B, D[:, :9], A, D)
+    settings = {"probe": -1.0, "similarity": 1.01, "probing": 1.0, "repair": 0.3, "repair_by": repair_by}
+    saved = {}
+    for depth in (share, 1.0):
+        policy = SegmentPolicy(guard=(), repair_depth=depth, **settings)
+        cache = SegmentReuseCache(model, stored(model, earlier, cuts=cuts), mode=mode, policy=policy)
+        logits = first_logits(model, prompt, cache)
+        saved[depth] = cache.report().flops_saved
+        spans = [span for row in cache.plans for span in row.spans if span.stored]
+        places = [(place, tokens) for span in spans for tokens in span.stored for place in span.recompute.tolist()]
+        where = {place: place - tokens.start + tokens.position for place, tokens in places if tokens.start <= place < tokens.stop}
+        repaired = {place: (int(4 * share), position) for place, position in where.items()} if depth < 1 else None
+        assert len(where) == cache.report().repaired_tokens == 9 + 15
+        positions, _ = reused_positions(cache)
+        expected, _ = step_by_step(model, prompt, positions, Source(model, earlier), repaired=repaired)
+        assert torch.allclose(logits, expected, atol=1e-4)
+    spared = (1 - share) * len(where) / prompt.shape[1]
+    assert saved[share] - saved[1.0] == pytest.approx(spared, rel=0.1)
 
 
 @pytest.mark.parametrize("check_layer", [1, 2])

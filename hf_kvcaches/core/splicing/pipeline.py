@@ -74,8 +74,10 @@ class Pipeline(ABC, Generic[CacheT]):
     def operations(self, plan: PromptPlan) -> float:
         """Count the floating-point operations of a plan in the decoder layers, including the last token."""
         costs, layers = Costs.of(self.cache.model), len(self.cache.layers)
-        joining = (costs.of_tokens(span.joining(), span.depth or 0, layers) for row in plan.rows for span in row.spans)
-        return sum(joining) + sum(costs.of_tokens(np.append(row.recompute(), len(row.ids) - 1)) for row in plan.rows)
+        spans = [span for row in plan.rows for span in row.spans]
+        joining = sum(costs.of_tokens(span.joining(), span.depth or 0, layers) for span in spans)
+        leaving = sum(costs.of_tokens(span.recompute, span.repair_depth, layers) for span in spans if span.repair_depth is not None)
+        return joining - leaving + sum(costs.of_tokens(np.append(row.recompute(), len(row.ids) - 1)) for row in plan.rows)
 
     def slower(self, plan: PromptPlan) -> str:
         """Say why fetching takes longer than computing, as a sentence; "" if it does not, or if the speed is not known."""

@@ -66,7 +66,8 @@ class PlannedSpan:
     Args:
         tier: The rule that admitted them, or "computed".
         stored: The stored tokens that are reused, without gaps; empty where all tokens are computed.
-        recompute: Indices of stored tokens that all layers recompute.
+        recompute: Indices of stored tokens that are recomputed.
+        repair_depth: The layers below it recompute these tokens, the others reuse them; None: all layers recompute them.
         depth: Layers below it are reused, the others run from stored hidden states; None: all layers are reused.
         reason: Why nothing more is reused, as a sentence; "" where nothing is stored or everything is reused.
         check: What decides the span first, or None.
@@ -77,6 +78,7 @@ class PlannedSpan:
     tier: str = COMPUTED
     stored: tuple[StoredTokens, ...] = ()
     recompute: Indices = field(default_factory=lambda: NONE)
+    repair_depth: int | None = None
     depth: int | None = None
     reason: str = ""
     check: Check | None = None
@@ -154,7 +156,7 @@ class PlannedRow(PromptRow):
         return sum(span.reused for span in self.spans)
 
     def recompute(self) -> Indices:
-        """Return the indices of the tokens that all layers compute."""
+        """Return the indices of the tokens that the lowest layer computes: all layers do, but for those above a `repair_depth`."""
         runs = [span.recompute if span.stored else np.arange(span.start, span.stop) for span in self.spans]
         return np.concatenate([NONE, *runs])
 
@@ -191,6 +193,11 @@ class PromptPlan:
     def checked(self) -> bool:
         """Whether a check still has to decide a span."""
         return any(span.check is not None for row in self.rows for span in row.spans)
+
+    @property
+    def repairs_lower_layers(self) -> bool:
+        """Whether some tokens are recomputed in the lower layers only."""
+        return any(span.repair_depth is not None for row in self.rows for span in row.spans)
 
     @property
     def prefixes(self) -> list[int]:
