@@ -180,12 +180,19 @@ def read_blob(key: str, size: int, file: io.BufferedIOBase, verify: bool = True)
     """Return the tensors of a blob of `size` bytes; raise an `ArtifactError` if its header or, with `verify`, its body is damaged."""
     header = read_header(key, size, file.read)
     # Memory is allocated for a size that the header confirms.
-    body = read_body(file, header.layout)
+    return _tensors_of(header, read_body(file, header.layout), verify)
+
+
+def decode(key: str, content: bytes | memoryview, verify: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of a blob, in the memory of `content` if that is writable; raise an `ArtifactError` as `read_blob` does."""
+    memory = memoryview(content)
+    length = int.from_bytes(memory[_FRONT : _FRONT + _LENGTH], "little")
+    header = read_header(key, len(memory), io.BytesIO(memory[: _FRONT + _LENGTH + length]).read)
+    body = memory[header.start :]
+    return _tensors_of(header, memoryview(bytearray(body)) if body.readonly else body, verify)
+
+
+def _tensors_of(header: Header, body: memoryview, verify: bool) -> dict[str, Tensor]:
     if verify and zlib.crc32(body) != header.crc32:
         raise ArtifactError("the checksum of its tensors is wrong")
     return tensors_in(body, header.layout)
-
-
-def decode(key: str, content: bytes, verify: bool = True) -> dict[str, Tensor]:
-    """Return copies of the tensors of a blob; raise an `ArtifactError` if it is damaged, as `read_blob` does."""
-    return read_blob(key, len(content), io.BytesIO(content), verify)

@@ -46,7 +46,7 @@ def test_each_side_has_a_row_for_each_workload_in_the_table_and_in_the_file(eval
     _, printed, rows = evaluated
     for workload in ("agents", "hanging", "adversarial", "templates", "no repeats"):
         sides = [(row["side"], row["quantization"], row["cap"]) for row in rows if row["workload"] == workload]
-        assert len(sides) == len(set(sides)) == (12 if workload == "agents" else 7)
+        assert len(sides) == len(set(sides)) == (13 if workload == "agents" else 8)
         assert f"{workload}: " in printed
     assert all(row["torch"] and row["model"] == "base" and row["probe"] == "0.9" for row in rows)
 
