@@ -39,7 +39,7 @@ help:
 	@echo 'make test-full    both'
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff rewrite what it can'
-	@echo 'make test-floor   the conformance suite (but for pages) against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
+	@echo 'make test-floor   the conformance suite (but for pages) and per_call against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
 	@echo 'make clean        remove the environments and what tools left behind'
@@ -66,7 +66,7 @@ format: $(VENV)/.installed
 
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
-	$(call pytest,$(VENV_FLOOR)) tests/conformance -k 'not paged' $(PYTEST_ARGS)
+	$(call pytest,$(VENV_FLOOR)) tests/conformance tests/core/test_per_call.py tests/core/test_generate_folder.py -k 'not paged' $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/bench_growing.py --device $(DEVICE) \

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_kvcaches.core.fingerprint import ModelFingerprint, set_fingerprint
     from hf_kvcaches.core.growing import GrowingCache
     from hf_kvcaches.core.layers import KVLayer
+    from hf_kvcaches.core.per_call import per_call
     from hf_kvcaches.core.report import CacheReport
     from hf_kvcaches.core.rope import RotaryGeometry
     from hf_kvcaches.core.verify import VerifyReport, verify
@@ -68,6 +69,7 @@ _HOMES = {
     "KVCache": "core.cache",
     "KVCodec": "core.codec.codec",
     "KVLayer": "core.layers",
+    "per_call": "core.per_call",
     "CacheReport": "core.report",
     "GrowingCache": "core.growing",
     "ModelFingerprint": "core.fingerprint",
@@ -165,6 +167,7 @@ __all__ = [
     "WarmStartLibrary",
     "disable",
     "enable",
+    "per_call",
     "pyramid_budgets",
     "set_fingerprint",
     "verify",

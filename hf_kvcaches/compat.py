@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
+from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.masking_utils import AttentionMaskInterface as AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface as AttentionInterface
@@ -70,27 +71,63 @@ class MarkedCache:
 
 def _running_generate() -> GenerateCall | None:
     """The innermost `generate` that is about to mark a cache, which hands the cache nothing: its local variables are read."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_MOST_FRAMES):
-        if frame is not None and frame.f_code is not _GENERATE:
-            frame = frame.f_back
-    if frame is None or frame.f_code is not _GENERATE:
+    given = _locals_of_generate()
+    if given is None:
         return None
-    given = frame.f_locals
     options, config, ids = given["model_kwargs"], given["generation_config"], given["input_ids"]
     mask = options.get("attention_mask")
     # `generate` drops a mask without padding, and remembers its length.
     masked = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
-    embeddings = options.get("inputs_embeds")
-    if embeddings is not None:
+    if (embeddings := options.get("inputs_embeds")) is not None:
         return GenerateCall(None, embeddings.shape[1], mask, masked, True, config)
     return GenerateCall(ids, ids.shape[1], mask, masked, masked == ids.shape[1], config)
+
+
+def _locals_of_generate() -> Mapping[str, Any] | None:
+    """The local variables of the `generate` that called the caller's caller, directly or not; None where there is none."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(_MOST_FRAMES):
+        if frame is not None and frame.f_code is not _GENERATE:
+            frame = frame.f_back
+    return None if frame is None or frame.f_code is not _GENERATE else frame.f_locals
+
+
+def begin_decoding(model: PreTrainedModel, cache: MarkedCache) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The method by which the running `generate` would decode with a cache of the caller's, and the arguments that only such methods get.
+
+    For a callable `custom_generate`, to which `generate` hands neither streamer nor assistant, and no tokenizers.
+    """
+    given = _locals_of_generate()
+    if given is None:
+        raise ConfigError("custom_generate: expected to be called by generate. Pass it: model.generate(..., custom_generate=...).")
+    mode, config, assistant = given["generation_mode"], given["generation_config"], given["assistant_model"]
+    method = GENERATION_MODES_MAPPING[mode]
+    if "/" in method:
+        raise UnsupportedError(f"custom_generate: {mode.value} needs {method!r} as custom_generate. Pass that, and a new past_key_values.")
+    other = assistant is not None and decoder_config(assistant.config).vocab_size != decoder_config(model.config).vocab_size
+    if other and getattr(config, "speculation_type", None) != "dflash":
+        raise UnsupportedError(
+            "assistant_model: expected one with the model's vocabulary, because generate hands no tokenizers to a callable "
+            "custom_generate. Leave custom_generate out, and pass a new cache as past_key_values."
+        )
+    arguments = model._extract_generation_mode_kwargs(None, {}, given["synced_gpus"], assistant, given["streamer"])
+    model._validate_generation_mode(mode, config, arguments)
+    decode = getattr(type(model), method)
+    if "inputs_tensor" in _names_of(decode):
+        arguments["inputs_tensor"] = given["inputs_tensor"]
+    cache._is_user_defined = True
+    return decode.__get__(model), arguments
 
 
 # Some models wrap the method in which caches are marked.
 _MOST_FRAMES = 4
 # Behind the decorator that turns gradients off.
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+def is_callers_cache(cache: object) -> bool:
+    """Whether `generate` was given that cache, and did not make it."""
+    return bool(getattr(cache, "_is_user_defined", False))
 
 
 def split_model(model_or_config: object) -> tuple[PreTrainedModel | None, PreTrainedConfig]:
@@ -232,11 +269,6 @@ def is_dropout(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.dropout._DropoutNd)
 
 
-def models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """The model and the models that it is made of."""
-    return [module for module in modules_of(model) if isinstance(module, PreTrainedModel)]
-
-
 def attention_in_use(config: PreTrainedConfig) -> Callable[..., Any] | None:
     """The function by which transformers computes a config's attention; None for one in the modeling file."""
     name = config._attn_implementation
@@ -267,17 +299,6 @@ def attention_configs(model: PreTrainedModel) -> tuple[PreTrainedConfig, ...]:
 def can_switch_attention(model: PreTrainedModel) -> bool:
     """Whether the model looks its attention function up by name (BLOOM, MPT, Falcon and other older ones don't)."""
     return bool(model._can_set_attn_implementation())
-
-
-def generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | None, tokens: int) -> dict[str, torch.Tensor]:
-    """The `position_ids` that `generate` would pass for the last tokens of a padded batch; nothing where it would pass none.
-
-    Args:
-        attention_mask: 1 where a token is real, (batch, all tokens), or None.
-    """
-    if attention_mask is None or not takes_positions(model):
-        return {}
-    return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]}
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

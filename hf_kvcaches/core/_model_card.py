@@ -20,12 +20,11 @@ def model_card(
     calibration: str,
     load_from: str,
 ) -> str:
-    """A new card: front matter for the Hub, then the generated part.
+    """The card of an artifact.
 
     Args:
         load_from: What to pass to `from_pretrained`.
     """
-    front = f"---\nlibrary_name: hf-kvcaches\ntags:\n- kv-cache\n- hf-kvcaches\n- {artifact_type}\n---\n"
     if fingerprint is None:
         model = "Not bound to one model."
     else:
@@ -53,7 +52,18 @@ from {module} import {class_name}
 
 artifact = {class_name}.from_pretrained({load_from!r}, model=model, tokenizer=tokenizer)
 ```"""
-    return f"{front}\n{_BEGIN}\n{body.strip()}\n{_END}\n"
+    return card_of(body, "hf-kvcaches", ["kv-cache", "hf-kvcaches", artifact_type])
+
+
+def card_of(body: str, library: str, tags: Sequence[str]) -> str:
+    """A new card: front matter for the Hub, then the generated part.
+
+    Args:
+        body: The generated part.
+        library: What loads it.
+    """
+    listed = "\n".join(f"- {tag}" for tag in tags)
+    return f"---\nlibrary_name: {library}\ntags:\n{listed}\n---\n\n{_BEGIN}\n{body.strip()}\n{_END}\n"
 
 
 def merge_cards(existing: str | None, generated: str) -> str | None:

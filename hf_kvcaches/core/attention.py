@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -211,7 +211,7 @@ def enable(model: Any) -> None:
             f"model: {type(base).__name__} computes attention itself instead of looking it up in transformers' AttentionInterface, "
             "so a cache can't answer its queries. Use a cache that returns plain tensors (GrowingCache), or another model."
         )
-    for part in compat.models_inside(base):
+    for part in _models_inside(base):
         if compat.can_switch_attention(part) and not is_enabled(part.config):
             compat.set_attention_name(part.config, _Switched(previous_implementation(part.config), True))
 
@@ -222,9 +222,14 @@ def disable(model: Any) -> None:
     Args:
         model: A transformers model, also inside a PEFT wrapper.
     """
-    for part in compat.models_inside(compat.base_model(model)):
+    for part in _models_inside(compat.base_model(model)):
         if is_enabled(part.config):
             compat.set_attention_name(part.config, previous_implementation(part.config))
+
+
+def _models_inside(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model and the models that it is made of."""
+    return [module for module in compat.modules_of(model) if isinstance(module, PreTrainedModel)]
 
 
 compat.AttentionInterface.register(NAME, _attend)

@@ -142,5 +142,6 @@ def refusal(cache: KVCache, got: str) -> ConfigError:
     """The error for a prompt that does not go on with a cache."""
     return ConfigError(
         f"input_ids: expected a prompt that begins with the {cache.seen} tokens that this {type(cache).__name__} has seen and goes on, "
-        f"got {got}. Call reset() before another text, or make a new cache for it."
+        f"got {got}. Call reset() before another text, or make a new cache for it; generate makes one for each call with "
+        f"custom_generate=per_call({type(cache).__name__}, ...)."
     )

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
@@ -126,7 +127,7 @@ class SplicingCache(SourceCache):
                 past_key_values=self,
                 use_cache=True,
                 logits_to_keep=1,
-                **compat.generated_positions(self.model, attention_mask, input_ids.shape[1]),
+                **_generated_positions(self.model, attention_mask, input_ids.shape[1]),
             )
         self.crop(-1)
         return self.seen
@@ -347,3 +348,14 @@ class SplicingCache(SourceCache):
             raise UnsupportedError("model: it inserts tokens before every text, which count in the cache. Use DynamicCache.")
         if self._learned_prompt:
             raise UnsupportedError("model: a learned prompt stands before every text, and is in no fingerprint. Use DynamicCache.")
+
+
+def _generated_positions(model: PreTrainedModel, attention_mask: torch.Tensor | None, tokens: int) -> dict[str, torch.Tensor]:
+    """The `position_ids` that `generate` would pass for the last tokens of a padded batch; nothing where it would pass none.
+
+    Args:
+        attention_mask: 1 where a token is real, (batch, all tokens), or None.
+    """
+    if attention_mask is None or not compat.takes_positions(model):
+        return {}
+    return {"position_ids": (attention_mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens:]}

@@ -1,0 +1,134 @@
+"""`per_call`: a new cache for each call of `generate`, through transformers' `custom_generate`."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Cache, EncoderDecoderCache, PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.core import generate_folder
+from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.errors import ConfigError
+
+
+class PerCall(compat.MarkedCache):
+    """What `per_call` returns: a recipe of a cache, and the `custom_generate` that decodes with a new one.
+
+    It holds no cache and no model, and keeps nothing of a call: threads may share it. It can be pickled if its arguments can.
+
+    Attributes:
+        cache_class: The class of the caches.
+        args: What the class is given behind the model.
+        options: Its keyword arguments.
+    """
+
+    def __init__(self, cache_class: type[KVCache], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.cache_class, self.args, self.options = cache_class, args, options
+
+    def new_cache(self, model: Any) -> KVCache:
+        """A cache as each call of `generate` gets one.
+
+        Args:
+            model: As for the constructor of the cache.
+        """
+
+        def fresh(value: Any) -> Any:
+            return value.new_cache(model) if isinstance(value, PerCall) else value
+
+        return self.cache_class(model, *map(fresh, self.args), **{name: fresh(value) for name, value in self.options.items()})
+
+    def __call__(self, model: PreTrainedModel, input_ids: torch.Tensor, /, **arguments: Any) -> Any:
+        """Decodes as `generate` would with a new cache passed as `past_key_values`. Called by `generate`.
+
+        Args:
+            input_ids: (rows, tokens), each beam a row.
+            **arguments: What `generate` has prepared, with an empty default cache.
+        """
+        self._require_no_other_cache(arguments)
+        cache = self.new_cache(_generating(model))
+        method, unshared = compat.begin_decoding(model, cache)
+        default = arguments.get("past_key_values")
+        if isinstance(default, EncoderDecoderCache):
+            arguments["past_key_values"] = EncoderDecoderCache(cache, default.cross_attention_cache)
+        else:
+            arguments["past_key_values"] = cache
+        return method(input_ids, **unshared | arguments)
+
+    def _require_no_other_cache(self, arguments: dict[str, Any]) -> None:
+        beside = f"beside custom_generate=per_call({self.cache_class.__name__}, ...), which makes a new cache for each call"
+        cache, implementation = arguments.get("past_key_values"), getattr(arguments.get("generation_config"), "cache_implementation", None)
+        if compat.is_callers_cache(cache):
+            hint = "Leave one of them out: custom_generate to go on with your cache, past_key_values for a new one."
+            raise ConfigError.of("past_key_values", f"none {beside}", type(cache).__name__, hint)
+        if implementation is not None:
+            hint = "Leave it out; where it is the model's default, set model.generation_config.cache_implementation = None."
+            raise ConfigError.of("cache_implementation", f"none {beside}", implementation, hint)
+        if not arguments.get("use_cache", True):
+            raise ConfigError.of("use_cache", f"True {beside}", False, "Leave one of them out.")
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes a folder, or what a Hub repository is made of, that `generate` takes as `custom_generate`.
+
+        `model.generate(..., custom_generate=folder, trust_remote_code=True)` then decodes with such a cache, a new one for each call.
+        The cache has to be one of this package, and its options JSON values. In an existing README.md only the part between the
+        generated markers is replaced.
+
+        Args:
+            folder: Where to, made if need be. Other files in it stay.
+        """
+        generate_folder.write(Path(folder), self.cache_class, _named(self.cache_class, self.args, self.options))
+
+    def generate_begins(self, call: compat.GenerateCall) -> None:
+        """Refuses to be passed as `past_key_values`."""
+        raise ConfigError.of("past_key_values", "a cache", self, "Pass what per_call returns as custom_generate.")
+
+    def __repr__(self) -> str:
+        options = (f"{name}={value!r}" for name, value in self.options.items())
+        return f"per_call({', '.join((self.cache_class.__name__, *map(repr, self.args), *options))})"
+
+
+def per_call(cache_class: type[KVCache], /, *args: Any, **options: Any) -> PerCall:
+    """A new cache for each call of `generate`: pass what this returns as `custom_generate`.
+
+    `model.generate(**inputs, custom_generate=per_call(EquipCache, budget=512))` gives the text that
+    `model.generate(**inputs, past_key_values=EquipCache(model, budget=512))` gives. A pipeline takes it, too, with a list of prompts. With
+    `return_dict_in_generate=True` the cache is in the output, as `past_key_values`; else it is freed when the call ends.
+
+    Args:
+        cache_class: `EquipCache`, `SegmentReuseCache` or another.
+        *args: What its constructor takes behind the model. Stores, libraries, codecs and policies are shared by all calls.
+        **options: Its keyword arguments. What is a `per_call(...)` itself, as `decode_with` may be, is made anew for each call.
+    """
+    if not (isinstance(cache_class, type) and issubclass(cache_class, KVCache)):
+        got = type(cache_class).__name__ if isinstance(cache_class, Cache) else cache_class
+        raise ConfigError.of("cache_class", "a class of this package's caches", got, "Such as per_call(EquipCache, budget=512).")
+    for name, value in _named(cache_class, args, options).items():
+        kind = type(value).__name__
+        if isinstance(value, PreTrainedModel):
+            hint = f"Leave it out: per_call({cache_class.__name__}, ...)."
+            raise ConfigError.of(name, "no model, which comes from generate", kind, hint)
+        if isinstance(value, Cache):
+            raise ConfigError.of(name, "no cache, which would serve a single call", kind, f"Pass per_call({kind}, ...) in its place.")
+    return PerCall(cache_class, args, options)
+
+
+def _named(cache_class: type[KVCache], args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """What the constructor is given behind the model, by name."""
+    signature = inspect.signature(cache_class)
+    model, *names = signature.parameters
+    try:
+        named = signature.bind(None, *args, **options).arguments
+    except TypeError as error:
+        expected = f"what {cache_class.__name__} takes behind the model ({', '.join(names)})"
+        raise ConfigError(f"options: expected {expected}: {error}.") from None
+    return {name: value for name, value in named.items() if name != model}
+
+
+def _generating(model: PreTrainedModel) -> Any:
+    """What `generate` was called on: PEFT's wrapper with a learned prompt, which prepares the model's inputs meanwhile, or the model."""
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    return owner if compat.has_learned_prompt(owner) else model
