@@ -13,6 +13,8 @@ bytes that the same side takes when it may store everything. Stores are bit-equa
 
 With `--codecs 0.125 0.25` other stores are measured instead, on the requests of agents: those that hold the codes of a `KVCodec` with these
 shares of the bytes, each with a policy that is calibrated for it. The codec is calibrated on prose and on generated documents.
+
+With `--repair-depths 0.25 0.5 1` approximate reuse alone is measured, with repair in these shares of the layers.
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calibration-requests", type=int, default=40)
     parser.add_argument("--bound", type=float, default=0.05, help="for the calibration: the most that the mean KL divergence may be")
     parser.add_argument("--codecs", type=float, nargs="+", help="measure stores of a KVCodec with these shares of the bytes")
+    parser.add_argument("--repair-depths", type=float, nargs="+", help="measure repair in these shares of the layers")
     parser.add_argument("--codec-documents", type=int, default=16, help="generated documents that it is calibrated on, beside prose")
     args = parser.parse_args()
     check_counts(args, ["requests", "drifting", "calibration_requests"])
@@ -93,6 +96,19 @@ def measure_codecs(args: argparse.Namespace, model: Any, tokenizer: Any, device:
         write_csv(args.csv / "segments-codecs.csv", rows, fixed)
 
 
+def measure_repair(args: argparse.Namespace, model: Any, tokenizer: Any, device: torch.device) -> None:
+    """Measures approximate reuse with repair in some shares of the layers."""
+    bench, rows = Bench(model, tokenizer, SegmentPolicy()), []
+    for workload in make_workloads(tokenizer, args.requests, args.drifting, args.seed)[:3]:
+        for share in args.repair_depths:
+            side = Side(f"approximate, {share:g} of the layers", "approximate", repair_depth=share)
+            rows.append(summary(workload.name, side, list(bench.run(workload, side))))
+    print(report(rows))
+    if args.csv:
+        fixed = {**environment(device), "model": Path(args.model).name, "seed": args.seed}
+        write_csv(args.csv / f"segments-repair-{Path(args.model).name}.csv", rows, fixed)
+
+
 @torch.no_grad()
 def main() -> None:
     args = parse()
@@ -100,6 +116,9 @@ def main() -> None:
     model, tokenizer = load(args.model, device)
     if args.codecs:
         measure_codecs(args, model, tokenizer, device)
+        return
+    if args.repair_depths:
+        measure_repair(args, model, tokenizer, device)
         return
     policy = policy_of(args, model, tokenizer)
     print(f"{policy}\n")

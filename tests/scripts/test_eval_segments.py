@@ -302,3 +302,13 @@ def test_a_number_below_one_is_refused(script, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["eval_segments.py", "--drifting", "0"])
     with pytest.raises(ConfigError, match="--drifting: expected at least 1"):
         script("eval_segments").parse()
+
+
+@pytest.mark.full
+def test_repair_in_fewer_layers_saves_more(tmp_path):
+    options = ["--requests", "4", "--drifting", "1", "--repair-depths", "0.5", "1", "--csv", tmp_path]
+    done = run_script("eval_segments", "--device", "cpu", *options)
+    assert done.returncode == 0, done.stderr
+    saved = {(row["workload"], row["side"]): float(row["saved"]) for row in rows_of(tmp_path / "segments-repair-base.csv")}
+    for workload in ("agents", "hanging", "adversarial"):
+        assert saved[workload, "approximate, 0.5 of the layers"] > saved[workload, "approximate, 1 of the layers"]
