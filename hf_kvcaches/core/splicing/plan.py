@@ -67,10 +67,10 @@ class PlannedSpan:
         tier: The rule that admitted them, or "computed".
         stored: The stored tokens that are reused, without gaps; empty where all tokens are computed.
         recompute: Indices of stored tokens that are recomputed.
-        repair_depth: The layers below it recompute these tokens, the others reuse them; None: all layers recompute them.
         depth: Layers below it are reused, the others run from stored hidden states; None: all layers are reused.
         reason: Why nothing more is reused, as a sentence; "" where nothing is stored or everything is reused.
         check: What decides the span first, or None.
+        repair_depth: The layers below it recompute the tokens of `recompute`, the others reuse them; None: all layers recompute them.
     """
 
     start: int
@@ -78,10 +78,10 @@ class PlannedSpan:
     tier: str = COMPUTED
     stored: tuple[StoredTokens, ...] = ()
     recompute: Indices = field(default_factory=lambda: NONE)
-    repair_depth: int | None = None
     depth: int | None = None
     reason: str = ""
     check: Check | None = None
+    repair_depth: int | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
