@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,6 +19,8 @@ from hf_kvcaches.translate.codes import Part, SemanticCodes
 from hf_kvcaches.translate.filling import fill, match_rows
 from hf_kvcaches.translate.states import PromptTokens
 from hf_kvcaches.translate.translator import CacheTranslator
+
+_UNSERVED = "Pass the input_ids of the whole prompt, with logits_to_keep=1 as generate does."
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,6 @@ class TranslatedCache(SplicingCache):
     # Tokens that were rebuilt, and how many numbers the keys and values of one are in all layers.
     _translated = 0
     _token_numbers = 0
-    # Whether the codes are of no use for the prompt that came.
-    _unserved = False
 
     def __init__(
         self, consumer: Any, translator: CacheTranslator, codes: SemanticCodes | ArrivingCodes, *, decode_with: KVCache | None = None
@@ -104,27 +103,19 @@ class TranslatedCache(SplicingCache):
         return super().prefill(input_ids, attention_mask)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if (
-            self.codes is not None
-            and not (self.filling or self._unserved)
-            and self.source_layers[layer_idx].seen == 0
-            and not self.handed_over
-        ):
+        if self.codes is not None and not self.filling and self.source_layers[layer_idx].seen == 0 and not self.handed_over:
             raise UnsupportedError(
-                "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. Pass "
-                "input_ids, under torch.no_grad() and not compiled, with logits_to_keep=1 as generate does; or call "
-                "cache.prefill(input_ids) first and go on behind it."
+                "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. "
+                f"{self.reason or _UNSERVED} Or call cache.prefill(input_ids) first and go on behind it."
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        super().observe(input_ids, attention_mask, position_ids)
-        if input_ids.shape[1] == 1 and not self.seen and self.codes is not None:
-            self._leave_to_model("a prompt of one token has nothing before it")
-
     def take_prefill(self, call: PrefillCall) -> int:
-        if self.codes is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return 0  # where codes are left out, `update` says so
+        if self.codes is None or self.seen:
+            return 0
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self.reason = "Gradients are enabled, or the pass is compiled. Call the model under torch.no_grad(), and not compiled."
+            return 0  # and `update` says so
         tokens = PromptTokens.of(call.input_ids, call.attention_mask)
         self._require_positions(tokens, call.position_ids)
         assert self.translator is not None
@@ -138,8 +129,10 @@ class TranslatedCache(SplicingCache):
                 "was coded, nor in chunks that are shorter."
             )
         if prompt.slots <= max(prompt.padding):
-            self._leave_to_model("a row of the prompt begins behind what all rows have of the codes")
-            return 0
+            raise ConfigError(
+                "codes: a row of the prompt begins behind the last token that all rows have of the codes. Encode the whole batch, or give "
+                "rows of such different lengths a cache each."
+            )
         self.identity_of_pass(tokens.ids.shape[1])
         self.translator.check_consumer(self.model, self.confirmed_identity())
         slots = prompt.slots
@@ -160,10 +153,6 @@ class TranslatedCache(SplicingCache):
                 "position_ids: codes are of tokens that are counted without padding, and the model would count otherwise. Pass "
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does, here and with the tokens that follow."
             )
-
-    def _leave_to_model(self, why: str) -> None:
-        warnings.warn(f"TranslatedCache: the model runs the prompt itself, because {why}.", RuntimeWarning, stacklevel=2)
-        self._unserved = True
 
     def _parts(self) -> Iterator[Part]:
         """All parts; those that came are kept, so that the cache can be filled again, also where a filling was broken off."""
@@ -196,7 +185,6 @@ class TranslatedCache(SplicingCache):
     def reset(self) -> None:
         super().reset()
         self._translated = 0
-        self._unserved = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo |= {id(each): each for each in (self.translator, self.codes, self.rotation, self._arrived)}

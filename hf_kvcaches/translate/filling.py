@@ -109,14 +109,13 @@ class _Filling:
         self.layers = compat.decoder_layers(cache.model)[2]
         self._code_indices = prompt.code_indices(head)
         self._tables: dict[Any, dict[str, Any]] = {}
-        self._side, self._side_rows = self._known_of_tokens()
+        self._side = self._known_of_tokens()
 
-    def _known_of_tokens(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _known_of_tokens(self) -> torch.Tensor:
         """Runs the layers that the consumer has for itself, up to the next one's keys and values.
 
         Returns:
-            What that layer's attention is given for each rebuilt token, (tokens, hidden). Where it is the same for all tokens of an id,
-            once for each id, and the row that each token has.
+            What that layer's attention is given for each rebuilt token, (tokens, hidden).
         """
         lowest, given = self.translator.settings.recompute_layers, list[torch.Tensor]()
 
@@ -128,15 +127,7 @@ class _Filling:
         twin = with_layers(self.cache.model, [*self.layers[:lowest], attention, *self.layers[lowest + 1 :]])
         with suppress(PassEnded):
             run_module(twin, StoppingPass(self.cache, lowest), self.tokens.ids, self.tokens.positions, self.tokens.mask)
-        side, ids = self._rebuilt(given[0]), self._rebuilt(self.tokens.ids).to(given[0].device)
-        distinct, rows = ids.unique(return_inverse=True)
-        some = torch.empty_like(distinct).scatter_(0, rows, torch.arange(len(ids), device=ids.device))
-        alike = len(distinct) < len(ids) and torch.equal(side[some][rows], side)
-        return (side[some], rows) if alike else (side, None)
-
-    def _rebuilt(self, states: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, ...) of the rebuilt rows without padding, (tokens, ...)."""
-        return torch.cat([states[span.row, span.first :] for span in self.prompt.spans])
+        return torch.cat([given[0][span.row, span.first :] for span in self.prompt.spans])
 
     def rebuild(self, decoder: LayerDecoder, part: Part | None) -> None:
         """Writes the keys and values of a layer."""
@@ -156,7 +147,6 @@ class _Filling:
                 layer.key_buffer,
                 layer.value_buffer,
                 self.prompt.spans,
-                rows=None if weights.side is None or self._side_rows is None else self._side_rows.to(device),
                 check=False,
                 **self._rotation(decoder.layer, device),
             )
@@ -198,8 +188,7 @@ class _Filling:
     def _regenerate(self, decoder: LayerDecoder, part: Part | None) -> None:
         """Gives a patched layer's attention its translated input, and lets it make keys and values."""
         codes = None if part is None else self._floats(part, self._side.device)
-        side = self._side if self._side_rows is None else self._side[self._side_rows]
-        inputs = decoder.apply(side, codes)
+        inputs = decoder.apply(self._side, codes)
         hidden = inputs.new_zeros(*self.tokens.ids.shape, inputs.shape[1])
         for span, rows in zip(self.prompt.spans, inputs.split([span.tokens for span in self.prompt.spans]), strict=True):
             hidden[span.row, span.first :] = rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -164,13 +163,12 @@ def test_several_questions_behind_one_document() -> None:
         close(got[number : number + 1], logits_of(models()[1], row, beginning(count), 4))
 
 
-def test_where_a_row_begins_behind_all_codes_the_model_runs_the_batch() -> None:
+def test_a_batch_in_which_a_row_begins_behind_all_codes_is_refused() -> None:
     ids, mask = left_padded(joined(PROMPT, OTHER, MORE), OTHER)
     cache = cache_of(PROMPT, OTHER)
-    with pytest.warns(RuntimeWarning, match="runs the prompt itself"):
-        got = logits_of(models()[1], ids, cache, 3, attention_mask=mask)
-    close(got, logits_of(models()[1], ids, new=3, attention_mask=mask))
-    assert (cache.report().translated, cache.report().payload_bytes) == (0, 0)
+    with pytest.raises(ConfigError, match="begins behind the last token"):
+        answer(models()[1], ids, cache, attention_mask=mask)
+    assert (cache.seen, cache.report().translated) == (0, 0)
 
 
 def test_beams_are_those_behind_the_same_keys_and_values() -> None:
@@ -223,13 +221,18 @@ def test_a_prompt_that_goes_on_is_run_from_where_the_codes_end() -> None:
     close(got, expected_logits(ids, PROMPT, 3))
 
 
-@pytest.mark.parametrize(("length", "known"), [(45, 44), (44, 43), (1, 0)])
-def test_the_last_token_is_always_run_and_a_prompt_of_one_is_left_to_the_model(length: int, known: int) -> None:
+@pytest.mark.parametrize("length", [45, 44])
+def test_the_last_token_is_always_run(length: int) -> None:
     consumer, cache, ids = models()[1], cache_of(PROMPT), PROMPT[:, :length]
-    with nullcontext() if known else pytest.warns(RuntimeWarning, match="runs the prompt itself"):
-        got = logits_of(consumer, ids, cache, 3)
-    close(got, logits_of(consumer, ids, beginning(known) if known else None, 3))
-    assert cache.report().translated == known
+    close(logits_of(consumer, ids, cache, 3), logits_of(consumer, ids, beginning(length - 1), 3))
+    assert cache.report().translated == length - 1
+
+
+def test_a_prompt_of_one_token_is_refused() -> None:
+    cache = cache_of(PROMPT)
+    with pytest.raises(UnsupportedError, match="filled from its codes"):
+        answer(models()[1], PROMPT[:, :1], cache)
+    assert cache.seen == 0
 
 
 @pytest.mark.parametrize("length", [43, 9, 5])
@@ -369,20 +372,23 @@ def _ready(ids: torch.Tensor) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones(1, 1, *[ids.shape[1]] * 2, dtype=torch.bool).tril(), "logits_to_keep": 1}
 
 
-UNSERVED: dict[str, Callable[[torch.Tensor, Any], dict[str, Any]]] = {
-    "all logits": lambda ids, model: {"input_ids": ids},
-    "the insides of layers": lambda ids, model: {"input_ids": ids, "logits_to_keep": 1, "output_hidden_states": True},
-    "embeddings": lambda ids, model: {"inputs_embeds": model.get_input_embeddings()(ids), "logits_to_keep": 1},
-    "a mask made ready": lambda ids, model: _ready(ids),
-    "gradients": lambda ids, model: {"input_ids": ids, "logits_to_keep": 1},
+# How the model is called, and what the error says of it.
+UNSERVED: dict[str, tuple[Callable[[torch.Tensor, Any], dict[str, Any]], str]] = {
+    "all logits": (lambda ids, model: {"input_ids": ids}, "Pass logits_to_keep=1"),
+    "insides": (lambda ids, model: {"input_ids": ids, "logits_to_keep": 1, "output_hidden_states": True}, "output_hidden_states asks"),
+    "embeddings": (lambda ids, model: {"inputs_embeds": model.get_input_embeddings()(ids), "logits_to_keep": 1}, "brings inputs_embeds"),
+    "a mask made ready": (lambda ids, model: _ready(ids), "not one number for each token"),
+    "gradients": (lambda ids, model: {"input_ids": ids, "logits_to_keep": 1}, "under torch.no_grad"),
+    "one token": (lambda ids, model: {"input_ids": ids[:, :1], "logits_to_keep": 1}, "input_ids of the whole prompt"),
 }
 
 
 @pytest.mark.parametrize("name", UNSERVED)
 def test_a_call_that_codes_cannot_serve_is_refused_and_one_that_they_can_taken_then(name: str) -> None:
     consumer, cache = models()[1], cache_of(PROMPT)
-    with torch.set_grad_enabled(name == "gradients"), pytest.raises(UnsupportedError, match="filled from its codes"):
-        consumer(**UNSERVED[name](PROMPT, consumer), past_key_values=cache)
+    make, match = UNSERVED[name]
+    with torch.set_grad_enabled(name == "gradients"), pytest.raises(UnsupportedError, match=f"filled from its codes.*{match}"):
+        consumer(**make(PROMPT, consumer), past_key_values=cache)
     assert cache.seen == 0
     close(logits_of(consumer, PROMPT, cache, 4), expected_logits(PROMPT))
 
