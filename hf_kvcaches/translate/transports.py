@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.translate.arriving import ArrivingCodes
-from hf_kvcaches.translate.codes import SemanticCodes
+from hf_kvcaches.translate.codes import ArrivingCodes, SemanticCodes
 
 # Of one message of torch.distributed: the receiver has to make room for it before it comes.
 _LARGEST = 16 << 20

@@ -72,14 +72,18 @@ def _tails(coefficients: torch.Tensor) -> torch.Tensor:
     return shares.kthvalue(-(-shares.shape[1] * 19 // 20), 1).values
 
 
-def quantizers(coefficients: torch.Tensor, reaching: int = _REACHING) -> tuple[torch.Tensor, torch.Tensor]:
+def quantizers(
+    coefficients: torch.Tensor, reaching: int = _REACHING, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """For each direction and width the step with the smallest squared error, (heads, d, widths), and the errors, those of width 0 first.
 
     Args:
         coefficients: Of the sample, (heads, tokens, d).
         reaching: From so many bits on, no coefficient of the sample is clipped.
+        weights: By which errors of each token count, (tokens,); None for 1.
     """
-    energies = coefficients.square().mean(1)
+    counts = coefficients.new_ones(coefficients.shape[1], 1) if weights is None else weights[:, None]
+    energies = (coefficients.square() * counts).mean(1)
     of_head = energies.mean(-1, keepdim=True).sqrt().clamp_min(_TINY)
     deviations = energies.sqrt().maximum(_LEAST_DEVIATION * of_head)
     largest = coefficients.abs().amax(1)
@@ -94,7 +98,7 @@ def quantizers(coefficients: torch.Tensor, reaching: int = _REACHING) -> tuple[t
         for candidate in candidates:
             step = candidate.maximum(largest / top) if width >= reaching else candidate
             levels = ((coefficients / step[:, None]).floor() + 0.5).clamp(-top, top)
-            error = (levels * step[:, None] - coefficients).square().mean(1)
+            error = ((levels * step[:, None] - coefficients).square() * counts).mean(1)
             better = error < best_error
             best_error, best_step = torch.where(better, error, best_error), torch.where(better, step, best_step)
         steps.append(best_step)
