@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_kvcaches.core.files import MOST_LAYERS
-from hf_kvcaches.core.wire.messages import DIGEST, BodyTensor, head_of, json_of, message_bytes
+from hf_kvcaches.core.wire.messages import DIGEST, BodyTensor, message_bytes
 from hf_kvcaches.errors import ConfigError, whole_number
 
 # What a head says is also said in errors.
@@ -146,15 +146,6 @@ class CodesHead:
         """The inverse of `content`."""
         rows, parts = tuple(Row(*row) for row in content["rows"]), tuple(PartHead(*part) for part in content["parts"])
         return cls(**content | {"rows": rows, "parts": parts})
-
-    def to_json(self) -> bytes:
-        """As it is sent: for each head there are exactly these bytes."""
-        return json_of(self)
-
-    @classmethod
-    def from_json(cls, text: bytes | bytearray) -> Self:
-        """The inverse of `to_json`; an `ArtifactError` for any other bytes."""
-        return head_of(cls, text)
 
 
 def _check_text(argument: str, value: object) -> None:

@@ -14,6 +14,11 @@ import torch
 
 from hf_kvcaches.core.moments import Moments
 
+# A pivot of the Cholesky factor below this share of the largest may be rounding, and its column of the solution noise.
+_SMALLEST_PIVOT = 1e-5
+# An eigenvalue below this share of the largest, times the number of inputs, is rounding.
+_SMALLEST_EIGENVALUE = 1e-14
+
 
 class BlockMoments:
     """Mean products of a few blocks of columns."""
@@ -57,3 +62,25 @@ class BlockMoments:
         total[own] -= slopes.T @ total[given]
         total[:, own] -= total[:, given] @ slopes
         return left
+
+
+def fit_ridge(xx: torch.Tensor, xy: torch.Tensor, lam: float) -> torch.Tensor:
+    """The ridge regression from second moments: W of shape (inputs, outputs), in float64, for which `x @ W` is nearest to y.
+
+    Inputs that depend on each other are fine with any `lam`: directions in which there is nothing but rounding get no weight.
+
+    Args:
+        xx: `x.T @ x`, (inputs, inputs); a sum or a mean over rows.
+        xy: `x.T @ y`, (inputs, outputs), over the same rows.
+        lam: Strength as a share of the mean diagonal of `xx`, so that it means the same for any scale and number of rows.
+    """
+    left, right = xx.double(), xy.double()
+    left = (left + left.T) / 2
+    left.diagonal().add_(lam * float(left.diagonal().mean()))
+    factor, failed = torch.linalg.cholesky_ex(left)
+    pivots = factor.diagonal()
+    if not int(failed) and float(pivots.min()) > _SMALLEST_PIVOT * float(pivots.max()):
+        return torch.cholesky_solve(right, factor)
+    values, vectors = torch.linalg.eigh(left)
+    kept = values > max(float(values[-1]) * _SMALLEST_EIGENVALUE * len(left), 0.0)
+    return vectors[:, kept] @ ((vectors[:, kept].T @ right) / values[kept, None])

@@ -12,8 +12,7 @@ import torch
 
 from hf_kvcaches.core.moments import roots
 from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate.moments import BlockMoments
-from hf_kvcaches.translate.ridge import fit_ridge
+from hf_kvcaches.translate.moments import BlockMoments, fit_ridge
 
 # What is below this share of a variance is made of rounding.
 _ROUNDING = 1e-12

@@ -50,7 +50,9 @@ def test_files_adapters_patched_layers_and_layers_that_are_run(tmp_path):
     (tmp_path / "a.txt").write_text(testbed.held_out("verse")[:600])
     (tmp_path / "b.jsonl").write_text('"The road was long and the day was cold."\n\n{"text": [5, 6, 7, 8]}\n')
     files = ["--texts", tmp_path / "a.txt", tmp_path / "b.jsonl"]
-    done = run(*pair(tmp_path / "pair", consumer="lora"), *FAST, *files, "--patch-layers", "3", "--layers-per-code", "1", "--recompute-layers", "1")
+    done = run(
+        *pair(tmp_path / "pair", consumer="lora"), *FAST, *files, "--patch-layers", "3", "--layers-per-code", "1", "--recompute-layers", "1"
+    )
     assert done.returncode == 0, done.stderr
     made = CacheTranslator.from_pretrained(tmp_path / "pair", consumer=testbed.load("lora")[0])
     assert (made.patched_layers, made.sent_layers, made.settings.recompute_layers) == ((3,), (2, 3), 1)

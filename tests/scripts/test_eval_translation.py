@@ -241,7 +241,7 @@ def test_one_bad_answer_misses_its_bar_and_no_other(script, side, changes, claim
 
 def test_recall_is_named_at_the_smallest_payload_above_which_it_holds(script):
     line = made_up(script, "ZERO", right=96)[4]
-    assert "met (from joint 1/8 int4 (default) on, 0.0500x" in line
+    assert "met (from joint 0.025 (default) on, 0.0250x" in line
     assert "NOT" not in line
 
 

@@ -12,10 +12,9 @@ import torch
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
-from hf_kvcaches.translate.moments import BlockMoments
+from hf_kvcaches.translate.moments import BlockMoments, fit_ridge
 from hf_kvcaches.translate.quantizing import fixed_quantizer
 from hf_kvcaches.translate.reading import Reading
-from hf_kvcaches.translate.ridge import fit_ridge
 from hf_kvcaches.translate.solving import part_name
 
 

@@ -16,13 +16,12 @@ from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
-from hf_kvcaches.translate.moments import BlockMoments
+from hf_kvcaches.translate.moments import BlockMoments, fit_ridge
 from hf_kvcaches.translate.paper.aligner import MLPAligner, train_aligner
 from hf_kvcaches.translate.paper.routing import Route, select
 from hf_kvcaches.translate.quantizing import fit_quantizers
 from hf_kvcaches.translate.reading import Clock
 from hf_kvcaches.translate.reuse import reduced_rank
-from hf_kvcaches.translate.ridge import fit_ridge
 from hf_kvcaches.translate.solving import Solver, part_name
 from hf_kvcaches.translate.trial import Trial, closeness, mean_score
 
