@@ -153,17 +153,12 @@ def _fitted(name: str, payload: float = 0.025, recompute_layers: int | Literal["
 ORACLE, RAW = Side("own prefill", "oracle"), Side("raw K/V", "raw")
 INT4 = Side("int4 K/V", "int4")
 REUSE = _fitted("paper's Reuse 0.19", 0.1875, method="paper")
-REUSE_PATCH = Side("paper's Reuse + Patch 0.19", "fitted", {**REUSE.options, "patch_layers": "auto"})
 DEFAULT = Side("joint 0.025 (default)", "fitted")
 ZERO, FULL_RANK = _fitted("zero bytes", 0.0), _fitted("full rank, 24 bits", 2.0, widths=24)
 # With the default and the zero bytes, by bytes.
-SWEEP = tuple(_fitted(f"joint {payload:g}", payload) for payload in (0.0125, 0.05, 0.1, 0.2))
-VARIANTS = (
-    _fitted("joint, plain metric", metric="plain"),
-    _fitted("joint, 1 layer a code", layers_per_code=1),
-    _fitted("joint, 1 layer run", recompute_layers=1),
-)
-SIDES = (ORACLE, RAW, INT4, REUSE, REUSE_PATCH, ZERO, SWEEP[0], DEFAULT, *SWEEP[1:], *VARIANTS, FULL_RANK)
+SWEEP = tuple(_fitted(f"joint {payload:g}", payload) for payload in (0.0125, 0.05))
+VARIANTS = (_fitted("joint, 1 layer a code", layers_per_code=1), _fitted("joint, 1 layer run", recompute_layers=1))
+SIDES = (ORACLE, RAW, INT4, REUSE, ZERO, SWEEP[0], DEFAULT, *SWEEP[1:], *VARIANTS, FULL_RANK)
 GROUP = 64  # of the int4 baseline, along tokens
 
 
