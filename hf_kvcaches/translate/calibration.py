@@ -17,7 +17,7 @@ from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.paper.routing import Route
-from hf_kvcaches.translate.reading import Clock, Reading
+from hf_kvcaches.translate.reading import Clock, TextSums
 from hf_kvcaches.translate.solving import Solver
 from hf_kvcaches.translate.trial import Score, Trial, closeness, mean_score
 
@@ -79,7 +79,7 @@ def fit(
         if len(kept) < compat.process()[1]:
             expected = f"at least {compat.process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
             raise ConfigError.of("texts", expected, len(kept))
-        reading = Reading(pair, options.config, lowest, len(kept))
+        reading = TextSums(pair, options.config, lowest, len(kept))
         reading.read(kept, clock, options.progress)
         reading.join_processes()
         trials = []
@@ -106,7 +106,7 @@ def fit(
     return maps, settings, route, *fingerprints
 
 
-def _choose_run(reading: Reading, options: FitOptions, trials: Sequence[Trial], clock: Clock, measured: dict[str, float]) -> int:
+def _choose_run(reading: TextSums, options: FitOptions, trials: Sequence[Trial], clock: Clock, measured: dict[str, float]) -> int:
     """How many layers the consumer runs: of those that may be, what diverges least at the same bytes on texts kept apart."""
     if len(reading.lowest) == 1 or not trials:
         return reading.lowest[0]

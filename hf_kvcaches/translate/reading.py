@@ -44,7 +44,7 @@ class Clock:
             self.seconds[name] = round(self.seconds.get(name, 0.0) + perf_counter() - start, 3)
 
 
-class Reading:
+class TextSums:
     """Sums over texts that both models read.
 
     Args:
@@ -95,7 +95,9 @@ class Reading:
             first: The number of the first one.
         """
         own, processes = compat.process() if shared else (0, 1)
-        for number, ids in enumerate(tqdm(prefixes, unit=" texts", desc="Reading", disable=not progress or compat.process()[0] > 0), first):
+        for number, ids in enumerate(
+            tqdm(prefixes, unit=" texts", desc="TextSums", disable=not progress or compat.process()[0] > 0), first
+        ):
             if number % processes == own:
                 self._add(number, ids, clock)
 

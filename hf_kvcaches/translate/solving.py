@@ -6,7 +6,7 @@ import torch
 
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.quantizing import fit_quantizers
-from hf_kvcaches.translate.reading import Reading
+from hf_kvcaches.translate.reading import TextSums
 from hf_kvcaches.translate.reuse import ReducedRank, reduced_rank
 
 
@@ -26,7 +26,7 @@ class Solver:
         metrics: What errors of each layer's keys and values cost.
     """
 
-    def __init__(self, reading: Reading, lowest: int, payload: float) -> None:
+    def __init__(self, reading: TextSums, lowest: int, payload: float) -> None:
         self.reading, self.lowest = reading, lowest
         self.budget = payload * 2 * reading.numbers
         self.metrics: dict[int, torch.Tensor] = {}

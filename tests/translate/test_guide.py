@@ -52,7 +52,7 @@ def test_the_guide_has_every_option_with_its_default():
     of_fit = inspect.signature(CacheTranslator.fit).parameters
     assert len(of_fit) == 11
     for parameters in (of_fit, inspect.signature(TranslatorConfig).parameters):
-        for name, parameter in list(parameters.items())[4 if parameters is of_fit else 0 :]:
+        for name in list(parameters)[4 if parameters is of_fit else 0 :]:
             if name not in ("config", "prefill_share"):
                 assert re.search(rf"^\|.*`{name}`", GUIDE, flags=re.MULTILINE), name
     assert f"| `payload` | {of_fit['payload'].default} |" in GUIDE

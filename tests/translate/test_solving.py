@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.pair import Pair
-from hf_kvcaches.translate.reading import Clock, Reading
+from hf_kvcaches.translate.reading import Clock, TextSums
 from hf_kvcaches.translate.solving import Solver, part_name
 from hf_kvcaches.translate.states import PromptTokens, State, read_states
 from tests import tiny
@@ -246,7 +246,7 @@ def test_layers_to_run_are_chosen_by_measurement_within_the_share_of_the_prefill
 def test_metrics_of_all_layers_are_in_one_unit(metric):
     """What states cost by their spread is 1 in each layer, so that strengths of layers can be compared."""
     model, texts = MODELS["llama"](), texts_of(8)
-    reading = Reading(Pair(model, model, None), TranslatorConfig(metric=metric, layers_per_code=2), [0], len(texts))
+    reading = TextSums(Pair(model, model, None), TranslatorConfig(metric=metric, layers_per_code=2), [0], len(texts))
     reading.read([torch.tensor(text) for text in texts], Clock(), False)
     solver = Solver(reading, 0, 0.5)
     solver.solve()

@@ -14,7 +14,7 @@ from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.moments import BlockMoments, fit_ridge
 from hf_kvcaches.translate.quantizing import fixed_quantizer
-from hf_kvcaches.translate.reading import Reading
+from hf_kvcaches.translate.reading import TextSums
 from hf_kvcaches.translate.solving import part_name
 
 
@@ -30,7 +30,7 @@ class JointSVD(NamedTuple):
     decode: torch.Tensor
 
 
-def paper_maps(reading: Reading, lowest: int, budget: float) -> Maps:
+def paper_maps(reading: TextSums, lowest: int, budget: float) -> Maps:
     """The maps of all layers that are sent.
 
     Args:
