@@ -10,7 +10,6 @@ import torch
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
-from hf_kvcaches.core.identity import presumed_identity
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
@@ -79,8 +78,7 @@ class TranslatedCache(SplicingCache):
     ) -> None:
         hint = "Pass CacheTranslator.from_pretrained(...)."
         require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
-        # All weights are read before codes are used.
-        translator.check_consumer(consumer, presumed_identity(compat.base_model(consumer)))
+        translator.check_consumer(consumer)
         self.translator = translator
         self.messages: list[SemanticCodes | ArrivingCodes] = []
         # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.

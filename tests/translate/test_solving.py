@@ -175,8 +175,8 @@ def test_the_papers_codes_are_keys_and_values_apart_with_nothing_known(heads):
 
 def test_the_papers_ranks_follow_from_the_payload_where_they_are_not_given():
     model = MODELS["llama"]()
-    translator = fitted(model, model, method="paper", payload=0.1875)
-    # 48 of 256 bytes, for 3 layers: 8 codes of 16 bits each.
+    translator = fitted(model, model, method="paper", payload=0.2)
+    # 51 of 256 bytes, for 3 layers: 8 codes of 16 bits each, and a byte for the gain.
     assert [encoder.weights.shape for encoder in translator.maps.encoders] == [(32, 8)] * 3
 
 
