@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from hf_kvcaches.segments.store import SegmentStore
     from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace
     from hf_kvcaches.subspace.cache import SubspaceCache
-    from hf_kvcaches.translate.arriving import ArrivingCodes
     from hf_kvcaches.translate.cache import TranslatedCache
-    from hf_kvcaches.translate.codes import SemanticCodes
+    from hf_kvcaches.translate.codes import ArrivingCodes, SemanticCodes
+    from hf_kvcaches.translate.config import TranslatorConfig
     from hf_kvcaches.translate.translator import CacheTranslator
     from hf_kvcaches.warmstart.cache import WarmStartCache
     from hf_kvcaches.warmstart.gate import WarmStartGate
@@ -100,10 +100,11 @@ _HOMES = {
     "SegmentStore": "segments.store",
     "AdaptiveSubspace": "subspace.adaptive.settings",
     "SubspaceCache": "subspace.cache",
-    "ArrivingCodes": "translate.arriving",
+    "ArrivingCodes": "translate.codes",
     "CacheTranslator": "translate.translator",
     "SemanticCodes": "translate.codes",
     "TranslatedCache": "translate.cache",
+    "TranslatorConfig": "translate.config",
     "SlotProjector": "warmstart.summaries.projector",
     "TrainedAdapters": "warmstart.summaries.adapters",
     "WarmStartCache": "warmstart.cache",
@@ -160,6 +161,7 @@ __all__ = [
     "TOVAPolicy",
     "TrainedAdapters",
     "TranslatedCache",
+    "TranslatorConfig",
     "UnsupportedError",
     "VerifyReport",
     "WarmStartCache",

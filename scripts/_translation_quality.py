@@ -15,6 +15,7 @@ from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.translate.cache import TranslatedCache
+from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests.testbed import held_out
 from tests.testbed.documents import Document, Filler, fit_document
@@ -145,27 +146,19 @@ class Side:
     options: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-def _fitted(name: str, **options: Any) -> Side:
-    return Side(name, "fitted", {"patch_layers": None, **options})
+def _fitted(name: str, payload: float = 0.025, recompute_layers: int | Literal["auto"] = 0, **config: Any) -> Side:
+    return Side(name, "fitted", {"payload": payload, "recompute_layers": recompute_layers, "config": TranslatorConfig(**config)})
 
 
 ORACLE, RAW = Side("own prefill", "oracle"), Side("raw K/V", "raw")
 INT4 = Side("int4 K/V", "int4")
-# Metrics play no part in the paper's method; a plain one saves the gradients.
-PAPER: dict[str, Any] = {"method": "paper", "payload": 0.25, "metric": "plain"}
-REUSE = _fitted("paper's Reuse 0.25x", **PAPER)
-REUSE_PATCH = _fitted("paper's Reuse + Patch 0.25x", **PAPER, aligner="mlp", patch_layers="auto")
-DEFAULT = Side("joint 1/8 int4 (default)", "fitted")
-ZERO, FULL_RANK = _fitted("zero bytes", payload=0.0), _fitted("full rank, float32", payload=1.0, dtype="float32")
+REUSE = _fitted("paper's Reuse 0.19", 0.1875, method="paper")
+DEFAULT = Side("joint 0.025 (default)", "fitted")
+ZERO, FULL_RANK = _fitted("zero bytes", 0.0), _fitted("full rank, 24 bits", 2.0, widths=24)
 # With the default and the zero bytes, by bytes.
-SWEEP = tuple(_fitted(f"joint 1/{parts} int4", payload=1 / parts) for parts in (32, 16, 4, 2))
-VARIANTS = (
-    _fitted("joint 1/8 int8", dtype="int8"),
-    _fitted("joint 1/8 int4, plain metric", metric="plain"),
-    _fitted("cross_layer 1/8 int4", method="cross_layer"),
-    _fitted("joint 1/8 int4, 1 layer run", recompute_layers=1),
-)
-SIDES = (ORACLE, RAW, INT4, REUSE, REUSE_PATCH, ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:], *VARIANTS, FULL_RANK)
+SWEEP = tuple(_fitted(f"joint {payload:g}", payload) for payload in (0.0125, 0.05))
+VARIANTS = (_fitted("joint, 1 layer a code", layers_per_code=1), _fitted("joint, 1 layer run", recompute_layers=1))
+SIDES = (ORACLE, RAW, INT4, REUSE, ZERO, SWEEP[0], DEFAULT, *SWEEP[1:], *VARIANTS, FULL_RANK)
 GROUP = 64  # of the int4 baseline, along tokens
 
 

@@ -15,10 +15,10 @@ from shared.plot import Panel, draw
 from shared.results import Row, show, write_csv
 
 # Bars.
-SHARE, OF_RAW, OF_REUSE, RECALL, SECONDS = 0.055, 1 / 10, 1 / 3, 3.0, 180.0
+SHARE, OF_RAW, OF_REUSE, RECALL, SECONDS = 0.0253, 1 / 10, 1 / 3, 3.0, 60.0
 ALL = "all"
 # By growing bytes.
-PAYLOADS = (ZERO, *SWEEP[:2], DEFAULT, *SWEEP[2:])
+PAYLOADS = (ZERO, SWEEP[0], DEFAULT, *SWEEP[1:])
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.kernels.rebuild import Decoder
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.codes import SemanticCodes
+from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.paper.routing import Route
-from hf_kvcaches.translate.translator import CacheTranslator, TranslatorSettings
+from hf_kvcaches.translate.quantizing import Quantizer
+from hf_kvcaches.translate.translator import CacheTranslator
 
 OWN, CODES, BYTES, ONE = "consumer's prefill", "codes in hand", "codes as bytes", "codes, first layer run"
 PAPER, PATCH, RAW = "paper's Reuse", "paper's Reuse and Patch", "raw keys and values"
@@ -128,11 +130,15 @@ def rows_of(answers: Answers, **labels: Any) -> Iterator[Row]:
 def unchanged(pair: Pair) -> Side:
     """A side whose codes are the consumer's keys and values: all that is not fitted is on its way."""
     config: Any = pair.plain.config
-    width = 2 * config.num_key_value_heads * config.head_dim
-    sent, same = range(1, config.num_hidden_layers), torch.eye(width)
-    encoders = [PartEncoder(f"layer.{layer}", "reuse", (layer,), {"kv": same}) for layer in sent]
-    decoders = [LayerDecoder(layer, f"layer.{layer}", "reuse", Decoder(codes=same)) for layer in sent]
-    settings = TranslatorSettings("joint", 1.0, "float32", None, 0, "plain", 1e-4, config.num_hidden_layers)
+    heads, dim = config.num_key_value_heads, config.head_dim
+    same, ones = torch.eye(2 * heads * dim), torch.ones(2 * heads * dim)
+    # 24 bits, of a step that all keys and values of these models fit in.
+    quantizer = Quantizer(ones * 2.0**-17, torch.full((len(ones),), 24, dtype=torch.uint8), ones)
+    encoders, decoders = [], []
+    for layer in range(1, config.num_hidden_layers):
+        encoders.append(PartEncoder(f"layer.{layer}", "states", (layer,), 0, same, None, 0 * ones, quantizer))
+        decoders.append(LayerDecoder(layer, f"layer.{layer}", "states", (heads, dim, dim), Decoder(codes=same)))
+    settings = TranslatorSettings(2.0, 0, TranslatorConfig(widths=24, metric="plain", layers_per_code=1), config.num_hidden_layers)
     model = ModelFingerprint.of(pair.switched)
     return Side("unchanged", pair.switched, pair, CacheTranslator(Maps(encoders, decoders), settings, Route(()), model, model))
 

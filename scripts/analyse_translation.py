@@ -27,6 +27,7 @@ from transformers import DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.cache import TranslatedCache
+from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 
 RAW, REUSE, PATCHED = "raw keys and values", "reuse", "reuse and patch"
@@ -72,12 +73,13 @@ class Analysis:
             wanted = f"fewer than the {len(texts)} texts of {whole} tokens that there are"
             raise ConfigError.of("--prompts", wanted, args.prompts, "Ask for fewer or shorter ones.")
         self.prompts = [torch.tensor([ids], device=device) for ids in texts[-args.prompts :]]
-        layers, paper = layers_of(args.patch_layers), {"method": "paper", "payload": 0.25, "metric": "plain"}
+        layers, single = layers_of(args.patch_layers), TranslatorConfig(metric=args.metric, layers_per_code=1)
+        paper = {"payload": 0.1875, "config": TranslatorConfig(method="paper", aligner=args.aligner)}
         options: dict[str, dict[str, Any]] = {
-            REUSE: {"metric": args.metric, "patch_layers": None},
-            PATCHED: {"metric": args.metric, "patch_layers": layers},
-            PAPER: {**paper, "patch_layers": None},
-            PAPER_PATCHED: {**paper, "patch_layers": layers, "aligner": args.aligner},
+            REUSE: {"config": TranslatorConfig(metric=args.metric)},
+            PATCHED: {"config": single, "patch_layers": layers},
+            PAPER: paper,
+            PAPER_PATCHED: {**paper, "patch_layers": layers},
         }
         fit = (self.producer, self.consumer, (one, other), spaced(texts[: -args.prompts], args.prefixes))
         self.codecs = {name: CacheTranslator.fit(*fit, progress=False, **chosen) for name, chosen in options.items()}

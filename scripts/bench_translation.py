@@ -29,6 +29,7 @@ from shared.plot import Panel
 from shared.results import Row, rows_where
 from shared.sections import TIMES, Output, begin_sections, run_sections, section_arguments
 
+from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 
 SECTIONS = ("first token", "larger")
@@ -47,11 +48,11 @@ FASTER, TOKENS = 3.0, 900
 SETTINGS: dict[str, dict[str, Any]] = {
     CODES: {},
     ONE: {"recompute_layers": 1},
-    PAPER: {"method": "paper", "payload": 0.25, "metric": "plain", "patch_layers": None},
-    PATCH: {"method": "paper", "payload": 0.25, "metric": "plain", "patch_layers": [2], "aligner": "mlp"},
+    PAPER: {"payload": 0.1875, "config": TranslatorConfig(method="paper")},
+    PATCH: {"payload": 0.1875, "config": TranslatorConfig(method="paper", aligner="mlp"), "patch_layers": [2]},
 }
-# Random weights have neither a loss worth a gradient nor layers worth a patch.
-PLAIN: dict[str, Any] = {"metric": "plain", "patch_layers": None}
+# Random weights have no loss worth a gradient.
+PLAIN = {"config": TranslatorConfig(metric="plain")}
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Run:
         """The translator of a side, fitted when it is first asked for; None for sides without codes."""
         name = CODES if name == BYTES else name
         if name in SETTINGS and name not in self._codecs:
-            options = SETTINGS[name] | ({"metric": "attention"} if self.size.quick else {})
+            options = ({"config": TranslatorConfig(metric="attention")} if self.size.quick else {}) | SETTINGS[name]
             fit = (self.producer, self.pair.switched, self.pair.tokenizer, self.texts)
             self._codecs[name] = CacheTranslator.fit(*fit, progress=False, **options)
         return self._codecs.get(name)
@@ -134,7 +135,7 @@ class Run:
                 weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=random).to(weight) if weight.ndim > 1 else 0
         texts = random_ids(vocabulary, 4, size.texts[1], seed=2).tolist()
         codecs = {
-            name: CacheTranslator.fit(producer, pair.switched, None, texts, progress=False, **SETTINGS[name] | PLAIN)
+            name: CacheTranslator.fit(producer, pair.switched, None, texts, progress=False, **PLAIN | SETTINGS[name])
             for name in (CODES, PAPER)
         }
         codecs[BYTES] = codecs[CODES]

@@ -22,6 +22,7 @@ from shared.results import table
 from shared.texts import as_text, read_lines
 
 from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 
 Text = str | list[int]
@@ -87,12 +88,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", default=[], help="text files, or .jsonl with one text a line")
     parser.add_argument("--prefixes", type=int, default=64, help="texts at most, taken from all over the files")
     parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
-    parser.add_argument("--method", choices=("joint", "cross_layer", "paper"), default="joint")
-    parser.add_argument("--payload", type=float, default=0.125, help="how wide codes are, as a share of keys and values")
-    parser.add_argument("--dtype", choices=("int4", "int8", "float16", "float32"), help="of codes; default: int4, with paper float16")
-    parser.add_argument("--patch-layers", default="auto", help="auto, none, or numbers as in 1,3")
+    parser.add_argument("--method", choices=("joint", "paper"), default="joint")
+    parser.add_argument("--payload", type=float, default=0.025, help="bytes that are sent, as a share of bfloat16 keys and values")
+    parser.add_argument("--layers-per-code", type=int, default=4, help="how many consecutive layers share a code")
+    parser.add_argument("--patch-layers", default="none", help="auto, none, or numbers as in 1,3")
     parser.add_argument("--aligner", choices=("ridge", "mlp"), default="ridge", help="of patched layers")
-    parser.add_argument("--recompute-layers", type=int, default=0, help="how many of its lowest layers the consumer runs itself")
+    parser.add_argument("--recompute-layers", default="0", help="how many of its lowest layers the consumer runs itself, or auto")
     parser.add_argument("--metric", choices=("loss", "attention", "plain"), default="loss", help="what errors cost")
     args = parser.parse_args()
     check_counts(args, ["prefixes", "length"])
@@ -111,8 +112,14 @@ def main() -> None:
     (producer, one), (consumer, other) = (load(name, device) for name in (args.producer, args.consumer))
     texts = [text for path in args.texts for text in read_texts(path, other, args.length)]
     texts = spaced(texts if args.texts else held_out(other, args.length), args.prefixes)
-    names = ("method", "payload", "dtype", "aligner", "recompute_layers", "metric")
-    options = {name: getattr(args, name) for name in names} | {"patch_layers": patch_layers, "max_length": max(args.length, 8)}
+    names = ("method", "layers_per_code", "aligner", "metric")
+    options = {
+        "payload": args.payload,
+        "recompute_layers": int(args.recompute_layers) if args.recompute_layers.isdigit() else args.recompute_layers,
+        "patch_layers": patch_layers,
+        "config": TranslatorConfig(**{name: getattr(args, name) for name in names}),
+        "max_length": max(args.length, 8),
+    }
     began = time.perf_counter()
     translator = CacheTranslator.fit(producer, consumer, (one, other), texts, progress=first, **options)
     seconds = time.perf_counter() - began

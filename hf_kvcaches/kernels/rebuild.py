@@ -85,7 +85,6 @@ def rebuild(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     layout: Layout = "half",
-    rows: torch.Tensor | None = None,
     backend: Backend = "auto",
     check: bool = True,
 ) -> None:
@@ -98,7 +97,7 @@ def rebuild(
     them in float32. Triton multiplies bfloat16 or float16 as it is where both factors are of that type, and the rest in float32.
 
     Args:
-        side: What is known of each of the N tokens beside its codes, (N, d), floating point, or fewer with `rows`; or None.
+        side: What is known of each of the N tokens beside its codes, (N, d), floating point; or None.
         codes: What was sent of each token; or None.
         key_out: The cache's buffer, (batch, kv_heads, capacity, key_dim), the last dimension contiguous.
         value_out: (batch, kv_heads, capacity, value_dim), the last dimension contiguous.
@@ -107,24 +106,21 @@ def rebuild(
             Dimensions from rotary_dim on pass unchanged. None for keys that are not rotated.
         sin: Like `cos`.
         layout: Which dimensions form a pair: `"half"`: i and i + rotary_dim / 2; `"interleaved"`: 2i and 2i + 1.
-        rows: The row of `side` that each token has, (N,), int64. None: one row a token, in order. On CPUs a row is multiplied once,
-            however many tokens have it.
         backend: See the module.
         check: Whether to look at the arguments first. Not for those that fit by construction.
     """
     if check:
-        _check_rebuild(side, codes, decoder, key_out, value_out, spans, cos, sin, layout, rows)
+        _check_rebuild(side, codes, decoder, key_out, value_out, spans, cos, sin, layout)
     backend = choose(backend, key_out)
     if not any(span.tokens for span in spans):
         return None
     if backend == "reference":
-        return rebuild_reference.rebuild(side, codes, decoder, key_out, value_out, spans, cos=cos, sin=sin, layout=layout, rows=rows)
+        return rebuild_reference.rebuild(side, codes, decoder, key_out, value_out, spans, cos=cos, sin=sin, layout=layout)
     tables = None if cos is None or sin is None else (cos, sin)
     if backend == "torch":
-        return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, tables, layout, rows)
+        return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, tables, layout)
     from hf_kvcaches.kernels import rebuild_triton
 
-    side = side if side is None or rows is None else side[rows]
     return rebuild_triton.rebuild(side, codes, decoder, key_out, value_out, spans, tables, layout)
 
 
@@ -137,7 +133,6 @@ def _rebuild_torch(
     spans: Sequence[RowSpan],
     tables: Tables | None,
     layout: Layout,
-    rows: torch.Tensor | None,
 ) -> None:
     exact = torch.promote_types(key_out.dtype, torch.float32)
     tokens, heads = sum(span.tokens for span in spans), key_out.shape[1]
@@ -147,10 +142,7 @@ def _rebuild_torch(
         initial += decoder.bias
     factors = []
     if side is not None and decoder.side is not None:
-        if rows is None:
-            factors.append((side, decoder.side.to(exact)))
-        else:
-            initial = torch.addmm(initial, side.to(exact), decoder.side.to(exact))
+        factors.append((side, decoder.side.to(exact)))
     if codes is not None and decoder.codes is not None:
         data, scale, zero, group = codes
         plain = data if scale is None or zero is None else dequantize(data, scale, zero, tokens, group, exact).t()
@@ -159,10 +151,7 @@ def _rebuild_torch(
     buffer = torch.empty(most, sum(widths), dtype=exact, device=key_out.device)
     for here, row, slots in _pieces(spans, most):
         numbers = buffer[: here.stop - here.start]
-        if rows is not None and side is not None:
-            torch.index_select(initial, 0, rows[here], out=numbers)
-        else:
-            numbers.copy_(initial)
+        numbers.copy_(initial)
         for x, weights in factors:
             numbers.addmm_(x[here].to(exact), weights)
         keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in numbers.split(widths, 1))
@@ -199,7 +188,6 @@ def _check_rebuild(
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     layout: str,
-    rows: torch.Tensor | None,
 ) -> None:
     """Refuses arguments of `rebuild` that don't fit together."""
     device = key_out.device
@@ -213,12 +201,8 @@ def _check_rebuild(
         if (factor is None) != (weights is None):
             wanted = f"{'None' if factor is None else 'a tensor'} for these {name}"
             raise ConfigError.of(f"decoder.{name}", wanted, type(weights).__name__)
-    if rows is not None:
-        check_tensor("rows", rows, (tokens,), torch.int64, device)
-        if side is None or (tokens and not 0 <= int(rows.min()) <= int(rows.max()) < len(side)):
-            raise ConfigError.of("rows", "rows of side", None if side is None else f"{rows.min()} to {rows.max()} of {len(side)}")
     if side is not None and decoder.side is not None:
-        check_tensor("side", side, (tokens if rows is None else None, None), FLOATS, device)
+        check_tensor("side", side, (tokens, None), FLOATS, device)
         check_tensor("decoder.side", decoder.side, (side.shape[1], width), FLOATS, device)
     if codes is not None and decoder.codes is not None:
         shape = (tokens, codes.data.shape[-1]) if codes.data.is_floating_point() else (None, tokens)

@@ -24,7 +24,6 @@ def rebuild(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     layout: Layout = "half",
-    rows: torch.Tensor | None = None,
 ) -> None:
     """Makes and writes one token of one head at a time."""
     heads, key_dim, value_dim = key_out.shape[1], key_out.shape[3], value_out.shape[3]
@@ -35,7 +34,7 @@ def rebuild(
         if decoder.bias is not None:
             numbers += decoder.bias.double()
         if side is not None and decoder.side is not None:
-            numbers += side[token if rows is None else int(rows[token])].double() @ decoder.side.double()
+            numbers += side[token].double() @ decoder.side.double()
         if codes is not None and decoder.codes is not None:
             numbers += _code_of(codes, token) @ decoder.codes.double()
         for head in range(heads):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,11 +14,13 @@ from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
-from hf_kvcaches.translate.arriving import ArrivingCodes
-from hf_kvcaches.translate.codes import Part, SemanticCodes
-from hf_kvcaches.translate.filling import fill, match_rows
+from hf_kvcaches.translate.codes import ArrivingCodes, Part, SemanticCodes
+from hf_kvcaches.translate.filling import CodedPrompt, fill, match_rows
+from hf_kvcaches.translate.head import CodesHead
 from hf_kvcaches.translate.states import PromptTokens
 from hf_kvcaches.translate.translator import CacheTranslator
+
+_UNSERVED = "Pass the input_ids of the whole prompt, with logits_to_keep=1 as generate does."
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class TranslatedCache(SplicingCache):
 
     The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the one that was coded. A
     prompt that goes on behind the coded one is run from there. One that is shorter than the coded one is refused, and so is a pass that
-    codes can't serve while the cache is empty (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings).
+    codes can't serve (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings). The next turn of a chat
+    can come as codes, too: `add` takes them.
 
     Args:
         consumer: The model that the translator was fitted for.
@@ -65,27 +67,47 @@ class TranslatedCache(SplicingCache):
     """
 
     translator: CacheTranslator | None = None
-    codes: SemanticCodes | ArrivingCodes | None = None
     # Tokens that were rebuilt, and how many numbers the keys and values of one are in all layers.
     _translated = 0
     _token_numbers = 0
-    # Whether the codes are of no use for the prompt that came.
-    _unserved = False
+    # How many of the messages were used.
+    _used = 0
 
     def __init__(
         self, consumer: Any, translator: CacheTranslator, codes: SemanticCodes | ArrivingCodes, *, decode_with: KVCache | None = None
     ) -> None:
         hint = "Pass CacheTranslator.from_pretrained(...)."
         require_instance("translator", translator, CacheTranslator, {"consumer": consumer, "codes": codes}, hint)
-        if not isinstance(codes, SemanticCodes | ArrivingCodes):
-            hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
-            raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
         translator.check_consumer(consumer)
-        translator.check_codes(codes.head)
-        self.translator, self.codes = translator, codes
+        self.translator = translator
+        self.messages: list[SemanticCodes | ArrivingCodes] = []
         # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.
         self._arrived: list[Part] = []
         super().__init__(consumer, decode_with=decode_with)
+        self.add(codes)
+
+    @property
+    def codes(self) -> SemanticCodes | ArrivingCodes | None:
+        """Those that the next prompt is filled from."""
+        return self.messages[self._used] if self._used < len(self.messages) else None
+
+    def add(self, codes: SemanticCodes | ArrivingCodes) -> None:
+        """Takes the codes of the next turn of a chat.
+
+        Args:
+            codes: Of the whole text, with codes of the tokens behind this cache's at least: `translator.encode(..., first=cache.seen)`.
+        """
+        if not isinstance(codes, SemanticCodes | ArrivingCodes):
+            hint = "Pass SemanticCodes.from_bytes(data)." if isinstance(codes, bytes) else "Pass what translator.encode gave."
+            raise ConfigError.of("codes", "SemanticCodes or ArrivingCodes", type(codes).__name__, hint)
+        if self.translator is None or self.handed_over or self.codes is not None:
+            raise UnsupportedError(
+                "add: expected a cache that has used its codes, keeps its tokens and knows its translator. Feed it the prompt that was "
+                "coded before, leave out decode_with, and make a new one in place of one that was loaded."
+            )
+        self.translator.check_codes(codes.head)
+        self.messages.append(codes)
+        self._arrived = []
 
     def settings(self) -> dict[str, Any]:
         return {"translated": self._translated}
@@ -95,80 +117,74 @@ class TranslatedCache(SplicingCache):
         # Codes stay behind: what comes out of a file goes on with the tokens that it has.
         cache = cls.__new__(cls)
         SplicingCache.__init__(cache, model)
-        cache._arrived, cache._translated = [], int(settings["translated"])
+        cache.messages, cache._arrived, cache._translated = [], [], int(settings["translated"])
         return cache
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
-        if self.codes is None or self.seen:
-            raise UnsupportedError("prefill: the cache has tokens already, or no codes. reset() it, or make one with codes.")
+        if self.codes is None:
+            raise UnsupportedError("prefill: the cache has used its codes, or has none. reset() it, add() the next ones, or run the model.")
         return super().prefill(input_ids, attention_mask)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if (
-            self.codes is not None
-            and not (self.filling or self._unserved)
-            and self.source_layers[layer_idx].seen == 0
-            and not self.handed_over
-        ):
+        if self.codes is not None and not self.filling:
             raise UnsupportedError(
-                "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. Pass "
-                "input_ids, under torch.no_grad() and not compiled, with logits_to_keep=1 as generate does; or call "
-                "cache.prefill(input_ids) first and go on behind it."
+                "TranslatedCache: the cache is still to be filled from its codes, and this call of the model can't be served by them. "
+                f"{self.reason or _UNSERVED} Or call cache.prefill(input_ids) first and go on behind it."
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
-        super().observe(input_ids, attention_mask, position_ids)
-        if input_ids.shape[1] == 1 and not self.seen and self.codes is not None:
-            self._leave_to_model("a prompt of one token has nothing before it")
-
     def take_prefill(self, call: PrefillCall) -> int:
-        if self.codes is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return 0  # where codes are left out, `update` says so
-        tokens = PromptTokens.of(call.input_ids, call.attention_mask)
-        self._require_positions(tokens, call.position_ids)
-        assert self.translator is not None
-        prompt = match_rows(self.codes.head, tokens, call.most)
-        if prompt is None:
-            coded = ", ".join(str(row.tokens) for row in self.codes.head.rows)
-            lengths = ", ".join(str(len(ids)) for ids in tokens.rows())
-            raise ConfigError(
-                f"codes: they are of another prompt (rows of {coded} tokens) than the one that came (rows of {lengths}). Encode this "
-                "prompt, with the same tokens and chat template, or use another cache for it. A prompt is fed whole: not shorter than it "
-                "was coded, nor in chunks that are shorter."
-            )
-        if prompt.slots <= max(prompt.padding):
-            self._leave_to_model("a row of the prompt begins behind what all rows have of the codes")
+        codes = self.codes
+        if codes is None:
             return 0
-        self.identity_of_pass(tokens.ids.shape[1])
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            self.reason = "Gradients are enabled, or the pass is compiled. Call the model under torch.no_grad(), and not compiled."
+            return 0  # and `update` says so
+        assert self.translator is not None
+        seen, tokens = self.seen, self._whole_text(call)
+        prompt = self._match(codes.head, tokens, seen + call.most)
+        self.identity_of_pass(tokens.ids.shape[1] - seen)
         self.translator.check_consumer(self.model, self.confirmed_identity())
         slots = prompt.slots
         filled = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]).to(compat.input_device(self.model))
-        fill(self, self.codes.head, prompt, filled, self._parts())
-        self._translated = sum(slots - pad for pad in prompt.padding)
+        fill(self, self.translator, codes.head, prompt, filled, self._parts(codes))
+        self._translated += sum(slots - max(seen, pad) for pad in prompt.padding)
         self._token_numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
+        self._used, self.reason = self._used + 1, ""
         self.take(slots)
-        return slots
+        return slots - seen
 
-    def _require_positions(self, tokens: PromptTokens, position_ids: torch.Tensor | None) -> None:
-        """Refuses a prompt whose tokens the model numbers otherwise than those that were coded."""
-        slots = torch.arange(tokens.ids.shape[1], device=tokens.ids.device)
-        given = slots if position_ids is None else position_ids.to(slots.device)
-        same = given.ndim <= 2 and bool(((given == tokens.positions) | ~tokens.real).all())
-        if self.rotation.positions_matter and not same:
+    def _whole_text(self, call: PrefillCall) -> PromptTokens:
+        """The tokens in the cache and those of a call."""
+        length = self.seen + call.input_ids.shape[1]
+        padding = self.history.padding(length)
+        if isinstance(padding, str):
             raise UnsupportedError(
-                "position_ids: codes are of tokens that are counted without padding, and the model would count otherwise. Pass "
+                f"codes: they can't be compared with this prompt. {padding} Pad rows on the left, with attention_mask, and pass "
                 "position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0), as generate does, here and with the tokens that follow."
             )
+        return PromptTokens.of(self.history.tokens(), torch.arange(length)[None] >= torch.tensor(padding)[:, None])
 
-    def _leave_to_model(self, why: str) -> None:
-        warnings.warn(f"TranslatedCache: the model runs the prompt itself, because {why}.", RuntimeWarning, stacklevel=2)
-        self._unserved = True
+    def _match(self, head: CodesHead, tokens: PromptTokens, most: int) -> CodedPrompt:
+        """Which codes the rows take."""
+        prompt = match_rows(head, tokens, most, self.seen)
+        if prompt is None:
+            coded = ", ".join(str(row.tokens) for row in head.rows)
+            lengths = ", ".join(str(len(ids)) for ids in tokens.rows())
+            raise ConfigError(
+                f"codes: they are of another prompt (rows of {coded} tokens) than the one that came (rows of {lengths}). Encode this "
+                f"prompt, with the same tokens and chat template, and first=cache.seen ({self.seen}) or less, or use another cache for it. "
+                "A prompt is fed whole: not shorter than it was coded, nor in chunks that are shorter."
+            )
+        if prompt.slots <= max(self.seen, *prompt.padding):
+            raise ConfigError(
+                "codes: a row of the prompt begins behind the last token that all rows have of the codes. Encode the whole batch, or give "
+                "rows of such different lengths a cache each."
+            )
+        return prompt
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self, codes: SemanticCodes | ArrivingCodes) -> Iterator[Part]:
         """All parts; those that came are kept, so that the cache can be filled again, also where a filling was broken off."""
-        codes = self.codes
-        assert codes is not None
         yield from tuple(self._arrived)
         if isinstance(codes, SemanticCodes):
             yield from codes
@@ -177,31 +193,36 @@ class TranslatedCache(SplicingCache):
             for part in codes:
                 self._arrived.append(part)
                 yield part
-        self.codes, self._arrived = SemanticCodes(codes.head, self._arrived), []
+        self.messages[self._used], self._arrived = SemanticCodes(codes.head, self._arrived), []
 
     def report(self) -> TranslatedReport:
         fields = self._report_fields()
-        if self.codes is None or self.translator is None or not self._translated:
+        if self.translator is None or not self._translated:
             return TranslatedReport(**fields, translated=self._translated)
-        head = self.codes.head
+        heads = [message.head for message in self.messages[: self._used]]
+        sent = sum(head.nbytes for head in heads)
         return TranslatedReport(
             **fields,
             translated=self._translated,
-            payload_bytes=head.nbytes,
-            payload_share=head.nbytes / (2 * self._token_numbers * head.tokens),
+            payload_bytes=sent,
+            payload_share=sent / (2 * self._token_numbers * sum(head.tokens for head in heads)),
             run_layers=self.translator.settings.recompute_layers,
             patched=self.translator.patched_layers,
         )
 
     def reset(self) -> None:
         super().reset()
-        self._translated = 0
-        self._unserved = False
+        self._translated = self._used = 0
+        del self.messages[1:]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(each): each for each in (self.translator, self.codes, self.rotation, self._arrived)}
+        memo |= {id(each): each for each in (self.translator, self.rotation, self._arrived, *self.messages)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.codes is not None:
+            raise UnsupportedError(
+                "pickle: the cache is still to be filled from its codes. Send these instead, or call cache.prefill first."
+            )
         # Elsewhere the cache goes on with what it has.
-        return {**super().__getstate__(), "translator": None, "codes": None, "_arrived": []}
+        return {**super().__getstate__(), "translator": None, "messages": [], "_used": 0, "_arrived": []}

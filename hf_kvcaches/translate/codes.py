@@ -1,75 +1,37 @@
 """Semantic codes: what a producer sends in place of its keys and values, and consumers rebuild theirs from.
 
-A batch's tokens are concatenated without padding, so each code is `(tokens of all rows, rank)`. Codes come in parts, one for each layer
-that is sent or one for all, and the head that comes before them says what they will be. `core/wire/messages.py` has the bytes.
+A batch's tokens are concatenated without padding, so the codes of a part are `(bytes of a token, tokens of all rows)`. Codes come in parts,
+one for each layer that is sent or one for all, and the head that comes before them says what they will be. `core/wire/messages.py` has the
+bytes.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from hf_kvcaches.core.files import write_atomically
-from hf_kvcaches.core.quantize import Quantized, quantize
-from hf_kvcaches.core.wire.messages import Bytes, MessageWriter
-from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.stores.blobs_format import DTYPES, dense
+from hf_kvcaches.core.wire.messages import Bytes, MessageReader, MessageWriter
+from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.stores.files import opened
-from hf_kvcaches.translate.head import CodesHead, check_dtype
+from hf_kvcaches.translate.head import CodesHead
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
+class Part(NamedTuple):
     """The codes of a layer, or of all.
 
     Args:
         name: That of its `PartHead`.
-        codes: `(tokens, rank)` each, by name: floating point, or quantised over the tokens. `pack` makes them.
+        codes: Packed, (bytes of a token, tokens), uint8.
     """
 
     name: str
-    codes: dict[str, Tensor | Quantized]
-
-    def decoded(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A code as `(tokens, rank)`. What lies beyond the range of the type becomes the range's end."""
-        code = self.codes[name]
-        if isinstance(code, Quantized):
-            return code.dequantize(dtype)
-        limit = torch.finfo(dtype).max
-        return (code.clamp(-limit, limit) if limit < torch.finfo(code.dtype).max else code).to(dtype)
-
-    def joined(self) -> Tensor:
-        """All its codes side by side, (tokens, rank of all), float32."""
-        return torch.cat([self.decoded(name, torch.float32) for name in self.codes], dim=1)
-
-
-def pack(z: Tensor, dtype: str, group: int | None) -> Tensor | Quantized:
-    """A code as it is sent. What lies beyond the range of float16, or of float32 where it is sent as such, becomes the range's end.
-
-    Args:
-        z: `(tokens, rank)`, of any floating-point type.
-        dtype: `float32`, `float16`, `int8` or `int4`.
-        group: How many tokens of a channel share a scale; None: all.
-    """
-    check_dtype(dtype)
-    if not isinstance(z, Tensor) or z.ndim != 2 or not z.is_floating_point():
-        raise ConfigError.of("z", "floats (tokens, rank)", f"{z.dtype} {tuple(z.shape)}" if isinstance(z, Tensor) else type(z).__name__)
-    if not bool(z.isfinite().all()):
-        raise ConfigError.of("z", "finite values", "infinities or NaN", "Look for them in what the producer computed.")
-    # In float32: bfloat16 would round the end of float16's range to a number beyond it.
-    limit = torch.finfo(torch.float32 if dtype == "float32" else torch.float16).max
-    floats = z.detach().float().clamp(-limit, limit)
-    if dtype == "float32":
-        return floats.contiguous()
-    half = floats.half()
-    if dtype == "float16":
-        return half.contiguous()
-    return quantize(half, bits=8 if dtype == "int8" else 4, group=group, axis=0, check_finite=False)
+    codes: Tensor
 
 
 class CodesWriter:
@@ -85,8 +47,8 @@ class CodesWriter:
 
     def add(self, part: Part) -> bytes:
         """The bytes of the next part."""
-        assert not (fault := _misfit(self.head, self._message.number, part)), fault
-        return self._message.add(dense(_tensors(part)))
+        _check_part(self.head, self._message.number, part)
+        return self._message.add({"codes": part.codes})
 
 
 class SemanticCodes:
@@ -102,7 +64,7 @@ class SemanticCodes:
         self.parts = tuple(parts)
         assert len(self.parts) == len(head.parts), f"{len(self.parts)} parts for a head of {len(head.parts)}"
         for number, part in enumerate(self.parts):
-            assert not (fault := _misfit(head, number, part)), fault
+            _check_part(head, number, part)
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +91,7 @@ class SemanticCodes:
         """
         if not isinstance(data, Bytes):
             raise ConfigError.of("data", "bytes", type(data).__name__)
-        return _collected([data])
+        return ArrivingCodes([data]).collect()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file, whole or not at all.
@@ -153,7 +115,7 @@ class SemanticCodes:
         """
         try:
             with opened(path) as file:
-                return _collected(iter(lambda: file.read(1 << 20), b""))
+                return ArrivingCodes(iter(lambda: file.read(1 << 20), b"")).collect()
         except OSError as error:
             raise ArtifactError(f"{path}: expected a file of semantic codes, got {error}. Write one with SemanticCodes.save.") from error
         except ArtifactError as error:
@@ -167,44 +129,49 @@ class SemanticCodes:
 
     def __repr__(self) -> str:
         head = self.head
-        return (
-            f"SemanticCodes({head.method}, {head.dtype}, {len(head.rows)} rows of {head.tokens} tokens in all, "
-            f"{len(self.parts)} parts, {self.nbytes:,} bytes)"
-        )
+        return f"SemanticCodes({len(head.rows)} rows of {head.tokens} tokens in all, {len(self.parts)} parts, {self.nbytes:,} bytes)"
 
 
-def _collected(pieces: Iterable[Bytes]) -> SemanticCodes:
-    # Late: codes make their reader and the reader makes codes.
-    from hf_kvcaches.translate.arriving import ArrivingCodes
+class ArrivingCodes:
+    """Semantic codes as a `MessageReader` takes them in: iterate over it, once, for the parts in their order.
 
-    return ArrivingCodes(pieces).collect()
+    Args:
+        source: The bytes of one message and no more, in pieces of any sizes, or a function that returns between 1 and the given number
+            of bytes, and none at the end. Such a function is asked for no byte beyond the message.
+        ending: How it is said that no more bytes come.
+    """
+
+    def __init__(self, source: Iterable[Bytes] | Callable[[int], Bytes], ending: str = "") -> None:
+        self._message = MessageReader(source, CodesHead, ending)
+        self.head = self._message.head
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole message."""
+        return self.head.nbytes
+
+    def collect(self) -> SemanticCodes:
+        """Waits for all parts. They can't be collected once one was taken."""
+        if self._message.taken or self._message.finished:
+            raise UnsupportedError("Parts of these codes were taken already, and are not kept. Collect them first, then iterate.")
+        return SemanticCodes(self.head, self)
+
+    def __iter__(self) -> Self:
+        if self._message.finished:
+            raise UnsupportedError("All parts of these codes were taken already, and are not kept. Use collect() to have them twice.")
+        return self
+
+    def __next__(self) -> Part:
+        tensors = next(self._message)
+        return Part(self.head.parts[self._message.taken - 1].name, tensors["codes"])
+
+    def __repr__(self) -> str:
+        return f"ArrivingCodes({self._message.taken} of {len(self.head.parts)} parts taken)"
 
 
-def _tensors(part: Part) -> dict[str, Tensor]:
-    """The tensors of a part by their names in its body."""
-    found: dict[str, Tensor] = {}
-    for name, code in part.codes.items():
-        if isinstance(code, Quantized):
-            found |= {f"{name}.{piece}": tensor for piece, tensor in code.tensors().items()}
-        else:
-            found[name] = code
-    return found
-
-
-def _misfit(head: CodesHead, number: int, part: Part) -> str:
-    """Why this is not the part of that number, or nothing."""
-    if number >= len(head.parts):
-        return f"a part {part.name!r} after the last of {len(head.parts)}"
-    expected = head.parts[number]
-    if part.name != expected.name:
-        return f"part {part.name!r} where {expected.name!r} is next"
-    given = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in _tensors(part).items()}
-    wanted = {tensor.name: (DTYPES[tensor.dtype], tensor.shape) for tensor in head.tensors_of(expected)}
-    if given != wanted:
-        return f"part {part.name!r} has {given}, its head says {wanted}"
-    for name, rank in expected.ranks.items():
-        code = part.codes[name]
-        # Other groups can have scales of the same shape.
-        if isinstance(code, Quantized) and code.meta() != head.meta_of(rank):
-            return f"code {name!r} of part {part.name!r} has {code.meta()}, its head says {head.meta_of(rank)}"
-    return ""
+def _check_part(head: CodesHead, number: int, part: Part) -> None:
+    """An assertion that this is the part of that number."""
+    assert number < len(head.parts), f"a part {part.name!r} after the last of {len(head.parts)}"
+    expected, form = head.parts[number], (part.codes.dtype, tuple(part.codes.shape))
+    assert part.name == expected.name, f"part {part.name!r} where {expected.name!r} is next"
+    assert form == (torch.uint8, (expected.rows, head.tokens)), f"part {part.name!r} has {form}, its head says {expected}"

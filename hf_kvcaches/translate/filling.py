@@ -13,7 +13,6 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.layer_pass import StoppingPass
 from hf_kvcaches.core.partial import PassEnded, with_layers
 from hf_kvcaches.core.prefill import run_module
-from hf_kvcaches.core.quantize import Quantized
 from hf_kvcaches.kernels.rebuild import Codes, RowSpan, rebuild
 from hf_kvcaches.translate.codes import Part
 from hf_kvcaches.translate.head import CodesHead
@@ -22,6 +21,7 @@ from hf_kvcaches.translate.states import PromptTokens, feed_attention, with_told
 
 if TYPE_CHECKING:
     from hf_kvcaches.translate.cache import TranslatedCache
+    from hf_kvcaches.translate.translator import CacheTranslator
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class CodedPrompt:
         coded: For each of them, the number of its row in the codes. Texts of several lengths may begin with the same one.
         copies: For each other row, the one of `rows` that gets the same tokens in the same slots.
         padding: Slots at the start of each row of the batch that hold no token.
-        slots: The first ones that can be filled in all rows, padding included.
+        slots: The first ones that are filled in all rows afterwards, padding included.
+        seen: Those that were filled before.
     """
 
     rows: tuple[int, ...]
@@ -41,31 +42,37 @@ class CodedPrompt:
     copies: dict[int, int]
     padding: tuple[int, ...]
     slots: int
+    seen: int = 0
 
     @property
     def spans(self) -> list[RowSpan]:
         """Where the tokens of `rows` go."""
-        return [RowSpan(row, self.padding[row], self.slots - self.padding[row]) for row in self.rows]
+        return [RowSpan(row, first, self.slots - first) for row in self.rows for first in (max(self.seen, self.padding[row]),)]
 
     def code_indices(self, head: CodesHead) -> torch.Tensor | None:
         """The tokens of the codes that are used; None for all in their order."""
-        tokens, counts = [row.tokens for row in head.rows], [span.tokens for span in self.spans]
-        if list(self.coded) == list(range(len(tokens))) and counts == tokens:
-            return None
-        starts = [sum(tokens[:number]) for number in self.coded]
-        return torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+        counts = [row.coded for row in head.rows]
+        used = []
+        for number, span in zip(self.coded, self.spans, strict=True):
+            start = sum(counts[:number]) + span.first - self.padding[span.row] - head.rows[number].first
+            used.append(torch.arange(start, start + span.tokens))
+        index = torch.cat(used)
+        return None if torch.equal(index, torch.arange(head.tokens)) else index
 
 
-def match_rows(head: CodesHead, tokens: PromptTokens, most: int) -> CodedPrompt | None:
+def match_rows(head: CodesHead, tokens: PromptTokens, most: int, seen: int = 0) -> CodedPrompt | None:
     """Finds each row of a batch among those that were coded; None where a row is not among them.
 
     Args:
+        tokens: All of them, also those in the cache.
         most: Slots that may be filled.
+        seen: Slots that are filled already.
     """
     padding = (~tokens.real).sum(-1).tolist()
     matches: list[tuple[int, int]] = []
     for row, ids in enumerate(tokens.rows()):
-        known = [(coded.tokens, -number) for number, coded in enumerate(head.rows) if coded.begins(ids.numpy())]
+        held = max(0, seen - padding[row])
+        known = [(coded.tokens, -number) for number, coded in enumerate(head.rows) if coded.first <= held and coded.begins(ids.numpy())]
         if not known:
             return None
         count, number = max(known)
@@ -78,47 +85,49 @@ def match_rows(head: CodesHead, tokens: PromptTokens, most: int) -> CodedPrompt 
         if twin != row:
             copies[row] = twin
     ordered = sorted((number, row) for (number, _), row in first.items())
-    return CodedPrompt(tuple(row for _, row in ordered), tuple(number for number, _ in ordered), copies, tuple(padding), slots)
+    return CodedPrompt(tuple(row for _, row in ordered), tuple(number for number, _ in ordered), copies, tuple(padding), slots, seen)
 
 
-def fill(cache: TranslatedCache, head: CodesHead, prompt: CodedPrompt, tokens: PromptTokens, parts: Iterable[Part]) -> None:
+def fill(
+    cache: TranslatedCache, translator: CacheTranslator, head: CodesHead, prompt: CodedPrompt, tokens: PromptTokens, parts: Iterable[Part]
+) -> None:
     """Runs the lowest layers, and rebuilds the others.
 
     Args:
-        tokens: The prompt's that are to be in the cache.
+        tokens: The prompt's that are to be in the cache, also those that are.
         parts: In the head's order; each may have to be waited for.
     """
-    filling = _Filling(cache, head, prompt, tokens)
-    by_part: dict[str | None, list[LayerDecoder]] = {}
-    for decoder in filling.translator.maps.decoders:
-        by_part.setdefault(decoder.part, []).append(decoder)
-    for decoder in by_part.pop(None, []):
+    filling = _Filling(cache, translator, head, prompt, tokens)
+    (_, unsent), *sent = translator.maps.parts()
+    for decoder in unsent:
         filling.rebuild(decoder, None)
-    for part in parts:
-        for decoder in by_part.pop(part.name, []):
-            filling.rebuild(decoder, part)
-    assert not by_part, f"no codes came for {sorted(map(str, by_part))}"
+    for part, (name, decoders) in zip(parts, sent, strict=True):
+        assert part.name == name
+        coefficients = filling.coefficients(part)
+        for decoder in decoders:
+            filling.rebuild(decoder, coefficients)
 
 
 class _Filling:
     """One filling of a cache: what its layers have in common."""
 
-    def __init__(self, cache: TranslatedCache, head: CodesHead, prompt: CodedPrompt, tokens: PromptTokens) -> None:
-        assert cache.translator is not None
-        self.cache, self.prompt, self.tokens, self.translator = cache, prompt, tokens, cache.translator
+    def __init__(
+        self, cache: TranslatedCache, translator: CacheTranslator, head: CodesHead, prompt: CodedPrompt, tokens: PromptTokens
+    ) -> None:
+        self.cache, self.prompt, self.tokens, self.translator = cache, prompt, tokens, translator
         self.layers = compat.decoder_layers(cache.model)[2]
+        self._quantizers = {encoder.part: encoder.quantizer for encoder in translator.maps.encoders}
         self._code_indices = prompt.code_indices(head)
         self._tables: dict[Any, dict[str, Any]] = {}
-        self._side, self._side_rows = self._known_of_tokens()
+        self._side = self._known_of_tokens()
 
-    def _known_of_tokens(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _known_of_tokens(self) -> torch.Tensor:
         """Runs the layers that the consumer has for itself, up to the next one's keys and values.
 
         Returns:
-            What that layer's attention is given for each rebuilt token, (tokens, hidden). Where it is the same for all tokens of an id,
-            once for each id, and the row that each token has.
+            What that layer's attention is given for each rebuilt token, (tokens, hidden).
         """
-        lowest, given = self.translator.settings.recompute_layers, list[torch.Tensor]()
+        lowest, given, seen = self.translator.settings.recompute_layers, list[torch.Tensor](), self.prompt.seen
 
         def keep(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             given.append(args[0] if args else kwargs["hidden_states"])
@@ -126,60 +135,39 @@ class _Filling:
 
         attention = with_told_attention(self.layers[lowest], keep)
         twin = with_layers(self.cache.model, [*self.layers[:lowest], attention, *self.layers[lowest + 1 :]])
+        new = self.tokens.ids[:, seen:], self.tokens.positions[:, seen:]
         with suppress(PassEnded):
-            run_module(twin, StoppingPass(self.cache, lowest), self.tokens.ids, self.tokens.positions, self.tokens.mask)
-        side, ids = self._rebuilt(given[0]), self._rebuilt(self.tokens.ids).to(given[0].device)
-        distinct, rows = ids.unique(return_inverse=True)
-        some = torch.empty_like(distinct).scatter_(0, rows, torch.arange(len(ids), device=ids.device))
-        alike = len(distinct) < len(ids) and torch.equal(side[some][rows], side)
-        return (side[some], rows) if alike else (side, None)
+            run_module(twin, StoppingPass(self.cache, lowest), *new, self.tokens.mask)
+        return torch.cat([given[0][span.row, span.first - seen :] for span in self.prompt.spans])
 
-    def _rebuilt(self, states: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, ...) of the rebuilt rows without padding, (tokens, ...)."""
-        return torch.cat([states[span.row, span.first :] for span in self.prompt.spans])
+    def coefficients(self, part: Part) -> torch.Tensor:
+        """Of the rebuilt tokens, (tokens, rank)."""
+        codes = part.codes if self._code_indices is None else part.codes[:, self._code_indices]
+        return self._quantizers[part.name].decode(codes.to(self._side.device))
 
-    def rebuild(self, decoder: LayerDecoder, part: Part | None) -> None:
+    def rebuild(self, decoder: LayerDecoder, coefficients: torch.Tensor | None) -> None:
         """Writes the keys and values of a layer."""
-        layer = self.cache.layers[decoder.layer]
-        if decoder.kind == "patch":
-            self._regenerate(decoder, part)
+        layer, device = self.cache.layers[decoder.layer], compat.layer_device(self.layers[decoder.layer])
+        if decoder.kind == "input":
+            self._regenerate(decoder, coefficients)
         else:
-            device = compat.layer_device(self.layers[decoder.layer])
-            # All layers are of one shape: the translator was not fitted otherwise.
-            like = (buffer[:, :, :0].to(device) for buffer in self.cache.layers[0].owned_tensors().values())
-            layer.open(len(self.tokens.ids), self.prompt.slots, *like)
+            heads, *dims = decoder.shape
+            like = self.cache.layers[0].key_buffer
+            layer.open(len(self.tokens.ids), self.prompt.slots, *(like.new_empty(1, heads, 0, dim, device=device) for dim in dims))
             weights = self.translator.weights_on(decoder, device, self.cache.model.dtype)
             rebuild(
                 None if weights.side is None else self._side.to(device),
-                self._codes(part, device),
+                None if coefficients is None or weights.codes is None else Codes(coefficients.to(device)),
                 weights,
                 layer.key_buffer,
                 layer.value_buffer,
                 self.prompt.spans,
-                rows=None if weights.side is None or self._side_rows is None else self._side_rows.to(device),
                 check=False,
                 **self._rotation(decoder.layer, device),
             )
         for row, twin in self.prompt.copies.items():
             for buffer in (layer.key_buffer, layer.value_buffer):
-                buffer[row] = buffer[twin]
-
-    def _codes(self, part: Part | None, device: torch.device) -> Codes | None:
-        """A part's codes as the kernel wants them."""
-        if part is None or not part.codes:
-            return None
-        code = next(iter(part.codes.values()))
-        if len(part.codes) == 1 and self._code_indices is None:
-            if isinstance(code, Quantized):
-                code = code.to(device)
-                return Codes(code.data, code.scale, code.zero, code.group)
-            return Codes(code.to(device))
-        return Codes(self._floats(part, device))
-
-    def _floats(self, part: Part, device: torch.device) -> torch.Tensor:
-        """A part's codes side by side, (tokens, rank)."""
-        codes = part.joined()
-        return (codes if self._code_indices is None else codes[self._code_indices]).to(device)
+                buffer[row, :, self.prompt.seen :] = buffer[twin, :, self.prompt.seen :]
 
     def _rotation(self, layer_idx: int, device: torch.device) -> dict[str, Any]:
         """The kernel's tables for a layer's keys; layers with one geometry share them."""
@@ -187,20 +175,16 @@ class _Filling:
         if geometry.kind != "rope":
             return {}
         if (id(geometry), device) not in self._tables:
-            counts = [span.tokens for span in self.prompt.spans]
-            cos, sin = (
-                torch.cat([table[:count] for count in counts]) * geometry.attention_scaling
-                for table in geometry.cos_sin(torch.arange(max(counts)), device=device)
-            )
+            positions = torch.cat([self.tokens.positions[span.row, span.first :] for span in self.prompt.spans]).to(device)
+            cos, sin = (table * geometry.attention_scaling for table in geometry.cos_sin(positions, device=device))
             self._tables[id(geometry), device] = {"cos": cos, "sin": sin, "layout": geometry.layout}
         return self._tables[id(geometry), device]
 
-    def _regenerate(self, decoder: LayerDecoder, part: Part | None) -> None:
+    def _regenerate(self, decoder: LayerDecoder, coefficients: torch.Tensor | None) -> None:
         """Gives a patched layer's attention its translated input, and lets it make keys and values."""
-        codes = None if part is None else self._floats(part, self._side.device)
-        side = self._side if self._side_rows is None else self._side[self._side_rows]
-        inputs = decoder.apply(side, codes)
-        hidden = inputs.new_zeros(*self.tokens.ids.shape, inputs.shape[1])
+        inputs, seen = decoder.apply(self._side, coefficients), self.prompt.seen
+        new = PromptTokens(self.tokens.ids[:, seen:], self.tokens.mask, self.tokens.real, self.tokens.positions[:, seen:])
+        hidden = inputs.new_zeros(*new.ids.shape, inputs.shape[1])
         for span, rows in zip(self.prompt.spans, inputs.split([span.tokens for span in self.prompt.spans]), strict=True):
-            hidden[span.row, span.first :] = rows
-        feed_attention(self.cache.model, decoder.layer, hidden, self.tokens, StoppingPass(self.cache, decoder.layer, decoder.layer))
+            hidden[span.row, span.first - seen :] = rows
+        feed_attention(self.cache.model, decoder.layer, hidden, new, StoppingPass(self.cache, decoder.layer, decoder.layer))

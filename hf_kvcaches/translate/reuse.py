@@ -12,74 +12,88 @@ import torch
 
 from hf_kvcaches.core.moments import roots
 from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate.moments import BlockMoments
-from hf_kvcaches.translate.ridge import fit_ridge
+from hf_kvcaches.translate.moments import BlockMoments, fit_ridge
 
 # What is below this share of a variance is made of rounding.
 _ROUNDING = 1e-12
 
 
 class ReducedRank(NamedTuple):
-    """Regression at full rank, from which any rank is cut.
+    """Regression at full rank, from which any directions are taken. Coefficients are in the metric's unit, and 0 in the mean.
 
     Args:
         strengths: What each direction takes off the error in the metric, descending.
-        encode: (producer, directions).
+        encode: (producer, directions), float64.
+        side: From the block "own", (own, directions), or None.
+        shift: (directions,).
         decode: (directions, consumer).
-        producer: What of the producer's states follows from what is known, (1 + known, producer).
-        consumer: Likewise of the consumer's, (1 + known, consumer).
+        producer: What of the coefficients' source follows from what is known, (1 + known, producer).
+        consumer: What follows of the consumer's states, (1 + known, consumer).
     """
 
     strengths: torch.Tensor
     encode: torch.Tensor
+    side: torch.Tensor | None
+    shift: torch.Tensor
     decode: torch.Tensor
     producer: torch.Tensor
     consumer: torch.Tensor
 
-    def encoder(self, rank: int) -> torch.Tensor:
-        """(producer, rank), float32."""
-        return self.encode[:, :rank].float()
+    def coefficients(self, states: torch.Tensor, own: torch.Tensor | None) -> torch.Tensor:
+        """Of all directions, (tokens, directions).
 
-    def decoder(self, rank: int, columns: slice = slice(None)) -> Decoder:
-        """From what is known and that many codes."""
-        known = self.consumer - self.producer @ self.encode[:, :rank] @ self.decode[:rank]
+        Args:
+            states: The producer's, (tokens, producer).
+            own: The block "own", (tokens, own).
+        """
+        made = states.to(self.encode) @ self.encode + self.shift
+        return made if self.side is None or own is None else made + own.to(self.side) @ self.side
+
+    def encoder(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Weights, side and shift of some directions, float32."""
+        kept = kept.to(self.encode.device)
+        return self.encode[:, kept].float(), None if self.side is None else self.side[:, kept].float(), self.shift[kept].float()
+
+    def decoder(self, kept: torch.Tensor | None, columns: slice = slice(None)) -> Decoder:
+        """From what is known and some directions; None for none of them."""
+        kept = torch.zeros(0, dtype=torch.int64) if kept is None else kept
+        kept = kept.to(self.encode.device)
+        encode, decode = self.encode[:, kept], self.decode[kept]
+        known = self.consumer - self.producer @ encode @ decode
+        known[0] -= self.shift[kept] @ decode
         known = known[:, columns].float()
-        codes = self.decode[:rank, columns].float() if rank else None
+        codes = decode[:, columns].float() if len(kept) else None
         return Decoder(side=known[1:] if len(known) > 1 else None, codes=codes, bias=known[0])
 
 
-def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float, known: tuple[str, ...] = ("one", "side")) -> ReducedRank:
+def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float, known: bool = True) -> ReducedRank:
     """Fits all ranks at once.
 
     Args:
-        moments: Of the blocks in `known`, "producer" and "consumer".
+        moments: Of the blocks "one" (a column of ones), "side" (what the consumer has for nothing), "producer" and "consumer"; and "own",
+            if the producer has something like "side", whose part of the producer's states then need not be sent.
         metric: What errors cost, (consumer, consumer), symmetric and not negative.
         ridge: As a share of the mean variance of what is regressed on.
-        known: The blocks that the consumer has for nothing; the first is a column of ones.
+        known: Whether the consumer uses "side".
     """
-    one, *blocks = known
-
-    def mean(name: str) -> torch.Tensor:
-        return moments.of(one, name)
-
-    def spread(first: str, second: str) -> torch.Tensor:
-        # Around the means: regularisation is not to pull those towards 0, nor to grow with them.
-        return moments.of(first, second) - mean(first).T @ mean(second)
-
-    among = torch.cat([torch.cat([spread(a, b) for b in blocks], dim=1) for a in blocks]) if blocks else mean(one)[:0, :0]
-    maps, left = {}, {}
+    own_slopes = None
+    if known and "own" in moments.places:
+        own_slopes = fit_ridge(moments.spread("own", "own"), moments.spread("own", "producer"), ridge)
+        moments = moments.without("producer", "own", own_slopes)
+    spread, means = moments.spread, {name: moments.of("one", name) for name in ("side", "producer", "consumer")}
+    maps = {}
     for name in ("producer", "consumer"):
-        left[name] = torch.cat([mean(name)[:0], *(spread(block, name) for block in blocks)])
-        slopes = fit_ridge(among, left[name], ridge) if blocks else left[name]
-        means = torch.cat([mean(one)[:, :0], *map(mean, blocks)], dim=1)
-        maps[name] = torch.cat([mean(name) - means @ slopes, slopes])
-    of_producer, of_consumer = maps["producer"][1:], maps["consumer"][1:]
-    # What regression leaves: (X - K P)'(X - K P), written out because a ridge leaves a little of K in it.
-    xx, xy = (
-        spread("producer", name) - left["producer"].T @ slopes - of_producer.T @ left[name] + of_producer.T @ among @ slopes
-        for name, slopes in (("producer", of_producer), ("consumer", of_consumer))
-    )
-    size = float(spread("producer", "producer").diagonal().mean())
+        slopes = fit_ridge(spread("side", "side"), spread("side", name), ridge) if known else spread("side", name)[:0]
+        maps[name] = torch.cat([means[name] - means["side"] @ slopes if known else means[name], slopes])
+    xx, xy = spread("producer", "producer"), spread("producer", "consumer")
+    size = float(xx.diagonal().mean())
+    if known:
+        # What regression leaves: (X - K P)'(X - K P), written out because a ridge leaves a little of K in it.
+        of_producer, left, among = maps["producer"][1:], spread("side", "producer"), spread("side", "side")
+        xx, xy = (
+            product - left.T @ slopes - of_producer.T @ spread("side", name) + of_producer.T @ among @ slopes
+            for product, name, slopes in ((xx, "producer", of_producer), (xy, "consumer", maps["consumer"][1:]))
+        )
     values, vectors = torch.linalg.eigh((xx + xx.T) / 2)
     # Where states follow from what is known, or from each other, there is nothing left but rounding.
     inverse = torch.where(values > _ROUNDING * size, 1 / (values + ridge * size), 0.0)
@@ -87,6 +101,5 @@ def reduced_rank(moments: BlockMoments, metric: torch.Tensor, ridge: float, know
     whitened = (vectors * inverse.sqrt()) @ (vectors.T @ xy) @ straight
     _, strengths, directions = torch.linalg.svd(whitened, full_matrices=False)
     encode = (vectors * inverse) @ (vectors.T @ xy) @ straight @ directions.T
-    # Codes of about the size 1, what follows from what is known included: half precision has to hold them.
-    norms = (encode * (moments.of("producer", "producer") @ encode)).sum(0).clamp_min(1e-300).sqrt()
-    return ReducedRank(strengths, encode / norms, norms[:, None] * (directions @ back), maps["producer"], maps["consumer"])
+    side, shift = None if own_slopes is None else -own_slopes @ encode, -(means["producer"] @ encode)[0]
+    return ReducedRank(strengths, encode, side, shift, directions @ back, maps["producer"], maps["consumer"])

@@ -1,105 +1,74 @@
-"""From sums to maps: what each method makes of the second moments of both models' states."""
+"""From sums to maps: codes, and how a consumer's keys and values follow from them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate.allocation import allocate
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
-from hf_kvcaches.translate.paper.joint_svd import joint_svd
+from hf_kvcaches.translate.quantizing import fit_quantizers
+from hf_kvcaches.translate.reading import TextSums
 from hf_kvcaches.translate.reuse import ReducedRank, reduced_rank
 
-if TYPE_CHECKING:
-    from hf_kvcaches.translate.calibration import Sums, Wanted
 
-
-def part_name(layer: int) -> str:
-    """Of the part that a layer is sent in."""
-    return f"layer.{layer}"
+def part_name(layers: tuple[int, ...]) -> str:
+    """Of the part that some layers are sent in."""
+    return f"layer.{layers[0]}" if len(layers) == 1 else f"layers.{layers[0]}-{layers[-1]}"
 
 
 class Solver:
     """Makes maps of sums.
 
+    Args:
+        lowest: How many layers the consumer runs.
+        payload: Bytes that may be sent, as a share of bfloat16 keys and values of all layers.
+
     Attributes:
         metrics: What errors of each layer's keys and values cost.
-        ranks: How many codes each layer has.
     """
 
-    def __init__(self, sums: Sums, wanted: Wanted) -> None:
-        self.sums, self.wanted = sums, wanted
+    def __init__(self, reading: TextSums, lowest: int, payload: float) -> None:
+        self.reading, self.lowest = reading, lowest
+        self.budget = payload * 2 * reading.numbers
         self.metrics: dict[int, torch.Tensor] = {}
-        self.ranks: dict[int, int] = {}
 
     def solve(self) -> Maps:
         """The maps of the method that was asked for, without patched layers."""
-        if not self.sums.sent:
+        if self.reading.config.method == "paper":
+            from hf_kvcaches.translate.paper.joint_svd import paper_maps
+
+            return paper_maps(self.reading, self.lowest, self.budget)
+        groups = self.reading.groups(self.lowest)
+        if not groups:
             return Maps((), ())
-        return {"joint": self._joint, "cross_layer": self._cross_layer, "paper": self._paper}[self.wanted.method]()
+        fits = [self._fit(layers) for layers in groups]
+        quantized = fit_quantizers(
+            [self._sample(layers, fit) for layers, fit in zip(groups, fits, strict=True)],
+            [fit.strengths for fit in fits],
+            self.budget,
+            self.reading.config.all_widths,
+        )
+        encoders, decoders, sources = [], [], self.reading.pair.sources
+        for layers, fit, chosen in zip(groups, fits, quantized, strict=True):
+            kept, part = (None, None) if chosen is None else (chosen[0], part_name(layers))
+            if chosen is not None:
+                used, own = tuple(dict.fromkeys(sources[layer] for layer in layers)), sources[self.lowest]
+                encoders.append(PartEncoder(part_name(layers), "states", used, own, *fit.encoder(chosen[0]), chosen[1]))
+            for layer, columns in self.reading.columns(layers).items():
+                decoders.append(LayerDecoder(layer, part, "states", self.reading.shapes[layer], fit.decoder(kept, columns)))
+        return Maps(sorted(encoders, key=lambda encoder: max(encoder.needs)), decoders)
 
-    def _spread(self, key: int) -> torch.Tensor:
-        """The covariance of a layer's keys and values in the consumer."""
-        moments = self.sums.moments[key]
-        mean = moments.of("one", "consumer")
-        return moments.of("consumer", "consumer") - mean.T @ mean
+    def _fit(self, layers: tuple[int, ...]) -> ReducedRank:
+        """The regression of some layers."""
+        moments = self.reading.moments[self.lowest, layers]
+        spread = moments.spread("consumer", "consumer")
+        for layer, columns in self.reading.columns(layers).items():
+            self.metrics[layer] = self.reading.metric(layer, spread[columns, columns]).to(spread.device)
+        metric = torch.block_diag(*(self.metrics[layer] for layer in layers))
+        return reduced_rank(moments, metric, self.reading.ridge(moments))
 
-    def _joint(self) -> Maps:
-        fits: dict[int, ReducedRank] = {}
-        width = 0
-        for layer in self.sums.sent:
-            spread = self._spread(layer)
-            width += len(spread)
-            self.metrics[layer] = self.sums.metric(layer, spread).to(spread.device)
-            fits[layer] = reduced_rank(self.sums.moments[layer], self.metrics[layer], self.wanted.ridge_for(self.sums.moments[layer]))
-        total = self.wanted.directions(width)
-        if total == 0:
-            return Maps((), [LayerDecoder(layer, None, "reuse", fit.decoder(0)) for layer, fit in fits.items()])
-        # A strength is the root of what a direction takes off the error, and errors add up as squares.
-        bought = allocate([fit.strengths.square() for fit in fits.values()], max(total, len(fits)), cost=1)
-        self.ranks = dict(zip(fits, bought, strict=True))
-        encoders, decoders = [], []
-        for layer, fit in fits.items():
-            rank = self.ranks[layer]
-            encoders.append(PartEncoder(part_name(layer), "reuse", (layer,), {"kv": fit.encoder(rank)}))
-            decoders.append(LayerDecoder(layer, part_name(layer), "reuse", fit.decoder(rank)))
-        return Maps(encoders, decoders)
-
-    def _cross_layer(self) -> Maps:
-        spread, sent = self._spread(-1), self.sums.sent
-        width = len(spread) // len(sent)
-        places = {layer: slice(number * width, (number + 1) * width) for number, layer in enumerate(sent)}
-        for layer, own in places.items():
-            self.metrics[layer] = self.sums.metric(layer, spread[own, own]).to(spread.device)
-        moments = self.sums.moments[-1]
-        fit = reduced_rank(moments, torch.block_diag(*self.metrics.values()), self.wanted.ridge_for(moments))
-        rank = self.wanted.directions(len(spread))
-        part = "all" if rank else None
-        decoders = [LayerDecoder(layer, part, "cross_layer", fit.decoder(rank, own)) for layer, own in places.items()]
-        return Maps([PartEncoder("all", "cross_layer", sent, {"all": fit.encoder(rank)})] if rank else (), decoders)
-
-    def _paper(self) -> Maps:
-        encoders, decoders = [], []
-        for layer in self.sums.sent:
-            producer, consumer = self.sums.shapes["producer"], self.sums.shapes["consumer"]
-            heads = consumer[2] if self.wanted.heads == "each" else 1
-            if heads > 1 and producer[2] != heads:
-                raise UnsupportedError(f"heads='each': the producer has {producer[2]} heads of keys, the consumer {heads}. Use 'joint'.")
-            ranks = self.wanted.ranks or tuple(max(1, self.wanted.directions(width)) for width in consumer[:2])
-            if any(rank > width for rank, width in zip(ranks, consumer, strict=False)):
-                raise ConfigError.of("ranks", f"at most {consumer[0]} codes of keys and {consumer[1]} of values", ranks)
-            columns = (
-                (slice(0, producer[0]), slice(0, consumer[0])),
-                (slice(producer[0], sum(producer[:2])), slice(consumer[0], sum(consumer[:2]))),
-            )
-            moments = self.sums.moments[layer]
-            ridge = self.wanted.ridge_for(moments)
-            keys, values = (joint_svd(moments, own, rank, ridge, heads) for own, rank in zip(columns, ranks, strict=True))
-            encoders.append(PartEncoder(part_name(layer), "reuse", (layer,), {"k": keys.encode, "v": values.encode}))
-            weights = Decoder(codes=torch.block_diag(keys.decode, values.decode))
-            decoders.append(LayerDecoder(layer, part_name(layer), "reuse", weights))
-            self.ranks[layer] = sum(ranks)
-        return Maps(encoders, decoders)
+    def _sample(self, layers: tuple[int, ...], fit: ReducedRank) -> torch.Tensor:
+        """Coefficients of the tokens of the sample."""
+        samples, sources = self.reading.samples, self.reading.pair.sources
+        own = samples["input", sources[self.lowest]]
+        used = dict.fromkeys(sources[layer] for layer in layers)
+        return fit.coefficients(torch.cat([samples["states", layer].to(own.device) for layer in used], dim=1), own)

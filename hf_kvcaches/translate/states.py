@@ -44,6 +44,22 @@ class State(NamedTuple):
         """Keys and values side by side."""
         return torch.cat([self.keys, self.values], dim=1)
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """KV heads, and the dimensions of a key and a value."""
+        return self.heads, self.keys.shape[1] // self.heads, self.values.shape[1] // self.heads
+
+    def rows(self, kept: torch.Tensor) -> State:
+        """Some tokens, by booleans."""
+        return State(self.keys[kept], self.values[kept], None if self.hidden is None else self.hidden[kept], self.heads)
+
+    def of(self, kind: str) -> torch.Tensor:
+        """`pair` for "states", and for "input" what the attention was given, which must have been asked for."""
+        if kind == "states":
+            return self.pair
+        assert self.hidden is not None
+        return self.hidden
+
 
 class PromptTokens(NamedTuple):
     """Prompts, as a model is fed with them.
@@ -100,7 +116,8 @@ def _matrix(argument: str, given: Any) -> torch.Tensor:
     try:
         made = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError.of(argument, "a tensor or lists of numbers, (batch, tokens)", type(given).__name__) from error
+        hint = "Tokenize texts, and pad rows on the left."
+        raise ConfigError.of(argument, "a tensor or lists of numbers, (batch, tokens)", type(given).__name__, hint) from error
     return made[None] if made.ndim == 1 else made
 
 

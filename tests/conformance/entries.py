@@ -192,7 +192,8 @@ class ReadBefore(TranslatedCache):
     def observe(self, input_ids: torch.Tensor, attention_mask: Any, position_ids: Any) -> None:
         # The codes of a prompt that was forgotten since say nothing about this one.
         if not self.seen:
-            self.codes = None
+            self.messages.clear()
+            self._used = 0
         super().observe(input_ids, attention_mask, position_ids)
 
     def take_prefill(self, call: PrefillCall) -> int:
@@ -200,7 +201,7 @@ class ReadBefore(TranslatedCache):
         coded = call.most - (call.input_ids.shape[1] - real)
         alone = self.translator is None or self.seen or torch.is_grad_enabled() or torch.compiler.is_compiling()
         if not alone and coded > 0:
-            self.codes = self.translator.encode(self.model, call.input_ids, call.attention_mask)
+            self.add(self.translator.encode(self.model, call.input_ids, call.attention_mask))
         return super().take_prefill(call)
 
 
@@ -208,7 +209,7 @@ def translated(model: Any, decode_with: KVCache | None = None) -> ReadBefore:
     """A cache whose every prompt comes as codes that lose nothing."""
     translator = calibrated(model, lossless)
     cache = ReadBefore(model, translator, translator.encode(model, [[3, 4, 5]]), decode_with=decode_with)
-    cache.codes = None
+    cache.messages.clear()
     return cache
 
 

@@ -217,7 +217,7 @@ def test_codecs_serve_their_model_in_every_precision(dtype: torch.dtype, tmp_pat
 def test_translators_serve_their_models_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     pair = [tiny.llama(), tiny.llama(seed=2)]
     texts = [tiny.ids(40, seed=seed).tolist() for seed in range(4)]
-    CacheTranslator.fit(*pair, None, texts, payload=0.5, dtype="float16", patch_layers=None, progress=False).save_pretrained(tmp_path)
+    CacheTranslator.fit(*pair, None, texts, payload=0.5, progress=False).save_pretrained(tmp_path)
     producer, consumer = (model.to(dtype) for model in pair)
     translator = CacheTranslator.from_pretrained(tmp_path, producer=producer, consumer=consumer)
     cache = TranslatedCache(consumer, translator, translator.encode(producer, PROMPT))

@@ -158,10 +158,10 @@ class Translated(Bench):
 
     def make(self, **options: Any) -> ReadBefore:
         if self.translator is None:
-            lossless: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None, "ridge": 1e-8}
+            lossless: dict[str, Any] = {"payload": 2.0, "widths": 24, "metric": "plain", "ridge": 1e-8}
             self.translator = fit(self.model, self.model, _texts(6, 64), **lossless)
-        cache = ReadBefore(self.model, None, None)
-        cache.translator = self.translator
+        cache = ReadBefore(self.model, self.translator, self.translator.encode(self.model, [[3, 4, 5]]))
+        cache.messages.clear()
         return cache
 
 

@@ -49,7 +49,7 @@ def warm(prompt: torch.Tensor, library: WarmStartLibrary, **options: Any) -> tup
 def translated(**options: Any) -> tuple[torch.Tensor, Make]:
     """Codes of the prompt from another model."""
     producer = tiny.llama(seed=1)
-    translator = fit(producer, model(), **{"payload": 0.5, "dtype": "float32", **options})
+    translator = fit(producer, model(), **{"payload": 0.5, "layers_per_code": 1, **options})
     codes = translator.encode(producer, EARLIER)
     return EARLIER, lambda: TranslatedCache(model(), translator, codes)
 

@@ -23,7 +23,6 @@ class Case(Draws):
         key_dim: Of each head's keys.
         value_dim: Of each head's values.
         width: Numbers of a token beside its codes; None: there are none.
-        distinct: How many tokens have such numbers, which the others share; 0: each has its own.
         rank: Of the codes; None: there are none.
         bits: 8, 4, or 0 for plain codes.
         group: Tokens that share a scale.
@@ -40,7 +39,7 @@ class Case(Draws):
     """
 
     def __init__(
-        self, heads=2, tokens=5, key_dim=8, value_dim=8, width: int | None = 6, distinct=0, rank: int | None = 3, bits=8, group=None,
+        self, heads=2, tokens=5, key_dim=8, value_dim=8, width: int | None = 6, rank: int | None = 3, bits=8, group=None,
         bias=True, given=torch.float32, weights=None, dtype=torch.float32, places="rows", turn="", rest=0, fine=False, views=False, seed=0,
     ) -> None:  # fmt: skip
         super().__init__(1, heads, tokens, given, seed)
@@ -48,7 +47,7 @@ class Case(Draws):
         self.out_dtype, self.exact = dtype, torch.promote_types(dtype, torch.float32)
         columns = heads * (key_dim + value_dim)
         weighing = weights or given
-        self.side = None if width is None else self.randn(distinct or tokens, width)
+        self.side = None if width is None else self.randn(tokens, width)
         self.codes, self.decoded = None, None
         if rank is not None:
             plain = self.randn(tokens, rank) + self.randn(rank) * 3  # many codes sit off 0
@@ -64,8 +63,6 @@ class Case(Draws):
         )
         self.spans, batch, capacity = self.placed(places, tokens)
         self.options: dict[str, Any] = {}
-        if distinct and width is not None:
-            self.options["rows"] = self.rows = torch.randint(0, distinct, (tokens,), generator=self.generator)
         self.geometry = None
         if turn and key_dim - rest > 1:
             frequencies = torch.rand((key_dim - rest) // 2, generator=self.generator, dtype=torch.float64)
@@ -109,8 +106,7 @@ class Case(Draws):
         outs = [torch.full(out.shape, NAN, dtype=torch.float64) for out in self.outs]
         _, heads, tokens = self.shape
         numbers = torch.zeros(tokens, heads * sum(out.shape[3] for out in outs), dtype=torch.float64)
-        side = self.side[self.options["rows"]] if "rows" in self.options else self.side
-        for x, weights in ((side, self.decoder.side), (self.decoded, self.decoder.codes)):
+        for x, weights in ((self.side, self.decoder.side), (self.decoded, self.decoder.codes)):
             if x is not None and weights is not None:
                 numbers += torch.einsum("ni,ic->nc", x.double(), weights.double())
         if self.decoder.bias is not None:

@@ -26,7 +26,6 @@ CASES = {
     "key_dim": st.sampled_from([1, 2, 7, 20, 60]),
     "value_dim": st.sampled_from([1, 5, 16, 80]),
     "width": st.sampled_from([None, 1, 31, 40]),
-    "distinct": st.sampled_from([0, 1, 9]),
     "rank": st.sampled_from([None, 0, 1, 5, 33]),
     "bits": st.sampled_from([8, 4, 0]),
     "group": st.sampled_from([None, 1, 3, 16, 100]),

@@ -21,7 +21,6 @@ CASES = {
     "key_dim": st.sampled_from([1, 2, 7, 8, 20]),
     "value_dim": st.sampled_from([1, 5, 8]),
     "width": st.sampled_from([None, 0, 1, 9]),
-    "distinct": st.sampled_from([0, 1, 3, 20]),
     "rank": st.sampled_from([None, 0, 1, 5]),
     "bits": st.sampled_from([8, 4, 0]),
     "group": st.sampled_from([None, 1, 3, 4, 30]),
@@ -42,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
 
 def tensors(case: Case) -> list[torch.Tensor]:
     """Copies of all that is only read."""
-    given = [case.side, *(case.codes or ())[:3], *case.decoder, *(case.options.get(name) for name in ("cos", "sin", "rows"))]
+    given = [case.side, *(case.codes or ())[:3], *case.decoder, *(case.options.get(name) for name in ("cos", "sin"))]
     return [part.clone() for part in given if part is not None]
 
 
@@ -178,12 +177,6 @@ def tables(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
         ({"spans": [RowSpan(0, 0, 3), RowSpan(1, 0, 1), RowSpan(0, 2, 1)]}, "spans"),
         ({"spans": [(0, 0, 5)]}, "spans"),
         ({"spans": [RowSpan(0, 0, 5.0)]}, "spans"),
-        ({"rows": torch.zeros(4, dtype=torch.int64)}, "rows"),
-        ({"rows": torch.zeros(5)}, "rows"),
-        ({"rows": torch.full((5,), 5)}, "rows"),
-        ({"rows": torch.arange(5) - 1}, "rows"),
-        ({"rows": torch.zeros(5, dtype=torch.int64, device="meta"), "side": torch.zeros(5, 6)}, "rows"),
-        ({"rows": torch.zeros(5, dtype=torch.int64), "side": None, "decoder": Decoder(None, torch.zeros(3, 32))}, "rows"),
         ({"cos": torch.ones(5, 4)}, "cos and sin"),
         (tables(4, 4), "cos"),
         (tables(5, 5), "cos"),

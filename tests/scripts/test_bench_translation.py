@@ -161,7 +161,7 @@ def test_wrong_codes_are_not_timed(timing, small, monkeypatch):
     right = timing.SemanticCodes.from_bytes
     other = sides[timing.CODES].produce(ids)
     for part in other.parts:
-        part.codes["kv"].mul_(2)
+        part.codes.bitwise_xor_(255)
     monkeypatch.setattr(timing.SemanticCodes, "from_bytes", staticmethod(lambda data: other))
     with pytest.raises(SystemExit, match="codes as bytes give other logits"):
         timing.prove(order, [ids], "a model", trained=True)

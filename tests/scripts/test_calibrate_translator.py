@@ -35,10 +35,10 @@ def pair(folder, producer="base", consumer="tuned"):
 
 
 def test_a_translator_for_these_models_is_written_and_its_stages_are_told(tmp_path):
-    done = run(*pair(tmp_path / "pair"), *FAST, "--patch-layers", "none", "--payload", "0.25", "--dtype", "int8")
+    done = run(*pair(tmp_path / "pair"), *FAST, "--patch-layers", "none", "--payload", "0.25")
     assert done.returncode == 0, done.stderr
     made = CacheTranslator.from_pretrained(tmp_path / "pair", producer=testbed.load()[0], consumer=testbed.load("tuned")[0])
-    assert (made.settings.payload, made.settings.dtype, made.settings.method, made.settings.metric) == (0.25, "int8", "joint", "plain")
+    assert (made.settings.payload, made.settings.config.method, made.settings.config.metric) == (0.25, "joint", "plain")
     assert (made.settings.prefixes, made.settings.tokens) == (4, 4 * 64)
     stages = {line.split()[0] for line in done.stdout.splitlines() if line and line.split()[-1].endswith("%")}
     assert stages == set(made.settings.seconds) >= {"prefill", "fit"}
@@ -50,7 +50,9 @@ def test_files_adapters_patched_layers_and_layers_that_are_run(tmp_path):
     (tmp_path / "a.txt").write_text(testbed.held_out("verse")[:600])
     (tmp_path / "b.jsonl").write_text('"The road was long and the day was cold."\n\n{"text": [5, 6, 7, 8]}\n')
     files = ["--texts", tmp_path / "a.txt", tmp_path / "b.jsonl"]
-    done = run(*pair(tmp_path / "pair", consumer="lora"), *FAST, *files, "--patch-layers", "3", "--recompute-layers", "1")
+    done = run(
+        *pair(tmp_path / "pair", consumer="lora"), *FAST, *files, "--patch-layers", "3", "--layers-per-code", "1", "--recompute-layers", "1"
+    )
     assert done.returncode == 0, done.stderr
     made = CacheTranslator.from_pretrained(tmp_path / "pair", consumer=testbed.load("lora")[0])
     assert (made.patched_layers, made.sent_layers, made.settings.recompute_layers) == ((3,), (2, 3), 1)
@@ -61,7 +63,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
     pytest.importorskip("accelerate")
     both = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     both += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", "0"]
-    same = [*FAST, "--patch-layers", "none", "--dtype", "float32"]
+    same = [*FAST, "--payload", "0.5"]
     together = run_process("calibrate_translator", *pair(tmp_path / "two"), *same, before=both)
     assert together.returncode == 0, together.stderr
     assert together.stdout.count("written to") == 1, "one process of the two writes and tells"
@@ -80,7 +82,7 @@ def test_two_processes_give_what_one_gives(tmp_path):
         (["--texts", "missing.txt"], "--texts: expected files that exist"),
         (["--patch-layers", "all"], "--patch-layers: expected auto, none, or numbers"),
         (["--prefixes", "0"], "--prefixes: expected at least 1"),
-        (["--payload", "2"], "payload: expected a share of 0 to 1"),
+        (["--payload", "3"], "payload: expected a share of the bytes"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_a_sentence(tmp_path, options, named):

@@ -49,7 +49,7 @@ def evaluated(tmp_path_factory):
 def test_each_side_has_a_row_for_each_workload_in_the_file_and_one_in_a_table(evaluated, script):
     _, printed, rows = evaluated
     names = [side.name for side in script("_translation_quality").SIDES]
-    assert len(names) == len(set(names)) == 16
+    assert len(names) == len(set(names)) == 11
     assert [(row["side"], row["workload"]) for row in rows] == [(name, workload) for name in names for workload in WORKLOADS]
     assert all(sum(line.startswith(f"{name}  ") for line in printed.splitlines()) >= 1 for name in names)
     assert all(row["torch"] and row["hardware"] and row["pair"] == PAIR and row["texts"] == "1" for row in rows)
@@ -67,7 +67,7 @@ def test_rows_agree_with_each_other(evaluated):
     by_name = {(row["side"], row["workload"]): row for row in rows}
     assert all(float(by_name["own prefill", workload]["kl"]) == 0 for workload in WORKLOADS)
     for workload in WORKLOADS:
-        wider = [float(by_name[f"joint 1/{parts} int4", workload]["share"]) for parts in (32, 16, 4, 2)]
+        wider = [float(by_name[f"joint {payload}", workload]["share"]) for payload in (0.0125, 0.05)]
         assert wider == sorted(wider)
         # A 32nd for scales and zeros, and a little more for the last group.
         assert 0.281 < float(by_name["int4 K/V", workload]["share"]) < 0.3
@@ -164,7 +164,11 @@ def test_answers_are_those_of_the_same_caches_made_by_hand(script, bench):
     producer, consumer = bench.producer, bench.consumer
     text = quality.evaluation_texts(bench.tokenizer, 1, 0, 220)[2]
     chosen = [quality.RAW, quality.INT4, quality.FULL_RANK]
-    bench.fit(quality.Side(quality.FULL_RANK.name, "fitted", {**quality.FULL_RANK.options, "metric": "plain"}))
+    bench.fit(
+        quality.Side(
+            quality.FULL_RANK.name, "fitted", {**quality.FULL_RANK.options, "config": quality.TranslatorConfig(widths=24, metric="plain")}
+        )
+    )
     found = dict(bench.ask(text, chosen))
     prompt, rest = torch.tensor([text.prompt]), torch.tensor([text.prompt[-1:] + text.continuation[:-1]])
     caches = {name: DynamicCache(config=consumer.config) for name in ("theirs", "raw")}
@@ -198,7 +202,7 @@ def made_up(script, side: str = "", **changes: Any) -> list[str]:
     quality, report = (script(f"_translation_{name}") for name in ("quality", "report"))
     sides = quality
     found = report.Found()
-    good = {"tokens": 10, "bytes": 5, "plain": 100, "kls": (0.09, 0.1), "right": 97, "right_alone": 100, "asked": 100}
+    good = {"tokens": 10, "bytes": 25, "plain": 1000, "kls": (0.09, 0.1), "right": 97, "right_alone": 100, "asked": 100}
     kls = {"RAW": (1.0, 1.0), "REUSE": (0.3, 0.3), "ORACLE": (0.0, 0.0), "ZERO": (0.2, 0.2), "FULL_RANK": (0.01, 0.01)}
     for name in ("ORACLE", "RAW", "REUSE", "ZERO", "DEFAULT", "FULL_RANK"):
         for workload in WORKLOADS:
@@ -206,7 +210,7 @@ def made_up(script, side: str = "", **changes: Any) -> list[str]:
             own |= changes if name == side else {}
             own |= {} if workload == "documents" else {"right": 0, "asked": 0, "right_alone": 0}
             found.answers[PAIR, getattr(sides, name), workload] = [quality.Answer(**own)]
-    seconds = changes.get("seconds", 179.0) if side == "seconds" else 179.0
+    seconds = changes.get("seconds", 59.0) if side == "seconds" else 59.0
     found.details[PAIR, sides.DEFAULT] = report.Details(seconds={"prefill": seconds - 1, "fit": 0.5})
     return list(report.bars(found))[1:]
 
@@ -223,11 +227,11 @@ def test_all_bars_are_met_by_good_answers(script):
 @pytest.mark.parametrize(
     ("side", "changes", "claim"),
     [
-        ("DEFAULT", {"bytes": 6}, "at most 0.055x"),
+        ("DEFAULT", {"bytes": 26}, "at most 0.0253x"),
         ("RAW", {"kls": (0.9, 0.9)}, "1/10 of raw K/V"),
         ("REUSE", {"kls": (0.2, 0.3)}, "1/3 of paper's Reuse"),
         ("DEFAULT", {"right": 96}, "recall within 3 points"),
-        ("seconds", {"seconds": 181.0}, "calibrated in under 180 s"),
+        ("seconds", {"seconds": 61.0}, "calibrated in under 60 s"),
     ],
 )
 def test_one_bad_answer_misses_its_bar_and_no_other(script, side, changes, claim):
@@ -237,7 +241,7 @@ def test_one_bad_answer_misses_its_bar_and_no_other(script, side, changes, claim
 
 def test_recall_is_named_at_the_smallest_payload_above_which_it_holds(script):
     line = made_up(script, "ZERO", right=96)[4]
-    assert "met (from joint 1/8 int4 (default) on, 0.0500x" in line
+    assert "met (from joint 0.025 (default) on, 0.0250x" in line
     assert "NOT" not in line
 
 

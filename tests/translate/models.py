@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config, Qwen2Config, Qwen3Config
 
 from hf_kvcaches.translate.cache import TranslatedCache
-from hf_kvcaches.translate.codes import Part, pack
 from hf_kvcaches.translate.states import PromptTokens, State, read_states, require_plain_layers, state_of
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
+from tests.translate.pairs import split
 
 PARTIAL = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5}
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -76,7 +76,7 @@ def _watched(layer: nn.Module) -> dict[str, nn.Module]:
     return {"hidden": layer.input_layernorm, "keys": getattr(own, "k_norm", own.k_proj), "values": own.v_proj}
 
 
-def split(config: Any, outputs: dict[str, Tensor]) -> Made:
+def parts_of(config: Any, outputs: dict[str, Tensor]) -> Made:
     """Keys and values, taken out of what projections gave."""
     heads = config.num_attention_heads
     if "interleaved" in outputs:
@@ -107,7 +107,7 @@ def made_by(model: Any, ids: Tensor, mask: Tensor | None = None) -> list[Made]:
     model(**arguments)
     for handle in handles:
         handle.remove()
-    return [split(model.config, own) for own in taken]
+    return [parts_of(model.config, own) for own in taken]
 
 
 def projected(model: Any, layer: int, hidden: Tensor) -> Made:
@@ -116,13 +116,13 @@ def projected(model: Any, layer: int, hidden: Tensor) -> Made:
     watched = _watched(own)
     if "keys" not in watched:
         (name,) = {*watched} - {"hidden"}
-        return split(model.config, {name: watched[name](hidden), "hidden": hidden})
+        return parts_of(model.config, {name: watched[name](hidden), "hidden": hidden})
     keys = own.self_attn.k_proj(hidden)
     if hasattr(own.self_attn, "k_norm"):
         keys = own.self_attn.k_norm(keys.unflatten(-1, (-1, own.self_attn.head_dim)))
     else:
         keys = keys.unflatten(-1, (1, -1))
-    return split(model.config, {"keys": keys, "values": own.self_attn.v_proj(hidden), "hidden": hidden})
+    return parts_of(model.config, {"keys": keys, "values": own.self_attn.v_proj(hidden), "hidden": hidden})
 
 
 def left_padded(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -156,27 +156,24 @@ def texts_of(count: int = 24, length: int = 24, seed: int = 0) -> list[list[int]
 
 def fitted(producer: Any, consumer: Any, texts: list[list[int]] | None = None, **options: Any) -> CacheTranslator:
     """A translator without patches and without texts kept apart, unless told otherwise."""
-    given = {"patch_layers": None, "metric": "attention", "progress": False, **options}
-    return CacheTranslator.fit(producer, consumer, None, texts or texts_of(), **given)
+    return CacheTranslator.fit(
+        producer, consumer, None, texts or texts_of(), **split({"metric": "attention", "layers_per_code": 1, **options})
+    )
 
 
 @torch.no_grad()
 def rebuilt(translator: CacheTranslator, producer: Any, consumer: Any, prompt: Any) -> dict[int, tuple[Tensor, Tensor]]:
     """Keys (without rotation) and values of each layer that is sent, (tokens, width), by the maps alone and through the codes' types."""
-    own = translator.settings
+    lowest = translator.settings.recompute_layers
     tokens, states = PromptTokens.of(prompt), {role: dict[int, State]() for role in ("producer", "consumer")}
     read_states(producer, tokens, states["producer"].__setitem__, hidden=range(len(layers_of(producer))))
-    read_states(consumer, tokens, states["consumer"].__setitem__, hidden=[own.recompute_layers])
-    side = states["consumer"][own.recompute_layers].hidden
-    codes: dict[str, Tensor] = {}
-    for encoder in translator.maps.encoders:
-        made = encoder.encode([states["producer"][layer] for layer in encoder.layers])
-        part = Part(encoder.part, {name: pack(code, own.dtype, own.group) for name, code in made.items()})
-        codes[encoder.part] = torch.cat([part.decoded(name, torch.float32) for name in part.codes], dim=1)
+    read_states(consumer, tokens, states["consumer"].__setitem__, hidden=[lowest])
+    side = states["consumer"][lowest].of("input")
+    codes = {encoder.part: encoder.quantizer.decode(encoder.encode(states["producer"])) for encoder in translator.maps.encoders}
     found = {}
     for decoder in translator.maps.decoders:
         given = decoder.apply(side, codes.get(decoder.part))
-        if decoder.kind == "patch":
+        if decoder.kind == "input":
             made_of_it = projected(consumer, decoder.layer, given[None])
             found[decoder.layer] = made_of_it.keys[0], made_of_it.values[0]
         else:

@@ -12,14 +12,14 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_kvcaches import compat
-from hf_kvcaches.translate.codes import Part, pack
+from hf_kvcaches.translate.config import TranslatorConfig
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import tiny
 from tests.segments.test_cache import MODELS
 
 TEXTS = tuple(tuple(tiny.ids(100, seed=100 + seed).tolist()) for seed in range(8))
-# Rows that are coded together share nothing, and half of the directions are missing.
-HALF: dict[str, Any] = {"payload": 0.5, "dtype": "float32", "patch_layers": None}
+# A part for each layer, and many of the directions are missing.
+HALF: dict[str, Any] = {"payload": 0.5, "widths": 24, "layers_per_code": 1}
 
 FAMILIES = MODELS | {
     "gpt2": tiny.gpt2,
@@ -36,9 +36,18 @@ def changed(model: PreTrainedModel, share: float = 0.1, seed: int = 7) -> PreTra
     return model
 
 
+OPTIONS = ("payload", "recompute_layers", "patch_layers", "score", "max_length", "progress")
+
+
+def split(options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `CacheTranslator.fit`, of some with those of `TranslatorConfig` among them."""
+    config = {name: value for name, value in options.items() if name not in OPTIONS}
+    return {"progress": False, "config": TranslatorConfig(**config)} | {name: options[name] for name in OPTIONS if name in options}
+
+
 def fit(producer: Any, consumer: Any, texts: Any = TEXTS, **options: Any) -> CacheTranslator:
     """A translator fitted to random texts."""
-    return CacheTranslator.fit(producer, consumer, None, texts, **{"progress": False, **options})
+    return CacheTranslator.fit(producer, consumer, None, texts, **split(options))
 
 
 @remembered
@@ -55,8 +64,7 @@ def fitted(**options: Any) -> CacheTranslator:
 
 def lossless(model: Any) -> CacheTranslator:
     """From a model to itself, with all directions, and nothing rounded but by arithmetic."""
-    options: dict[str, Any] = {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": None}
-    return fit(model, model, ridge=1e-8, **options)
+    return fit(model, model, ridge=1e-8, payload=2.0, widths=24, metric="plain", layers_per_code=1)
 
 
 @contextlib.contextmanager
@@ -83,30 +91,36 @@ def reference(translator: CacheTranslator, ids: torch.Tensor, pair: tuple[PreTra
     producer, consumer = pair or models()
     ids = ids[:, :-1]
     read, own, made = (DynamicCache(config=model.config) for model in (producer, consumer, consumer))
-    entering: list[torch.Tensor] = []
+    entering: dict[str, torch.Tensor] = {}
     lowest = translator.settings.recompute_layers
-    norm = consumer.model.layers[lowest].input_layernorm
-    handle = norm.register_forward_hook(lambda module, args, output: entering.append(output[0]))
+    handles = [
+        model.model.layers[lowest].input_layernorm.register_forward_hook(
+            lambda module, args, output, role=role: entering.__setitem__(role, output[0])
+        )
+        for role, model in (("producer", producer), ("consumer", consumer))
+    ]
     producer(ids, past_key_values=read)
     consumer(ids, past_key_values=own)
-    handle.remove()
+    for handle in handles:
+        handle.remove()
     where = torch.arange(ids.shape[1])[None]
-    (turned, back) = (model.model.rotary_emb(entering[0][None], where) for model in (consumer, producer))
+    (turned, back) = (model.model.rotary_emb(entering["consumer"][None], where) for model in (consumer, producer))
     content = {}
     for index, layer in enumerate(read.layers):
         keys, _ = apply_rotary_pos_emb(layer.keys, layer.keys, back[0], -back[1])
         content[index] = torch.cat([part[0].transpose(0, 1).flatten(1) for part in (keys, layer.values)], 1)
-    codes = {}
+    coefficients = {}
     for encoder in translator.maps.encoders:
-        (name, weights), given = next(iter(encoder.weights.items())), torch.cat([content[layer] for layer in encoder.layers], 1)
-        coded = pack(given @ weights, translator.settings.dtype, translator.settings.group)
-        codes[encoder.part] = Part(encoder.part, {name: coded}).decoded(name, torch.float32)
+        found = torch.cat([content[layer] for layer in encoder.layers], 1) @ encoder.weights + encoder.shift
+        if encoder.side is not None:
+            found = found + entering["producer"] @ encoder.side
+        coefficients[encoder.part] = encoder.quantizer.decode(encoder.quantizer.encode(found))
     for index in range(lowest + 1):
         made.update(own.layers[index].keys, own.layers[index].values, index)
     for decoder in translator.maps.decoders:
-        states = entering[0] @ decoder.weights.side + decoder.weights.bias
+        states = entering["consumer"] @ decoder.weights.side + decoder.weights.bias
         if decoder.part is not None:
-            states = states + codes[decoder.part] @ decoder.weights.codes
+            states = states + coefficients[decoder.part] @ decoder.weights.codes
         keys, values = (part.unflatten(1, (2, -1)).transpose(0, 1)[None] for part in states.chunk(2, 1))
         made.update(apply_rotary_pos_emb(keys, keys, *turned)[0], values, decoder.layer)
     return made

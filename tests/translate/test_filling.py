@@ -17,7 +17,7 @@ from tests.warmstart.warm import left_padded
 
 
 def head_of(rows: list[list[int]]) -> CodesHead:
-    return CodesHead("t", "p", "c", "joint", "float32", tuple(Row.of(row) for row in rows), ())
+    return CodesHead("t", tuple(Row.of(row) for row in rows), ())
 
 
 def batch_of(texts: list[list[int]]) -> PromptTokens:

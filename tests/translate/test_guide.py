@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hf_kvcaches
-from hf_kvcaches import CacheTranslator
+from hf_kvcaches import CacheTranslator, TranslatorConfig
 from tests import testbed
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "translation.md").read_text(encoding="utf-8")
@@ -45,12 +45,16 @@ def test_the_examples_run_one_after_the_other(pair, tmp_path, monkeypatch):
         assert "cache" not in names or names["cache"].report().translated == pair["input_ids"].shape[1] - 1
     assert len(EXAMPLES) == 3
     assert isinstance(names["output"], torch.Tensor)
-    assert names["translator"].settings.recompute_layers == 1
+    assert names["translator"].settings.recompute_layers <= 1
 
 
-def test_the_guide_names_every_method_and_the_default_payload():
-    signature = inspect.signature(CacheTranslator.fit).parameters
-    methods = re.findall(r'^\| `"(\w+)"`', GUIDE, flags=re.MULTILINE)
-    assert methods == ["joint", "cross_layer", "paper"]
-    assert signature["method"].default == methods[0]
-    assert f"`payload={signature['payload'].default}` takes a sixteenth" in GUIDE
+def test_the_guide_has_every_option_with_its_default():
+    of_fit = inspect.signature(CacheTranslator.fit).parameters
+    assert len(of_fit) == 11
+    for parameters in (of_fit, inspect.signature(TranslatorConfig).parameters):
+        for name in list(parameters)[4 if parameters is of_fit else 0 :]:
+            if name not in ("config", "prefill_share"):
+                assert re.search(rf"^\|.*`{name}`", GUIDE, flags=re.MULTILINE), name
+    assert f"| `payload` | {of_fit['payload'].default} |" in GUIDE
+    assert f"| `layers_per_code` | {TranslatorConfig().layers_per_code} |" in GUIDE
+    assert f"`config.prefill_share` ({TranslatorConfig().prefill_share})" in GUIDE

@@ -50,3 +50,23 @@ def test_blocks_in_half_precision_are_multiplied_in_more():
     moments = BlockMoments({"x": 1})
     moments.add(x=rows)
     assert float(moments.sums.total[0, 0]) == 3000.0
+
+
+def test_weights_count_tokens_more_or_less():
+    generator = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(50, 3, generator=generator), torch.rand(50, generator=generator)
+    moments = BlockMoments({"x": 3})
+    moments.add(weights, x=rows)
+    torch.testing.assert_close(moments.of("x", "x"), (rows.double().T * weights) @ rows.double() / 50)
+
+
+def test_what_follows_from_a_block_is_taken_out_of_another():
+    generator = torch.Generator().manual_seed(0)
+    blocks = {name: torch.randn(50, width, generator=generator).double() for name, width in (("a", 2), ("x", 3), ("y", 4))}
+    slopes = torch.randn(2, 3, generator=generator, dtype=torch.float64)
+    moments, expected = (BlockMoments({name: block.shape[1] for name, block in blocks.items()}) for _ in range(2))
+    moments.add(**blocks)
+    before = moments.sums.total.clone()
+    expected.add(**blocks | {"x": blocks["x"] - blocks["a"] @ slopes})
+    torch.testing.assert_close(moments.without("x", "a", slopes).sums.total, expected.sums.total)
+    assert torch.equal(moments.sums.total, before)

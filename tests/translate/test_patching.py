@@ -8,17 +8,17 @@ from transformers import DynamicCache
 
 from hf_kvcaches.core.calibrating import divergence
 from hf_kvcaches.errors import ConfigError
-from hf_kvcaches.translate.calibration import Pair, Wanted
+from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.paper import patching
 from hf_kvcaches.translate.paper.aligner import MLPAligner
-from hf_kvcaches.translate.paper.patching import Trial
 from hf_kvcaches.translate.states import PromptTokens, read_states
+from hf_kvcaches.translate.trial import Trial
 from tests import tiny
 from tests.translate.models import MODELS, error, filled, fitted, layers_of, made_by, projected, rebuilt, texts_of, traces_of
 
 pytestmark = pytest.mark.full
 
-FULL = {"payload": 1.0, "dtype": "float32", "ridge": 1e-9}
+FULL = {"payload": 2.0, "widths": 24, "ridge": 1e-9}
 PROMPT = tiny.ids(1, 30, seed=77)
 FAMILIES = sorted(MODELS)
 
@@ -27,16 +27,17 @@ FAMILIES = sorted(MODELS)
 def test_a_named_layer_makes_its_keys_and_values_with_the_consumers_own_projections(family):
     """Norms, biases, grouped heads and partial rotation are the model's; the input is what the maps say."""
     producer, consumer = MODELS[family](seed=1), MODELS[family](seed=2)
-    translator = fitted(producer, consumer, patch_layers=[2], payload=0.5, dtype="float32")
+    translator = fitted(producer, consumer, patch_layers=[2], payload=0.5)
     assert translator.patched_layers == translator.route.patched == (2,)
     decoder = translator.maps.decoders[1]
-    assert (decoder.layer, decoder.part, decoder.kind) == (2, "layer.2", "patch")
-    assert list(translator.maps.encoders[1].weights) == ["h"]
+    assert (decoder.layer, decoder.part, decoder.kind) == (2, "layer.2", "input")
+    encoder = translator.maps.encoders[1]
+    assert (encoder.kind, encoder.layers) == ("input", (2,))
     theirs, ours = {}, {}
     tokens = PromptTokens.of(PROMPT[:, :-1])
     read_states(producer, tokens, theirs.__setitem__, hidden=[2])
     read_states(consumer, tokens, ours.__setitem__, hidden=[0])
-    given = decoder.apply(ours[0].hidden, theirs[2].hidden @ translator.maps.encoders[1].weights["h"])
+    given = decoder.apply(ours[0].hidden, encoder.quantizer.decode(encoder.encode(theirs)))
     with torch.no_grad():
         expected = projected(consumer, 2, given[None])
     keys, values = filled(translator, producer, consumer, PROMPT)[2]
@@ -63,13 +64,14 @@ def test_the_codes_of_an_input_are_those_that_its_keys_and_values_need_most(monk
             projection.weight[:, 6:] *= 0.1
 
     def left() -> dict[str, float]:
-        translator = fitted(producer, consumer, texts, patch_layers=[2], payload=0.1, dtype="float32", metric="plain")
+        translator = fitted(producer, consumer, texts, patch_layers=[2], payload=0.05, metric="plain")
         errors = {"pair": 0.0, "input": 0.0}
         for text in texts:
             theirs, ours = {}, {}
             read_states(producer, PromptTokens.of(text), theirs.__setitem__, hidden=[2])
             read_states(consumer, PromptTokens.of(text), ours.__setitem__, hidden=[0, 2])
-            made = translator.maps.decoders[1].apply(ours[0].hidden, theirs[2].hidden @ translator.maps.encoders[1].weights["h"])
+            encoder = translator.maps.encoders[1]
+            made = translator.maps.decoders[1].apply(ours[0].hidden, encoder.quantizer.decode(encoder.encode(theirs)))
             pair = torch.cat(rebuilt(translator, producer, consumer, text)[2], dim=1)
             errors["pair"] += float((pair - ours[2].pair).square().sum())
             errors["input"] += float((made - ours[2].hidden).square().sum())
@@ -88,7 +90,7 @@ def test_with_a_payload_of_0_a_named_layer_is_patched_from_what_the_consumer_kno
     producer, consumer = MODELS["qwen3"](seed=1), MODELS["qwen3"](seed=2)
     translator = fitted(producer, consumer, patch_layers=[2], payload=0, aligner=aligner)
     assert translator.maps.encoders == ()
-    assert [(each.part, each.kind) for each in translator.maps.decoders] == [(None, "reuse"), (None, "patch"), (None, "reuse")]
+    assert [(each.part, each.kind) for each in translator.maps.decoders] == [(None, "states"), (None, "input"), (None, "states")]
     known = {}
     read_states(consumer, PromptTokens.of(PROMPT[:, :-1]), known.__setitem__, hidden=[0])
     with torch.no_grad():
@@ -115,29 +117,38 @@ def test_layers_that_are_not_sent_are_refused(layers):
     assert traces_of(model) == before
 
 
-def test_a_patched_layer_of_the_papers_method_has_one_code_as_wide_as_its_two():
+def test_a_patched_layer_has_as_many_bytes_as_it_had_without():
     producer, consumer = MODELS["llama"](seed=1), MODELS["llama"](seed=2)
-    translator = fitted(producer, consumer, method="paper", ranks=(3, 5), patch_layers=[2])
-    assert [encoder.ranks for encoder in translator.maps.encoders] == [{"k": 3, "v": 5}, {"h": 8}, {"k": 3, "v": 5}]
-    assert len(filled(translator, producer, consumer, PROMPT)) == 4
+    for options in ({"payload": 0.3}, {"method": "paper", "ranks": (3, 5)}):
+        without, patched = (fitted(producer, consumer, patch_layers=layers, **options) for layers in (None, [2]))
+        rows = [[encoder.quantizer.rows for encoder in each.maps.encoders] for each in (without, patched)]
+        assert rows[0][::2] == rows[1][::2]
+        assert rows[0][1] - 2 <= rows[1][1] <= rows[0][1]
+        assert len(filled(patched, producer, consumer, PROMPT)) == 4
+
+
+def test_patches_need_codes_of_one_layer_each():
+    model = MODELS["llama"]()
+    with pytest.raises(ConfigError, match="layers_per_code=1"):
+        fitted(model, model, layers_per_code=2, patch_layers="auto")
 
 
 def test_a_trained_aligner_is_at_least_as_near_as_the_line_it_starts_from(monkeypatch):
     monkeypatch.setattr(patching, "_STEPS", 60)
     producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of()
-    options = {"patch_layers": [2], "payload": 0.5, "dtype": "int8"}
+    options = {"patch_layers": [2], "payload": 0.5}
     errors = []
     for own in ({}, {"aligner": "mlp"}):
         translator = fitted(producer, consumer, texts, **options, **own)
-        (decoder,) = (each for each in translator.maps.decoders if each.kind == "patch")
-        (encoder,) = (each for each in translator.maps.encoders if each.kind == "patch")
+        (decoder,) = (each for each in translator.maps.decoders if each.kind == "input")
+        (encoder,) = (each for each in translator.maps.encoders if each.kind == "input")
         total = 0.0
         for text in texts:
             theirs, ours = {}, {}
             read_states(producer, PromptTokens.of(text), theirs.__setitem__, hidden=[2])
             read_states(consumer, PromptTokens.of(text), ours.__setitem__, hidden=[0, 2])
             with torch.no_grad():
-                made = decoder.apply(ours[0].hidden, theirs[2].hidden @ encoder.weights["h"])
+                made = decoder.apply(ours[0].hidden, encoder.quantizer.decode(encoder.encode(theirs)))
             total += float((made - ours[2].hidden).square().sum())
         errors.append(total)
     assert isinstance(decoder.aligner, MLPAligner)
@@ -145,10 +156,10 @@ def test_a_trained_aligner_is_at_least_as_near_as_the_line_it_starts_from(monkey
     assert len(filled(translator, producer, consumer, PROMPT)) == 4
 
 
-def trial_of(family: str, length: int = 40, lowest: int = 0) -> tuple[Trial, torch.Tensor]:
+def trial_of(family: str, length: int = 40) -> tuple[Trial, torch.Tensor]:
     producer, consumer = MODELS[family](seed=1), MODELS[family](seed=2)
     ids = tiny.ids(length, seed=9)
-    return Trial(Pair(producer, consumer, None), ids, lowest), ids
+    return Trial(Pair(producer, consumer, None), ids), ids
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -198,11 +209,9 @@ def test_a_trial_translates_as_a_cache_is_filled(patched):
     with torch.no_grad():
         trial, _ = trial_of("llama")
     producer, consumer = trial.pair.producer, trial.pair.consumer
-    options = {"payload": 0.3, "dtype": "int4", "group": 16}
-    translator = fitted(producer, consumer, patch_layers=patched, **options)
-    wanted = Wanted("joint", 0.3, "int4", 16, patched, 0, "attention", "joint", None, "ridge", None, 1e-4)
+    translator = fitted(producer, consumer, patch_layers=patched, payload=0.3)
     with torch.no_grad():
-        found = trial.translated(translator.maps, wanted)
+        found = trial.translated(translator.maps, 0)
     prompt = torch.cat([trial.begun, trial.asked[:1]])[None]
     for layer, pair in filled(translator, producer, consumer, prompt).items():
         if layer:

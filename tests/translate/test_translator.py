@@ -56,16 +56,21 @@ def key_errors(translator: CacheTranslator, ids: torch.Tensor = PROMPT, pair: An
     return found
 
 
+def decoded(translator: CacheTranslator, codes: SemanticCodes) -> list[torch.Tensor]:
+    """The coefficients of each part, (tokens, rank)."""
+    return [encoder.quantizer.decode(part.codes) for encoder, part in zip(translator.maps.encoders, codes, strict=True)]
+
+
 # What is sent
 
 
 def test_padding_is_not_sent() -> None:
-    (producer, _), translator = models(), fitted(dtype="int8")
+    (producer, _), translator = models(), fitted()
     plain = translator.encode(producer, PROMPT)
     ids, mask = torch.nn.functional.pad(PROMPT, (13, 0)), torch.nn.functional.pad(torch.ones_like(PROMPT), (13, 0))
     assert translator.encode(producer, ids, mask).head == plain.head
-    for one, other in zip(translator.encode(producer, ids, mask), plain, strict=True):
-        close(one.decoded("kv", torch.float32), other.decoded("kv", torch.float32), 1e-2)
+    for one, other in zip(decoded(translator, translator.encode(producer, ids, mask)), decoded(translator, plain), strict=True):
+        close(one, other, 1e-4)
     assert len(translator.encode(producer, ids, mask).to_bytes()) == len(plain.to_bytes())
     rows = [PROMPT, OTHER, OTHER[:, :2]]
     together = fitted().encode(producer, *left_padded(*rows))
@@ -73,9 +78,9 @@ def test_padding_is_not_sent() -> None:
     start = 0
     for row in rows:
         alone = fitted().encode(producer, row)
-        for one, other in zip(together, alone, strict=True):
+        for one, other in zip(decoded(fitted(), together), decoded(fitted(), alone), strict=True):
             stop = start + row.shape[1] - 1
-            close(one.decoded("kv", torch.float32)[start:stop], other.decoded("kv", torch.float32))
+            close(one[start:stop], other)
         start = stop
 
 
@@ -103,7 +108,9 @@ def test_prompts_are_given_as_tensors_or_lists() -> None:
         translator.encode(producer, PROMPT, torch.ones(1, 45).tril(-1))
 
 
-@pytest.mark.parametrize("options", [{}, {"payload": 0.0}, {"method": "paper", "ranks": (3, 5)}, {"method": "cross_layer"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"payload": 0.0}, {"method": "paper", "widths": 16, "ranks": (3, 5)}, {"layers_per_code": 4}], ids=str
+)
 def test_what_is_streamed_are_the_bytes_of_encode(options: dict[str, Any]) -> None:
     producer, translator = models()[0], fitted(**options)
     ids, mask = left_padded(PROMPT, OTHER)
@@ -161,14 +168,14 @@ def test_the_producer_runs_no_layer_that_is_not_sent_and_keeps_nothing() -> None
 
 
 def test_more_is_better_and_what_is_sent_beats_what_is_known() -> None:
-    errors = [sum(key_errors(fitted(payload=payload, metric="plain"))) for payload in (0.0, 0.1, 0.4, 1.0)]
+    errors = [sum(key_errors(fitted(payload=payload, metric="plain"))) for payload in (0.0, 0.1, 0.4, 2.0)]
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 0.7 * errors[0]
 
 
 @pytest.mark.parametrize("run", [1, 2, 3])
 def test_layers_that_the_consumer_runs_are_exact(run: int) -> None:
-    options = {"payload": 0.25, "metric": "plain"}
+    options = {"payload": 0.15, "metric": "plain"}
     translator, without = fitted(recompute_layers=run, **options), fitted(**options)
     errors, before = key_errors(translator), key_errors(without)
     assert max(errors[: run + 1]) < 1e-5
@@ -177,6 +184,7 @@ def test_layers_that_the_consumer_runs_are_exact(run: int) -> None:
     assert translator.sent_layers == tuple(range(run + 1, 4))
     codes = translator.encode(models()[0], PROMPT)
     assert len(codes) == 3 - run
+    assert codes.nbytes <= without.encode(models()[0], PROMPT).nbytes
     cache = TranslatedCache(models()[1], translator, codes)
     with last_layer(models()[1]) as seen:
         logits_of(models()[1], PROMPT, cache, 2)
@@ -188,21 +196,21 @@ def test_layers_that_the_consumer_runs_are_exact(run: int) -> None:
 @pytest.mark.parametrize("aligner", ["ridge", "mlp"])
 @pytest.mark.parametrize("layers", [[1], [3], [1, 2, 3]])
 def test_patched_layers_make_keys_and_values_of_their_own_input(layers: list[int], aligner: str) -> None:
-    translator = fitted(patch_layers=tuple(layers), payload=1.0, aligner=aligner)
+    translator = fitted(patch_layers=tuple(layers), payload=2.0, aligner=aligner)
     assert translator.patched_layers == tuple(layers)
     producer, consumer = models()
     codes = translator.encode(producer, PROMPT)
-    assert [part.kind for part in codes.head.parts] == ["patch" if layer in layers else "reuse" for layer in (1, 2, 3)]
+    assert [each.kind for each in translator.maps.encoders] == ["input" if layer in layers else "states" for layer in (1, 2, 3)]
     cache = TranslatedCache(consumer, translator, codes)
     cache.prefill(PROMPT)
     lowest = consumer.model.layers[0].input_layernorm(consumer.model.embed_tokens(PROMPT[:, :-1]))[0]
     where = consumer.model.rotary_emb(lowest[None], torch.arange(44)[None])
-    for part, layer in zip(codes, (1, 2, 3), strict=True):
+    for coefficients, layer in zip(decoded(translator, codes), (1, 2, 3), strict=True):
         if layer not in layers:
             continue
         decoder = next(each for each in translator.maps.decoders if each.layer == layer)
         with torch.no_grad():
-            made = decoder.apply(lowest, part.decoded("h", torch.float32))[None]
+            made = decoder.apply(lowest, coefficients)[None]
             attention = consumer.model.layers[layer].self_attn
             own = DynamicCache(config=consumer.config)
             below = [own.update(torch.empty(1, 2, 0, 8), torch.empty(1, 2, 0, 8), index) for index in range(layer)]
@@ -220,7 +228,7 @@ def test_patched_layers_make_keys_and_values_of_their_own_input(layers: list[int
 
 
 def test_patches_are_taken_where_they_help_and_only_there() -> None:
-    translator = fit(*models(), TEXTS * 2, payload=0.2, dtype="int8")
+    translator = fit(*models(), TEXTS * 2, payload=0.2, layers_per_code=1, patch_layers="auto")
     measured = translator.settings.measured
     assert measured["with patches"] <= measured["reuse alone"] if translator.patched_layers else "with patches" not in measured
     assert set(translator.route.sensitivity) == {1, 2, 3}
@@ -230,39 +238,21 @@ def test_patches_are_taken_where_they_help_and_only_there() -> None:
         asked.append(tuple(found.shape))
         return -float((alone - found).square().mean())
 
-    fit(*models(), TEXTS, payload=0.2, dtype="int8", score=score)
+    fit(*models(), TEXTS, payload=0.2, layers_per_code=1, patch_layers="auto", score=score)
     assert {shape[1] for shape in asked} == {tiny.VOCABULARY}
 
 
-@pytest.mark.parametrize("heads", ["joint", "each"])
-def test_the_papers_method_sends_keys_and_values_each_for_itself(heads: str) -> None:
-    translator = fitted(method="paper", dtype=None, payload=0.5, heads=heads)
-    codes = translator.encode(models()[0], PROMPT)
-    assert [list(part.codes) for part in codes] == [["k", "v"]] * 3
-    # Half of 2 heads of 8 numbers each.
-    assert all(part.ranks == {"k": 8, "v": 8} for part in codes.head.parts)
-    assert all(code.dtype == torch.float16 for part in codes for code in part.codes.values())
-    assert translated_logits(translator).isfinite().all()
-    named = fitted(method="paper", ranks=(3, 5))
-    assert all(part.ranks == {"k": 3, "v": 5} for part in named.encode(models()[0], PROMPT).head.parts)
-
-
-def test_one_code_for_all_layers() -> None:
-    translator = fitted(method="cross_layer", payload=0.2)
-    codes = translator.encode(models()[0], PROMPT)
-    assert [part.name for part in codes] == ["all"]
-    assert codes.head.parts[0].layers == (1, 2, 3)
-    assert translated_logits(translator).isfinite().all()
-
-
-@pytest.mark.parametrize("payload", [0.05, 0.25, 0.5])
-@pytest.mark.parametrize("dtype", ["int4", "int8", "float16"])
-def test_payload_is_what_codes_are_worth(payload: float, dtype: str) -> None:
-    codes = fitted(payload=payload, dtype=dtype, group=None, metric="plain").encode(models()[0], PROMPT)
-    bits = {"int4": 4, "int8": 8, "float16": 16}[dtype]
-    width = sum(sum(part.ranks.values()) for part in codes.head.parts)
-    # 3 layers of 2 heads of 8 numbers, keys and values.
-    assert width == max(3, int(payload * 96 * 8 / min(8, bits)))
+@pytest.mark.parametrize("options", [{}, {"method": "paper"}, {"layers_per_code": 4}, {"widths": (4, 8)}], ids=str)
+@pytest.mark.parametrize("payload", [0.1, 0.15, 0.3])
+def test_payload_is_the_share_of_bytes_as_they_are_sent(payload: float, options: dict[str, Any]) -> None:
+    translator = fitted(**{"widths": None, "payload": payload, "metric": "plain", **options})
+    cache = TranslatedCache(models()[1], translator, codes := translator.encode(models()[0], PROMPT))
+    cache.prefill(PROMPT)
+    # 4 layers of 2 heads of 8 numbers, keys and values, 2 bytes each; what the head and the parts' headers take is for all tokens together.
+    sent, parts = sum(part.codes.numel() for part in codes), len(codes)
+    assert payload * 256 - 13 <= sent / 44 <= payload * 256
+    assert codes.nbytes - sent < 300 + 120 * parts
+    assert cache.report().payload_share == codes.nbytes / 44 / 256
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt2", "qk_norm", "partial"])
@@ -272,8 +262,8 @@ def test_other_families_are_translated_to_their_trained_selves(family: str, metr
     own = logits_of(consumer, PROMPT, None, 3)
     losses = []
     for payload in (0.0, 1.0):
-        translator = fit(producer, consumer, payload=payload, dtype="float32", metric=metric, patch_layers=None)
-        assert translator.settings.metric == metric
+        translator = fit(producer, consumer, payload=payload, metric=metric, layers_per_code=1)
+        assert translator.settings.config.metric == metric
         losses.append(float((translated_logits(translator, (producer, consumer)) - own).square().mean()))
     assert losses[1] < losses[0]
 
@@ -303,8 +293,8 @@ def test_both_models_are_left_as_they_were() -> None:
         ]
 
     before = found()
-    fit(producer, consumer, payload=0.2, dtype="int8")
-    fit(producer, consumer, payload=0.2, dtype="int8", patch_layers=(2,), recompute_layers=1)
+    fit(producer, consumer, recompute_layers="auto")
+    fit(producer, consumer, layers_per_code=1, patch_layers=(2,), recompute_layers=1)
     assert found() == before
     with pytest.raises(ConfigError):
         fit(producer, consumer, [[1, 2, 500]])
@@ -334,7 +324,7 @@ def test_another_model_is_refused_and_models_in_each_others_place() -> None:
 
 def test_codes_of_another_translator_are_refused() -> None:
     (producer, consumer), translator = models(), fitted()
-    for other in (fitted(payload=0.25), fitted(dtype="int8"), fitted(recompute_layers=1), fitted(method="cross_layer")):
+    for other in (fitted(payload=0.25), fitted(widths=8), fitted(recompute_layers=1), fitted(layers_per_code=4)):
         with pytest.raises(FingerprintMismatch, match="another translator"):
             TranslatedCache(consumer, translator, other.encode(producer, PROMPT))
 
@@ -384,7 +374,7 @@ def test_adapters_belong_to_a_model() -> None:
 
 
 def test_tokenizers_that_differ_are_refused_with_what_differs() -> None:
-    options = {"payload": 0.2, "dtype": "int8", "patch_layers": None, "progress": False}
+    options: dict[str, Any] = {"progress": False}
     texts = [words().decode(text) for text in TEXTS[:4]]
     assert CacheTranslator.fit(*models(), (words(), words()), texts, **options).settings.tokens == 400
     with pytest.raises(FingerprintMismatch, match="producer's and the consumer's differ in"):
@@ -400,8 +390,6 @@ def test_tokenizers_that_differ_are_refused_with_what_differs() -> None:
 
 
 def test_pairs_that_can_not_be_translated_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="4 and 2"):
-        fit(models()[0], tiny.llama(num_hidden_layers=2))
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     for pair in ((models()[0], tiny.llama(rope_parameters=dynamic)), (tiny.llama(rope_parameters=dynamic), models()[1])):
         with pytest.raises(UnsupportedError):
@@ -414,16 +402,22 @@ def test_pairs_that_can_not_be_translated_are_refused() -> None:
     ("name", "wrong"),
     [
         ("method", "svd"),
-        ("payload", 1.5),
+        ("payload", 2.5),
         ("payload", True),
         ("payload", "1/8"),
-        ("dtype", "bfloat16"),
-        ("group", 0),
-        ("patch_layers", [0]),
-        ("patch_layers", "all"),
-        ("patch_layers", 2),
+        ("widths", 7),
+        ("widths", ()),
+        ("widths", "4"),
+        ("widths", {"method": "paper", "widths": (4, 8)}),
+        ("layers_per_code", 0),
+        ("prefill_share", 1.5),
+        ("patch_layers", {"layers_per_code": 1, "patch_layers": [0]}),
+        ("patch_layers", {"layers_per_code": 1, "patch_layers": "all"}),
+        ("patch_layers", {"layers_per_code": 1, "patch_layers": 2}),
+        ("patch_layers", [2]),
         ("recompute_layers", 4),
         ("recompute_layers", -1),
+        ("recompute_layers", "all"),
         ("metric", "kl"),
         ("heads", "each"),
         ("ranks", (3, 3)),
@@ -443,14 +437,17 @@ def test_options_that_can_not_be_are_named(name: str, wrong: Any) -> None:
 
 
 def test_texts_kept_apart_count_where_nothing_is_patched() -> None:
-    options = {**HALF, "metric": "attention"}
+    options = {**HALF, "metric": "attention", "payload": 2.0}
     routed = fit(*models(), **{**options, "patch_layers": "auto", "score": lambda alone, found: 0.0})
     assert routed.patched_layers == ()
     assert "reuse alone" in routed.settings.measured
     of_all, of_seven = fit(*models(), **options).tensors(), fit(*models(), TEXTS[:7], **options).tensors()
-    for name, tensor in routed.tensors().items():
-        close(tensor, of_all[name], 1e-3)
-    assert max(float((tensor - of_seven[name]).abs().max()) for name, tensor in routed.tensors().items()) > 0.1
+    # Steps are calibrated on the others alone.
+    sides = [name for name in of_all if name.endswith((".bias", "encoders.0.side"))]
+    assert len(sides) > 3
+    for name in sides:
+        close(routed.tensors()[name].abs(), of_all[name].abs(), 2e-2)
+    assert max(float((routed.tensors()[name].abs() - of_seven[name].abs()).abs().max()) for name in sides) > 0.1
 
 
 @pytest.mark.parametrize("texts", [[], [[5]], "a text", [5, 6], None])
@@ -463,7 +460,7 @@ def test_each_process_needs_a_text_that_is_not_kept_apart(monkeypatch: pytest.Mo
     # Of eight texts one is kept apart, and a process with nothing to read would be waited for forever.
     monkeypatch.setattr(compat, "process", lambda: (0, 8))
     with pytest.raises(ConfigError, match=r"texts: expected at least 8.*got 7"):
-        fit(*models(), TEXTS)
+        fit(*models(), TEXTS, recompute_layers="auto")
 
 
 # Stored
@@ -472,13 +469,13 @@ def test_each_process_needs_a_text_that_is_not_kept_apart(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "options",
     [
-        {"dtype": "int4"},
-        {"method": "paper"},
-        {"method": "cross_layer"},
+        {"widths": None},
+        {"method": "paper", "widths": None},
+        {"layers_per_code": 4, "layer_map": (0, 1, 2, 3)},
         {"patch_layers": (1, 3)},
         {"patch_layers": (2,), "aligner": "mlp"},
         {"payload": 0.0},
-        {"recompute_layers": 2, "dtype": "float16"},
+        {"recompute_layers": 2, "widths": 16},
     ],
     ids=str,
 )
@@ -523,7 +520,7 @@ def test_a_card_says_how_it_was_made(tmp_path: Path) -> None:
     assert lines[:2] == ["| | |", "|---|---|"]
     assert all(line.startswith("| ") and line.endswith(" |") and line.count("|") == 3 for line in lines[2:])
     told = translator.describe_calibration()
-    for said in ("8, 800 tokens", "Patched layers | 2 |", "metric loss", "float32", "layer.1: kv", "prefill"):
+    for said in ("8, 800 tokens", "Patched layers | 2 |", "metric loss", "0.5 of bfloat16", "layer.1: ", "prefill"):
         assert said in told
     translator.save_pretrained(tmp_path)
     assert told in (tmp_path / "README.md").read_text()
@@ -532,9 +529,9 @@ def test_a_card_says_how_it_was_made(tmp_path: Path) -> None:
 # Several processes
 
 FITS: list[dict[str, Any]] = [
-    {"payload": 0.25, "dtype": "float32", "metric": "loss"},
-    {"payload": 0.25, "dtype": "float32", "metric": "attention", "method": "cross_layer"},
-    {"payload": 1.0, "dtype": "float32", "metric": "plain", "patch_layers": (2,)},
+    {"payload": 0.25, "widths": 24, "metric": "loss"},
+    {"payload": 0.25, "widths": 24, "metric": "attention", "layers_per_code": 1},
+    {"payload": 2.0, "widths": 24, "metric": "plain", "layers_per_code": 1, "patch_layers": [2]},
 ]
 _WORKER = """
 import json, sys
@@ -571,7 +568,7 @@ def test_two_processes_get_the_translators_of_one(tmp_path: Path) -> None:
         first, second = (CacheTranslator.from_pretrained(tmp_path / str(rank) / str(number)) for rank in range(2))
         alone = fit(*models(), TEXTS[:5], **options)
         assert first.digest == second.digest
-        assert [each.ranks for each in first.maps.encoders] == [each.ranks for each in alone.maps.encoders]
+        assert first.part_heads == alone.part_heads
         assert (first.settings.tokens, first.patched_layers) == (alone.settings.tokens, alone.patched_layers)
         # Directions may be turned around; what comes of them is the same.
         close(translated_logits(first), translated_logits(alone), 1e-3)
@@ -585,31 +582,29 @@ def learned() -> Any:
     (base, tokenizer), (tuned, _), (lora, _) = (testbed.load(name) for name in ("base", "tuned", "lora"))
     text = tokenizer.encode(testbed.held_out("prose"))
     texts = [text[start : start + 256] for start in range(0, 12 * 256, 256)]
-    prompt = torch.tensor([text[8000:8161]])
-    return base, tuned, lora, tokenizer, texts, prompt
+    prompts = [torch.tensor([text[start : start + 161]]) for start in (8000, 9000, 10000)]
+    return base, tuned, lora, tokenizer, texts, prompts
 
 
 @pytest.mark.parametrize("name", ["tuned", "lora"])
 def test_a_trained_consumer_says_nearly_what_it_says_alone(learned: Any, name: str) -> None:
-    base, tuned, lora, tokenizer, texts, prompt = learned
+    base, tuned, lora, tokenizer, texts, prompts = learned
     consumer = tuned if name == "tuned" else lora
-    translator = CacheTranslator.fit(base, consumer, tokenizer, texts, patch_layers=None, progress=False)
-    codes = translator.encode(base, prompt)
-    inside, ahead = compat.base_model(consumer), prompt[:, 128:]
-
-    def divergence(cache: Any) -> float:
-        with torch.no_grad():
-            found = inside(input_ids=ahead, past_key_values=cache).logits.log_softmax(-1)
-        return float((true.exp() * (true - found)).sum(-1).mean())
-
-    with torch.no_grad():
+    translator = CacheTranslator.fit(base, consumer, tokenizer, texts, progress=False)
+    inside, found = compat.base_model(consumer), {"own": 0.0, "raw": 0.0, "translated": 0.0}
+    for prompt in prompts:
         own, raw = DynamicCache(config=inside.config), DynamicCache(config=inside.config)
-        true = inside(input_ids=prompt).logits[:, 128:].log_softmax(-1)
-        inside(input_ids=prompt[:, :128], past_key_values=own)
-        base(input_ids=prompt[:, :128], past_key_values=raw)
-    assert divergence(own) < 1e-5
-    cache = TranslatedCache(consumer, translator, codes)
-    cache.prefill(prompt)
-    cache.crop(128 - 160)
-    assert divergence(cache) < divergence(raw) / (2 if name == "tuned" else 4)
-    assert cache.report().payload_share < 0.1
+        with torch.no_grad():
+            true = inside(input_ids=prompt).logits[:, 128:].log_softmax(-1)
+            inside(input_ids=prompt[:, :128], past_key_values=own)
+            base(input_ids=prompt[:, :128], past_key_values=raw)
+        cache = TranslatedCache(consumer, translator, translator.encode(base, prompt))
+        cache.prefill(prompt)
+        cache.crop(128 - 160)
+        for side, held in (("own", own), ("raw", raw), ("translated", cache)):
+            with torch.no_grad():
+                logs = inside(input_ids=prompt[:, 128:], past_key_values=held).logits.log_softmax(-1)
+            found[side] += float((true.exp() * (true - logs)).sum(-1).mean())
+        assert cache.report().payload_share < 0.035
+    assert found["own"] < 1e-5
+    assert found["translated"] < found["raw"] / 4

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches.core.codec.layout import packed_bytes
-from hf_kvcaches.core.codec.sides import WIDTHS, CalibratedLayer, CalibratedSide
+from hf_kvcaches.core.codec.sides import WIDTHS, CalibratedLayer
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
 
 _WIDTHS_OF_BYTES = (1, 2, 4, 6, 8)
@@ -66,19 +66,32 @@ def by_bytes(layers: Sequence[CalibratedLayer], bytes_ratio: float, widths: Sequ
         widths: The bits that directions may have.
     """
     sides = [side for layer in layers for side in layer]
-    steps = [_upgrades(side, widths) for side in sides]
+    bits = allot([side.distortions.flatten(0, 1) for side in sides], bytes_ratio * 2 * sum(layer.elements for layer in layers), widths)
+    if not any(bool(each.any()) for each in bits):
+        raise ConfigError.of("bytes_ratio", "enough for at least one direction", bytes_ratio, "Try 0.125.")
+    return _with_widths(layers, [each.view(side.mean.shape) for side, each in zip(sides, bits, strict=True)])
+
+
+def allot(distortions: Sequence[torch.Tensor], budget: float, widths: Sequence[int]) -> list[torch.Tensor]:
+    """The bits of each direction with which a number of bytes loses least, (directions,) for each group of them.
+
+    Args:
+        distortions: For each group, which fills bytes of its own, what is lost of a direction at 0 bits and at each of `WIDTHS`,
+            (directions, 1 + widths).
+        budget: Bytes of a token.
+        widths: The bits that directions may have.
+    """
+    steps = [_upgrades(group, widths) for group in distortions]
     gains, bits, directions = (torch.cat([step[place] for step in steps]) for place in range(3))
     owner = torch.cat([torch.full_like(step[2], place) for place, step in enumerate(steps)])
     order = gains.argsort(descending=True, stable=True)
     order = order[gains[order] > 0]
-    budget = bytes_ratio * 2 * sum(layer.elements for layer in layers)
 
     def bought(count: int) -> list[torch.Tensor]:
         chosen, found = order[:count], []
-        for place, side in enumerate(sides):
+        for place, group in enumerate(distortions):
             mine = chosen[owner[chosen] == place]
-            flat = torch.zeros(side.mean.numel(), dtype=torch.int64)
-            found.append(flat.scatter_reduce(0, directions[mine], bits[mine], "amax").view(side.mean.shape))
+            found.append(torch.zeros(len(group), dtype=torch.int64).scatter_reduce(0, directions[mine], bits[mine], "amax"))
         return found
 
     # Whole bytes of each plane count, so the price of a number of upgrades is only known when they are laid out.
@@ -87,9 +100,7 @@ def by_bytes(layers: Sequence[CalibratedLayer], bytes_ratio: float, widths: Sequ
         middle = (low + high + 1) // 2
         fits = sum(packed_bytes(each) for each in bought(middle)) <= budget
         low, high = (middle, high) if fits else (low, middle - 1)
-    if not low:
-        raise ConfigError.of("bytes_ratio", "enough for at least one direction", bytes_ratio, "Try 0.125.")
-    return _with_widths(layers, bought(low))
+    return bought(low)
 
 
 def by_rank(layers: Sequence[CalibratedLayer], rank: tuple[int, int], width: int) -> list[CalibratedLayer]:
@@ -129,14 +140,14 @@ def _with_widths(layers: Sequence[CalibratedLayer], widths: Sequence[torch.Tenso
     ]
 
 
-def _upgrades(side: CalibratedSide, widths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All upgrades of a side's directions that are worth it: their gain for each bit, the width they lead to, and the direction.
+def _upgrades(distortions: torch.Tensor, widths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All upgrades of some directions that are worth it: their gain for each bit, the width they lead to, and the direction.
 
     They follow the lower convex hull of a direction's distortions, so that each gains less than the one before.
     """
     levels = torch.tensor([0, *widths])
     columns = torch.tensor([0, *(1 + WIDTHS.index(width) for width in widths)])
-    lost = side.distortions.flatten(0, 1).double()[:, columns]
+    lost = distortions.double()[:, columns]
     directions, here = torch.arange(len(lost)), torch.zeros(len(lost), dtype=torch.int64)
     found = []
     for _ in widths:

@@ -46,7 +46,7 @@ def _fit(side: SideMeter, cost: torch.Tensor) -> CalibratedSide:
     _, directions = descending(root @ side.covariance @ root)
     encode = directions @ root
     coefficients = (side.tokens().double() - side.mean[:, None]) @ encode.mT
-    steps, distortions = _quantisers(coefficients.float())
+    steps, distortions = quantizers(coefficients.float())
     tensors = (side.mean, encode, distortions[..., 0], _tails(coefficients), steps, distortions * size)
     mean, encode, energies, tails, steps, distortions = (each.to("cpu", torch.float32).contiguous() for each in tensors)
     return CalibratedSide(mean, encode, energies, tails, steps, distortions, torch.zeros(mean.shape, dtype=torch.uint8))
@@ -72,13 +72,18 @@ def _tails(coefficients: torch.Tensor) -> torch.Tensor:
     return shares.kthvalue(-(-shares.shape[1] * 19 // 20), 1).values
 
 
-def _quantisers(coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantizers(
+    coefficients: torch.Tensor, reaching: int = _REACHING, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """For each direction and width the step with the smallest squared error, (heads, d, widths), and the errors, those of width 0 first.
 
     Args:
         coefficients: Of the sample, (heads, tokens, d).
+        reaching: From so many bits on, no coefficient of the sample is clipped.
+        weights: By which errors of each token count, (tokens,); None for 1.
     """
-    energies = coefficients.square().mean(1)
+    counts = coefficients.new_ones(coefficients.shape[1], 1) if weights is None else weights[:, None]
+    energies = (coefficients.square() * counts).mean(1)
     of_head = energies.mean(-1, keepdim=True).sqrt().clamp_min(_TINY)
     deviations = energies.sqrt().maximum(_LEAST_DEVIATION * of_head)
     largest = coefficients.abs().amax(1)
@@ -91,9 +96,9 @@ def _quantisers(coefficients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         else:
             candidates = [_NORMAL_STEPS[width] * multiple * deviations for multiple in _MULTIPLES]
         for candidate in candidates:
-            step = candidate.maximum(largest / top) if width >= _REACHING else candidate
+            step = candidate.maximum(largest / top) if width >= reaching else candidate
             levels = ((coefficients / step[:, None]).floor() + 0.5).clamp(-top, top)
-            error = (levels * step[:, None] - coefficients).square().mean(1)
+            error = ((levels * step[:, None] - coefficients).square() * counts).mean(1)
             better = error < best_error
             best_error, best_step = torch.where(better, error, best_error), torch.where(better, step, best_step)
         steps.append(best_step)

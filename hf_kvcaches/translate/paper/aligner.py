@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
+from hf_kvcaches.errors import ArtifactError
 
 # Share of the rows that are kept apart, and after how many steps they are looked at.
 _APART, _LOOK_AFTER = 0.1, 100
@@ -34,12 +34,7 @@ class MLPAligner(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, hidden: int, seed: int = 0) -> None:
         super().__init__()
-        if weight.ndim != 2 or 0 in weight.shape:
-            raise ConfigError.of("weight", "a matrix (inputs, outputs)", tuple(weight.shape))
         inputs, outputs = weight.shape
-        if bias is not None and tuple(bias.shape) != (outputs,):
-            raise ConfigError.of("bias", f"a vector of {outputs}, as weight has columns", tuple(bias.shape))
-        hidden = whole_number("hidden", hidden, 1)
         linear = weight.detach().to(torch.float32, copy=True)
         self.register_buffer("weight", linear)
         self.register_buffer("bias", torch.zeros_like(linear[0]) if bias is None else bias.detach().to(linear, copy=True))
@@ -47,15 +42,12 @@ class MLPAligner(nn.Module):
         self.register_buffer("centre", torch.zeros_like(linear[:, 0]))
         self.register_buffer("spread", torch.ones_like(linear[:, 0]))
         self.register_buffer("scale", torch.ones_like(linear[0, 0]))
-        generator = torch.Generator().manual_seed(seed)
-        self.inner = nn.Linear(inputs, hidden)
-        self.outer = nn.Linear(hidden, outputs, bias=False)
+        self.inner, self.outer = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs, bias=False)
         with torch.no_grad():
-            self.inner.weight.copy_(torch.randn(hidden, inputs, generator=generator) / inputs**0.5)
+            self.inner.weight.copy_(torch.randn(hidden, inputs, generator=torch.Generator().manual_seed(seed)) / inputs**0.5)
             self.inner.bias.zero_()
             self.outer.weight.zero_()
-        self.inner.to(linear.device)
-        self.outer.to(linear.device)
+        self.to(linear.device)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> MLPAligner:
@@ -70,19 +62,11 @@ class MLPAligner(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., inputs) to (..., outputs)."""
-        return x @ self.weight + self.bias + self.scale * self.outer(functional.gelu(self.inner(self.standard(x))))
-
-    def standard(self, x: Tensor) -> Tensor:
-        """The inputs as the hidden layer sees them."""
-        return (x - self.centre) / self.spread
+        hidden = functional.gelu(self.inner((x - self.centre) / self.spread))
+        return x @ self.weight + self.bias + self.scale * self.outer(hidden)
 
     def set_units(self, x: Tensor, y: Tensor) -> None:
-        """Makes inputs and outputs of the hidden layer about as large as 1.
-
-        Args:
-            x: (rows, inputs).
-            y: (rows, outputs).
-        """
+        """Makes inputs and outputs of the hidden layer about as large as 1."""
         spread, centre = torch.std_mean(x.double(), dim=0, correction=0)
         # An input that hardly varies, such as a column of ones, would have a unit of rounding errors.
         spread = torch.maximum(spread, 1e-3 * centre.abs())
@@ -106,11 +90,6 @@ def train_aligner(aligner: MLPAligner, x: Tensor, y: Tensor, *, steps: int, lr: 
     Returns:
         The squared error that is left of the ridge regression's on the rows kept apart, at most 1.
     """
-    if x.shape != (len(y), len(aligner.weight)) or y.shape != (len(x), aligner.weight.shape[1]) or len(x) < 2:
-        expected = f"two rows or more of {len(aligner.weight)} inputs and of {aligner.weight.shape[1]} outputs"
-        raise ConfigError.of("x, y", expected, (tuple(x.shape), tuple(y.shape)))
-    if not (bool(x.isfinite().all()) and bool(y.isfinite().all())):
-        raise ConfigError.of("x, y", "finite values", "infinities or NaN")
     split = min(len(x) - 1, round((1 - _APART) * len(x)))
     aligner.set_units(x[:split], y[:split])
     optimizer = torch.optim.AdamW(aligner.parameters(), lr=lr)

@@ -1,4 +1,7 @@
-"""The paper's factorisation of keys, or of values, in closed form on second moments."""
+"""The paper's Reuse: keys and values each for themselves, in closed form on second moments.
+
+"Semantic Cache Distillation", equations 6 and 7. **Departs from the paper**: codes have 16 bits and a calibrated step.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from hf_kvcaches.translate.moments import BlockMoments
-from hf_kvcaches.translate.ridge import fit_ridge
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
+from hf_kvcaches.translate.moments import BlockMoments, fit_ridge
+from hf_kvcaches.translate.quantizing import fixed_quantizer
+from hf_kvcaches.translate.reading import TextSums
+from hf_kvcaches.translate.solving import part_name
 
 
 class JointSVD(NamedTuple):
@@ -20,6 +28,45 @@ class JointSVD(NamedTuple):
 
     encode: torch.Tensor
     decode: torch.Tensor
+
+
+def paper_maps(reading: TextSums, lowest: int, budget: float) -> Maps:
+    """The maps of all layers that are sent.
+
+    Args:
+        lowest: How many layers the consumer runs.
+        budget: Bytes of a token, shared out equally.
+    """
+    config, sources, sent = reading.config, reading.pair.sources, reading.sent(lowest)
+    [width] = config.all_widths
+    encoders, decoders = [], []
+    for layer in sent:
+        source, (heads, *dims) = sources[layer], reading.shapes[layer]
+        widths = [heads * dim for dim in dims]
+        if config.heads == "each" and reading.heads[source] != heads:
+            raise UnsupportedError(
+                f"heads='each': the producer has {reading.heads[source]} heads of keys, the consumer {heads}. Use 'joint'."
+            )
+        # Gains take a byte.
+        rank = max(1, int(4 * (budget / len(sent) - 1) / width))
+        ranks = config.ranks or tuple(min(rank, own) for own in widths)
+        if any(own > most for own, most in zip(ranks, widths, strict=True)):
+            raise ConfigError.of("ranks", f"at most {widths[0]} codes of keys and {widths[1]} of values", ranks)
+        moments = reading.moments[lowest, (layer,)]
+        keys = moments.places["producer"].stop - moments.places["producer"].start, moments.places["consumer"]
+        half = keys[0] * dims[0] // sum(dims)
+        columns = ((slice(0, half), slice(0, widths[0])), (slice(half, keys[0]), slice(widths[0], sum(widths))))
+        parts = [
+            joint_svd(moments, own, rank, reading.ridge(moments), heads if config.heads == "each" else 1)
+            for own, rank in zip(columns, ranks, strict=True)
+        ]
+        encode, decode = (torch.block_diag(*(part[number] for part in parts)) for number in (0, 1))
+        quantizer = fixed_quantizer(reading.samples["states", source] @ encode.to(reading.samples["states", source]), width)
+        encoders.append(
+            PartEncoder(part_name((layer,)), "states", (source,), source, encode, None, encode.new_zeros(sum(ranks)), quantizer)
+        )
+        decoders.append(LayerDecoder(layer, part_name((layer,)), "states", reading.shapes[layer], Decoder(codes=decode)))
+    return Maps(sorted(encoders, key=lambda encoder: max(encoder.needs)), decoders)
 
 
 def joint_svd(moments: BlockMoments, columns: tuple[slice, slice], rank: int, ridge: float, heads: int = 1) -> JointSVD:

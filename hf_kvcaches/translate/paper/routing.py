@@ -56,14 +56,18 @@ class Route:
         """Reads what `to_json` made; damage is an `ArtifactError`."""
         try:
             route = cls(
-                patched=tuple(_index(layer) for layer in _listed(data["patched"])),
-                sensitivity={_index(int(layer)): _number(gain) for layer, gain in data["sensitivity"].items()},
-                steps=tuple(Step(_index(s["layer"]), _number(s["gain"]), _number(s["total"])) for s in _listed(data["steps"])),
-                efficiencies=tuple(_number(value) for value in _listed(data["efficiencies"])),
+                tuple(data["patched"]),
+                {int(layer): gain for layer, gain in data["sensitivity"].items()},
+                tuple(Step(**step) for step in data["steps"]),
+                tuple(data["efficiencies"]),
             )
+            numbers = [*route.patched, *route.sensitivity, *(step.layer for step in route.steps)]
+            sound = all(type(layer) is int and layer >= 0 for layer in numbers) and list(route.patched) == sorted(set(route.patched))
+            gains = [*route.sensitivity.values(), *route.efficiencies, *(gain for step in route.steps for gain in (step.gain, step.total))]
+            sound &= all(is_number(gain) and math.isfinite(gain) for gain in gains) and len(route.efficiencies) == len(route.steps)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"A route over layers is stored incompletely or damaged: {error!r}. Store all of to_json().") from error
-        if list(route.patched) != sorted(set(route.patched)) or len(route.efficiencies) != len(route.steps):
+        if not sound:
             raise ArtifactError(f"A route over layers doesn't fit together: {dict(data)!r}. Store what to_json() gave.")
         return route
 
@@ -115,21 +119,3 @@ def _as_number(value: Any, layers: frozenset[int]) -> float:
     if not math.isfinite(number):
         raise ConfigError.of("score", f"a finite number for the patched layers {sorted(layers)}", value)
     return number
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise TypeError(f"{value!r} is not a list")
-    return value
-
-
-def _index(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is not the index of a layer")
-    return value
-
-
-def _number(value: Any) -> float:
-    if not is_number(value) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is not a finite number")
-    return float(value)

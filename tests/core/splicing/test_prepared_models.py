@@ -50,12 +50,12 @@ def test_prompts_are_taken_over_in_prepared_models(name: str) -> None:
 
 def test_a_translator_is_fitted_to_offloaded_models_and_read_by_them() -> None:
     producer, consumer = tiny.llama(seed=1), tiny.llama()
-    expected = fit(producer, consumer, payload=0.5, dtype="float32")
+    expected = fit(producer, consumer, payload=0.5, layers_per_code=1)
     codes = expected.encode(producer, joined(A, B))
     cache = TranslatedCache(consumer, expected, codes)
     logits = logits_of(consumer, joined(A, B), cache)
     cpu_offload(consumer)
-    made = TranslatedCache(consumer, fit(producer, consumer, payload=0.5, dtype="float32"), codes)
+    made = TranslatedCache(consumer, fit(producer, consumer, payload=0.5, layers_per_code=1), codes)
     torch.testing.assert_close(logits_of(consumer, joined(A, B), made), logits, atol=1e-3, rtol=0)
 
 

@@ -1,0 +1,117 @@
+"""Messages from one process to another, over a socket or torch.distributed, piece by piece.
+
+Whatever goes wrong on the way is an `ArtifactError`; after one, a connection is at an unknown place and is of no more use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from hf_kvcaches.errors import ArtifactError, ConfigError
+
+# Of one message of torch.distributed: the receiver has to make room for it before it comes.
+_LARGEST = 16 << 20
+
+
+def send(sock: socket.socket, pieces: Iterable[bytes], what: str) -> int:
+    """Sends a message over a connected socket and returns its bytes.
+
+    The pieces go off at once, each on its own: the socket's TCP_NODELAY is set.
+
+    Args:
+        what: What is sent, for errors.
+    """
+    _check_blocking(sock)
+    with contextlib.suppress(OSError):
+        # Only TCP has it.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sent = 0
+    for piece in pieces:
+        try:
+            sock.sendall(piece)
+        except OSError as error:
+            raise ArtifactError(f"Sending {what} broke off after {sent} bytes or more: {_reason(sock, error)}.") from error
+        sent += len(piece)
+    return sent
+
+
+def reader(sock: socket.socket, what: str) -> Callable[[int], bytes]:
+    """What reads from a connected, blocking stream socket for a `MessageReader`; its timeout counts for each wait."""
+    _check_blocking(sock)
+
+    def read(count: int) -> bytes:
+        try:
+            return sock.recv(count)
+        except OSError as error:
+            raise ArtifactError(f"Receiving {what} broke off: {_reason(sock, error)}. Connect and have them sent again.") from error
+
+    return read
+
+
+def send_distributed(
+    pieces: Iterable[bytes], dst: int, group: dist.ProcessGroup | None, device: torch.device | str | None, what: str
+) -> int:
+    """Sends a message to a process of the group and returns its bytes: pieces of uint8 with their length before them, and 0 at the end."""
+    place, sent = _device(group, device), 0
+    for piece in pieces:
+        for start in range(0, len(piece), _LARGEST):
+            content = bytearray(memoryview(piece)[start : start + _LARGEST])
+            _send_tensor(torch.tensor([len(content)], device=place), dst, group, what)
+            _send_tensor(torch.frombuffer(content, dtype=torch.uint8).to(place), dst, group, what)
+            sent += len(content)
+    _send_tensor(torch.tensor([0], device=place), dst, group, what)
+    return sent
+
+
+def received(src: int, group: dist.ProcessGroup | None, device: torch.device | str | None, what: str) -> Iterator[memoryview]:
+    """The pieces of a message from a process of the group. Iterate to the end, which takes the message that says so."""
+    return _pieces(src, group, _device(group, device), what)
+
+
+def _pieces(src: int, group: dist.ProcessGroup | None, place: torch.device, what: str) -> Iterator[memoryview]:
+    while length := int(_receive_tensor(torch.empty(1, dtype=torch.int64, device=place), src, group, what)):
+        if not 0 < length <= _LARGEST:
+            raise ArtifactError(f"Rank {src} sent something else than {what}: {length} bytes at once. Begin anew on both sides.")
+        content = _receive_tensor(torch.empty(length, dtype=torch.uint8, device=place), src, group, what)
+        yield content.cpu().numpy().data
+
+
+def _check_blocking(sock: socket.socket) -> None:
+    if sock.gettimeout() == 0:
+        raise ConfigError.of("sock", "a blocking socket", "one that never waits", "Call its setblocking(True) or settimeout(seconds).")
+
+
+def _reason(sock: socket.socket, error: OSError) -> str:
+    if isinstance(error, TimeoutError) and sock.gettimeout() is not None:
+        return f"the other side did nothing for {sock.gettimeout():g} seconds, the socket's timeout"
+    if isinstance(error, ConnectionError):
+        return f"the other side closed the connection ({error})"
+    return f"the socket failed ({error})"
+
+
+def _device(group: dist.ProcessGroup | None, device: torch.device | str | None) -> torch.device:
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError("torch.distributed: expected a process group, there is none. Call torch.distributed.init_process_group first.")
+    if device is not None:
+        return torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def _send_tensor(tensor: torch.Tensor, dst: int, group: dist.ProcessGroup | None, what: str) -> None:
+    try:
+        dist.send(tensor, dst, group=group)
+    except RuntimeError as error:
+        raise ArtifactError(f"Sending {what} to rank {dst} broke off: {error}. Begin anew on both sides.") from error
+
+
+def _receive_tensor(tensor: torch.Tensor, src: int, group: dist.ProcessGroup | None, what: str) -> torch.Tensor:
+    try:
+        dist.recv(tensor, src, group=group)
+    except RuntimeError as error:
+        raise ArtifactError(f"Receiving {what} from rank {src} broke off: {error}. Begin anew on both sides.") from error
+    return tensor
