@@ -3,12 +3,14 @@
 `update` of a layer may return a `LayerView` in place of keys and values. The cache then switches the model's attention to the function
 registered here (`answer_next`), and that function switches it back before it does anything else. So a model carries another attention
 name between the end of `update` and the beginning of the attention function, and at no other time: masks are made by the model, for its
-own implementation, and constructing a cache changes nothing about the model.
+own implementation, and constructing a cache changes nothing about the model. Where an interrupt comes in between, the attention is switched
+back when the view is freed with the frames of the pass.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -74,33 +76,61 @@ class LayerView(ABC):
         """
 
 
-class _Window(threading.local):
-    """The configs that this thread has switched, and whether they are those of the model that the cache was built with."""
-
-    configs: Sequence[PreTrainedConfig] = ()
-    bound = False
-
-
-_window = _Window()
-_lock = threading.Lock()
-
-
-def answer_next(configs: Sequence[PreTrainedConfig], bound: bool) -> None:
-    """Switches the attention for this thread's next attention call, to which a `LayerView` is on its way.
+class _Window:
+    """The time between `update` and the attention call, in one thread.
 
     Args:
+        configs: Those that the thread has switched.
+        bound: Whether they are those of the model that the cache was built with.
+    """
+
+    def __init__(self, configs: Sequence[PreTrainedConfig], bound: bool, view: LayerView) -> None:
+        self.configs, self.bound = configs, bound
+        self._thread = threading.get_ident()
+        self._freed = weakref.ref(view, self.close)
+
+    def open(self) -> None:
+        """Switch the configs."""
+        for config in self.configs:
+            with _lock:
+                name = compat.attention_name(config)
+                if not isinstance(name, _Switched):
+                    name = _Switched(previous_implementation(config), explicit=name == NAME)
+                    compat.set_attention_name(config, name)
+                name.waiting.add(self._thread)
+
+    def close(self, _: Any = None) -> None:
+        """Switch the configs back that no other thread waits for."""
+        for config in self.configs:
+            with _lock:
+                name = compat.attention_name(config)
+                if isinstance(name, _Switched):
+                    name.waiting.discard(self._thread)
+                    if not name.waiting and not name.explicit:
+                        compat.set_attention_name(config, name.previous)
+
+
+class _Windows(threading.local):
+    """The window that a thread has open."""
+
+    current: _Window | None = None
+
+
+_windows = _Windows()
+# A view may be freed, and its window closed, while the thread opens another.
+_lock = threading.RLock()
+
+
+def answer_next(view: LayerView, configs: Sequence[PreTrainedConfig], bound: bool) -> None:
+    """Switch the attention for this thread's next attention call.
+
+    Args:
+        view: What is on its way to that call.
         bound: Whether a call by a module with another config is an error.
     """
-    close_window()  # left open where an interrupt came between `update` and the attention call
-    _window.configs, _window.bound = configs, bound
-    thread = threading.get_ident()
-    for config in configs:
-        with _lock:
-            name = compat.attention_name(config)
-            if not isinstance(name, _Switched):
-                name = _Switched(previous_implementation(config), explicit=name == NAME)
-                compat.set_attention_name(config, name)
-            name.waiting.add(thread)
+    close_window()  # left open where an interrupt came between `update` and the attention call, and something still has its view
+    window = _windows.current = _Window(configs, bound, view)
+    window.open()
 
 
 def answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> None:
@@ -112,18 +142,12 @@ def answer_in_graph(view: LayerView, configs: Sequence[PreTrainedConfig]) -> Non
         compat.set_attention_name(config, NAME)
 
 
-def close_window() -> None:
-    """Switches back what this thread has switched with `answer_next`."""
-    configs = _window.configs
-    _window.configs, _window.bound = (), False
-    thread = threading.get_ident()
-    for config in configs:
-        with _lock:
-            name = compat.attention_name(config)
-            if isinstance(name, _Switched):
-                name.waiting.discard(thread)
-                if not name.waiting and not name.explicit:
-                    compat.set_attention_name(config, name.previous)
+def close_window() -> _Window | None:
+    """Switch back what this thread has switched with `answer_next`, and return the window that was open."""
+    window, _windows.current = _windows.current, None
+    if window is not None:
+        window.close()
+    return window
 
 
 def _make_mask(**arguments: Any) -> Any:
@@ -151,9 +175,8 @@ def _attend(
         for config, name in key.restores:
             compat.set_attention_name(config, name)
     else:
-        foreign = _window.bound and all(config is not module.config for config in _window.configs)
-        close_window()
-        if foreign:
+        window = close_window()
+        if window is not None and window.bound and all(config is not module.config for config in window.configs):
             raise ConfigError(
                 "The cache was built with another model than the one that it is used with. Build a cache with this model, or pass it to "
                 "the model that it was built with."

@@ -337,12 +337,12 @@ class KVCache(compat.MarkedCache, Cache, ABC):
             if torch.compiler.is_compiling():
                 attention.answer_in_graph(held[0], self._attention_configs)
             else:
-                self.answer_next()
+                self.answer_next(held[0])
         return held
 
-    def answer_next(self) -> None:
-        """Lets a `LayerView` answer the queries of this thread's next attention call."""
-        attention.answer_next(self._attention_configs, bound=self._model is not None)
+    def answer_next(self, view: attention.LayerView) -> None:
+        """Lets a view answer the queries of this thread's next attention call."""
+        attention.answer_next(view, self._attention_configs, bound=self._model is not None)
 
     def reset(self) -> None:
         """Forgets all tokens; settings and whatever does not belong to a sequence stay."""

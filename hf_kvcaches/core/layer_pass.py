@@ -27,7 +27,7 @@ class LayerPass(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
         if isinstance(states[0], attention.LayerView):
-            self.cache.answer_next()
+            self.cache.answer_next(states[0])
         return states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -114,7 +114,7 @@ class SourceCache(KVCache):
             What the model gets in the place of keys and of values.
         """
         answering = view if self.holder is None else _HandingOver(self, layer_idx, view)
-        self.answer_next()
+        self.answer_next(answering)
         return answering, answering
 
     def begin_hand_over(self, holder: AdoptingCache, tokens: int) -> None:

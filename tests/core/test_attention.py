@@ -7,8 +7,9 @@ import threading
 
 import pytest
 import torch
-from transformers import BloomConfig, DynamicCache, GptOssConfig
+from transformers import AttentionInterface, BloomConfig, DynamicCache, GptOssConfig
 from transformers.cache_utils import Cache, DynamicLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvcaches
 from hf_kvcaches import GrowingCache
@@ -158,6 +159,10 @@ def _shown(mask: torch.Tensor) -> torch.Tensor:
     return mask if mask.dtype == torch.bool else mask == 0
 
 
+def empty_view():
+    return RecordingView(torch.empty(1, 1, 0, 1), torch.empty(1, 1, 0, 1), [])
+
+
 class ViewCache(GrowingCache):
     """Attends like the model would, through views."""
 
@@ -186,9 +191,9 @@ def test_the_model_carries_its_own_attention_but_for_the_call_that_is_answered(i
 
 
 @torch.no_grad()
-def test_an_error_between_a_cache_and_its_attention_leaves_no_trace_behind_the_next_pass():
-    model = tiny.llama()
-    answer_next((model.config,), bound=True)  # as an interrupt leaves it
+def test_a_pass_behind_an_interrupt_whose_view_is_still_held_is_as_ever():
+    model, view = tiny.llama(), empty_view()
+    answer_next(view, (model.config,), bound=True)  # as an interrupt leaves it
     expected = model(tiny.ids(1, 6)).logits  # plain tensors are attended to as ever
     torch.testing.assert_close(model(tiny.ids(1, 6), past_key_values=ViewCache(model)).logits, expected, atol=1e-5, rtol=1e-5)
     assert model.config._attn_implementation == "sdpa"
@@ -218,9 +223,43 @@ def test_two_threads_use_one_model_with_caches_that_answer():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("holds_traceback", [False, True])
+@torch.no_grad()
+def test_an_interrupt_between_a_cache_and_its_attention_leaves_the_model_as_it_was(holds_traceback):
+    model, errors = tiny.llama(), []
+    cache = ViewCache(model)
+    answering = ALL_ATTENTION_FUNCTIONS[attention.NAME]
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    AttentionInterface.register(attention.NAME, interrupt)
+    try:
+        model(tiny.ids(1, 6), past_key_values=cache)
+    except KeyboardInterrupt as error:
+        errors.append(error if holds_traceback else None)
+    finally:
+        AttentionInterface.register(attention.NAME, answering)
+    if holds_traceback:
+        assert model.config._attn_implementation == attention.NAME
+        errors.clear()
+    assert type(model.config._attn_implementation) is str
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_view_that_is_freed_in_another_thread_switches_the_attention_back():
+    model, views = tiny.llama(), [empty_view()]
+    answer_next(views[0], (model.config,), bound=True)
+    assert model.config._attn_implementation == attention.NAME
+    thread = threading.Thread(target=views.clear)
+    thread.start()
+    thread.join()
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_a_config_that_is_copied_while_it_is_switched_is_as_before():
-    model = tiny.llama()
-    answer_next((model.config,), bound=True)
+    model, view = tiny.llama(), empty_view()
+    answer_next(view, (model.config,), bound=True)
     twin = copy.deepcopy(model.config)
     close_window()
     assert twin._attn_implementation == "sdpa"

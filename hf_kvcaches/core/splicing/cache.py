@@ -139,7 +139,7 @@ class SplicingCache(SourceCache):
         if not self._answers_chunk(key_states, keys):
             return keys, values
         view = ChunkView(keys, values)
-        self.answer_next()
+        self.answer_next(view)
         return view, view
 
     def _update_sparse(self, running: RunningPass, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int) -> tuple[Any, Any]:

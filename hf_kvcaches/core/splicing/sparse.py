@@ -187,7 +187,7 @@ class SplicingPass(LayerPass):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         view = self.running.write(self.layers[layer_idx], layer_idx, key_states, value_states)
-        self.cache.answer_next()
+        self.cache.answer_next(view)
         return view, view
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -202,5 +202,5 @@ class LookingPass(SplicingPass):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.look = Look(key_states, value_states.shape[-1])
-        self.cache.answer_next()
+        self.cache.answer_next(self.look)
         return self.look, self.look
