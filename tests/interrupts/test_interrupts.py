@@ -148,13 +148,14 @@ def test_ctrl_c_at_any_time_leaves_nothing_behind(name: str) -> None:
     try:
         for _ in range(8):
             cache = make()
-            signal.setitimer(signal.ITIMER_VIRTUAL, draw.uniform(0.001, 0.04))
             try:
-                answer(prompt, cache)
-            except KeyboardInterrupt:
+                try:
+                    signal.setitimer(signal.ITIMER_VIRTUAL, draw.uniform(0.001, 0.04))
+                    answer(prompt, cache)
+                finally:
+                    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            except KeyboardInterrupt:  # which may come when the answer is there
                 interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             check(name, cache)
     finally:
         signal.signal(signal.SIGVTALRM, previous)
