@@ -34,6 +34,11 @@ def blocks(document: Path, language: str) -> Iterator[Block]:
             yield Block(language, text.count("\n", 0, match.start()) + 2, match[2])
 
 
+def missing_outputs(document: Path, printed: str) -> list[str]:
+    """The `output` blocks of a document that were not printed when its code ran."""
+    return [block.code for block in blocks(document, "output") if block.code.strip() not in printed]
+
+
 def run(document: Path, name: str = "reader") -> dict[str, Any]:
     """Run the Python blocks of a document one after the other, as one module, and return its names."""
     module = sys.modules[name] = ModuleType(name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_kvcaches import SegmentStore
-from tests.documents.blocks import ROOT, blocks, documents, run
+from tests.documents.blocks import ROOT, blocks, documents, missing_outputs, run
 from tests.documents.reader import add_policy
 
 # Pages that calibrate or fit, and take seconds.
@@ -61,13 +61,22 @@ OUTCOMES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("document", [pytest.param(name, marks=[pytest.mark.full] if name in SLOW else []) for name in WITH_CODE])
-def test_the_blocks_of_a_document_run_one_after_the_other(document: str, reader: Path, request: pytest.FixtureRequest) -> None:
+def test_the_blocks_of_a_document_run_one_after_the_other(
+    document: str, reader: Path, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
     if any("REDIS_URL" in block.code for block in blocks(ROOT / document, "python")):
         request.getfixturevalue("redis_url")
     if "segment-policy" in (ROOT / document).read_text(encoding="utf-8"):
         add_policy(reader, reader / "Qwen" / "Qwen3-0.6B")
     names = run(ROOT / document)
+    assert missing_outputs(ROOT / document, capsys.readouterr().out) == []
     OUTCOMES.get(document, lambda names: None)(names)
+
+
+def test_an_output_that_is_not_printed_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint(1)\n```\n\n```output\n1\n```\n\n```output\n2\n```\n", encoding="utf-8")
+    assert missing_outputs(page, "1\n") == ["2\n"]
 
 
 def test_an_undefined_name_is_noticed(tmp_path: Path) -> None:
