@@ -49,6 +49,22 @@ def test_a_row_that_was_not_measured_is_named() -> None:
         import_script("_docs_tables").where("growing-cpu", batch="3")
 
 
+@pytest.mark.parametrize(
+    ("page", "written", "shown"),
+    [
+        ("index.md", "[it](docs/equip.md#memory)", "[it](equip.md#memory)"),
+        ("index.md", "![it](docs/images/x.svg)", "![it](images/x.svg)"),
+        ("guides/serving.md", "[it](../../README.md#install)", "[it](../index.md#install)"),
+        ("guides/serving.md", "[it](../equip.md)", "[it](../equip.md)"),
+        ("equip.md", "[the script](../scripts/demo.py)", "the script"),
+        ("equip.md", "[it](../nowhere.md)", "[it](../nowhere.md)"),
+        ("equip.md", "[it](https://example.org/a.md) [b](#here)", "[it](https://example.org/a.md) [b](#here)"),
+    ],
+)
+def test_links_of_a_checkout_become_links_of_the_site(page: str, written: str, shown: str) -> None:
+    assert import_script("_site_pages").rewritten(written, page) == shown
+
+
 def commands() -> Iterator[tuple[str, str]]:
     """Every command of the bash blocks, with its place."""
     for document in documents():
