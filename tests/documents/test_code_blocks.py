@@ -15,7 +15,10 @@ from tests.documents.reader import add_policy
 
 # Pages that calibrate or fit, and take seconds.
 SLOW = {"docs/subspace.md", "docs/translation.md"}
-WITH_CODE = [path.relative_to(ROOT).as_posix() for path in documents() if any(blocks(path, "python"))]
+# Pages whose code needs several processes: tests/parallel runs it.
+ELSEWHERE = {"docs/parallel.md"}
+NAMES = [path.relative_to(ROOT).as_posix() for path in documents() if any(blocks(path, "python"))]
+WITH_CODE = [name for name in NAMES if name not in ELSEWHERE]
 
 
 def equip(names: dict[str, Any]) -> None:
