@@ -28,7 +28,7 @@ PIP_INSTALL := -m pip install --quiet --quiet --no-input --disable-pip-version-c
 pytest = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-full lint format test-floor wheel-check bench clean
+.PHONY: help demo test test-rest test-full lint format docs test-floor wheel-check bench clean
 # Two environments that build the same tree at once would write the same egg-info.
 .NOTPARALLEL:
 
@@ -39,6 +39,7 @@ help:
 	@echo 'make test-full    both'
 	@echo 'make lint         ruff check, ruff format --check, mypy --strict'
 	@echo 'make format       let ruff rewrite what it can'
+	@echo 'make docs         build the documentation site into site/ (mkdocs serve shows it); a broken link is an error'
 	@echo 'make test-floor   the conformance suite (but for pages) and per_call against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
 	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
@@ -63,6 +64,9 @@ lint: $(VENV)/.installed
 format: $(VENV)/.installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 test-floor: $(VENV_FLOOR)/.installed
 	$(VENV_FLOOR)/bin/python -c 'import transformers as t; assert t.__version__ == "$(FLOOR_TRANSFORMERS)", t.__version__'
@@ -108,7 +112,7 @@ wheel-check: $(VENV)/.installed
 	@rm -rf build $(VENV_WHEEL)
 
 clean:
-	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_FLOOR) $(VENV_WHEEL) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(call make_venv,$(VENV))
