@@ -81,8 +81,10 @@ class ModelSize:
         slots = min(budget, capacity_for(tokens))
 
         def of_layer(layer: LayerSize) -> float:
-            groups = layer.numbers / layer.heads / 2 / 32 if bits == 4 else 1
-            return slots * (layer.numbers * bits / 8 + (4 + 4 * groups + 12) * layer.heads)
+            scales = layer.numbers / layer.heads / 2 / 32 if bits == 4 else 1
+            value_scales = scales * (4 if self.element <= 2 else 8)
+            # Beside the slots, the centers and sizes of the channels of keys.
+            return slots * (layer.numbers * bits / 8 + (4 + value_scales + 12) * layer.heads) + self._token(layer)
 
         return self._with(tokens, of_layer)
 

@@ -13,6 +13,11 @@ from hf_kvcaches.core.per_call import PerCall, per_call
 from hf_kvcaches.errors import ConfigError, require_choice
 
 CACHES = ("GrowingCache", "EquipCache", "SubspaceCache", "SegmentReuseCache", "WarmStartCache")
+# What arguments of a cache may be made of, beside policies.
+ARGUMENTS = tuple(
+    "AdaptiveSubspace KVCodec PagePool QueryStatistics RetrievalHeads SegmentPolicy SegmentStore SlotProjector WarmStartGate "
+    "WarmStartLibrary".split()
+)
 HELP = (
     "such as \"EquipCache(policy='streaming', budget=512)\", \"SubspaceCache(KVCodec('FOLDER'))\" or "
     "\"SegmentReuseCache(SegmentStore('memory'))\""
@@ -111,8 +116,8 @@ def _made(spec: CallSpec, model: Any, tokenizer: Any) -> Any:
     """What an argument of a cache stands for."""
     if spec.name in CACHES:
         return caches_of(spec, model, tokenizer)
-    public = [name for name in hf_kvcaches.__all__ if isinstance(getattr(hf_kvcaches, name), type)]
-    require_choice("--cache", spec.name, public)
+    policies = [name for name in hf_kvcaches.__all__ if name.endswith("Policy") and name not in ("Policy", "SegmentPolicy")]
+    require_choice("--cache", spec.name, (*ARGUMENTS, *policies))
     kind = getattr(hf_kvcaches, spec.name)
     make = getattr(kind, "from_pretrained", kind)
     args, options = _arguments(spec, model, tokenizer)
