@@ -20,12 +20,14 @@ AT_THE_DOOR = {"cli"}
 OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "matplotlib"}
 TOP_LEVEL = {
     ".ci",
+    ".github",
     ".gitignore",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "LICENSE",
     "Makefile",
     "README.md",
+    "SECURITY.md",
     "constraints.txt",
     "docs",
     "hf_kvcaches",

@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = _random_model(args.model, device, args.dtype) if args.random else load(args.model, device, args.dtype)
     print_environment(device)
     recipes = [(spec, caches_of(spec, model, tokenizer)) for spec in specs]
-    sides = [Side(CallSpec("DynamicCache", (), {}), lambda: DynamicCache(config=model.config))]
-    sides += [Side(spec, lambda caches=caches: caches.new_cache(model)) for spec, caches in recipes]  # type: ignore[misc]
+    sides = [TimedSide(CallSpec("DynamicCache", (), {}), lambda: DynamicCache(config=model.config))]
+    sides += [TimedSide(spec, lambda caches=caches: caches.new_cache(model)) for spec, caches in recipes]  # type: ignore[misc]
     rows = _measured(model, sides, args)
     print(show(rows, COLUMNS))
     if args.csv:
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Side:
+class TimedSide:
     """A cache to time."""
 
     spec: CallSpec
@@ -82,14 +82,14 @@ def _random_model(name: str, device: torch.device, dtype: str) -> tuple[Any, Non
         return transformers.AutoModelForCausalLM.from_config(config, dtype=chosen).eval(), None
 
 
-def _measured(model: Any, sides: Sequence[Side], args: argparse.Namespace) -> list[Row]:
+def _measured(model: Any, sides: Sequence[TimedSide], args: argparse.Namespace) -> list[Row]:
     """A row for each side. All have the same prompt in all rounds, so that stores and libraries are timed on a hit."""
     text = compat.decoder_config(model.config)
     ids = torch.randint(1, text.vocab_size, (args.batch, args.context + args.steps), generator=torch.Generator().manual_seed(0))
     runner, tokens = ModelRunner(model, ids[:, : args.context]), ids[:, args.context :].to(model.device).unbind(1)
     allocated: dict[str, int] = {}
 
-    def timed(side: Side) -> Seconds:
+    def timed(side: TimedSide) -> Seconds:
         cache = side.make()
         logits, prefill = runner.prefill(cache)
         if not bool(logits.isfinite().all()):

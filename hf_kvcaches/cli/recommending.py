@@ -36,7 +36,7 @@ _GENERATE = "output = model.generate(**inputs, custom_generate=per_call({argumen
 
 
 @dataclass(frozen=True)
-class Choice:
+class CacheChoice:
     """A cache with a setting.
 
     Args:
@@ -68,27 +68,27 @@ class Choice:
         return "\n".join([f"from hf_kvcaches import {names}", "", *self.setup, _GENERATE.format(arguments=arguments)])
 
 
-def choices(size: ModelSize, tokens: int) -> list[Choice]:
+def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
     """All settings: what changes the text least comes first, and sources of prompts last."""
     growing = size.growing(tokens)
     offered = [
-        Choice("GrowingCache", "", "GrowingCache", growing, exact=True),
-        Choice("DynamicCache", "", "", size.full(tokens), exact=True),
+        CacheChoice("GrowingCache", "", "GrowingCache", growing, exact=True),
+        CacheChoice("DynamicCache", "", "", size.full(tokens), exact=True),
     ]
     for ratio in (0.25, 0.125):
         setup = f"codec = KVCodec.calibrate(model, tokenizer, texts, bytes_ratio={ratio})  # once; texts: strings like your prompts"
-        offered.append(Choice("SubspaceCache", "codec", "SubspaceCache", size.codes(tokens, ratio), measured="codec", setup=(setup,)))
+        offered.append(CacheChoice("SubspaceCache", "codec", "SubspaceCache", size.codes(tokens, ratio), measured="codec", setup=(setup,)))
     for part in (2, 4, 8):
         budget = max(64, tokens // part)
         held, quantized = size.slots(tokens, budget), size.quantized_slots(tokens, budget, 8)
-        offered.append(Choice("EquipCache", f"budget={budget}", "EquipCache", held, measured="policy='compactor'"))
-        offered.append(Choice("EquipCache", f"budget={budget}, storage='int8'", "EquipCache", quantized, measured="storage='int8'"))
+        offered.append(CacheChoice("EquipCache", f"budget={budget}", "EquipCache", held, measured="policy='compactor'"))
+        offered.append(CacheChoice("EquipCache", f"budget={budget}, storage='int8'", "EquipCache", quantized, measured="storage='int8'"))
     store = 'store = SegmentStore("disk:segments", max_bytes="4GiB")'
     library = "library = WarmStartLibrary(model, tokenizer)"
     return [
         *offered,
-        Choice("SegmentReuseCache", "store, tokenizer", "SegmentReuseCache, exact", growing, exact=True, setup=(store,), source=True),
-        Choice("WarmStartCache", "library", "WarmStartCache", growing, setup=(library,), source=True),
+        CacheChoice("SegmentReuseCache", "store, tokenizer", "SegmentReuseCache, exact", growing, exact=True, setup=(store,), source=True),
+        CacheChoice("WarmStartCache", "library", "WarmStartCache", growing, setup=(library,), source=True),
     ]
 
 
@@ -139,20 +139,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _answer(choice: Choice, support: Measured | None) -> str:
+def _answer(choice: CacheChoice, support: Measured | None) -> str:
     """Whether a cache works with the family, as the table of families says."""
     if not choice.family:
         return "yes"
     return "unknown" if support is None else support[choice.family]
 
 
-def _shown(choice: Choice) -> str:
+def _shown(choice: CacheChoice) -> str:
     """The arguments, with the bytes of a codec."""
     ratio = re.search(r"bytes_ratio=[\d.]+", " ".join(choice.setup))
     return f"{choice.setting} of {ratio[0]}" if ratio else choice.setting
 
 
-def _print_notes(family: str, support: Measured | None, offered: Sequence[Choice], speeds: Sequence[Measured | None]) -> None:
+def _print_notes(family: str, support: Measured | None, offered: Sequence[CacheChoice], speeds: Sequence[Measured | None]) -> None:
     """What the columns mean, and why a cache is refused."""
     if support is None:
         print(f"family: {family!r} was not tried; run hf-kvcaches verify.")
@@ -167,7 +167,7 @@ def _print_notes(family: str, support: Measured | None, offered: Sequence[Choice
     print(f"prefill, step: times as fast as DynamicCache where it was measured nearest ({'; '.join(cases)}); sources with a hit.")
 
 
-def _print_choice(offered: Sequence[Choice], rows: Sequence[Row]) -> None:
+def _print_choice(offered: Sequence[CacheChoice], rows: Sequence[Row]) -> None:
     """The first that fits and works, and its code."""
     for choice, row in zip(offered, rows, strict=True):
         if not choice.source and row["fits"] != "no" and not row["answer"].startswith("no"):
