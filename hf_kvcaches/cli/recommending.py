@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             "total_gib": (held + size.weight_bytes) / GIB,
             "fits": "" if memory is None else "yes" if held + size.weight_bytes <= memory else "no",
             "text": "same" if choice.exact else "close",
-            "works": answer if len(answer) < 8 else "partly" if answer.startswith("yes") else "no",
+            "works": _verdict(answer),
             "answer": answer,
         }
         measured = {} if speed is None else {name: float(speed[name]) for name in ("prefill_ratio", "decode_ratio")}
@@ -146,6 +146,11 @@ def _answer(choice: CacheChoice, support: Measured | None) -> str:
     return "unknown" if support is None else support[choice.family]
 
 
+def _verdict(answer: str) -> str:
+    """An answer without its reasons."""
+    return "partly" if answer.startswith("yes, but") else answer.partition(" (")[0]
+
+
 def _shown(choice: CacheChoice) -> str:
     """The arguments, with the bytes of a codec."""
     ratio = re.search(r"bytes_ratio=[\d.]+", " ".join(choice.setup))
@@ -156,9 +161,12 @@ def _print_notes(family: str, support: Measured | None, offered: Sequence[CacheC
     """What the columns mean, and why a cache is refused."""
     if support is None:
         print(f"family: {family!r} was not tried; run hf-kvcaches verify.")
-    for column in dict.fromkeys(choice.family for choice in offered if choice.family):
-        if support is not None and support[column] != "yes":
-            print(f"{column} with {family}: {support[column]}")
+    else:
+        columns = dict.fromkeys(choice.family for choice in offered if choice.family)
+        for column in columns:
+            if support[column] != "yes":
+                print(f"{column} with {family}: {support[column]}")
+        print(f"TranslatedCache, from codes of another model: {_verdict(support['TranslatedCache'])}")
     measured = [speed for choice, speed in zip(offered, speeds, strict=True) if speed is not None and choice.family]
     if not measured:
         print("prefill, step: there is no speed table; make one with hf-kvcaches bench --csv FILE and pass it as --speed.")
