@@ -31,6 +31,7 @@ def test_a_codec_of_texts_from_files(capsys, tmp_path):
     assert verified.code == 0, verified.err
 
 
+@pytest.mark.full
 def test_a_policy_for_segments_of_prompts(capsys, tmp_path):
     parts = [f"{START * 3}Ann went {word}.\n\n" for word in ("home", "away", "out")]
     lines = [parts[index % 3] + parts[(index + 1) % 3] + "And then she" for index in range(4)]
@@ -55,6 +56,7 @@ def test_a_gate_for_pairs_of_prompts(capsys, tmp_path):
     assert "2 pairs" in done.out
 
 
+@pytest.mark.full
 def test_a_translator_for_two_models(capsys, tmp_path):
     (tmp_path / "a.txt").write_text(testbed.held_out("verse")[:1500])
     pair = ("--producer", BASE, "--consumer", TUNED, "--texts", tmp_path / "a.txt", "--out", tmp_path / "pair")
