@@ -41,7 +41,7 @@ help:
 	@echo 'make format       let ruff rewrite what it can'
 	@echo 'make docs         build the documentation site into site/ (mkdocs serve shows it); a broken link is an error'
 	@echo 'make test-floor   the conformance suite (but for pages) and per_call against transformers $(FLOOR_TRANSFORMERS), in $(VENV_FLOOR)'
-	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it'
+	@echo 'make wheel-check  build the wheel, install it in a clean environment, import it, run its command, check its types'
 	@echo 'make bench        run the benchmarks and write docs/benchmarks (DEVICE=cuda for a GPU)'
 	@echo 'make clean        remove the environments and what tools left behind'
 
@@ -109,6 +109,11 @@ wheel-check: $(VENV)/.installed
 	$(call install_torch,$(VENV_WHEEL),constraints.txt)
 	$(VENV_WHEEL)/bin/python $(PIP_INSTALL) -c constraints.txt $(VENV_WHEEL)/dist/*.whl
 	cd $(VENV_WHEEL) && bin/python -I -c "$$IMPORT_CHECK"
+	$(VENV_WHEEL)/bin/hf-kvcaches --help >/dev/null
+	cp tests/testbed/base/config.json $(VENV_WHEEL)/config.json
+	cd $(VENV_WHEEL) && bin/hf-kvcaches recommend --model . --context 32k --batch 8 --memory 1GiB
+	cp tests/cli/client.py $(VENV_WHEEL)/client.py
+	cd $(VENV_WHEEL) && $(abspath $(VENV))/bin/mypy --strict --config-file= --python-executable bin/python client.py
 	@rm -rf build $(VENV_WHEEL)
 
 clean:

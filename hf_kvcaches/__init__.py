@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from hf_kvcaches.warmstart.summaries.adapters import TrainedAdapters
     from hf_kvcaches.warmstart.summaries.projector import SlotProjector
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> the module that has it. Nothing is imported before it is asked for.
 _HOMES = {

@@ -1,10 +1,11 @@
-"""The table of families: which cache works with which architecture, and why not."""
+"""The table of families: which cache works with which architecture, and why not; for people, and for the command line."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from shared import ROOT
@@ -12,6 +13,7 @@ from shared import ROOT
 from tests.families.outcomes import Outcome
 
 PAGE = ROOT / "docs" / "families.md"
+SUPPORT = ROOT / "hf_kvcaches" / "cli" / "families.csv"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 # Columns of the table, and the runs that each sums up.
 SHOWN = {
@@ -41,19 +43,67 @@ CALLED = {
 }
 
 
-def table(found: Iterable[Outcome], left_out: dict[str, str]) -> list[str]:
-    """Lines of Markdown: families that get the same share a row."""
+@dataclass(frozen=True)
+class Answer:
+    """What a cache does for a family.
+
+    Args:
+        verdict: "yes", "no", "-" for nothing to ask, or "**fails**".
+        refusals: Each reason, and the uses that are refused for it.
+    """
+
+    verdict: str
+    refusals: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def text(self, cite: Callable[[str], str]) -> str:
+        """A cell of a table.
+
+        Args:
+            cite: How a reason is written.
+        """
+        if self.verdict == "no":
+            return f"no ({', '.join(cite(reason) for reason, _ in self.refusals)})"
+        if self.refusals:
+            return f"{self.verdict}, but " + "; ".join(f"no {', '.join(uses)} ({cite(reason)})" for reason, uses in self.refusals)
+        return self.verdict
+
+
+Answers = dict[str, tuple[Answer, ...]]  # by family, in the order of SHOWN
+
+
+def answers(found: Iterable[Outcome]) -> Answers:
     by_family: dict[str, dict[str, list[Outcome]]] = defaultdict(lambda: defaultdict(list))
     for outcome in found:
         by_family[outcome.family][outcome.cache].append(outcome)
+    return {
+        family: tuple(answer([outcome for name in names for outcome in caches[name]]) for names in SHOWN.values())
+        for family, caches in by_family.items()
+    }
+
+
+def answer(found: list[Outcome]) -> Answer:
+    """The outcomes of one cell."""
+    if any(outcome.fails for outcome in found):
+        return Answer("**fails**")
+    asked = [outcome for outcome in found if outcome.scenario in CALLED and outcome.verdict != "absent"]
+    refused: dict[str, list[str]] = defaultdict(list)
+    for outcome in asked:
+        if outcome.verdict == "refused":
+            refused[_reason(outcome.detail)].append(CALLED[outcome.scenario])
+    if not asked:
+        return Answer("-")
+    verdict = "no" if all(outcome.verdict == "refused" for outcome in asked) else "yes"
+    return Answer(verdict, tuple((reason, tuple(uses)) for reason, uses in refused.items()))
+
+
+def table(given: Answers, left_out: dict[str, str]) -> list[str]:
+    """Lines of Markdown: families that get the same share a row."""
     notes: dict[str, int] = {}
-    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for family, caches in by_family.items():
-        rows[tuple(_cell([o for name in names for o in caches[name]], notes) for names in SHOWN.values())].append(family)
+    rows = _rows(given, lambda reason: str(notes.setdefault(reason, len(notes) + 1)))
     lines = [f"| Families | {' | '.join(SHOWN)} |", "|---" * (len(SHOWN) + 1) + "|"]
-    for cells, names in sorted(rows.items(), key=lambda row: -len(row[1])):
+    for cells, names in rows:
         lines.append(f"| {', '.join(f'`{name}`' for name in names)} | {' | '.join(cells)} |")
-    lines += ["", f"{len(by_family)} families. A number is the reason why it is refused:", ""]
+    lines += ["", f"{len(given)} families. A number is the reason why it is refused:", ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
     reasons: dict[str, list[str]] = defaultdict(list)
     for family, why in left_out.items():
@@ -62,22 +112,21 @@ def table(found: Iterable[Outcome], left_out: dict[str, str]) -> list[str]:
     return lines + [f"- {', '.join(names)}: {why}" for why, names in reasons.items()]
 
 
-def _cell(found: list[Outcome], notes: dict[str, int]) -> str:
-    if any(outcome.fails for outcome in found):
-        return "**fails**"
-    asked = [outcome for outcome in found if outcome.scenario in CALLED and outcome.verdict != "absent"]
-    refused: dict[str, list[str]] = defaultdict(list)
-    for outcome in asked:
-        if outcome.verdict == "refused":
-            refused[_reason(outcome.detail)].append(CALLED[outcome.scenario])
-    for reason in refused:
-        notes.setdefault(reason, len(notes) + 1)
-    numbers = ", ".join(str(notes[reason]) for reason in refused)
-    if not asked:
-        return "-"
-    if all(outcome.verdict == "refused" for outcome in asked):
-        return f"no ({numbers})"
-    return "yes" if not refused else "yes, but " + "; ".join(f"no {', '.join(what)} ({notes[reason]})" for reason, what in refused.items())
+def support_rows(given: Answers) -> list[dict[str, str]]:
+    """The same as rows of a CSV file, with the reasons themselves; names of families are separated by spaces."""
+    columns: list[str] = []
+    for name in SHOWN:
+        columns.append(name.replace("...", f"{columns[-1].partition(',')[0]},") if name.startswith("...") else name)
+    rows = _rows(given, lambda reason: reason)
+    return [{"families": " ".join(names), **dict(zip(columns, cells, strict=True))} for cells, names in rows]
+
+
+def _rows(given: Answers, cite: Callable[[str], str]) -> list[tuple[tuple[str, ...], list[str]]]:
+    """The cells of each row and its families; rows with the most families first."""
+    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for family, cells in given.items():
+        rows[tuple(cell.text(cite) for cell in cells)].append(family)
+    return sorted(rows.items(), key=lambda row: -len(row[1]))
 
 
 def _reason(detail: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from calibrate_translator import held_out, layers_of, spaced
+from calibrate_translator import held_out
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.plot import Panel, draw, title_of
 from shared.results import Row, environment, table, write_csv
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_kvcaches import compat
+from hf_kvcaches.cli.calibrating_translator import layers_of
+from hf_kvcaches.cli.texts import spaced
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.cache import TranslatedCache
 from hf_kvcaches.translate.config import TranslatorConfig

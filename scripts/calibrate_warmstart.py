@@ -11,33 +11,18 @@ distribution, or the mean over the `--following` ones behind it, differs by more
 
 from __future__ import annotations
 
-import argparse
-import time
-from pathlib import Path
 from typing import Any
 
-from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.results import show_measured
-from shared.texts import as_text, read_lines
+from shared.cli import arguments, check_counts, load, run_script
 
-from hf_kvcaches.warmstart.calibration import CLOSED, calibrate_gate
-from hf_kvcaches.warmstart.library import Prompt
+from hf_kvcaches.cli import calibrating_warmstart as command
+from hf_kvcaches.cli.texts import Text
 
 # Seeds of generated pairs begin here; those that `eval_warmstart.py` measures on begin at 0.
 CALIBRATION_SEED = 2 * 10**6
 
 
-def read_pairs(path: Path) -> list[tuple[Prompt, Prompt]]:
-    """The pairs of a file."""
-
-    def parse(line: Any) -> tuple[Prompt, Prompt] | None:
-        source, target = (as_text(line, name) if isinstance(line, dict) and name in line else None for name in ("source", "target"))
-        return None if source is None or target is None else (source, target)
-
-    return read_lines(path, parse, "an object with a string or token ids as source and as target")
-
-
-def generated_pairs(tokenizer: Any, count: int, lengths: list[int], seed: int = CALIBRATION_SEED) -> list[tuple[Prompt, Prompt]]:
+def generated_pairs(tokenizer: Any, count: int, lengths: list[int], seed: int = CALIBRATION_SEED) -> list[tuple[Text, Text]]:
     """Pairs of all kinds, so many of each kind, length and way to ask."""
     from tests.testbed.pairs import KINDS, make_pairs
 
@@ -45,44 +30,15 @@ def generated_pairs(tokenizer: Any, count: int, lengths: list[int], seed: int = 
     return [(pair.source.prompt, pair.target.prompt) for group in groups for pair in group]
 
 
-def limit_text(limit: float) -> str:
-    return f"{limit:.4f}" if limit < CLOSED else f"{limit:g}, which refuses everything"
-
-
-def parse() -> argparse.Namespace:
+def main() -> None:
     parser = arguments(__doc__, "model", "device", "quick")
-    parser.add_argument("--out", type=Path, required=True, help="the folder that the gate is written to")
-    parser.add_argument("--pairs", type=Path, help="one pair a line, as JSON")
+    command.add_arguments(parser, generated=True)
     parser.add_argument("--each", type=int, default=6, help="generated pairs of each kind, length and way to ask")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 300, 600], help="of generated prompts, in tokens")
-    parser.add_argument("--budget", type=float, default=0.01, help="the largest share of false hits in what is admitted")
-    parser.add_argument("--slots", type=int, default=64, help="of the library that the gate is for")
-    parser.add_argument("--layout", choices=("salient", "paper"), default="salient", help="of its slots")
-    parser.add_argument("--encoder", help="of that library; default: the model's input embeddings")
-    parser.add_argument("--following", type=int, default=16, help="tokens behind the first one that are compared")
-    parser.add_argument("--quantization", choices=("none", "int8", "int4"), default="none", help="how it keeps keys and values")
-    parser.add_argument("--slots-only", action="store_true", help="it keeps summaries, and no keys and values of whole prompts")
     args = parser.parse_args()
     check_counts(args, ["each"])
-    if args.quick:
-        args.each, args.lengths = 1, [300]
-    return args
-
-
-def main() -> None:
-    args = parse()
-    device = begin(args)
-    pairs = None if args.pairs is None else read_pairs(args.pairs)
-    model, tokenizer = load(args.model, device)
-    pairs = generated_pairs(tokenizer, args.each, args.lengths) if pairs is None else pairs
-    options = {"slots": args.slots, "layout": args.layout, "encoder": args.encoder, "full": not args.slots_only}
-    options["quantization"] = None if args.quantization == "none" else args.quantization
-    began = time.perf_counter()
-    gate = calibrate_gate(model, tokenizer, options, pairs, budget=args.budget, following=args.following)
-    seconds = time.perf_counter() - began
-    gate.save_pretrained(args.out)
-    print(f"{show_measured(gate.measured)}\n\n{len(pairs)} pairs, {seconds:.0f} s; written to {args.out}")
-    print(f"tau: {limit_text(gate.tau)}\nreusable: {limit_text(gate.reusable)}\nencoder: {gate.encoder}")
+    each, lengths = (1, [300]) if args.quick else (args.each, args.lengths)
+    command.run(args, load, lambda tokenizer: generated_pairs(tokenizer, each, lengths))
 
 
 if __name__ == "__main__":

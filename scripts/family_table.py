@@ -1,4 +1,4 @@
-"""Runs every architecture of transformers with every cache, and writes the table in docs/families.md.
+"""Runs every architecture of transformers with every cache, and writes the table in docs/families.md and hf_kvcaches/cli/families.csv.
 
     python scripts/family_table.py [--jobs 2]               all families, all caches; goes on where it was interrupted
     python scripts/family_table.py --families llama gpt2    some of them; the table stays as it is
@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from _family_table import PAGE, table, write_between
+from _family_table import PAGE, SUPPORT, answers, support_rows, table, write_between
 from shared import ROOT
 from shared.cli import arguments, run_script
+from shared.results import write_csv
 
 from tests.families.caches import KINDS
 from tests.families.models import Family, families
@@ -82,7 +83,9 @@ def main() -> None:
     names = {family.name for family in wanted}
     found = [outcome for outcome in read(options.results) if outcome.family in names and outcome.cache in caches]
     if not options.families and not options.caches:
-        write_between(options.page, table(found, LEFT_OUT))
+        given = answers(found)
+        write_between(options.page, table(given, LEFT_OUT))
+        write_csv(options.support, support_rows(given))
     failures = [f"{o.family}: {o.cache}, {o.scenario}: {o.verdict}: {o.detail}" for o in found if o.fails]
     print(*failures, f"{len({outcome.family for outcome in found})} families, {len(failures)} failures", sep="\n")
     if failures:
@@ -97,6 +100,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes, each on one thread")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file of results")
     parser.add_argument("--page", type=Path, default=PAGE, help="where the table stands, between its marks")
+    parser.add_argument("--support", type=Path, default=SUPPORT, help="the same table for `hf-kvcaches recommend`")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--write", action="store_true", help="run nothing, write the table")
     return parser.parse_args()

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,11 +28,11 @@ from hf_kvcaches.core.files import (
     write_safetensors,
 )
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.publishing import CARD_NAME, publish
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
 from hf_kvcaches.stores.files import TEMPORARY_SUFFIX, parse_json, temporary_beside
 
 MANIFEST_NAME = "kvcache_artifact.json"
-CARD_NAME = "README.md"
 _TENSORS_NAME = re.compile(r"tensors-[0-9a-f]{16}\.safetensors")
 _TENSORS_PATTERN = "tensors-*.safetensors"
 _MANIFEST_VERSION = 1
@@ -122,26 +121,16 @@ class Artifact(ABC):
             commit_message: Defaults to a sentence naming the kind of artifact.
             revision: The branch, made if need be; `None` is the main one.
         """
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import EntryNotFoundError
-
-        api = HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        with tempfile.TemporaryDirectory() as scratch:
-            with contextlib.suppress(EntryNotFoundError):
-                api.hf_hub_download(repo_id, CARD_NAME, revision=revision, local_dir=scratch, token=token)
-            self._write(Path(scratch), load_from=repo_id)
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=scratch,
-                commit_message=commit_message or f"Upload {self.artifact_type}",
-                revision=revision,
-                allow_patterns=[MANIFEST_NAME, _TENSORS_PATTERN, CARD_NAME],
-                delete_patterns=[_TENSORS_PATTERN],
-            )
-        return str(commit.commit_url)
+        return publish(
+            repo_id,
+            lambda folder: self._write(folder, load_from=repo_id),
+            [MANIFEST_NAME, _TENSORS_PATTERN, CARD_NAME],
+            message=commit_message or f"Upload {self.artifact_type}",
+            replaced=[_TENSORS_PATTERN],
+            private=private,
+            token=token,
+            revision=revision,
+        )
 
     @classmethod
     def from_pretrained(

@@ -10,8 +10,9 @@ from transformers import Cache
 
 from hf_kvcaches import __version__
 from hf_kvcaches.core._model_card import card_of, markdown_table, merge_cards
-from hf_kvcaches.core.artifact import CARD_NAME, make_folder
+from hf_kvcaches.core.artifact import make_folder
 from hf_kvcaches.core.files import write_atomically
+from hf_kvcaches.core.publishing import CARD_NAME
 from hf_kvcaches.errors import ConfigError
 
 _CODE = '''"""Generates with a new {name} of hf-kvcaches for each call."""
@@ -45,13 +46,17 @@ output = model.generate(**inputs, custom_generate={repository!r}, trust_remote_c
 {options}All other arguments are those of `generate`: batches, streamers, beams, assistants."""
 
 
-def write(folder: Path, cache_class: type[Cache], options: dict[str, Any]) -> None:
+FILES = ("custom_generate/generate.py", "custom_generate/requirements.txt", CARD_NAME)
+
+
+def write(folder: Path, cache_class: type[Cache], options: dict[str, Any], repo_id: str | None = None) -> None:
     """Writes `custom_generate/generate.py`, its requirements, and a card.
 
     Args:
         folder: Made if need be; other files in it stay.
         cache_class: A public class of this package.
         options: What its constructor takes behind the model, by name.
+        repo_id: Where the folder will be found; None for a repository of the folder's name.
     """
     name = cache_class.__name__
     if not cache_class.__module__.startswith("hf_kvcaches."):
@@ -65,16 +70,17 @@ def write(folder: Path, cache_class: type[Cache], options: dict[str, Any]) -> No
     write_atomically(folder / "custom_generate" / "generate.py", _CODE.format(name=name, options=options).encode())
     write_atomically(folder / "custom_generate" / "requirements.txt", f"hf-kvcaches>={__version__}\n".encode())
     path = folder / CARD_NAME
-    card = merge_cards(path.read_text("utf-8") if path.exists() else None, _card(folder, cache_class, options))
+    fresh = _card(repo_id or f"OWNER/{folder.resolve().name}", cache_class, options)
+    card = merge_cards(path.read_text("utf-8") if path.exists() else None, fresh)
     if card is not None:
         write_atomically(path, card.encode())
 
 
-def _card(folder: Path, cache_class: type[Cache], options: dict[str, Any]) -> str:
+def _card(repo_id: str, cache_class: type[Cache], options: dict[str, Any]) -> str:
     summary = (cache_class.__doc__ or "").split("\n\n")[0].replace("\n", " ")
     table = markdown_table([{"Option": f"`{option}`", "Here": f"`{value!r}`"} for option, value in options.items()])
     listed = f"Options, each of which is an argument of that call, too:\n\n{table}\n\n" if options else ""
-    body = _CARD.format(name=cache_class.__name__, summary=summary, repository=f"OWNER/{folder.resolve().name}", options=listed)
+    body = _CARD.format(name=cache_class.__name__, summary=summary, repository=repo_id, options=listed)
     return card_of(body, "transformers", ["custom_generate", "kv-cache", "hf-kvcaches"])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,23 +13,8 @@ from transformers import Cache, DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.report import measured_bytes
+from hf_kvcaches.core.stepping import ModelRunner, Seconds, TextStep
 from hf_kvcaches.errors import ConfigError, UnsupportedError, whole_number
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Wall-clock time inside the model's forward calls.
-
-    Args:
-        prefill: The prompt, in one call or in chunks.
-    """
-
-    prefill: float
-    decode: float
-
-    @property
-    def total(self) -> float:
-        return self.prefill + self.decode
 
 
 @dataclass(frozen=True)
@@ -128,26 +111,73 @@ def verify(
         position_ids: Whether both runs pass `position_ids`, as `generate` does. False checks a loop of your own that leaves them out: most
             models then number tokens by their slots in the cache, padding included.
     """
-    runner = _Runner(model, *_checked(model, make_cache, inputs, max_new_tokens, prefill_chunk_size), position_ids)
+    runner = ModelRunner(model, *_checked(model, make_cache, inputs, max_new_tokens, prefill_chunk_size), position_ids)
     with evaluating(runner.model):
-        reference = DynamicCache(config=runner.model.config)
-        steps, reference_seconds = runner.greedy(reference, max_new_tokens)
-        reference_bytes = cache_bytes(reference)
-        del reference
-        cache = _fresh(make_cache)
-        comparison = _Comparison()
-        seconds = runner.follow(cache, steps, comparison, prefill_chunk_size)
+        reference = _Reference.of(runner, lambda cache: runner.greedy(cache, max_new_tokens))
+        return reference.compared(runner, make_cache, prefill_chunk_size)
+
+
+@torch.no_grad()
+def verify_text(
+    model: Any,
+    make_caches: Mapping[str, Callable[[], Cache]],
+    inputs: Mapping[str, torch.Tensor] | torch.Tensor,
+    following: torch.Tensor,
+) -> dict[str, VerifyReport]:
+    """Compares caches with the full cache on a text as it is: `verify`, with the text's own tokens in place of the model's.
+
+    Args:
+        make_caches: By a name; each function is called once.
+        inputs: The beginning of the text, as in `verify`.
+        following: The tokens behind it, (batch, tokens). As many distributions are compared.
+    """
+    if not isinstance(following, torch.Tensor) or following.ndim != 2 or not following.shape[1]:
+        got = tuple(following.shape) if isinstance(following, torch.Tensor) else following
+        raise ConfigError.of("following", "token ids (batch, tokens)", got)
+    for make_cache in make_caches.values():
+        _check_call(model, make_cache)
+    runner = ModelRunner(model, *_checked_inputs(inputs))
+    if len(following) != len(runner.ids):
+        raise ConfigError.of("following", f"as many rows as inputs, {len(runner.ids)}", len(following))
+    with evaluating(runner.model):
+        reference = _Reference.of(runner, lambda cache: runner.read(cache, following))
+        return {name: reference.compared(runner, make_cache) for name, make_cache in make_caches.items()}
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """What the full cache gave."""
+
+    steps: list[TextStep]
+    seconds: Seconds
+    bytes: int
+
+    @classmethod
+    def of(cls, runner: ModelRunner, run: Callable[[Cache], tuple[list[TextStep], Seconds]]) -> _Reference:
+        cache = DynamicCache(config=runner.model.config)
+        return cls(*run(cache), cache_bytes(cache))
+
+    def compared(self, runner: ModelRunner, make_cache: Callable[[], Cache], chunk: int | None = None) -> VerifyReport:
+        """The same tokens through another cache."""
+        cache, comparison = _fresh(make_cache), _Comparison()
+        logits, prefill = runner.prefill(cache, chunk)
+        comparison.add(self.steps[0], logits)
+        decode = 0.0
+        for index, step in enumerate(self.steps[:-1], 1):
+            logits, spent = runner.decode(cache, step.chosen, index)
+            decode += spent
+            comparison.add(self.steps[index], logits)
         return VerifyReport(
             kl=tuple(comparison.kl),
             max_kl=comparison.max_kl,
             agreement=comparison.agreed / comparison.compared,
             first_divergence=comparison.first_divergence,
             max_logit_error=comparison.max_logit_error,
-            tokens=_continuations(steps),
+            tokens=_continuations(self.steps),
             bytes=cache_bytes(cache),
-            reference_bytes=reference_bytes,
-            seconds=seconds,
-            reference_seconds=reference_seconds,
+            reference_bytes=self.bytes,
+            seconds=Seconds(prefill, decode),
+            reference_seconds=self.seconds,
         )
 
 
@@ -190,99 +220,6 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
             module.training = training
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One step of the reference run."""
-
-    logits: torch.Tensor  # (batch, vocabulary)
-    chosen: torch.Tensor  # (batch,), what was fed next
-    active: torch.Tensor  # (batch,), the rows not ended before this step
-
-
-class _Runner:
-    """Calls a model the way that `generate` does."""
-
-    def __init__(self, model: Any, ids: torch.Tensor, mask: torch.Tensor | None, position_ids: bool) -> None:
-        # `generate` on a PEFT wrapper calls the model inside it, whose layers carry the adapters; only there do its forward hooks run.
-        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        device = ids.device if self.model.device.type == "meta" else self.model.device
-        self.ids = ids.to(device)
-        accepted = inspect.signature(compat.base_model(self.model).forward).parameters
-        self.takes_positions = position_ids and "position_ids" in accepted
-        self.always: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        if "logits_to_keep" in accepted:
-            self.always["logits_to_keep"] = 1
-        full = torch.ones_like(self.ids) if mask is None else mask.to(device, torch.long)
-        self.positions = (full.cumsum(-1) - 1).masked_fill(full == 0, 0)
-        # Without padding there is nothing to mask but the future, and the model can take its fastest way.
-        self.mask = None if bool(full.all()) or "attention_mask" not in accepted else full
-
-    def _forward(self, cache: Cache, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, float]:
-        """The last token's logits and the seconds that they took."""
-        kwargs: dict[str, Any] = {"input_ids": ids, "past_key_values": cache, **self.always}
-        if self.takes_positions:
-            kwargs["position_ids"] = positions
-        if mask is not None:
-            kwargs["attention_mask"] = mask
-        start = _now(ids.device)
-        logits = self.model(**kwargs).logits
-        seconds = _now(ids.device) - start
-        return logits[:, -1].clone(), seconds  # a copy, so that a whole prompt's logits are not kept alive by a view
-
-    def prefill(self, cache: Cache, chunk: int | None = None) -> tuple[torch.Tensor, float]:
-        length = self.ids.shape[1]
-        seconds = 0.0
-        logits = self.ids.new_empty(0)
-        for start in range(0, length, chunk or length):
-            stop = min(start + (chunk or length), length)
-            mask = None if self.mask is None else self.mask[:, :stop]
-            logits, spent = self._forward(cache, self.ids[:, start:stop], self.positions[:, start:stop], mask)
-            seconds += spent
-        return logits, seconds
-
-    def decode(self, cache: Cache, token: torch.Tensor, step: int) -> tuple[torch.Tensor, float]:
-        """One token per row; `step` counts from 1, the first token after the prompt."""
-        mask = None if self.mask is None else torch.nn.functional.pad(self.mask, (0, step), value=1)
-        return self._forward(cache, token[:, None], self.positions[:, -1:] + step, mask)
-
-    def greedy(self, cache: Cache, max_new_tokens: int) -> tuple[list[_Step], Seconds]:
-        ends, padding = self._special_tokens()
-        logits, prefill = self.prefill(cache)
-        active = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device)
-        steps: list[_Step] = []
-        decode = 0.0
-        while True:
-            chosen = logits.argmax(-1)
-            if ends is not None:
-                chosen = torch.where(active, chosen, padding)
-            steps.append(_Step(logits, chosen.to(self.ids.device), active))
-            if ends is not None:
-                active = active & ~torch.isin(chosen, ends)
-            if len(steps) == max_new_tokens or not active.any():
-                return steps, Seconds(prefill, decode)
-            logits, spent = self.decode(cache, steps[-1].chosen, len(steps))
-            decode += spent
-
-    def follow(self, cache: Cache, steps: list[_Step], comparison: _Comparison, chunk: int | None) -> Seconds:
-        logits, prefill = self.prefill(cache, chunk)
-        comparison.add(steps[0], logits)
-        decode = 0.0
-        for index in range(1, len(steps)):
-            logits, spent = self.decode(cache, steps[index - 1].chosen, index)
-            decode += spent
-            comparison.add(steps[index], logits)
-        return Seconds(prefill, decode)
-
-    def _special_tokens(self) -> tuple[torch.Tensor | None, int]:
-        config = getattr(self.model, "generation_config", None) or self.model.config
-        ends = getattr(config, "eos_token_id", None)
-        if ends is None:
-            return None, 0
-        ends = ends if isinstance(ends, list | tuple) else [ends]
-        padding = getattr(config, "pad_token_id", None)
-        return torch.tensor(ends, device=self.ids.device), ends[0] if padding is None else padding
-
-
 class _Comparison:
     """Running results of the second run."""
 
@@ -294,7 +231,7 @@ class _Comparison:
         self.compared = 0
         self.first_divergence: int | None = None
 
-    def add(self, step: _Step, logits: torch.Tensor) -> None:
+    def add(self, step: TextStep, logits: torch.Tensor) -> None:
         active = step.active
         wide = torch.float32 if logits.device.type == "mps" else torch.float64
         full, other = step.logits[active].to(wide), logits[active].to(wide)
@@ -314,15 +251,7 @@ class _Comparison:
         self.compared += same.numel()
 
 
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-    return time.perf_counter()
-
-
-def _continuations(steps: list[_Step]) -> tuple[tuple[int, ...], ...]:
+def _continuations(steps: list[TextStep]) -> tuple[tuple[int, ...], ...]:
     tokens = torch.stack([step.chosen for step in steps], dim=1).tolist()
     active = torch.stack([step.active for step in steps], dim=1).tolist()
     return tuple(tuple(token for token, on in zip(*row, strict=True) if on) for row in zip(tokens, active, strict=True))
@@ -342,17 +271,21 @@ def _checked(
     model: Any, make_cache: object, inputs: object, max_new_tokens: object, prefill_chunk_size: object
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The ids and the mask, once every argument is known to be usable."""
+    _check_call(model, make_cache)
+    for name, number in (("max_new_tokens", max_new_tokens), ("prefill_chunk_size", prefill_chunk_size)):
+        if name == "prefill_chunk_size" and number is None:
+            continue
+        whole_number(name, number, 1)
+    return _checked_inputs(inputs)
+
+
+def _check_call(model: Any, make_cache: object) -> None:
     if compat.base_model(model).config.is_encoder_decoder:
         raise UnsupportedError(f"verify compares decoder-only models; {type(model).__name__} is an encoder-decoder.")
     if compat.has_learned_prompt(model):
         raise UnsupportedError("verify can't run a model whose PEFT adapter is a learned prompt: that fills the cache by itself.")
     if not callable(make_cache) or isinstance(make_cache, Cache):
         raise ConfigError.of("make_cache", "a function that makes a cache", make_cache, "Pass for example: lambda: GrowingCache(model).")
-    for name, number in (("max_new_tokens", max_new_tokens), ("prefill_chunk_size", prefill_chunk_size)):
-        if name == "prefill_chunk_size" and number is None:
-            continue
-        whole_number(name, number, 1)
-    return _checked_inputs(inputs)
 
 
 def _checked_inputs(inputs: object) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -79,8 +79,8 @@ class Catalog:
         time_to_live: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.max_bytes = _bytes_of("max_bytes", max_bytes)
-        self.hot = HotTier(_bytes_of("hot_bytes", hot_bytes) or 0)
+        self.max_bytes = bytes_of_size("max_bytes", max_bytes)
+        self.hot = HotTier(bytes_of_size("hot_bytes", hot_bytes) or 0)
         if time_to_live is not None and not (is_number(time_to_live) and time_to_live > 0):
             raise ConfigError.of("time_to_live", "a number of seconds above 0, or None", time_to_live)
         self.contents, self.noun, self.clock = contents, noun, clock
@@ -269,7 +269,7 @@ class Catalog:
             self.warn_once("unavailable", f"{self.blobs.place}: {str(error).rstrip('.')}. Prompts are computed instead, until it works.")
 
 
-def _bytes_of(argument: str, value: int | str | None) -> int | None:
+def bytes_of_size(argument: str, value: int | str | None) -> int | None:
     """Return the number of bytes that a number or a string such as "4GiB" names."""
     if value is None:
         return None

@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from hf_kvcaches.cli.texts import as_text, read_lines, read_prompts
 from hf_kvcaches.errors import ConfigError
 from tests.testbed.documents import Document, Filler, fit_document
 
-T = TypeVar("T")
-
-
-def read_lines(path: Path, parse: Callable[[Any], T | None], expected: str) -> list[T]:
-    """One value a line of a JSON lines file; `parse` returns None where a line is not what is expected."""
-    values = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            value = parse(json.loads(line))
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number}: {error}") from error
-        if value is None:
-            raise ConfigError.of(f"{path}, line {number}", expected, line[:80])
-        values.append(value)
-    return values
-
-
-def as_text(value: Any, name: str) -> str | list[int] | None:
-    """A string or a list of token ids, in an object under a name or by itself; else None."""
-    value = value.get(name) if isinstance(value, dict) else value
-    ids = isinstance(value, list) and all(type(token) is int for token in value)
-    return value if ids or isinstance(value, str) else None
-
-
-def read_prompts(path: Path, tokenizer: Any) -> list[list[int]]:
-    """Token ids of prompts: each line a string, token ids, or an object with one of these as "prompt"."""
-    prompts = read_lines(path, lambda line: as_text(line, "prompt"), "a string, token ids, or an object with one of these as prompt")
-    return [tokenizer(text, verbose=False)["input_ids"] if isinstance(text, str) else text for text in prompts]
+__all__ = ["as_text", "codec_texts", "encode", "make_documents", "read_lines", "read_prompts"]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -42,7 +42,7 @@ def run_script(name: str, *options: Any) -> subprocess.CompletedProcess[str]:
     path = ROOT / "scripts" / f"{name}.py"
     command = [str(path), *map(str, options)]
     out, err = io.StringIO(), io.StringIO()
-    with _unchanged_process(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with unchanged_process(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", command)
         patch.syspath_prepend(path.parent)
         try:
@@ -55,7 +55,7 @@ def run_script(name: str, *options: Any) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def _unchanged_process() -> Iterator[None]:
+def unchanged_process() -> Iterator[None]:
     """Restore what scripts set for their whole process."""
     threads, verbosity, progress = torch.get_num_threads(), logging.get_verbosity(), logging.is_progress_bar_enabled()
     try:

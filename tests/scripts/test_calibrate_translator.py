@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.translator import CacheTranslator
 from tests import testbed
 from tests.scripts.running import ROOT, run_process, run_script
@@ -93,33 +92,7 @@ def test_what_makes_no_sense_is_refused_with_a_sentence(tmp_path, options, named
     assert not (tmp_path / "pair").exists()
 
 
-def test_lines_of_a_file_are_texts_or_ids_and_a_wrong_one_is_named(script, tokenizer, tmp_path):
-    file = tmp_path / "some.jsonl"
-    file.write_text('"a b"\n\n[1, 2]\n{"text": "c", "more": 1}\n')
-    assert script.read_texts(file, tokenizer, 8) == ["a b", [1, 2], "c"]
-    for line in ("{", "3", '{"prompt": "a"}', '["a"]', "[true]"):
-        file.write_text(f'"a"\n{line}\n')
-        with pytest.raises(ConfigError, match=r"some\.jsonl, line 2"):
-            script.read_texts(file, tokenizer, 8)
-
-
-def test_a_text_file_is_cut_into_pieces_and_a_short_rest_is_left_out(script, tokenizer, tmp_path):
-    (tmp_path / "a.txt").write_text(testbed.held_out("prose")[:2000])
-    ids = tokenizer((tmp_path / "a.txt").read_text(), verbose=False)["input_ids"]
-    found = script.read_texts(tmp_path / "a.txt", tokenizer, 50)
-    assert [len(piece) for piece in found[:-1]] == [50] * (len(found) - 1)
-    assert 25 <= len(found[-1]) <= 50
-    assert [token for piece in found for token in piece] == ids[: sum(map(len, found))]
-    assert script.pieces("short", tokenizer, 500) == [tokenizer("short")["input_ids"]]
-
-
-def test_texts_are_taken_from_all_over_and_both_kinds(script, tokenizer):
-    assert script.spaced([[number] for number in range(10)], 3) == [[0], [3], [6]]
-    assert script.spaced([[1], [2]], 3) == [[1], [2]]
+def test_texts_of_this_repository_are_of_both_kinds(script, tokenizer):
     texts = script.held_out(tokenizer, 64)
     starts = [json.dumps(tokenizer(testbed.held_out(kind), verbose=False)["input_ids"][:64]) for kind in ("prose", "verse")]
     assert [json.dumps(text) for text in texts[:2]] == starts
-
-
-def test_layers_to_patch(script):
-    assert [script.layers_of(text) for text in ("auto", "none", "1,3", "2")] == ["auto", None, [1, 3], [2]]

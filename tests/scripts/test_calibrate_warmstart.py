@@ -8,7 +8,6 @@ import json
 import pytest
 
 from hf_kvcaches import WarmStartGate
-from hf_kvcaches.errors import ConfigError
 from tests import testbed
 from tests.scripts.running import ROOT, run_script
 from tests.testbed.pairs import KINDS
@@ -54,16 +53,6 @@ def test_a_line_that_is_no_pair_is_named(tmp_path):
     assert done.returncode == 1
     assert "some.jsonl, line 2" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_pairs_are_read_as_text_and_as_ids(script, tmp_path):
-    file = tmp_path / "pairs.jsonl"
-    file.write_text('{"source": "The day", "target": [5, 6]}\n\n{"target": "x", "source": [7], "note": 1}\n')
-    assert script.read_pairs(file) == [("The day", [5, 6]), ([7], "x")]
-    for line in ('{"source": "a", "target": 3}', '["a", "b"]', "{", '{"source": ["a"], "target": "b"}'):
-        file.write_text(f'{{"source": "a", "target": "b"}}\n{line}\n')
-        with pytest.raises(ConfigError, match="line 2"):
-            script.read_pairs(file)
 
 
 def test_generated_pairs_are_of_every_kind_and_of_other_seeds_than_those_that_are_measured(script):

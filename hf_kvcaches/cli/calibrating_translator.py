@@ -1,0 +1,105 @@
+"""`hf-kvcaches calibrate translator`: a `CacheTranslator` for a producer and a consumer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_kvcaches.cli.options import begin, check_counts, load, require_files
+from hf_kvcaches.cli.tables import table
+from hf_kvcaches.cli.texts import Text, read_texts, spaced
+from hf_kvcaches.errors import ConfigError, require
+from hf_kvcaches.translate.config import TranslatorConfig
+from hf_kvcaches.translate.translator import CacheTranslator
+
+# From a tokenizer and a length: texts of so many tokens.
+Generator = Callable[[Any, int], list[Text]]
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, generated: bool = False) -> None:
+    """Adds the options.
+
+    Args:
+        generated: Whether texts can be generated where there are no files.
+    """
+    parser.add_argument("--producer", required=True, help="the model that will read prompts: a folder or a hub id")
+    parser.add_argument("--consumer", required=True, help="the model that will answer: a folder or a hub id")
+    parser.add_argument("--out", type=Path, required=True, help="the folder that the translator is written to")
+    parser.add_argument("--push-to-hub", metavar="ID", help="also uploads it, as owner/name")
+    texts = "text files, or .jsonl with one text a line"
+    parser.add_argument("--texts", type=Path, nargs="+", metavar="FILE", default=[], required=not generated, help=texts)
+    parser.add_argument("--prefixes", type=int, default=64, help="texts at most, taken from all over the files")
+    parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
+    parser.add_argument("--method", choices=("joint", "paper"), default="joint")
+    parser.add_argument("--payload", type=float, default=0.025, help="bytes that are sent, as a share of bfloat16 keys and values")
+    parser.add_argument("--layers-per-code", type=int, default=4, help="how many consecutive layers share a code")
+    parser.add_argument("--patch-layers", default="none", help="auto, none, or numbers as in 1,3")
+    parser.add_argument("--aligner", choices=("ridge", "mlp"), default="ridge", help="of patched layers")
+    parser.add_argument("--recompute-layers", default="0", help="how many of its lowest layers the consumer runs itself, or auto")
+    parser.add_argument("--metric", choices=("loss", "attention", "plain"), default="loss", help="what errors cost")
+
+
+def run(args: argparse.Namespace, load_model: Callable[..., tuple[Any, Any]] = load, generator: Generator | None = None) -> None:
+    """Calibrates, prints what each stage took, and saves.
+
+    Args:
+        generator: Makes texts where there are no files.
+    """
+    check_counts(args, ["prefixes", "length"])
+    device, patch_layers, state = begin(args), layers_of(args.patch_layers), _launched()
+    first = state is None or state.is_main_process
+    require_files("--texts", args.texts)
+    device = state.device if state is not None and args.device == "auto" else device
+    dtype = getattr(args, "dtype", "auto")
+    (producer, one), (consumer, other) = (load_model(name, device, dtype) for name in (args.producer, args.consumer))
+    texts = [text for path in args.texts for text in read_texts(path, other, args.length)]
+    if not args.texts:
+        assert generator is not None
+        texts = generator(other, args.length)
+    texts = spaced(texts, args.prefixes)
+    names = ("method", "layers_per_code", "aligner", "metric")
+    options = {
+        "payload": args.payload,
+        "recompute_layers": int(args.recompute_layers) if args.recompute_layers.isdigit() else args.recompute_layers,
+        "patch_layers": patch_layers,
+        "config": TranslatorConfig(**{name: getattr(args, name) for name in names}),
+        "max_length": max(args.length, 8),
+    }
+    began = time.perf_counter()
+    translator = CacheTranslator.fit(producer, consumer, (one, other), texts, progress=first, **options)
+    seconds = time.perf_counter() - began
+    if not first:
+        return
+    translator.save_pretrained(args.out)
+    print(f"{_seconds_table(dict(translator.settings.seconds))}\n\n{translator.describe_calibration()}\n")
+    print(f"{len(texts)} texts, {seconds:.1f} s; written to {args.out}")
+    if args.push_to_hub:
+        print(f"uploaded: {translator.push_to_hub(args.push_to_hub)}")
+
+
+def layers_of(text: str) -> Any:
+    """What `patch_layers` is to be."""
+    if text in ("auto", "none"):
+        return {"auto": "auto", "none": None}[text]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError.of("--patch-layers", "auto, none, or numbers as in 1,3", text) from None
+
+
+def _launched() -> Any:
+    """The state of this process where `accelerate launch` or torchrun started several, else None."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return None
+    return require("accelerate", "distributed", "A calibration in several processes").PartialState()
+
+
+def _seconds_table(seconds: dict[str, float]) -> str:
+    """What each stage took, and its share."""
+    whole = max(sum(seconds.values()), 1e-9)
+    rows = [[stage, f"{spent:.1f}", f"{spent / whole:.0%}"] for stage, spent in seconds.items()]
+    return table(["stage", "seconds", "share"], [*rows, ["together", f"{sum(seconds.values()):.1f}", ""]])

@@ -1,0 +1,75 @@
+"""Options that commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.utils import logging
+
+from hf_kvcaches.errors import ConfigError
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {"required": True, "help": "a folder or a hub id"},
+    "device": {"default": "auto", "help": "cpu, cuda, mps, or auto for the first accelerator that works"},
+    "dtype": {"default": "auto", "choices": ("auto", "float32", "bfloat16", "float16"), "help": "of the weights; auto: as they are saved"},
+    "threads": {"type": int, "help": "of the CPU; default: as torch has it"},
+    "csv": {"type": Path, "help": "write every number here"},
+}
+
+
+def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Adds the named ones of `OPTIONS`."""
+    for name in names:
+        parser.add_argument(f"--{name}", **OPTIONS[name])
+
+
+def check_counts(args: argparse.Namespace, names: Sequence[str], least: int = 1) -> None:
+    """Refuses arguments below a number; those left out (None) and lists element by element included."""
+    for name in names:
+        value = getattr(args, name)
+        smallest = min(value) if isinstance(value, list) else value
+        if smallest is not None and smallest < least:
+            raise ConfigError.of(f"--{name.replace('_', '-')}", f"at least {least}", smallest)
+
+
+def begin(args: argparse.Namespace) -> torch.device:
+    """Applies the common options: threads, no chatter of transformers; returns the device."""
+    if getattr(args, "threads", None) is not None:
+        check_counts(args, ["threads"])
+        torch.set_num_threads(args.threads)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return pick_device(args.device)
+
+
+def pick_device(name: str) -> torch.device:
+    """The named device; `auto` takes the first accelerator that works, else the CPU."""
+    if name != "auto":
+        try:
+            return torch.device(name)
+        except RuntimeError:
+            raise ConfigError.of("--device", "auto, cpu, cuda, mps or another device of torch", name) from None
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def load(name: str, device: torch.device, dtype: str = "auto") -> tuple[Any, Any]:
+    """A model and its tokenizer from a folder or the Hub."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    if dtype == "auto" and device.type == "cpu" and model.dtype == torch.float16:
+        model = model.float()  # half precision on a CPU is a storage format
+    return model.to(device).eval(), tokenizer
+
+
+def require_files(option: str, paths: Sequence[Path]) -> None:
+    """Refuses files that do not exist, before anything that takes long."""
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError.of(option, "files that exist", str(path))

@@ -1,0 +1,197 @@
+"""`hf-kvcaches recommend`: what caches cost for a model's config, and which one fits."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_kvcaches import compat
+from hf_kvcaches.cli.knowledge import Measured, family_of, nearest, speed_table
+from hf_kvcaches.cli.options import OPTIONS, add_options, begin, check_counts, require_files
+from hf_kvcaches.cli.sizes import ModelSize, model_size
+from hf_kvcaches.cli.tables import Row, show, write_csv
+from hf_kvcaches.errors import ConfigError
+from hf_kvcaches.stores.catalog import bytes_of_size
+
+GIB = 2**30
+COLUMNS = {
+    "cache": "{cache}",
+    "GiB": "{gib:.2f}",
+    "of full": "{share:.0%}",
+    "with weights": "{total_gib:.2f}",
+    "fits": "{fits}",
+    "text": "{text}",
+    "works": "{works}",
+    "prefill": "{prefill_ratio:.2f}x",
+    "step": "{decode_ratio:.2f}x",
+}
+_GENERATE = "output = model.generate(**inputs, custom_generate=per_call({arguments}), max_new_tokens=256)"
+
+
+@dataclass(frozen=True)
+class CacheChoice:
+    """A cache with a setting.
+
+    Args:
+        family: Its column in the table of families; empty for transformers' own.
+        row_bytes: Of one row of the batch.
+        exact: Whether its text is that of the full cache.
+        measured: A part of its arguments in the speed table.
+        setup: Lines of code that make what it needs.
+        source: Whether it saves the prefill and no memory.
+    """
+
+    cache: str
+    setting: str
+    family: str
+    row_bytes: float
+    exact: bool = False
+    measured: str = ""
+    setup: tuple[str, ...] = ()
+    source: bool = False
+
+    @property
+    def code(self) -> str:
+        """Lines to paste behind those that load the model and the inputs."""
+        if not self.family:
+            return "output = model.generate(**inputs, max_new_tokens=256)"
+        arguments = ", ".join(filter(None, (self.cache, self.setting)))
+        needed = [name for name in ("KVCodec", "SegmentStore", "WarmStartLibrary") if any(name in line for line in self.setup)]
+        names = ", ".join(sorted([self.cache, "per_call", *needed]))
+        return "\n".join([f"from hf_kvcaches import {names}", "", *self.setup, _GENERATE.format(arguments=arguments)])
+
+
+def choices(size: ModelSize, tokens: int) -> list[CacheChoice]:
+    """All settings: what changes the text least comes first, and sources of prompts last."""
+    growing = size.growing(tokens)
+    offered = [
+        CacheChoice("GrowingCache", "", "GrowingCache", growing, exact=True),
+        CacheChoice("DynamicCache", "", "", size.full(tokens), exact=True),
+    ]
+    for ratio in (0.25, 0.125):
+        setup = f"codec = KVCodec.calibrate(model, tokenizer, texts, bytes_ratio={ratio})  # once; texts: strings like your prompts"
+        offered.append(CacheChoice("SubspaceCache", "codec", "SubspaceCache", size.codes(tokens, ratio), measured="codec", setup=(setup,)))
+    for part in (2, 4, 8):
+        budget = max(64, tokens // part)
+        held, quantized = size.slots(tokens, budget), size.quantized_slots(tokens, budget, 8)
+        offered.append(CacheChoice("EquipCache", f"budget={budget}", "EquipCache", held, measured="policy='compactor'"))
+        offered.append(CacheChoice("EquipCache", f"budget={budget}, storage='int8'", "EquipCache", quantized, measured="storage='int8'"))
+    store = 'store = SegmentStore("disk:segments", max_bytes="4GiB")'
+    library = "library = WarmStartLibrary(model, tokenizer)"
+    return [
+        *offered,
+        CacheChoice("SegmentReuseCache", "store, tokenizer", "SegmentReuseCache, exact", growing, exact=True, setup=(store,), source=True),
+        CacheChoice("WarmStartCache", "library", "WarmStartCache", growing, setup=(library,), source=True),
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, "model", "dtype", "csv")
+    parser.add_argument("--context", default="8k", help="tokens of prompt and answer, such as 32k; default: 8k")
+    parser.add_argument("--batch", type=int, default=1, help="rows at a time")
+    parser.add_argument("--memory", help="of the device, such as 16GiB, for weights and cache")
+    parser.add_argument("--device", **OPTIONS["device"] | {"help": "where it will run, for the nearest row of the speed table"})
+    parser.add_argument("--speed", type=Path, help="a file of hf-kvcaches bench --csv, in place of the speed table of the package")
+
+
+def run(args: argparse.Namespace) -> int:
+    check_counts(args, ["batch"])
+    device, tokens, memory = begin(args), _tokens(args.context), bytes_of_size("--memory", args.memory)
+    config = AutoConfig.from_pretrained(args.model)
+    dtype = _dtype(config, args.dtype)
+    size = model_size(config, dtype)
+    family, support = family_of(config)
+    text = compat.decoder_config(config)
+    case = {"hidden": getattr(text, "hidden_size", None), "layers": len(size.layers), "batch": args.batch, "context": tokens}
+    case |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
+    offered = choices(size, tokens)
+    require_files("--speed", [] if args.speed is None else [args.speed])
+    table = speed_table(args.speed)
+    speeds = [nearest(table, choice.cache, choice.measured, case) for choice in offered]
+    rows = []
+    for choice, speed in zip(offered, speeds, strict=True):
+        held, answer = args.batch * choice.row_bytes, _answer(choice, support)
+        row: Row = {
+            "cache": f"{choice.cache}({_shown(choice)})",
+            "gib": held / GIB,
+            "share": choice.row_bytes / size.full(tokens),
+            "total_gib": (held + size.weight_bytes) / GIB,
+            "fits": "" if memory is None else "yes" if held + size.weight_bytes <= memory else "no",
+            "text": "same" if choice.exact else "close",
+            "works": _verdict(answer),
+            "answer": answer,
+        }
+        measured = {} if speed is None else {name: float(speed[name]) for name in ("prefill_ratio", "decode_ratio")}
+        rows.append(row | measured)
+    print(f"{args.model}: {family}, {len(size.layers)} layers, {case['dtype']}; {args.batch} x {tokens:,} tokens")
+    print(f"weights: {size.weight_bytes / GIB:.2f} GiB; activations come on top of what is listed\n\n{show(rows, COLUMNS)}\n")
+    _print_notes(family, support, offered, speeds)
+    _print_choice(offered, rows)
+    if args.csv:
+        write_csv(args.csv, rows, {"model": args.model, **case})
+    return 0
+
+
+def _answer(choice: CacheChoice, support: Measured | None) -> str:
+    """Whether a cache works with the family, as the table of families says."""
+    if not choice.family:
+        return "yes"
+    return "unknown" if support is None else support[choice.family]
+
+
+def _verdict(answer: str) -> str:
+    """An answer without its reasons."""
+    return "partly" if answer.startswith("yes, but") else answer.partition(" (")[0]
+
+
+def _shown(choice: CacheChoice) -> str:
+    """The arguments, with the bytes of a codec."""
+    ratio = re.search(r"bytes_ratio=[\d.]+", " ".join(choice.setup))
+    return f"{choice.setting} of {ratio[0]}" if ratio else choice.setting
+
+
+def _print_notes(family: str, support: Measured | None, offered: Sequence[CacheChoice], speeds: Sequence[Measured | None]) -> None:
+    """What the columns mean, and why a cache is refused."""
+    if support is None:
+        print(f"family: {family!r} was not tried; run hf-kvcaches verify.")
+    else:
+        columns = dict.fromkeys(choice.family for choice in offered if choice.family)
+        for column in columns:
+            if support[column] != "yes":
+                print(f"{column} with {family}: {support[column]}")
+        print(f"TranslatedCache, from codes of another model: {_verdict(support['TranslatedCache'])}")
+    measured = [speed for choice, speed in zip(offered, speeds, strict=True) if speed is not None and choice.family]
+    if not measured:
+        print("prefill, step: there is no speed table; make one with hf-kvcaches bench --csv FILE and pass it as --speed.")
+        return
+    cases = dict.fromkeys("{hidden} x {layers} layers, {dtype}, {batch} x {context} tokens, {device}".format(**row) for row in measured)
+    print(f"prefill, step: times as fast as DynamicCache where it was measured nearest ({'; '.join(cases)}); sources with a hit.")
+
+
+def _print_choice(offered: Sequence[CacheChoice], rows: Sequence[Row]) -> None:
+    """The first that fits and works, and its code."""
+    for choice, row in zip(offered, rows, strict=True):
+        if not choice.source and row["fits"] != "no" and not row["answer"].startswith("no"):
+            print(f"\nThe first that fits and works is {row['cache']}:\n\n{choice.code}")
+            return
+    print("\nNothing fits: shorten the context, make the batch smaller, or quantize the weights.")
+
+
+def _dtype(config: PreTrainedConfig, name: str) -> torch.dtype:
+    chosen: Any = getattr(config, "dtype", None) if name == "auto" else getattr(torch, name)
+    return chosen if isinstance(chosen, torch.dtype) else torch.float32
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens, also one such as 32k."""
+    match = re.fullmatch(r"([1-9]\d*)(k?)", text.strip().lower())
+    if match is None:
+        raise ConfigError.of("--context", "a number of tokens, such as 4096 or 32k", text)
+    return int(match[1]) * (1024 if match[2] else 1)

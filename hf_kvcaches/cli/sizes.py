@@ -1,0 +1,156 @@
+"""Bytes of caches from a model's config: the model is built without weights and asked what a token leaves in its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedConfig
+
+from hf_kvcaches import compat
+from hf_kvcaches.core.growing import capacity_for
+from hf_kvcaches.core.report import foreign_tensors
+from hf_kvcaches.core.rope_families import head_sizes
+from hf_kvcaches.errors import UnsupportedError
+
+# Of families that can't be run without weights, only these layers are known from the config.
+_PLAIN = ("full_attention", "sliding_attention")
+# Sinks and newest tokens that a `SubspaceCache` keeps exact by default.
+_EXACT = 4 + 64
+# Tokens that the model without weights is fed.
+_FED = 2
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """What one row of a `DynamicCache` holds in a layer.
+
+    Args:
+        numbers: Of a token's keys and values, all heads together.
+        heads: Key heads.
+        window: The most tokens that are kept; None for all.
+        state: Bytes that do not grow with the text.
+    """
+
+    numbers: int
+    heads: int
+    window: int | None = None
+    state: int = 0
+
+    def slots(self, tokens: int) -> int:
+        return tokens if self.window is None else min(tokens, self.window)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model and its caches are made of.
+
+    Args:
+        parameters: Numbers of the weights.
+        element: Bytes of a number of keys and values.
+    """
+
+    layers: tuple[LayerSize, ...]
+    parameters: int
+    element: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.element
+
+    def full(self, tokens: int) -> float:
+        """Bytes of a row of a `DynamicCache`."""
+        return sum(self._token(layer) * layer.slots(tokens) + layer.state for layer in self.layers)
+
+    def growing(self, tokens: int) -> float:
+        """Bytes of a row of a `GrowingCache`, with its reserve."""
+        return self._with(tokens, lambda layer: capacity_for(tokens) * self._token(layer))
+
+    def slots(self, tokens: int, budget: int) -> float:
+        """Bytes of a row of an `EquipCache`."""
+        slots = min(budget, capacity_for(tokens))
+        return self._with(tokens, lambda layer: slots * (self._token(layer) + 8 * layer.heads))
+
+    def quantized_slots(self, tokens: int, budget: int, bits: int) -> float:
+        """The same with `storage`, of 8 or 4 bits."""
+        slots = min(budget, capacity_for(tokens))
+
+        def of_layer(layer: LayerSize) -> float:
+            scales = layer.numbers / layer.heads / 2 / 32 if bits == 4 else 1
+            value_scales = scales * (4 if self.element <= 2 else 8)
+            # Beside the slots, the centers and sizes of the channels of keys.
+            return slots * (layer.numbers * bits / 8 + (4 + value_scales + 12) * layer.heads) + self._token(layer)
+
+        return self._with(tokens, of_layer)
+
+    def codes(self, tokens: int, ratio: float) -> float:
+        """Bytes of a row of a `SubspaceCache` with a codec of that share of the bytes of 16 bits."""
+        exact = min(tokens, _EXACT)
+        return self._with(tokens, lambda layer: exact * self._token(layer) + capacity_for(tokens - exact) * 2 * layer.numbers * ratio)
+
+    def _token(self, layer: LayerSize) -> int:
+        return layer.numbers * self.element
+
+    def _with(self, tokens: int, of_layer: Callable[[LayerSize], float]) -> float:
+        """The bytes of layers with full attention, and of the others as transformers keeps them."""
+        others = [layer for layer in self.layers if layer.window is not None or not layer.numbers]
+        held = sum(of_layer(layer) for layer in self.layers if layer not in others)
+        return held + sum(self._token(layer) * layer.slots(tokens) + layer.state for layer in others)
+
+
+def model_size(config: PreTrainedConfig, dtype: torch.dtype) -> ModelSize:
+    """Sizes of a model and of its caches; nothing but the config is read.
+
+    Args:
+        dtype: Of weights, keys and values.
+    """
+    model = _without_weights(config)
+    parameters, element = sum(parameter.numel() for parameter in model.parameters()), dtype.itemsize
+    cache = DynamicCache(config=model.config)
+    tokens = torch.zeros(1, _FED, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    except (RuntimeError, ValueError, TypeError):  # some models look at what is in a tensor, and here it has nothing in it
+        return ModelSize(_from_config(config), parameters, element)
+    return ModelSize(tuple(_measured(layer, element) for layer in cache.layers), parameters, element)
+
+
+def _without_weights(config: PreTrainedConfig) -> Any:
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+        with contextlib.suppress(ValueError), torch.device("meta"):
+            return auto.from_config(config, dtype=torch.bfloat16)
+    raise UnsupportedError(f"recommend: transformers has no model that writes text with a {type(config).__name__}.")
+
+
+def _measured(layer: Any, element: int) -> LayerSize:
+    """The size of a layer that has been fed `_FED` tokens in bfloat16."""
+    keys: Any = getattr(layer, "keys", None)
+    values: Any = getattr(layer, "values", None)
+    has_tokens = isinstance(keys, torch.Tensor) and keys.ndim == 4
+    numbers = sum(tensor.numel() for tensor in (keys, values) if tensor is not None) // _FED if has_tokens else 0
+    states = (tensor for tensor in foreign_tensors(layer).values() if not (has_tokens and (tensor is keys or tensor is values)))
+    state = sum(tensor.numel() * (element if tensor.dtype == torch.bfloat16 else tensor.element_size()) for tensor in states)
+    window = getattr(layer, "sliding_window", None)
+    heads = keys.shape[1] if has_tokens else 1
+    return LayerSize(numbers, heads, None if window is None else window - 1, state)
+
+
+def _from_config(config: PreTrainedConfig) -> tuple[LayerSize, ...]:
+    """The same for models of plain layers, from what their config says."""
+    text = compat.decoder_config(config)
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    layers = []
+    for index, (layer_type, arguments) in enumerate(compat.layer_plan(text)):
+        sizes = head_sizes(text, index)
+        if layer_type not in _PLAIN or sizes is None or heads is None or getattr(text, "kv_lora_rank", None):
+            raise UnsupportedError(f"recommend: the sizes of {type(text).__name__} can't be told without weights. Use hf-kvcaches bench.")
+        window = arguments.get("sliding_window")
+        layers.append(LayerSize(heads * sum(sizes), heads, None if window is None else window - 1))
+    return tuple(layers)

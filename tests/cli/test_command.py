@@ -1,0 +1,85 @@
+"""The command starts fast, names its commands, and ends errors that a user can mend with a sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+import hf_kvcaches
+from hf_kvcaches.cli import COMMANDS, main
+from tests.cli.running import BASE, run
+from tests.scripts.running import ROOT
+
+
+def test_help_names_all_commands_and_imports_no_torch():
+    program = """
+import sys
+from hf_kvcaches.cli import main
+try:
+    main(["--help"])
+finally:
+    assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(f" {command} " in done.stdout.replace("\n", " ") for command in COMMANDS)
+
+
+@pytest.mark.full
+def test_the_module_runs_as_the_command():
+    command = [sys.executable, "-m", "hf_kvcaches", "verify", "--model", "nowhere/at-all-here", "--cache", "GrowingCache(", "--prompt", "a"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --cache: expected a class, or a call of it")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_script_of_the_project_is_the_command():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"hf-kvcaches": "hf_kvcaches.cli:main"}
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"hf-kvcaches {hf_kvcaches.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_describes_its_options(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert f"hf-kvcaches {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["verrify"], ["verify", "--model", "x"]])
+def test_arguments_that_are_missing_or_unknown_end_with_2(options, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(options)
+    assert end.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["verify", "--model", "no-such-folder/at-all/", "--cache", "GrowingCache", "--prompt", "a"], "no-such-folder"),
+        (["verify", "--model", BASE, "--cache", "GrowingCache", "--file", "no-such.txt"], "--file: expected files that exist"),
+        (["verify", "--model", BASE, "--cache", "GrowingCache", "--prompt", "a", "--context", "0"], "--context: expected at least 1"),
+        (["verify", "--model", BASE, "--cache", "GrowingCache", "--prompt", "a", "--device", "gpuu"], "--device: expected auto"),
+        (["eval", "--model", BASE, "--cache", "EquipCash", "--texts", BASE / "config.json"], "Did you mean 'EquipCache'?"),
+        (["bench", "--model", BASE, "--cache", "GrowingCache", "--rounds", "1"], "--rounds: expected at least 2"),
+        (["recommend", "--model", BASE, "--context", "long"], "--context: expected a number of tokens, such as 4096 or 32k"),
+        (["recommend", "--model", BASE, "--memory", "much"], "--memory: expected a number of bytes"),
+        (["push-generate", "--cache", "GrowingCache"], "--repo, --folder: expected one of them"),
+        (["calibrate", "codec", "--model", BASE, "--texts", "no-such.txt", "--out", "x"], "--texts: expected files that exist"),
+    ],
+)
+def test_what_a_user_can_mend_ends_with_2_and_a_sentence(options, message, capsys):
+    done = run(capsys, *options)
+    assert done.code == 2
+    assert done.err.startswith("error: ")
+    assert message in done.err

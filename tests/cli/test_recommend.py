@@ -1,0 +1,179 @@
+"""recommend tells the bytes of caches from a config alone, and they are those that caches have."""
+
+from __future__ import annotations
+
+import csv
+import re
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, DynamicCache, FalconConfig, MistralConfig, Qwen3Config, Qwen3NextConfig
+
+from hf_kvcaches import EquipCache, GrowingCache, KVCodec, SubspaceCache
+from hf_kvcaches.cli.benching import SPEED_COLUMNS
+from hf_kvcaches.cli.knowledge import family_of, nearest, speed_table
+from hf_kvcaches.cli.recommending import choices
+from hf_kvcaches.cli.sizes import model_size
+from hf_kvcaches.core.verify import cache_bytes
+from hf_kvcaches.errors import ArtifactError
+from tests import testbed, tiny
+from tests.cli.running import BASE, run
+
+TOKENS, BUDGET = 300, 100
+
+
+def measured(model, cache, batch=2):
+    """Bytes of one row of a cache behind a prompt."""
+    with torch.no_grad():
+        model(tiny.ids(batch, TOKENS), past_key_values=cache, logits_to_keep=1)
+    return cache_bytes(cache) / batch
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bytes_are_those_that_caches_hold(dtype):
+    model = testbed.load()[0].to(dtype)
+    size = model_size(model.config, dtype)
+    assert size.weight_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    codec = KVCodec.calibrate(model, None, [tiny.ids(400).tolist()], 0.25, metric="plain", progress=False)
+    assert size.full(TOKENS) == measured(model, DynamicCache(config=model.config))
+    assert size.growing(TOKENS) == measured(model, GrowingCache(model))
+    expected = {
+        "slots": (size.slots(TOKENS, BUDGET), EquipCache(model, budget=BUDGET)),
+        "int8": (size.quantized_slots(TOKENS, BUDGET, 8), EquipCache(model, budget=BUDGET, storage="int8")),
+        "int4": (size.quantized_slots(TOKENS, BUDGET, 4), EquipCache(model, budget=BUDGET, storage="int4")),
+        "codes": (size.codes(TOKENS, codec.bytes_ratio), SubspaceCache(model, codec)),
+    }
+    for name, (told, cache) in expected.items():
+        assert told == pytest.approx(measured(model, cache), rel=0.05), name
+
+
+@pytest.mark.parametrize("make", [tiny.gemma2, tiny.gpt2], ids=["windows", "not without weights"])
+def test_layers_with_windows_and_models_that_need_weights(make):
+    model = make()
+    model.config.use_cache = True
+    size, cache = model_size(model.config, torch.float32), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tiny.ids(1, 40), past_key_values=cache)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert size.full(40) - sum(layer.state for layer in size.layers) == held
+
+
+def test_latents_are_counted_once():
+    config = DeepseekV3Config(num_hidden_layers=2, kv_lora_rank=512, qk_rope_head_dim=64, n_routed_experts=8)
+    assert model_size(config, torch.bfloat16).full(1000) == 2 * 1000 * (512 + 64) * 2
+
+
+def test_states_of_linear_attention_do_not_grow():
+    size = model_size(Qwen3NextConfig(num_hidden_layers=4, num_experts=8, num_experts_per_tok=2), torch.bfloat16)
+    [attention] = [layer for layer in size.layers if layer.numbers]
+    assert size.full(2000) - size.full(1000) == 1000 * attention.numbers * 2
+    assert sum(layer.state for layer in size.layers) > 0
+    assert size.slots(2000, 500) < size.full(1000)
+
+
+def test_the_first_setting_that_fits_comes_with_its_code(capsys):
+    options = ("recommend", "--model", BASE, "--context", "32k", "--batch", 8)
+    done = run(capsys, *options, "--memory", "400MiB")
+    assert done.code == 0, done.err
+    assert "llama, 4 layers, float32; 8 x 32,768 tokens" in done.out
+    lines = {line.split("  ")[0]: line.split() for line in done.out.splitlines()}
+    assert lines["DynamicCache()"][1:7] == ["1.00", "100%", "1.01", "no", "same", "yes"]
+    assert "The first that fits and works is SubspaceCache(codec of bytes_ratio=0.25)" in done.out
+    eighth = "SubspaceCache(codec of bytes_ratio=0.125)"
+    for memory, cache in (("16GiB", "GrowingCache()"), ("1100MiB", "DynamicCache()"), ("100MiB", eighth)):
+        assert f"works is {cache}:" in run(capsys, *options, "--memory", memory).out
+    assert "Nothing fits" in run(capsys, *options, "--memory", "1MiB").out
+    without = run(capsys, *options)
+    assert "fits  " not in without.out
+    assert "works is GrowingCache():" in without.out
+
+
+@pytest.mark.parametrize("index", range(12))
+def test_the_code_of_every_setting_runs(index, tmp_path, monkeypatch):
+    model, tokenizer = testbed.load()
+    choice = choices(model_size(model.config, torch.float32), 512)[index]
+    inputs = tokenizer(testbed.held_out()[:400], return_tensors="pt")
+    names = {"model": model, "tokenizer": tokenizer, "inputs": inputs, "texts": [testbed.held_out()[:500]]}
+    monkeypatch.chdir(tmp_path)
+    exec(choice.code.replace("max_new_tokens=256", "max_new_tokens=2"), names)
+    assert names["output"].shape[1] == inputs["input_ids"].shape[1] + 2
+
+
+def test_there_are_twelve_settings():
+    assert len(choices(model_size(tiny.llama().config, torch.float32), 512)) == 12
+
+
+def test_caches_that_refuse_the_family_are_not_chosen_and_the_reason_is_told(capsys, tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 1000, "num_attention_heads": 4}
+    DeepseekV3Config(num_hidden_layers=2, n_routed_experts=8, **sizes).save_pretrained(tmp_path)
+    done = run(capsys, "recommend", "--model", tmp_path, "--context", "64k", "--memory", "500MiB", "--dtype", "float32", "--batch", 3)
+    assert "SubspaceCache with deepseek_v3: no (KVCodec.calibrate needs a cache that answers" in done.out
+    assert "works is EquipCache(budget=32768)" in done.out
+
+
+@pytest.mark.parametrize(
+    ("config", "family"),
+    [
+        (Qwen3Config(), "qwen3"),
+        (MistralConfig(sliding_window=4096), "mistral"),
+        (MistralConfig(sliding_window=None), "mistral+full"),
+        (FalconConfig(alibi=True), "falcon+alibi"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_families_have_the_names_of_the_table(config, family):
+    name, support = family_of(config)
+    assert name == family
+    assert support["GrowingCache"] == "yes"
+
+
+def test_a_family_that_nobody_tried_is_said():
+    config = Qwen3Config()
+    config.model_type = "new"
+    assert family_of(config) == ("new", None)
+
+
+def row(cache, setting="", **changes):
+    case = {"device": "cpu", "dtype": "float32", "hidden": 1024, "layers": 28, "batch": 1, "context": 2048}
+    numbers = {"prefill_s": 1, "decode_ms": 1, "prefill_ratio": 1, "decode_ratio": 2}
+    known = case | numbers | {"cache": cache, "setting": setting} | changes
+    return {name: str(known.get(name, "")) for name in SPEED_COLUMNS}
+
+
+def test_the_nearest_row_is_of_the_same_cache_and_kind_of_setting():
+    rows = [row("GrowingCache", context=2048), row("GrowingCache", context=8192), row("GrowingCache", device="cuda", context=32768)]
+    rows += [row("EquipCache", "policy='streaming', budget=0.25"), row("EquipCache", "policy='knorm', page_size=16")]
+    case = {"device": "cpu", "dtype": "float32", "hidden": 1024, "layers": 28, "batch": 8, "context": 16384}
+    assert nearest(rows, "GrowingCache", "", case) == rows[1]
+    assert nearest(rows, "GrowingCache", "", case | {"device": "cuda"}) == rows[2]
+    assert nearest(rows, "EquipCache", "policy='compactor'", case) == rows[3]
+    assert nearest(rows, "EquipCache", "storage='int8'", case) is None
+    assert nearest(rows, "SubspaceCache", "codec", case) is None
+
+
+def test_a_speed_table_of_ones_own_is_read_and_another_file_is_refused(capsys, tmp_path):
+    with (tmp_path / "speed.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, SPEED_COLUMNS)
+        writer.writeheader()
+        writer.writerow(row("GrowingCache", prefill_ratio=1.25, decode_ratio=3.5))
+    done = run(capsys, "recommend", "--model", BASE, "--speed", tmp_path / "speed.csv")
+    assert re.search(r"GrowingCache\(\).* 1\.25x  3\.50x", done.out)
+    assert "measured nearest (1024 x 28 layers, float32, 1 x 2048 tokens, cpu)" in done.out
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ArtifactError, match="hf-kvcaches bench --csv"):
+        speed_table(tmp_path / "other.csv")
+
+
+def test_the_packages_speed_table_has_its_columns():
+    rows = speed_table()
+    assert rows
+    assert all(tuple(each) == SPEED_COLUMNS for each in rows)
+
+
+def test_every_number_goes_to_a_file(capsys, tmp_path):
+    run(capsys, "recommend", "--model", BASE, "--context", 512, "--csv", tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    assert rows[0]["cache"] == "GrowingCache()"
+    assert rows[0]["context"] == "512"

@@ -1,0 +1,116 @@
+"""A cache on the command line is a call of its class, read and never evaluated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_kvcaches import AdaptiveSubspace, EquipCache, KVCodec, SegmentPolicy, SegmentReuseCache, SegmentStore, SnapKVPolicy, SubspaceCache
+from hf_kvcaches.cli.specs import caches_of, parse
+from hf_kvcaches.errors import ConfigError
+from tests import testbed
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return testbed.load()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "EquipCache(policy='streaming', budget=512)",
+        "EquipCache('snapkv', budget=[64, 0.5, 64, 64], recent=None)",
+        "SubspaceCache(KVCodec('codec'), sinks=4)",
+        "SegmentReuseCache(SegmentStore('memory', max_bytes='1GiB'), decode_with=EquipCache(budget=-1))",
+    ],
+)
+def test_a_spec_is_written_as_it_is_read(text):
+    assert repr(parse(text)) == text
+    assert parse(repr(parse(text))) == parse(text)
+
+
+def test_parentheses_may_be_left_out():
+    assert repr(parse(" GrowingCache ")) == "GrowingCache()"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("EquipCache(budget=open('x').read())", "a class, or a call of it"),
+        ("EquipCache(budget=2**10000000)", "a class, or a call of it"),
+        ("EquipCache(budget=__import__('os').system('true'))", "a class, or a call of it"),
+        ("EquipCache(**{'budget': 3})", "a class, or a call of it"),
+        ("EquipCache(budget=1, budget=2)", "a class, or a call of it"),
+        ("hf_kvcaches.EquipCache()", "a class, or a call of it"),
+        ("EquipCache()()", "a class, or a call of it"),
+        ("'EquipCache'", "a class, or a call of it"),
+        ("EquipCache(", "a class, or a call of it"),
+        ("(" * 500, "a class, or a call of it"),
+        ("", "a class, or a call of it"),
+        ("DynamicCache()", "one of 'GrowingCache'"),
+        ("equipcache", "one of 'GrowingCache'"),
+        ("TranslatedCache(CacheTranslator('x'))", "codes of a single prompt"),
+    ],
+)
+def test_what_is_no_cache_is_refused(text, message):
+    with pytest.raises(ConfigError, match="--cache: expected") as error:
+        parse(text)
+    assert message in str(error.value)
+
+
+def test_each_text_gets_a_new_cache_and_shares_what_the_spec_makes(loaded):
+    model, tokenizer = loaded
+    holder = "EquipCache(SnapKVPolicy(window=4), budget=9)"
+    recipe = caches_of(parse(f"SegmentReuseCache(SegmentStore('memory', max_bytes=1000), decode_with={holder})"), *loaded)
+    first, second = recipe.new_cache(model), recipe.new_cache(model)
+    assert isinstance(first, SegmentReuseCache)
+    assert first is not second
+    assert first.store is second.store
+    assert isinstance(first.store, SegmentStore)
+    assert first.store.max_bytes == 1000
+    assert first.tokenizer is tokenizer
+    holders = [recipe.options["decode_with"].new_cache(model) for _ in range(2)]
+    assert holders[0] is not holders[1]
+    assert isinstance(holders[0], EquipCache)
+    assert isinstance(holders[0].policy, SnapKVPolicy)
+
+
+def test_classes_that_are_saved_are_loaded_from_their_folder(loaded, tmp_path):
+    model, tokenizer = loaded
+    codec = KVCodec.calibrate(model, tokenizer, [testbed.held_out()[:600]], metric="plain", progress=False)
+    codec.save_pretrained(tmp_path / "codec")
+    SegmentPolicy(repair=0.25).save_pretrained(tmp_path / "policy")
+    cache = caches_of(parse(f"SubspaceCache(KVCodec('{tmp_path / 'codec'}'), sinks=2)"), *loaded).new_cache(model)
+    assert isinstance(cache, SubspaceCache)
+    assert cache.codec.digest == codec.digest
+    reuse = caches_of(parse(f"SegmentReuseCache(SegmentStore(), policy=SegmentPolicy('{tmp_path / 'policy'}'))"), *loaded).new_cache(model)
+    assert reuse.policy.repair == 0.25
+
+
+def test_a_value_object_is_made(loaded):
+    cache = caches_of(parse("SubspaceCache(adaptive=AdaptiveSubspace(rank=4))"), *loaded).new_cache(loaded[0])
+    assert cache.adaptive == AdaptiveSubspace(rank=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("EquipCache(bugdet=3)", "options: expected what EquipCache takes"),
+        ("SubspaceCache(KVCodek('x'))", "expected one of 'AdaptiveSubspace', .*'KVCodec'"),
+        ("SubspaceCache(adaptive=AdaptiveSubspace(rang=4))", "Look up the arguments of AdaptiveSubspace"),
+        ("SubspaceCache(KVCodec('/no/such/folder'))", "/no/such/folder"),
+    ],
+)
+def test_wrong_arguments_are_refused(text, message, loaded):
+    with pytest.raises(ValueError, match=message):
+        caches_of(parse(text), *loaded)
+
+
+def test_a_pool_gets_the_model(loaded):
+    recipe = caches_of(parse("EquipCache('streaming', budget=32, pool=PagePool(8, 16))"), *loaded)
+    model, _ = loaded
+    cache = recipe.new_cache(model)
+    with torch.no_grad():
+        model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
+    assert recipe.options["pool"].page_size == 16
