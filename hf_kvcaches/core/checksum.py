@@ -88,7 +88,12 @@ def why_unreadable(value: Any) -> str:
     """What keeps a tensor's numbers from being read here, as a noun; "" where nothing does."""
     if not isinstance(value, Tensor):
         return ""
-    return "one on the meta device" if value.is_meta else "one shard of a distributed one" if hasattr(value, "full_tensor") else ""
+    return "one on the meta device" if value.is_meta else "one shard of a distributed one" if is_sharded(value) else ""
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether this is a DTensor, of which other processes may have the rest."""
+    return hasattr(value, "full_tensor")
 
 
 def dtype_name(value: Tensor) -> str:
