@@ -144,7 +144,7 @@ def _tensor_parts(value: Tensor, name: str, sums: list[Tensor]) -> list[str | in
     if reason := why_unreadable(value):
         raise UnsupportedError(
             f"{name}: expected a tensor with all of its data, got {reason}. Take ModelFingerprint.of(model) where the weights are whole, "
-            "and give it to set_fingerprint(model, fingerprint) here."
+            "or ModelFingerprint.gathered(model) in all processes together, and give it to set_fingerprint(model, fingerprint) here."
         )
     head = head_of(value)
     if hasattr(value, "__tensor_flatten__"):

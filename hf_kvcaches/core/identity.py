@@ -214,8 +214,6 @@ def _unseen(model: PreTrainedModel) -> str:
     """Why no fingerprint describes what the model would compute now, as a sentence; "" where one does."""
     if any(torch.is_autocast_enabled(device) for device in {"cpu", model.device.type} - {"meta"}):
         return "torch.autocast is on, which computes in other types than the weights have. Load the model in that type."
-    if compat.is_tensor_parallel(model):
-        return "Under tensor parallelism each process has only some of the heads, so one can't use what another stores."
     if hook := _foreign_hook(None):
         return f"A hook on all modules ({hook}) may change what they compute. {_ADVICE}"
     attention = compat.attention_in_use(model.config)

@@ -62,6 +62,18 @@ class HeadShard:
         distributed.all_gather(parts, tensor, group=self.group)
         return torch.cat(parts, 1)
 
+    def gather_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`gather`, of a tensor of the shape (heads, ...)."""
+        return self.gather(tensor[None])[0]
+
+    def decisions(self, decision: str) -> set[str]:
+        """What the processes have decided: one text where they agree."""
+        from torch import distributed
+
+        decisions: list[str] = [""] * self.size
+        distributed.all_gather_object(decisions, decision, group=self.group)
+        return set(decisions)
+
     def most(self, number: int, device: torch.device) -> int:
         """The largest of the numbers that the processes have."""
         from torch import distributed
@@ -101,7 +113,7 @@ def shard_of(model: Any) -> HeadShard | None:
         model: A model, also inside a wrapper, or a config, which does not tell.
     """
     base, _ = compat.split_model(model)
-    if base is None or not compat.is_tensor_parallel(base) or not _shards_heads(base):
+    if base is None or not is_tensor_parallel(base) or not _shards_heads(base):
         return None
     from torch import distributed
 
@@ -120,6 +132,11 @@ def shard_of(model: Any) -> HeadShard | None:
     )
 
 
+def is_tensor_parallel(model: PreTrainedModel) -> bool:
+    """Whether each of several processes has a part of the model's weights, and computes with the others."""
+    return (model.tp_size or 1) > 1
+
+
 def _shards_heads(model: PreTrainedModel) -> bool:
     given = getattr(getattr(model.config, "distributed_config", None), "tp_plan", None)
     plan = given if isinstance(given, dict) else model.tp_plan or {}
@@ -134,7 +151,7 @@ def require_all_heads(model: Any, what: str, instead: str) -> None:
         instead: What the user may do.
     """
     base, _ = compat.split_model(model)
-    if base is not None and compat.is_tensor_parallel(base) and _shards_heads(base):
+    if base is not None and is_tensor_parallel(base) and _shards_heads(base):
         raise UnsupportedError(f"{what} needs all heads of a layer, and under tensor parallelism each process has only some. {instead}")
 
 

@@ -10,7 +10,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.codec.codec import KVCodec
-from hf_kvcaches.core.parallel import shard_of
+from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.core.verify import evaluating
@@ -130,6 +130,7 @@ class SubspaceCache(AnsweringCache):
             got = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
             raise ConfigError.of("input_ids", "token ids (batch, tokens)", got, "Try tokenizer(text, return_tensors='pt').input_ids.")
         own, model = self._settings, compat.base_model(self.model)
+        require_all_heads(model, "diagnostics", "Ask a cache of the whole model.")
         like = type(self)(model, self.codec, adaptive=self.adaptive, sinks=own.sinks, recent=own.recent, backend=own.backend)
         with torch.no_grad(), evaluating(model):
             model(input_ids=input_ids, past_key_values=like, use_cache=True)
