@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hf_kvcaches import KVCodec, ModelFingerprint, QueryStatistics, RetrievalHeads, SegmentReuseCache, SegmentStore, set_fingerprint
-from tests import tiny
-from tests.parallel.holders import HOLDERS, differences, whole_model
+from tests import testbed, tiny
+from tests.parallel.holders import HOLDERS, attempted, differences, whole_model
 from tests.parallel.processes import in_processes
 from tests.parallel.refusals import REFUSED, refusals
 from tests.parallel.sources import SCENARIOS, outcomes, prompts, text_of
@@ -32,6 +34,7 @@ FAST = (
     "segments, lost by one process",
     "saved slots",
 )
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 # Rounding in another order may move single codes by a step.
 TOLERANCE = 2e-4
 CODED = {"int8": 0.05, "rank": 0.05, "energy": 0.05, "bytes_ratio": 0.05, "frequent directions": 0.05}
@@ -52,6 +55,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Results:
 def _results(folder: Path, names: Sequence[str]) -> Results:
     model, texts = whole_model(), [tiny.ids(160).tolist()]
     model.save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(testbed.FOLDER / "base").save_pretrained(folder / "model")
     made = {
         "codec": KVCodec.calibrate(model, None, texts, 0.3, progress=False),
         "statistics": QueryStatistics.calibrate(model, None, texts, progress=False),
@@ -74,6 +78,7 @@ def work(folder: Path, model_folder: Path, made: dict[str, Any], names: Sequence
         "refused": refusals(model, made),
         "differs": gathered.differs_from(ModelFingerprint.of(whole)),
         "data parallel": data_parallel(whole, folder / "shared"),
+        "guide": attempted(run_guide, folder / "guide", model_folder) if "growing" in names else None,
     }
 
 
@@ -88,6 +93,17 @@ def data_parallel(model: PreTrainedModel, folder: Path) -> list[tuple[bool, int]
             store.flush()
         dist.barrier()
     return found
+
+
+def run_guide(folder: Path, model_folder: Path) -> int:
+    """Runs the code of the guide as under torchrun, with another model; how many blocks there are."""
+    folder.mkdir(exist_ok=True)
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    with contextlib.chdir(folder):
+        for block in blocks:
+            exec(block.replace("Qwen/Qwen3-0.6B", str(model_folder)), names)
+    return len(blocks)
 
 
 @pytest.mark.parametrize("name", [name for name in HOLDERS if name in FAST])
@@ -138,6 +154,10 @@ def test_what_needs_all_heads_is_refused_by_every_process(name: str, fast: Resul
 
 def test_a_gathered_fingerprint_is_that_of_the_whole_model(fast: Results) -> None:
     assert all(result["differs"] == [] for result in fast)
+
+
+def test_the_code_of_the_guide_runs(fast: Results) -> None:
+    assert [result["guide"] for result in fast] == [4, 4]
 
 
 def test_processes_with_prompts_of_their_own_share_a_store_on_a_disk(fast: Results) -> None:
