@@ -34,6 +34,8 @@ FAST = (
     "segments, lost by one process",
     "saved slots",
 )
+# Processes start, and load two models each.
+pytestmark = pytest.mark.timeout(900)
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "parallel.md"
 # Rounding in another order may move single codes by a step.
 TOLERANCE = 2e-4
