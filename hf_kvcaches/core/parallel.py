@@ -7,6 +7,7 @@ calls in the same order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self, TypeVar
@@ -18,8 +19,8 @@ from hf_kvcaches import compat
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 Item = TypeVar("Item")
-# The modules whose outputs are keys. Where a plan shards their columns, each process has some of the heads.
-_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+# Where a plan splits the columns of a module of attention and does not gather its output, each process has some of the heads.
+_ATTENTION, _SPLIT = re.compile(r"attn|attention"), "colwise"
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,21 +138,29 @@ def is_tensor_parallel(model: PreTrainedModel) -> bool:
     return (model.tp_size or 1) > 1
 
 
+def _processes() -> int:
+    """How many processes there are in the default group; 1 without one."""
+    from torch import distributed
+
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
 def _shards_heads(model: PreTrainedModel) -> bool:
     given = getattr(getattr(model.config, "distributed_config", None), "tp_plan", None)
     plan = given if isinstance(given, dict) else model.tp_plan or {}
-    return any(name.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for name, style in plan.items())
+    return any(style == _SPLIT and _ATTENTION.search(name) for name, style in plan.items())
 
 
-def require_all_heads(model: Any, what: str, instead: str) -> None:
+def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = False) -> None:
     """Refuses a tensor-parallel model, each of whose processes has only some of the heads.
 
     Args:
         what: What needs all heads of a layer, as the subject of the message.
         instead: What the user may do.
+        any_plan: Whether to refuse plans that leave heads whole, too.
     """
     base, _ = compat.split_model(model)
-    if base is not None and is_tensor_parallel(base) and _shards_heads(base):
+    if base is not None and is_tensor_parallel(base) and (any_plan or _shards_heads(base)):
         raise UnsupportedError(f"{what} needs all heads of a layer, and under tensor parallelism each process has only some. {instead}")
 
 
@@ -165,7 +174,9 @@ def require_heads(heads: int, shard: HeadShard | None, total: int, what: str) ->
         what: What looks at the heads together, as the subject of the message.
     """
     expected = total if shard is None else total // shard.size
-    if heads != expected:
+    # Configs of whole models may name another number, as with latents, but no process has a part of the heads without a group.
+    sharded = shard is not None or (heads < total and total % heads == 0 and _processes() % (total // heads) == 0)
+    if heads != expected and sharded:
         raise UnsupportedError(
             f"{what} expects keys with {expected} heads, and the model came with {heads}. Of a tensor-parallel model, load it with "
             "from_pretrained and a tp_plan, and build the cache with the model and not with its config."

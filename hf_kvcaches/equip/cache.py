@@ -166,8 +166,9 @@ class EquipCache(AnsweringCache):
             settings.limit_of(0)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
         rotation = self._make_rotation(geometry)
-        compared = settings.policy.asks_all_heads or settings.head_budgets is not None
-        heads = getattr(compat.layer_configs(self.config)[layer_idx], "num_key_value_heads", None) if compared else None
+        compared = self._shard is not None or settings.policy.asks_all_heads or settings.head_budgets is not None
+        config = compat.layer_configs(self.config)[layer_idx]
+        heads = getattr(config, "num_key_value_heads", None) if compared and not self._latents else None
         store = self._make_store(rotation, settings, layer_idx)
         return EquipLayer(settings, geometry, rotation, self.passes, store, self._shard, heads)
 

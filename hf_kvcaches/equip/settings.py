@@ -99,7 +99,7 @@ class EquipSettings:
             (latents, "Pruning latents, which are common to all heads,", "Use DynamicCache."),
         ):
             if needed:
-                require_all_heads(model, what, instead)
+                require_all_heads(model, what, instead, any_plan=latents)
 
     def question_in(self, tokens: int) -> int:
         """How many of a first prompt's tokens are before its question."""
