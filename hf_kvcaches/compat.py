@@ -250,6 +250,8 @@ def replaced_forward(module: nn.Module) -> Any:
     ):
         forward = vars(module).get("_old_forward", forward)
     forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    if getattr(forward, "__module__", "") == "transformers.distributed.tensor_parallel":  # it calls what was there before
+        return None
     if forward is None or getattr(forward, "__func__", None) is getattr(type(module).forward, "__func__", type(module).forward):
         return None
     return forward
@@ -319,11 +321,6 @@ def _names_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 def makes_masks_ahead(model: PreTrainedModel) -> bool:
     """Whether a model has a way of its own to make masks for `generate`, beside that of its forward."""
     return hasattr(model, "create_masks_for_generate")
-
-
-def is_tensor_parallel(model: PreTrainedModel) -> bool:
-    """Whether each of several processes has only some of the model's heads."""
-    return (getattr(model, "_tp_size", None) or 1) > 1
 
 
 def supports_sdpa(config: PreTrainedConfig) -> bool:

@@ -17,6 +17,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, Provenance, glanced_identity, identity_of
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.masks import padding_of
+from hf_kvcaches.core.parallel import is_tensor_parallel
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
@@ -219,7 +220,7 @@ def _require_heads(cache: KVCache, layer_idx: int, keys: torch.Tensor, values: t
     config, model = compat.layer_configs(cache.config)[layer_idx], _model_of(cache)
     sizes, heads = head_sizes(cache.config, layer_idx), getattr(config, "num_key_value_heads", None)
     # The latent attention of DeepSeek and others has heads that the config does not name.
-    if sizes is None or heads is None or getattr(config, "kv_lora_rank", None) or (model is not None and compat.is_tensor_parallel(model)):
+    if sizes is None or heads is None or getattr(config, "kv_lora_rank", None) or (model is not None and is_tensor_parallel(model)):
         return
     expected, got = (heads, *sizes), (keys.shape[1], keys.shape[3], values.shape[3])
     if got != expected:

@@ -44,18 +44,6 @@ def require_answering(model: PreTrainedModel, what: str, *, latents: bool = Fals
         raise UnsupportedError(f"{what} needs a cache that answers the model's queries, which is not possible: {reason}. Use DynamicCache.")
 
 
-def require_all_heads(model: Any, what: str, instead: str) -> None:
-    """Refuses a tensor-parallel model, each of whose processes has only some of the heads.
-
-    Args:
-        what: What needs all heads of a layer, as the subject of the message.
-        instead: What the user may pass.
-    """
-    base, _ = compat.split_model(model)
-    if base is not None and compat.is_tensor_parallel(base):
-        raise UnsupportedError(f"{what} needs all heads of a layer, and under tensor parallelism each process has only some. {instead}")
-
-
 def why_not_answering(model: PreTrainedModel, *, latents: bool = False) -> str | None:
     """Why a cache can't answer a model's queries in place of its attention; None where it can.
 

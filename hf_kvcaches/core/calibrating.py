@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ConfigError, require_tokenizer
 
 
@@ -29,8 +30,14 @@ class Tokenized:
         return ids
 
 
+def require_whole(model: Any) -> None:
+    """Refuses a tensor-parallel model."""
+    require_all_heads(model, "Calibration", "Calibrate with the whole model, on a CPU for example: what is made serves its shards, too.")
+
+
 def sequences(texts: Iterable[str | Sequence[int]], tokenizer: Tokenized, model: PreTrainedModel) -> Iterator[torch.Tensor]:
     """Token ids of each text, 1-D."""
+    require_whole(model)
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise ConfigError.of("texts", "a list of strings or of lists of token ids", type(texts).__name__, "Pass [text].")
     vocabulary = model.get_input_embeddings().weight.shape[0]

@@ -88,7 +88,12 @@ def why_unreadable(value: Any) -> str:
     """What keeps a tensor's numbers from being read here, as a noun; "" where nothing does."""
     if not isinstance(value, Tensor):
         return ""
-    return "one on the meta device" if value.is_meta else "one shard of a distributed one" if hasattr(value, "full_tensor") else ""
+    return "one on the meta device" if value.is_meta else "one shard of a distributed one" if is_sharded(value) else ""
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether this is a DTensor, of which other processes may have the rest."""
+    return hasattr(value, "full_tensor")
 
 
 def dtype_name(value: Tensor) -> str:
@@ -139,7 +144,7 @@ def _tensor_parts(value: Tensor, name: str, sums: list[Tensor]) -> list[str | in
     if reason := why_unreadable(value):
         raise UnsupportedError(
             f"{name}: expected a tensor with all of its data, got {reason}. Take ModelFingerprint.of(model) where the weights are whole, "
-            "and give it to set_fingerprint(model, fingerprint) here."
+            "or ModelFingerprint.gathered(model) in all processes together, and give it to set_fingerprint(model, fingerprint) here."
         )
     head = head_of(value)
     if hasattr(value, "__tensor_flatten__"):

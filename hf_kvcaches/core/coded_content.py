@@ -13,6 +13,7 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.codec.sides import EXACT
 from hf_kvcaches.core.layers import KVLayer
 from hf_kvcaches.core.masks import padding_of
+from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError, require_instance
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class CodedContent:
             if cache.codec.digest != codec.digest:
                 raise ConfigError.of("codec", f"the cache's own, {cache.codec}", codec, "Leave it out to save the cache's own along.")
             return cls(codec, None)
+        require_all_heads(cache.model, "codec: to make codes of exact keys and values", "Leave codec out.")
         layers = [layer for layer in cache.layers if isinstance(layer, KVLayer)]
         states = [layer.exact_states() if layer.exact_tensors else None for layer in layers]
         if None in states:

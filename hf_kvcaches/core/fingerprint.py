@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_kvcaches.core.checksum import TensorSketch, why_unreadable
+from hf_kvcaches.core.checksum import Deferred, TensorSketch, is_sharded, why_unreadable
 from hf_kvcaches.core.model_parts import (
     AS_CONFIGURED,
     ModelState,
@@ -22,9 +22,12 @@ from hf_kvcaches.core.model_parts import (
     take_apart,
     tokenizer_part,
 )
+from hf_kvcaches.core.parallel import Gathering, shard_of
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, require_instance
 
 _FORMAT_VERSION = 3
+# In the geometry of a model of which a process has some heads only.
+_SHARD = "heads of this process"
 _COMPONENTS = ("weights", "adapters", "tokenizer", "rope", "attention", "geometry", "architecture", "precision")
 # Differing fields of one component that are spelled out.
 _SHOWN_FIELDS = 3
@@ -89,9 +92,38 @@ class ModelFingerprint:
         state = take_apart(model)
         supplied = _supplied.get(state.root)
         parts = parts_of(state, {} if supplied is None else supplied.details)
+        if (shard := shard_of(state.root)) is not None:
+            parts["geometry"][_SHARD] = f"span {shard.rank + 1} of {shard.size}"
+        return cls._of_state(state, parts, tokenizer, _sketches(state) if any_precision else {})
+
+    @classmethod
+    def gathered(cls, model: nn.Module, tokenizer: Any = None, *, any_precision: bool = False) -> ModelFingerprint:
+        """The fingerprint that the whole model has, of one whose weights are sharded over processes, for `set_fingerprint`.
+
+        All processes call it, and gather one tensor at a time.
+
+        Args:
+            model: As for `of`, with weights that are DTensors.
+            tokenizer: As for `of`; and `any_precision`.
+        """
+        state = take_apart(model)
+        shards = Gathering(state.base)
+        state.base = {name: Deferred(shards, name, value) if is_sharded(value) else value for name, value in state.base.items()}
+        return cls._of_state(state, parts_of(state, {}), tokenizer, sketches_of(state) if any_precision else {})
+
+    @classmethod
+    def _of_state(cls, state: ModelState, parts: dict[str, Part], tokenizer: Any, sketches: Mapping[str, TensorSketch]) -> ModelFingerprint:
         if tokenizer is not None:
             parts["tokenizer"] = tokenizer_part(tokenizer)
-        return cls._from_parts(parts, facts_of(state, parts), _sketches(state) if any_precision else {})
+        return cls._from_parts(parts, facts_of(state, parts), sketches)
+
+    @property
+    def of_all_heads(self) -> ModelFingerprint:
+        """The same without the part of the heads that a process has under tensor parallelism."""
+        if _SHARD not in self.details.get("geometry", {}):
+            return self
+        geometry = {name: value for name, value in self.details["geometry"].items() if name != _SHARD}
+        return ModelFingerprint._from_parts({**self.details, "geometry": geometry}, self.facts, self.sketches)
 
     @classmethod
     def _from_parts(cls, parts: Mapping[str, Part], facts: Mapping[str, Any], sketches: Mapping[str, TensorSketch]) -> ModelFingerprint:
@@ -156,6 +188,8 @@ class ModelFingerprint:
             here: The model's own, if at hand.
         """
         here = here or ModelFingerprint.of(model, tokenizer)
+        if _SHARD not in self.details.get("geometry", {}):  # what was made for the whole model is good for a part of its heads
+            here = here.of_all_heads
         if not self.sketches or not here.differs_from(self):
             here.require_same(self, what)
         elif (self.digest, here.digest) not in _one_model:

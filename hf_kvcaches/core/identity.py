@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from hf_kvcaches import compat
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.model_parts import CHANGING_ROPE, FOR_TRAINING, counts
+from hf_kvcaches.core.parallel import is_tensor_parallel
 from hf_kvcaches.errors import FingerprintMismatch, UnsupportedError
 
 # What a quick look sees: equal for a model that has not changed in between. It means nothing to another process.
@@ -81,7 +82,8 @@ def _read(model: PreTrainedModel, any_precision: bool = False) -> Identity:
 def presumed_identity(model: PreTrainedModel) -> Identity:
     """The identity that the last reading found, where a quick look sees no change since; else that of a new reading."""
     reason, reading = _unseen(model), _last_readings.get(model)
-    if reason or reading is None or reading[0] != _glance_at(model):
+    # While its passes run, a tensor-parallel model has other weights in the place of its own: no thread may confirm what was presumed.
+    if reason or reading is None or is_tensor_parallel(model) or reading[0] != _glance_at(model):
         return Identity(reason=reason) if reason else identity_of(model)
     return replace(reading[1], presumed=True)
 
@@ -214,8 +216,6 @@ def _unseen(model: PreTrainedModel) -> str:
     """Why no fingerprint describes what the model would compute now, as a sentence; "" where one does."""
     if any(torch.is_autocast_enabled(device) for device in {"cpu", model.device.type} - {"meta"}):
         return "torch.autocast is on, which computes in other types than the weights have. Load the model in that type."
-    if compat.is_tensor_parallel(model):
-        return "Under tensor parallelism each process has only some of the heads, so one can't use what another stores."
     if hook := _foreign_hook(None):
         return f"A hook on all modules ({hook}) may change what they compute. {_ADVICE}"
     attention = compat.attention_in_use(model.config)

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry
 
 Metric = Literal["loss", "attention", "plain"]
@@ -49,7 +50,7 @@ def output_metric(module: nn.Module, heads: int, values: torch.Tensor) -> torch.
     return None if rows is None else rows @ rows.mT
 
 
-def output_rows(module: nn.Module, heads: int, values: torch.Tensor) -> torch.Tensor | None:
+def output_rows(module: nn.Module, heads: int, values: torch.Tensor, shard: HeadShard | None = None) -> torch.Tensor | None:
     """Each query head's part of the output projection, (heads, e, hidden), or None where there is no such projection.
 
     The projection is asked what it does to unit vectors, so that its layout, adapters and quantisation need not be known.
@@ -57,6 +58,7 @@ def output_rows(module: nn.Module, heads: int, values: torch.Tensor) -> torch.Te
     Args:
         heads: Of the queries.
         values: (batch, kv_heads, tokens, e).
+        shard: Which heads these are, under tensor parallelism, where the projection sums over the heads of all processes.
     """
     size = values.shape[-1]
     for name in _PROJECTIONS:
@@ -65,7 +67,8 @@ def output_rows(module: nn.Module, heads: int, values: torch.Tensor) -> torch.Te
             continue
         units = torch.eye(heads * size, dtype=values.dtype, device=values.device)
         try:
-            rows = projection(units).double() - projection(units[:1] * 0).double()
+            turns = [projection(units * (shard is None or shard.rank == rank)) for rank in range(1 if shard is None else shard.size)]
+            rows = turns[0 if shard is None else shard.rank].double() - projection(units[:1] * 0).double()
         except (RuntimeError, TypeError, AttributeError):
             continue
         if rows.ndim == 2 and len(rows) == heads * size and bool(rows.isfinite().all()):

@@ -53,7 +53,7 @@ _BOOKKEEPING = frozenset(vars(nn.Module())) | _words("""
     forward to cuda config generation_config
     gradient_checkpointing loss_type all_tied_weights_keys kernel_config hf_device_map hf_quantizer peft_config
     peft_type quantization_method is_quantized is_loaded_in_8bit is_loaded_in_4bit device_mesh warnings_issued max_seq_len_cached
-    rope_deltas
+    rope_deltas _tp_size _fsdp_size
     name_or_path model_tags active_adapter base_model_torch_dtype aux_loss_coef router_aux_loss_coef z_loss_coefficient
 """)
 # Has an effect in training mode alone, which is looked for elsewhere.

@@ -12,6 +12,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.axes import refuse_images
 from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.core.parallel import shard_of
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, editing
 from hf_kvcaches.equip.budgets import resolve_budgets
@@ -126,6 +127,8 @@ class EquipCache(AnsweringCache):
         for module in latent_modules(base).values() if self._latents else ():
             require_absorbable(module)
         self._rotations: list[SlotRotation] = []
+        self._shard = shard_of(model)
+        self._own_codec = codec if codec is None else codec.of_heads(self._shard)
         super().__init__(model, offloading=offloading)
         if codec is not None:
             codec.require_model(model)
@@ -157,16 +160,20 @@ class EquipCache(AnsweringCache):
         return hand_out_uncompiled(view, module)
 
     def make_layer(self, layer_idx: int) -> EquipLayer:
-        head_budgets = of_layer(self._settings.head_budgets, layer_idx)
+        head_budgets = of_layer(self._settings.head_budgets, layer_idx, self._shard)
         settings = replace(self._settings, budget=self._settings.budget[layer_idx], head_budgets=head_budgets)
         if isinstance(settings.budget, int):  # of a fraction we know more when the prompt is there
             settings.limit_of(0)
         geometry = RotaryGeometry.from_config(self.config, layer_idx=layer_idx, latents=self._latents)
         rotation = self._make_rotation(geometry)
-        return EquipLayer(settings, geometry, rotation, self.passes, self._make_store(rotation, settings, layer_idx))
+        compared = self._shard is not None or settings.policy.asks_all_heads or settings.head_budgets is not None
+        config = compat.layer_configs(self.config)[layer_idx]
+        heads = getattr(config, "num_key_value_heads", None) if compared and not self._latents else None
+        store = self._make_store(rotation, settings, layer_idx)
+        return EquipLayer(settings, geometry, rotation, self.passes, store, self._shard, heads)
 
     def _make_store(self, rotation: SlotRotation, settings: EquipSettings, layer_idx: int) -> FlatStore:
-        codec, backend, book = settings.codec, settings.backend, self._book
+        codec, backend, book = self._own_codec, settings.backend, self._book
         if codec is not None:
             paged = None if book is None else PagedCodes(rotation, backend, book, settings.budget, codec, layer_idx)
             return CodedStore(rotation, backend, codec, layer_idx, settings.sinks, paged or FlatCodes(rotation, backend))

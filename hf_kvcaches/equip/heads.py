@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.equip.retrieval_heads import RetrievalHeads
 from hf_kvcaches.equip.tokens import newest_from
 from hf_kvcaches.errors import ConfigError
@@ -41,10 +42,15 @@ def plain_head_budgets(head_budgets: Any) -> Any:
     raise ConfigError.of("head_budgets", "'adakv', RetrievalHeads, or None", head_budgets, hint)
 
 
-def of_layer(head_budgets: Any, index: int) -> str | tuple[bool, ...] | None:
-    """What one layer gets of `plain_head_budgets`: which heads keep all tokens, as a tuple."""
+def of_layer(head_budgets: Any, index: int, shard: HeadShard | None = None) -> str | tuple[bool, ...] | None:
+    """What one layer gets of `plain_head_budgets`: which heads keep all tokens, as a tuple.
+
+    Args:
+        shard: Which heads the layer has, under tensor parallelism.
+    """
     if isinstance(head_budgets, dict):
-        return tuple(head_budgets.get(str(index), ()))
+        heads = head_budgets.get(str(index), ())
+        return tuple(heads if shard is None else shard.own_items(heads))
     return None if head_budgets is None else str(head_budgets)
 
 
@@ -62,19 +68,41 @@ def best_by_head(layer: EquipLayer, entries: Entries, scores: torch.Tensor, budg
         raise scores_alike(layer.policy)
     positions = entries.positions.expand(-1, heads, -1)
     if not isinstance(whole, tuple):
-        kept = chosen(layer.policy, scores, positions, budget, sinks_end=layer.sinks_end, recent=recent)
+        kept, head_shares = _shared(layer, scores, positions, budget, recent)
     else:
         if len(whole) != heads:
             raise ConfigError.of("head_budgets", "RetrievalHeads of this model", whole, "Calibrate them with this model.")
         real = positions >= 0
         best = layer.policy.keep(scores.expand(-1, heads, -1), positions, budget, sinks_end=layer.sinks_end, recent=recent)
         kept = real & torch.zeros_like(real).scatter(-1, best, True).logical_or(_keeping_all(whole, real.device))
-    count = kept.sum(-1, keepdim=True)
-    most = int(count.max())
+        head_shares = _with_room(layer, whole, kept.sum(-1, keepdim=True))
+    most = int(kept.sum(-1).max())
     order = (~kept).to(torch.int8).argsort(stable=True, dim=-1)[..., :most]
-    layer.state.shares = _with_room(layer, whole, count) if isinstance(whole, tuple) else shares(count, layer.state.slots)
+    layer.state.shares = head_shares
     picked = entries.pick(order)
     return picked.hide(~kept.gather(-1, order))
+
+
+def _shared(
+    layer: EquipLayer, scores: torch.Tensor, positions: torch.Tensor, budget: int, recent: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`chosen` and `shares` of a layer's heads, which share slots with those of the other processes.
+
+    Args:
+        scores: (batch, kv_heads, tokens); and `positions`.
+    """
+    shard, tokens = layer.shard, positions.shape[-1]
+    if shard is not None:
+        # Heads that keep more tokens have more entries.
+        padding = (0, shard.most(tokens, positions.device) - tokens)
+        scores = shard.gather(torch.nn.functional.pad(scores, padding))
+        positions = shard.gather(torch.nn.functional.pad(positions, padding, value=-1))
+    kept = chosen(layer.policy, scores, positions, budget, sinks_end=layer.sinks_end, recent=recent)
+    head_shares = shares(kept.sum(-1, keepdim=True), layer.state.slots)
+    if shard is None:
+        return kept, head_shares
+    heads = shard.span(positions.shape[1])
+    return kept[:, heads, :tokens], None if head_shares is None else head_shares[:, heads].contiguous()
 
 
 def reserve_for_whole_heads(layer: EquipLayer) -> None:

@@ -12,6 +12,7 @@ import torch
 from hf_kvcaches.core.adopting import LastQueries
 from hf_kvcaches.core.calls import Call, hand_out
 from hf_kvcaches.core.layers import KVLayer
+from hf_kvcaches.core.parallel import HeadShard, require_heads
 from hf_kvcaches.core.passes import Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.equip import blocks, drafts, graphs, steps
@@ -60,16 +61,26 @@ class EquipLayer(KVLayer):
         recording: What can be taken back, while that is asked for.
         detour: What the passes of `EquipCache.edit` and `EquipCache.compress` do; else None.
         inputs: What the model's attention is called with in the running pass, for policies that read it.
+        shard: Which heads the layer has, under tensor parallelism; None for all.
+        heads: KV heads of the model's layer in all processes together; None where nothing looks at several heads.
     """
 
     is_croppable = True
     cache_name = "EquipCache"
 
     def __init__(
-        self, settings: EquipSettings, geometry: RotaryGeometry, rotation: SlotRotation, passes: Passes[RotatingPass], store: FlatStore
+        self,
+        settings: EquipSettings,
+        geometry: RotaryGeometry,
+        rotation: SlotRotation,
+        passes: Passes[RotatingPass],
+        store: FlatStore,
+        shard: HeadShard | None = None,
+        heads: int | None = None,
     ) -> None:
         super().__init__()
         self.settings, self.geometry, self.rotation, self.passes, self.store = settings, geometry, rotation, passes, store
+        self.shard, self.heads = shard, heads
         self.state = self._empty_state()
         self.recording: Recording | None = None
         self.detour: Detour | None = None
@@ -136,6 +147,8 @@ class EquipLayer(KVLayer):
             return False
         if self.geometry.changes_at is not None and self.rotation.compact:
             return False
+        if self.shard is not None and policy.asks_all_heads:
+            return False
         return policy.in_graphs and self.store.in_graphs and not self.eviction_rotates
 
     @property
@@ -148,6 +161,8 @@ class EquipLayer(KVLayer):
         self.store.check(key_states, value_states)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if self.heads is not None:
+            require_heads(key_states.shape[1], self.shard, self.heads, "EquipCache with these settings")
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 

@@ -32,7 +32,8 @@ def seen_by_policy(layer: EquipLayer, **shown: Any) -> Tokens:
     """What the layer's policy is shown; further arguments are those of `Tokens`."""
     first = 0 if layer.state.first is None else layer.state.first
     geometry = layer.rotation.geometry or layer.geometry
-    return Tokens(sinks=layer.settings.sinks, first=first, scaling=layer.state.scaling, geometry=geometry, **shown)
+    settings, state = layer.settings, layer.state
+    return Tokens(sinks=settings.sinks, first=first, scaling=state.scaling, geometry=geometry, shard=layer.shard, **shown)
 
 
 def score(layer: EquipLayer, entries: Entries, budget: int, module: nn.Module | None, after: int = 0) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.equip.budgets import Limit, check_budget, one_budget, slots_for
 from hf_kvcaches.equip.heads import scores_alike
 from hf_kvcaches.equip.policies import Policy
@@ -96,11 +96,10 @@ class EquipSettings:
                 raise UnsupportedError(message)
         for needed, what, instead in (
             (policy.mixes_heads, f"The policy {policy.name!r}", "Use a policy that scores each head by itself: 'h2o' or 'snapkv'."),
-            (shared, "head_budgets", "Leave head_budgets out."),
             (latents, "Pruning latents, which are common to all heads,", "Use DynamicCache."),
         ):
             if needed:
-                require_all_heads(model, what, instead)
+                require_all_heads(model, what, instead, any_plan=latents)
 
     def question_in(self, tokens: int) -> int:
         """How many of a first prompt's tokens are before its question."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import UnsupportedError
 
@@ -38,6 +39,7 @@ class Tokens:
         budget: How many tokens will stay in each head, or None.
         module: The model's attention while it is asked; None in decoding steps and for keys from another cache.
         inputs: What that is called with for a block, `hidden_states` (batch, new tokens, hidden) among it; None without `reads_inputs`.
+        shard: Which of the model's heads these are, under tensor parallelism; None for all.
     """
 
     keys: torch.Tensor
@@ -55,6 +57,7 @@ class Tokens:
     budget: int | None = None
     module: nn.Module | None = None
     inputs: Mapping[str, Any] | None = None
+    shard: HeadShard | None = None
 
     def pick(self, slots: torch.Tensor) -> Tokens:
         """The tokens in some slots, (batch, kv_heads, tokens to pick)."""
@@ -64,6 +67,19 @@ class Tokens:
     def in_order(self) -> torch.Tensor:
         """The slots of each head in order of position, empty ones last, (batch, kv_heads, slots)."""
         return order_of(self.positions.expand(self.keys.shape[:3]))
+
+    @property
+    def heads(self) -> int:
+        """How many KV heads the model's layer has, in all processes together."""
+        return self.keys.shape[1] * (1 if self.shard is None else self.shard.size)
+
+    def of_all_heads(self, scores: torch.Tensor) -> torch.Tensor:
+        """Something of every head of the model's layer, (batch, kv_heads, ...), of that of these heads."""
+        return scores if self.shard is None else self.shard.gather(scores)
+
+    def of_these_heads(self, scores: torch.Tensor) -> torch.Tensor:
+        """The inverse of `of_all_heads`."""
+        return scores if self.shard is None else scores[:, self.shard.span(scores.shape[1])]
 
     def unrotated_keys(self) -> torch.Tensor:
         """`keys` as they were before their rotation; as they are where that is not known."""

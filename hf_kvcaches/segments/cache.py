@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 from hf_kvcaches.core.cache import KVCache
+from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
@@ -122,6 +123,7 @@ class SegmentReuseCache(SplicingCache):
         check_policy(self.model, self.policy)
         if store.codec is not None:
             store.codec.require_all_layers(self.model, "store")
+            require_all_heads(self.model, "A store with the codes of a KVCodec", "Use quantization='int8'.")
         if (store.depth or store.cuts) and self.moving_refused:
             raise UnsupportedError(
                 f"store: cuts and depth run some layers without those below, and {self.moving_refused}. Use a store without."

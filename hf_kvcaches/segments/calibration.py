@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_kvcaches.core.calibrating import divergence, next_tokens
+from hf_kvcaches.core.calibrating import divergence, next_tokens, require_whole
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.packing import Quantization, check_quantization, label_of
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
@@ -181,6 +181,7 @@ def calibrate(
     for name, number, most in (("bound", bound, float("inf")), ("slack", slack, float("inf")), ("least_same", least_same, 1)):
         if not is_number(number) or not 0 <= number <= most or number == float("inf"):
             raise ConfigError.of(name, "a number of at least 0" + (", up to 1" if most == 1 else ""), number)
+    require_whole(model)
     series = _series(prompts, asked)
     quantization = check_quantization(quantization)
     with closing(SegmentStore("memory", quantization=quantization, cuts=cuts)) as store:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.splicing import packing
 from hf_kvcaches.core.splicing.flops import Costs
@@ -39,16 +40,18 @@ class Probe(NamedTuple):
     score: float
 
 
-def agreement(query: torch.Tensor, cached: torch.Tensor, fresh: torch.Tensor) -> float:
+def agreement(query: torch.Tensor, cached: torch.Tensor, fresh: torch.Tensor, shard: HeadShard | None = None) -> float:
     """Return the cosine between the scores of queries over cached keys and over fresh ones, the mean over queries and heads.
 
     Args:
         query: (heads, queries, head_dim).
         cached: (kv_heads, keys, head_dim).
+        shard: Which heads these are, under tensor parallelism.
     """
     grouped = query.float().reshape(cached.shape[0], -1, query.shape[-1])
     first, second = (grouped @ keys.float().mT for keys in (cached, fresh))
-    return float(torch.nn.functional.cosine_similarity(first, second, dim=-1).mean())
+    cosines = torch.nn.functional.cosine_similarity(first, second, dim=-1)
+    return float((cosines if shard is None else shard.gather_heads(cosines)).mean())
 
 
 class Stages:
@@ -200,15 +203,17 @@ class Stages:
             queries = columns[SLICE : SLICE + PROBES]
             score = 0.0
             if len(queries) and look.query is not None:
-                score = agreement(look.query[index, :, queries], cached[:, :SLICE], fresh[:, :SLICE])
+                score = agreement(look.query[index, :, queries], cached[:, :SLICE], fresh[:, :SLICE], self.cache.shard)
             self.cache.probes.append(Probe(span.start, span.stop, score))
             self.cache.store.experience.learn(self.scope, level, row.ids[span.start : span.stop], check.likeness, score)
             if score < self.cache.policy.probe:
                 return check.otherwise
         recompute = span.recompute
         if check.choose:
-            deviations = (fresh.float() - cached.float()).norm(dim=-1).norm(dim=0).cpu().numpy()
-            recompute = np.sort(np.argsort(-deviations, kind="stable")[: check.choose]) + span.start
+            deviations = (fresh.float() - cached.float()).norm(dim=-1)
+            deviations = deviations if self.cache.shard is None else self.cache.shard.gather_heads(deviations)
+            order = np.argsort(-deviations.norm(dim=0).cpu().numpy(), kind="stable")
+            recompute = np.sort(order[: check.choose]) + span.start
         return (replace(span, recompute=recompute, check=None),)
 
     def _look(self, level: int, slots: torch.Tensor, hidden: torch.Tensor) -> Look:

@@ -8,13 +8,13 @@ from typing import Any, Literal, Self
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.answerable import require_all_heads
 from hf_kvcaches.core.answering import AnsweringCache
 from hf_kvcaches.core.codec.codec import KVCodec
+from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.rope import undoable_rotation
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.core.verify import evaluating
-from hf_kvcaches.errors import ConfigError, require_choice, require_instance, whole_number
+from hf_kvcaches.errors import ConfigError, UnsupportedError, require_choice, require_instance, whole_number
 from hf_kvcaches.kernels.launch import BACKENDS
 from hf_kvcaches.subspace.adaptive.layer import FollowingLayer
 from hf_kvcaches.subspace.adaptive.settings import AdaptiveSubspace
@@ -76,10 +76,13 @@ class SubspaceCache(AnsweringCache):
         sinks = whole_number("sinks", sinks, 0, "a number of tokens, 0 or more")
         recent = whole_number("recent", recent, 0, "a number of tokens, 0 or more")
         require_choice("backend", backend, BACKENDS)
-        if codec is not None or adaptive is None or adaptive.rank is None:
-            instead = "Use AdaptiveSubspace(rank=...) without a codec, or EquipCache."
-            require_all_heads(model, "SubspaceCache with these settings", instead)
-        self._codec, self.adaptive = codec, adaptive
+        self._codec, self.adaptive, self._shard = codec, adaptive, shard_of(model)
+        if self._shard is not None and adaptive is not None and adaptive.sketch_differs_by_head:
+            raise UnsupportedError(
+                "sketch='fd': by itself it has twice the rank of the head with most directions, and under tensor parallelism each process "
+                "has only some of the heads. Give sketch_size."
+            )
+        self._own_codec = codec if codec is None else codec.of_heads(self._shard)
         self._settings = CodedSettings(sinks, recent, backend)
         super().__init__(model, offloading=offloading)
         if codec is not None:
@@ -90,7 +93,7 @@ class SubspaceCache(AnsweringCache):
         return self._codec
 
     def make_layer(self, layer_idx: int) -> CodedLayer:
-        codec, adaptive = self.codec, self.adaptive
+        codec, adaptive = self._own_codec, self.adaptive
         if codec is not None and (layer_idx >= len(codec.layers) or codec.layers[layer_idx] is None):
             got = f"a codec of {len(codec.layers)} layers without it"
             raise ConfigError.of("codec", f"codes for layer {layer_idx}", got, "Calibrate with this model.")
@@ -104,7 +107,7 @@ class SubspaceCache(AnsweringCache):
                 geometry = undoable_rotation(self.config, layer_idx, "adaptive", "Use rotation='post'.")
         if adaptive is None:
             return CodedLayer(codec, self._settings, layer_idx, geometry, self.passes)
-        return FollowingLayer(codec, adaptive, self._settings, layer_idx, geometry, self.passes)
+        return FollowingLayer(codec, adaptive, self._settings, layer_idx, geometry, self.passes, self._shard)
 
     def _check_rank(self, layer_idx: int, adaptive: AdaptiveSubspace) -> None:
         """Refuses ranks above the size of a head, as far as the config tells it."""
@@ -127,6 +130,7 @@ class SubspaceCache(AnsweringCache):
             got = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
             raise ConfigError.of("input_ids", "token ids (batch, tokens)", got, "Try tokenizer(text, return_tensors='pt').input_ids.")
         own, model = self._settings, compat.base_model(self.model)
+        require_all_heads(model, "diagnostics", "Ask a cache of the whole model.")
         like = type(self)(model, self.codec, adaptive=self.adaptive, sinks=own.sinks, recent=own.recent, backend=own.backend)
         with torch.no_grad(), evaluating(model):
             model(input_ids=input_ids, past_key_values=like, use_cache=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import Tokenized
+from hf_kvcaches.core.calibrating import Tokenized, require_whole
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.core.model_parts import tokenizer_part
@@ -30,6 +30,7 @@ class Pair:
     def __init__(self, producer: Any, consumer: Any, tokenizer: Any, layer_map: Sequence[int] | None = None) -> None:
         self.producer, self.consumer = compat.base_model(producer), compat.base_model(consumer)
         for role, model in (("producer", producer), ("consumer", consumer)):
+            require_whole(model)
             if compat.has_learned_prompt(model):
                 raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
         self.rotation = require_plain_layers(compat.decoder_config(self.consumer.config))

@@ -19,6 +19,7 @@ from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.identity import Identity, identity_of
+from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
@@ -285,6 +286,7 @@ def _checked(
     base = compat.base_model(model)
     if compat.has_learned_prompt(model):
         raise UnsupportedError(f"{role}: a learned prompt stands before every text, and is in no fingerprint.")
+    require_all_heads(base, f"The translator's {role}", "Load the model whole, or use another cache.")
     identity = identity or identity_of(base)
     if identity.fingerprint is None:
         raise FingerprintMismatch(f"The translator's {role} is not what it was fitted for: {identity.reason}")

@@ -12,6 +12,7 @@ import torch
 from hf_kvcaches import compat
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.identity import Identity, identity_of
+from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_span
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
@@ -133,6 +134,8 @@ class WarmStartCache(SplicingCache):
                 "strategy='auto', 'align' or 'exact'."
             )
         super().__init__(model, decode_with=decode_with, offloading=offloading)
+        if swap == "background":
+            require_all_heads(self.model, "The exact prefill of swap='background', in a thread,", "Use swap='sync'.")
         if self.model is not library.model and (why_not := library.why_not(identity_of(self.model))):
             raise FingerprintMismatch(f"library: was made for another model. {why_not} Make one with this model.")
         corrected = strategy == "slots" and library.correction is not None

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from hf_kvcaches import compat
-from hf_kvcaches.core.calibrating import divergence, next_tokens
+from hf_kvcaches.core.calibrating import divergence, next_tokens, require_whole
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.splicing.tokens import as_ids
 from hf_kvcaches.errors import ConfigError, is_number, whole_number
@@ -97,6 +97,7 @@ def calibrate_gate(
     if not is_number(budget) or not 0 <= budget < 1:
         raise ConfigError.of("budget", "a share of at least 0, below 1", budget)
     following = whole_number("following", following, 0)
+    require_whole(model)
     options = dict(library_options or {})
     for name in ("location", "max_bytes"):
         if name in options:

@@ -17,6 +17,7 @@ from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.fingerprint import ModelFingerprint, digest_of_tokenizer
 from hf_kvcaches.core.identity import Identity, identity_of, require_identity
+from hf_kvcaches.core.parallel import require_all_heads, shard_of
 from hf_kvcaches.core.splicing import packing
 from hf_kvcaches.core.splicing.background import Background
 from hf_kvcaches.core.splicing.packing import Quantization
@@ -31,7 +32,7 @@ from hf_kvcaches.errors import (
     whole_number,
 )
 from hf_kvcaches.stores.blobs import TIMEOUT, BlobStore
-from hf_kvcaches.warmstart.encoders import Encoder, encoder_of
+from hf_kvcaches.warmstart.encoders import EmbeddingsEncoder, Encoder, HiddenEncoder, encoder_of
 from hf_kvcaches.warmstart.entries import Entry, EntryReport, EntryStore
 from hf_kvcaches.warmstart.packed import PackedLibrary
 from hf_kvcaches.warmstart.reading import PromptStates, read_prompt, states_of_cache
@@ -124,9 +125,21 @@ class WarmStartLibrary:
             self.codec.require_all_layers(self.model, "quantization")
         if isinstance(adapters, TrainedAdapters):
             adapters = adapters.checked(self.model, slots, layout, tail)
+        self.shard = shard_of(self.model)
         self.compressor = SlotCompressor(slots, layout) if slots else None
         self.adapters = adapters if slots else None
         self.encoder = encoder_of(encoder, self.model)
+        for needed, what, instead in (
+            (slots, "A summary", "Use slots=0."),
+            (self.codec is not None, "A library with the codes of a KVCodec", "Use quantization='int8'."),
+            (
+                isinstance(self.encoder, EmbeddingsEncoder | HiddenEncoder),
+                "An encoder that runs the model",
+                "Give encoder the name of a sentence-transformers model, or a function.",
+            ),
+        ):
+            if needed:
+                require_all_heads(self.model, what, instead)
         self.digest = require_identity(self.model, "The library").digest
         limits: dict[str, Any] = {"hot_bytes": hot_bytes, "time_to_live": time_to_live}
         self.entries = EntryStore(location, self._scope(), max_bytes, timeout, index=index, dim=self.encoder.dim, **limits)
@@ -169,7 +182,10 @@ class WarmStartLibrary:
         ids = token_ids(prompt, self.model, self.tokenizer)
         if len(ids) <= self.tail:
             raise ConfigError.of("prompts", f"at least {self.tail + 1} tokens each", len(ids))
-        if (key := self.entries.exact(ids)) is not None:
+        key = self.entries.exact(ids)
+        # Where one process of a tensor-parallel model lacks an entry, all run the prompt.
+        everywhere = self.shard is None or self.shard.decisions("" if key is None else "stored") == {"stored"}
+        if key is not None and everywhere:
             return key
         row = torch.tensor([ids], device=compat.input_device(self.model))
         states = read_prompt(self.model, row) if cache is None else states_of_cache(self.model, cache, row, self.digest)

@@ -135,12 +135,6 @@ def test_a_given_fingerprint_is_forgotten_with_its_model() -> None:
     assert len(home._supplied) == before
 
 
-def test_a_tensor_parallel_model_shares_nothing_for_each_process_has_other_heads() -> None:
-    model = tiny.llama()
-    model._tp_size = 2
-    assert "tensor parallelism" in identity_of(model).reason
-
-
 @pytest.mark.full
 def test_a_sharded_model_is_the_whole_one_by_its_given_fingerprint(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(sharded, args=(tmp_path, ModelFingerprint.of(tiny.llama()).to_dict()), nprocs=2)

@@ -343,3 +343,11 @@ def test_a_model_that_was_not_given_is_refused() -> None:
     model = AutoModelForCausalLM.from_config(build().config).eval()
     with pytest.raises(UnsupportedError, match="latent attention"):
         EquipCache(model.config)
+
+
+@pytest.mark.parametrize("policy", ["streaming", "keydiff", "tova"])
+def test_latents_are_refused_where_a_process_has_some_of_the_heads(policy: str) -> None:
+    model = build()
+    model._tp_size = 2  # as `from_pretrained` leaves it in each of two processes
+    with pytest.raises(UnsupportedError, match=r"all heads, needs all heads .* tensor parallelism .* Use DynamicCache"):
+        EquipCache(model, policy, 16)

@@ -21,6 +21,7 @@ from hf_kvcaches.core.codec.sides import CalibratedLayer, CalibratedSide
 from hf_kvcaches.core.files import checked_layers
 from hf_kvcaches.core.fingerprint import ModelFingerprint
 from hf_kvcaches.core.metric import Metric
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.rope import RotaryGeometry, undoable_rotation
 from hf_kvcaches.core.wire import codes as wire
 from hf_kvcaches.core.wire.messages import Source
@@ -160,6 +161,16 @@ class KVCodec(Artifact):
         choice = allocation.BitRule.of(bytes_ratio, rank, energy, widths)
         require_choice("gamma", gamma, ("one", "paper", None))
         return replace(self, settings=replace(self.settings, gamma=gamma or self.settings.gamma))._with(choice)
+
+    def of_heads(self, shard: HeadShard | None) -> KVCodec:
+        """The codec of the heads that a process has under tensor parallelism; this one where it has all."""
+        if shard is None:
+            return self
+        shards: dict[tuple[int, int], KVCodec] = self.__dict__.setdefault("_shards", {})  # with coders of their own
+        if (shard.rank, shard.size) not in shards:
+            layers = tuple(layer and CalibratedLayer(layer.keys.of_heads(shard), layer.values.of_heads(shard)) for layer in self.layers)
+            shards[shard.rank, shard.size] = replace(self, layers=layers)
+        return shards[shard.rank, shard.size]
 
     def _with(self, choice: allocation.BitRule) -> KVCodec:
         chosen = iter(choice.allot([layer for layer in self.layers if layer is not None]))
@@ -318,7 +329,7 @@ class KVCodec(Artifact):
         return f"KVCodec({layers}, {self.bytes_ratio:.4f} of the bytes, {kinds}, model {self.fingerprint})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_coders"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_coders", "_shards")}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.errors import ArtifactError
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 16, 24)
@@ -82,6 +83,10 @@ class CalibratedSide:
     def with_widths(self, widths: torch.Tensor) -> CalibratedSide:
         """The same with other bits, (kv_heads, d)."""
         return replace(self, widths=widths.to(torch.uint8))
+
+    def of_heads(self, shard: HeadShard) -> CalibratedSide:
+        """The heads that a process has under tensor parallelism."""
+        return replace(self, **{name: shard.own(tensor) for name, tensor in self.tensors().items()})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name."""

@@ -16,6 +16,7 @@ from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.chunks import ChunkView
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.growing import GrowingLayer
+from hf_kvcaches.core.parallel import is_tensor_parallel, shard_of
 from hf_kvcaches.core.prefill import PrefillCall, Remaining, run_layers
 from hf_kvcaches.core.source import SourceCache
 from hf_kvcaches.core.splicing.background import Background
@@ -44,6 +45,14 @@ class SplicingCache(SourceCache):
     def __init__(self, model: Any, *, decode_with: KVCache | None = None, offloading: bool = False) -> None:
         super().__init__(model, decode_with=decode_with, offloading=offloading)
         self._check_layers()
+        self.shard = shard_of(model)
+        if self.shard is None and self._model is not None and is_tensor_parallel(self.model):
+            raise UnsupportedError(
+                f"model: {type(self).__name__} serves tensor parallelism that splits keys and values by head, and this model's plan splits "
+                "other modules only. Use GrowingCache."
+            )
+        if self.shard is not None:
+            parts_refused(self.model)  # runs a pass, which all processes have to do together
         self.exchanged = False
         # The model's own pass over the tokens of a prompt that are not reused, until its last layer has them.
         self.model_pass: RunningPass | None = None

@@ -13,6 +13,7 @@ import torch
 
 from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.identity import Identity
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.prefill import PrefillCall, Remaining
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.core.splicing.flops import Costs
@@ -62,14 +63,29 @@ class Pipeline(ABC, Generic[CacheT]):
             reason = self.refused(identity)
             if not reason and (plan is None or identity != presumed):
                 plan = self.look_up(identity, rows)
-        if plan is None or reason:
+        plan = None if plan is None or reason else self.load(plan)
+        if self.cache.shard is not None:
+            plan, reason = self._agreed(self.cache.shard, plan, reason)
+        if plan is None:
             return self.leave(reason, rows)
-        plan = self.load(plan)
         began = time.perf_counter()
         taken, plan = self.run(plan)
         self.cache.time_pass(began, self.operations(plan))
         self.report(plan, identity)
         return taken
+
+    def _agreed(self, shard: HeadShard, plan: PromptPlan | None, reason: str) -> tuple[PromptPlan | None, str]:
+        """The plan, or the reason for none, that the processes of a tensor-parallel model have in common: they run the same passes.
+
+        Where plans differ, nothing is reused.
+        """
+        decisions = shard.decisions("" if plan is None else plan.outline())
+        if len(decisions) == 1:
+            return plan, reason
+        differ = "The processes of the tensor-parallel model found different tokens in their stores."
+        if plan is None or "" in decisions:
+            return None, reason or differ
+        return replace(plan, rows=tuple(row.cut(row.begin, differ) for row in plan.rows)), ""
 
     def operations(self, plan: PromptPlan) -> float:
         """Count the floating-point operations of a plan in the decoder layers, including the last token."""

@@ -17,6 +17,8 @@ Indices = npt.NDArray[np.int64]
 NONE: Indices = np.zeros(0, np.int64)
 # The tier of tokens that all layers compute.
 COMPUTED = "computed"
+# The tier of tokens that were computed behind the same tokens.
+EXACT = "exact"
 
 
 class StoredTokens(NamedTuple):
@@ -90,6 +92,13 @@ class PlannedSpan:
     def reused(self) -> int:
         """How many tokens the reused layers do not compute."""
         return len(self) - len(self.recompute) if self.stored else 0
+
+    def outline(self) -> tuple[Any, ...]:
+        """What it computes and reuses; not from which blobs, where tokens were computed behind the same text."""
+        stored = [] if self.tier == EXACT else [(tokens.start, tokens.stop, tokens.offset, tokens.position) for tokens in self.stored]
+        reused = bool(self.stored)
+        check = self.check and (self.check.probe, self.check.choose, [span.outline() for span in self.check.otherwise])
+        return self.start, self.stop, self.tier, reused, stored, self.recompute.tolist(), self.depth, self.repair_depth, check
 
     def joining(self) -> Indices:
         """Return the indices of the tokens that run from layer `depth` on."""
@@ -198,6 +207,10 @@ class PromptPlan:
     def repairs_lower_layers(self) -> bool:
         """Whether some tokens are recomputed in the lower layers only."""
         return any(span.repair_depth is not None for row in self.rows for span in row.spans)
+
+    def outline(self) -> str:
+        """Which tokens are reused, and from which tokens' states, as a text: the same for plans that run the same tokens."""
+        return repr([(row.number, row.begin, [span.outline() for span in row.spans]) for row in self.rows])
 
     @property
     def prefixes(self) -> list[int]:

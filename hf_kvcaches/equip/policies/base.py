@@ -52,7 +52,9 @@ class Policy(ABC):
         alone: Whether a token's score does not depend on other tokens, so that a step scores the new one only.
         by_head: Whether each head has scores of its own.
         in_graphs: Whether a decoding step can be compiled: no choice in Python depends on what tensors hold.
-        mixes_heads: Whether a head's scores depend on other heads, or on how many there are: refused under tensor parallelism.
+        asks_all_heads: Whether it asks the tokens for `heads`, `of_all_heads` or `of_these_heads`, which the processes of tensor
+            parallelism answer together.
+        mixes_heads: Whether a head's scores depend on other heads and it does not ask so: refused under tensor parallelism.
     """
 
     name: ClassVar[str] = ""
@@ -68,6 +70,7 @@ class Policy(ABC):
     alone: ClassVar[bool] = False
     by_head: bool = True
     in_graphs: ClassVar[bool] = False
+    asks_all_heads: bool = False
     mixes_heads: ClassVar[bool] = False
 
     def __init_subclass__(cls, *, built_in: bool = False, **options: Any) -> None:
@@ -215,7 +218,17 @@ class WrappingPolicy(PeriodicPolicy):
         if policy.deferred or policy.order_only:
             raise UnsupportedError(f"inner: {policy.name!r} gives no scores that {type(self).__name__} could change. Use another policy.")
         object.__setattr__(self, "inner", policy)
-        for name in ("observes", "queries", "sees_block", "directions", "reads_inputs", "mixes_heads", "always_recent", "by_head"):
+        for name in (
+            "observes",
+            "queries",
+            "sees_block",
+            "directions",
+            "reads_inputs",
+            "asks_all_heads",
+            "mixes_heads",
+            "always_recent",
+            "by_head",
+        ):
             object.__setattr__(self, name, getattr(policy, name))
 
     def recent(self, budget: int, sinks: int) -> int:

@@ -33,8 +33,7 @@ class CriticalPolicy(WrappingPolicy, built_in=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The projection sums over all heads, and under tensor parallelism a process has some of them only.
-        object.__setattr__(self, "mixes_heads", True)
+        object.__setattr__(self, "asks_all_heads", True)
         for name, most in (("share", 1.0), ("epsilon", float("inf"))):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= most:
@@ -50,7 +49,7 @@ class CriticalPolicy(WrappingPolicy, built_in=True):
         """The L1 norm of each value behind the projection, the mean over a group, (batch, kv_heads, slots)."""
         values = tokens.values.detach().float()
         heads = values.shape[1] * int(getattr(tokens.module, "num_key_value_groups", 1))
-        rows = None if tokens.module is None else output_rows(tokens.module, heads, tokens.values.detach())
+        rows = None if tokens.module is None else output_rows(tokens.module, heads, tokens.values.detach(), tokens.shard)
         if rows is None:
             return values.norm(dim=-1)
         grouped = rows.float().unflatten(0, (values.shape[1], -1))  # (kv_heads, group, value_dim, hidden)

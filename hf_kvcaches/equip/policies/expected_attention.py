@@ -48,8 +48,7 @@ class ExpectedAttentionPolicy(PeriodicPolicy, built_in=True):
             raise ConfigError.of("epsilon", "a number of 0 or more", self.epsilon)
         if self.statistics is not None:
             require_instance("statistics", self.statistics, QueryStatistics, {}, "Use QueryStatistics.calibrate or from_pretrained.")
-            # Under tensor parallelism the statistics would be those of other heads.
-            for name, value in (("queries", 0), ("sees_block", False), ("mixes_heads", True)):
+            for name, value in (("queries", 0), ("sees_block", False), ("asks_all_heads", True)):
                 object.__setattr__(self, name, value)
 
     def settings(self) -> dict[str, Any]:
@@ -77,9 +76,11 @@ class ExpectedAttentionPolicy(PeriodicPolicy, built_in=True):
         if tokens.module is None:
             raise UnsupportedError("statistics: no model runs now, so the layer is not known. Prune while the model runs, or pass none.")
         layer, keys = self.statistics.layers.get(int(getattr(tokens.module, "layer_idx", -1))), tokens.keys
-        if layer is None or layer.mean.shape[-1] != keys.shape[-1] or layer.mean.shape[0] % keys.shape[1]:
+        if layer is None or layer.mean.shape[-1] != keys.shape[-1] or layer.mean.shape[0] % tokens.heads:
             raise ConfigError.of("statistics", "those of this model", self.statistics, "Calibrate them with this model.")
-        mean, covariance = (part.to(keys.device).expand(keys.shape[0], *part.shape) for part in layer[:2])
+        mean, covariance = (
+            tokens.of_these_heads(part[None]).to(keys.device).expand(keys.shape[0], -1, *part.shape[1:]) for part in layer[:2]
+        )
         return mean, covariance, float(layer.scaling)
 
     def _rotated(self, tokens: Tokens, rows: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ class PressPolicy(WaitingPolicy):
 
     name = "press"
     reads_inputs = True
+    mixes_heads = True
     press: Any = None
 
     def __post_init__(self) -> None:

@@ -22,27 +22,31 @@ class RandomPolicy(Policy, built_in=True):
 
     name = "random"
     directions = False
+    asks_all_heads = True
     alone = True
-    mixes_heads = True
     seed: int = count(0, least=0)
 
     def score(self, tokens: Tokens) -> torch.Tensor:
         index = tokens.row_index().expand(tokens.keys.shape[:3])
         if tokens.scores is None and tokens.seen == tokens.keys.shape[2]:
-            return torch.stack([self._press_scores(tokens.keys, row) for row in index])
-        scores = _hashes(index, self.seed)
+            return torch.stack([self._press_scores(tokens, row) for row in index])
+        heads = torch.arange(tokens.heads, device=index.device)[None]
+        scores = _hashes(index, tokens.of_these_heads(heads)[..., None], self.seed)
         return scores if tokens.scores is None else torch.where(tokens.scores.isnan(), scores, tokens.scores)
 
-    def _press_scores(self, keys: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _press_scores(self, tokens: Tokens, index: torch.Tensor) -> torch.Tensor:
         """One row's scores for tokens at `index`, (kv_heads, slots)."""
-        generator = torch.Generator(keys.device).manual_seed(self.seed)
-        shape = (1, index.shape[0], max(1, int(index.max()) + 1))
-        return torch.rand(shape, generator=generator, device=keys.device, dtype=keys.dtype)[0].float().gather(-1, index.clamp(min=0).long())
+        device, shape = tokens.keys.device, (1, tokens.heads, max(1, int(index.max()) + 1))
+        drawn = torch.rand(shape, generator=torch.Generator(device).manual_seed(self.seed), device=device, dtype=tokens.keys.dtype)
+        return tokens.of_these_heads(drawn)[0].float().gather(-1, index.clamp(min=0).long())
 
 
-def _hashes(positions: torch.Tensor, seed: int) -> torch.Tensor:
-    """Pseudo-random numbers in [0, 1) from seed, head and position, (batch, kv_heads, slots), for `positions` of that shape."""
-    heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
+def _hashes(positions: torch.Tensor, heads: torch.Tensor, seed: int) -> torch.Tensor:
+    """Pseudo-random numbers in [0, 1) from seed, head and position, (batch, kv_heads, slots), for `positions` of that shape.
+
+    Args:
+        heads: The index of each head in the model's layer, (1, kv_heads, 1).
+    """
     mixed = torch.full_like(heads, seed % 2**31)
     for part in (heads, positions.long()):
         mixed = (mixed * 0x9E3779B1 + part) & 0xFFFFFFFF

@@ -21,11 +21,11 @@ class TOVAPolicy(Policy, built_in=True):
 
     name = "tova"
     directions = False
+    asks_all_heads = True
     in_graphs = True
-    mixes_heads = True
     by_head = False
     observes = 1
     always_recent = 1
 
     def score(self, tokens: Tokens) -> torch.Tensor:
-        return tokens.observed.mean(1, keepdim=True)
+        return tokens.of_all_heads(tokens.observed).mean(1, keepdim=True)

@@ -11,6 +11,7 @@ from hf_kvcaches.core.codec.codec import KVCodec
 from hf_kvcaches.core.codec.sides import CalibratedLayer
 from hf_kvcaches.core.metering.fitting import unmeasured
 from hf_kvcaches.core.moments import descending, second_moment
+from hf_kvcaches.core.parallel import HeadShard
 from hf_kvcaches.core.passes import Pass, Passes
 from hf_kvcaches.core.rope import RotaryGeometry
 from hf_kvcaches.errors import ConfigError, UnsupportedError
@@ -46,9 +47,10 @@ class FollowingLayer(CodedLayer):
         layer_idx: int,
         geometry: RotaryGeometry | None,
         passes: Passes[Pass],
+        shard: HeadShard | None = None,
     ) -> None:
         super().__init__(codec, settings, layer_idx, geometry, passes)
-        self.adaptive = adaptive
+        self.adaptive, self.shard = adaptive, shard
         self._followers: tuple[Follower, Follower] | None = None
         for name in self.row_tensors:
             setattr(self, name, None)
@@ -103,11 +105,13 @@ class FollowingLayer(CodedLayer):
             energies, _ = descending(second_moment(own))
             # Errors of keys and of values count by their share.
             energies = energies.clamp_min(0.0).mean(0)
+            if self.shard is not None:  # bits are shared out among all heads of the layer
+                energies = self.shard.gather(energies[None])[0]
             energies = energies / energies.sum().clamp_min(torch.finfo(torch.float64).tiny)
             side = unmeasured(*energies.shape)
             sides.append(replace(side, distortions=side.distortions * energies[..., None].cpu().float()))
         [layer] = self.adaptive.bits.allot([CalibratedLayer(*sides)])
-        return [side.widths for side in layer]
+        return [side.widths if self.shard is None else self.shard.own(side.widths) for side in layer]
 
     def _encode(self, keys: torch.Tensor, values: torch.Tensor, intake: Intake) -> torch.Tensor:
         plain = self._unrotated(keys, intake.positions(keys.shape[2], keys.device))

@@ -90,6 +90,11 @@ class AdaptiveSubspace:
         return any(each is not None for each in (self.rank, self.bytes_ratio, self.energy))
 
     @property
+    def sketch_differs_by_head(self) -> bool:
+        """Whether the size of the sketch is that of the head with most directions."""
+        return self.sketch == "fd" and self.sketch_size is None and self.rank is None
+
+    @property
     def bits(self) -> BitRule:
         """How."""
         return BitRule.of(self.bytes_ratio, self.rank, self.energy, self.widths)

@@ -1,0 +1,183 @@
+"""Tensor parallelism: which heads of each layer this process has, and how the processes decide as one.
+
+Keys, values, codes and scores of a head stay with the process that has the head. A decision that looks at all heads of a layer gathers
+scores first, so that every process takes the decision that one process with all heads would take. All processes must make the same
+calls in the same order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self, TypeVar
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_kvcaches import compat
+from hf_kvcaches.errors import ConfigError, UnsupportedError
+
+Item = TypeVar("Item")
+# Where a plan splits the columns of a module of attention and does not gather its output, each process has some of the heads.
+_ATTENTION, _SPLIT = re.compile(r"attn|attention"), "colwise"
+
+
+@dataclass(frozen=True, eq=False)
+class HeadShard:
+    """The heads of this process: of each layer the `rank`-th of `size` equal spans of heads.
+
+    Args:
+        group: The process group of `torch.distributed`; None for the default one.
+    """
+
+    rank: int
+    size: int
+    group: Any = None
+
+    def span(self, heads: int) -> slice:
+        """The indices of this process's heads.
+
+        Args:
+            heads: Of all processes together.
+        """
+        if heads % self.size:
+            raise ConfigError.of("model", f"a number of heads that {self.size} processes can share", f"{heads} heads")
+        count = heads // self.size
+        return slice(self.rank * count, (self.rank + 1) * count)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The rows of this process's heads, of a tensor with all heads first."""
+        return tensor[self.span(len(tensor))]
+
+    def own_items(self, items: Sequence[Item]) -> Sequence[Item]:
+        """Those of this process's heads, of one item for each head."""
+        return items[self.span(len(items))]
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of all heads, (batch, heads, ...), of those that each process has. All processes call it with one shape and dtype."""
+        from torch import distributed
+
+        tensor = tensor.detach().contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        distributed.all_gather(parts, tensor, group=self.group)
+        return torch.cat(parts, 1)
+
+    def gather_heads(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`gather`, of a tensor of the shape (heads, ...)."""
+        return self.gather(tensor[None])[0]
+
+    def decisions(self, decision: str) -> set[str]:
+        """What the processes have decided: one text where they agree."""
+        from torch import distributed
+
+        decisions: list[str] = [""] * self.size
+        distributed.all_gather_object(decisions, decision, group=self.group)
+        return set(decisions)
+
+    def most(self, number: int, device: torch.device) -> int:
+        """The largest of the numbers that the processes have."""
+        from torch import distributed
+
+        largest = torch.tensor([number], device=device)
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX, group=self.group)
+        return int(largest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError("A cache of a tensor-parallel model can't be pickled: it belongs to a group of processes. Use cache.save.")
+
+
+class Gathering(Mapping[str, torch.Tensor]):
+    """The whole tensors of sharded ones, by name, gathered when they are asked for. All processes ask in the same order."""
+
+    def __init__(self, shards: Mapping[str, Any]) -> None:
+        self._shards = shards
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        whole: torch.Tensor = self._shards[name].full_tensor()
+        return whole
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shards)
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+
+def shard_of(model: Any) -> HeadShard | None:
+    """The heads of this process; None where it has all of them.
+
+    Args:
+        model: A model, also inside a wrapper, or a config, which does not tell.
+    """
+    base, _ = compat.split_model(model)
+    if base is None or not is_tensor_parallel(base) or not _shards_heads(base):
+        return None
+    from torch import distributed
+
+    size = base.tp_size
+    for parameter in base.parameters():
+        mesh: Any = getattr(parameter, "device_mesh", None)
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        if mesh is not None and ("tp" in names or mesh.ndim == 1):
+            axis = names.index("tp") if "tp" in names else 0
+            return HeadShard(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() == size:
+        return HeadShard(distributed.get_rank(), size)
+    raise UnsupportedError(
+        f"model: expected tensor parallelism over a DeviceMesh with the dimension 'tp', or over all processes, got tp_size={size} and "
+        "neither. Use a model that from_pretrained has loaded with a tp_plan."
+    )
+
+
+def is_tensor_parallel(model: PreTrainedModel) -> bool:
+    """Whether each of several processes has a part of the model's weights, and computes with the others."""
+    return (model.tp_size or 1) > 1
+
+
+def _processes() -> int:
+    """How many processes there are in the default group; 1 without one."""
+    from torch import distributed
+
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _shards_heads(model: PreTrainedModel) -> bool:
+    given = getattr(getattr(model.config, "distributed_config", None), "tp_plan", None)
+    plan = given if isinstance(given, dict) else model.tp_plan or {}
+    return any(style == _SPLIT and _ATTENTION.search(name) for name, style in plan.items())
+
+
+def require_all_heads(model: Any, what: str, instead: str, *, any_plan: bool = False) -> None:
+    """Refuses a tensor-parallel model, each of whose processes has only some of the heads.
+
+    Args:
+        what: What needs all heads of a layer, as the subject of the message.
+        instead: What the user may do.
+        any_plan: Whether to refuse plans that leave heads whole, too.
+    """
+    base, _ = compat.split_model(model)
+    if base is not None and is_tensor_parallel(base) and (any_plan or _shards_heads(base)):
+        raise UnsupportedError(f"{what} needs all heads of a layer, and under tensor parallelism each process has only some. {instead}")
+
+
+def require_heads(heads: int, shard: HeadShard | None, total: int, what: str) -> None:
+    """Refuses keys with another number of heads than expected, as those of a sharded model that a cache does not know.
+
+    Args:
+        heads: Of the keys.
+        shard: Of the cache.
+        total: What the model has in all processes.
+        what: What looks at the heads together, as the subject of the message.
+    """
+    expected = total if shard is None else total // shard.size
+    # Configs of whole models may name another number, as with latents, but no process has a part of the heads without a group.
+    sharded = shard is not None or (heads < total and total % heads == 0 and _processes() % (total // heads) == 0)
+    if heads != expected and sharded:
+        raise UnsupportedError(
+            f"{what} expects keys with {expected} heads, and the model came with {heads}. Of a tensor-parallel model, load it with "
+            "from_pretrained and a tp_plan, and build the cache with the model and not with its config."
+        )

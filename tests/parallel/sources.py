@@ -1,0 +1,165 @@
+"""What two processes with half of the heads each make of prompts that share text, with stores and files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
+
+from hf_kvcaches import (
+    EquipCache,
+    FingerprintMismatch,
+    KVCache,
+    SegmentPolicy,
+    SegmentReuseCache,
+    SegmentStore,
+    SubspaceCache,
+    WarmStartCache,
+    WarmStartLibrary,
+)
+from tests import testbed, tiny
+from tests.parallel.holders import attempted
+
+NEW = 6
+Told = tuple[torch.Tensor, list[int]]
+Scenario = Callable[[PreTrainedModel, Path, dict[str, Any]], Told]
+
+
+def prompts() -> list[torch.Tensor]:
+    """One, one with the same beginning, and one with the first's end behind another text."""
+    first, second = tiny.ids(1, 400, seed=1), tiny.ids(1, 80, seed=2)
+    return [first, torch.cat([first[:, :300], second], 1), torch.cat([second, first[:, 100:], second[:, :20]], 1)]
+
+
+def text_of(model: PreTrainedModel, ids: torch.Tensor, cache: KVCache) -> torch.Tensor:
+    return model.generate(ids, past_key_values=cache, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)[:, -NEW:]
+
+
+def segments(holder: Callable[[PreTrainedModel, dict[str, Any]], KVCache] | None = None, disk: bool = False, **options: Any) -> Scenario:
+    stored = {name: options.pop(name) for name in ("quantization", "cuts") if name in options}
+
+    def scenario(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
+        store = SegmentStore(f"disk:{folder}/segments" if disk else "memory", **stored)
+        texts, reused = [], []
+        for ids in prompts():
+            decode_with = None if holder is None else holder(model, made)
+            cache = SegmentReuseCache(model, store, decode_with=decode_with, **options)
+            texts.append(text_of(model, ids, cache))
+            reused.append(cache.report().reused_tokens)
+            store.flush()
+        return torch.cat(texts), reused
+
+    return scenario
+
+
+def warm_start(holder: Callable[[PreTrainedModel, dict[str, Any]], KVCache] | None = None, **options: Any) -> Scenario:
+    def scenario(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
+        tokenizer = AutoTokenizer.from_pretrained(testbed.FOLDER / "base")
+        library = WarmStartLibrary(model, tokenizer, slots=0, encoder=lengths)
+        first, *others = prompts()
+        library.add(first[0].tolist())
+        texts, reused = [], []
+        for ids in (first, *others):
+            decode_with = None if holder is None else holder(model, made)
+            cache = WarmStartCache(model, library, decode_with=decode_with, **options)
+            texts.append(text_of(model, ids, cache))
+            reused.append(cache.report().reused_tokens)
+        return torch.cat(texts), reused
+
+    return scenario
+
+
+def lengths(texts: list[str]) -> list[list[float]]:
+    """Vectors of texts that no model has to make."""
+    return [[1.0, len(text) / 1000] for text in texts]
+
+
+def saved(holder: Callable[[PreTrainedModel, dict[str, Any]], KVCache]) -> Scenario:
+    """Each process saves its heads, loads them and goes on; the file of another process is refused."""
+
+    def scenario(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
+        cache, ids = holder(model, made), tiny.ids(1, 40)
+        text = model.generate(ids, past_key_values=cache, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        sharded_model = (model.tp_size or 1) > 1
+        rank = torch.distributed.get_rank() if sharded_model else 0
+        cache.save(folder / f"{rank}.safetensors")
+        if sharded_model:
+            torch.distributed.barrier()
+            with pytest.raises(FingerprintMismatch, match="heads of this process"):
+                type(cache).load(folder / f"{1 - rank}.safetensors", model)
+        loaded = type(cache).load(folder / f"{rank}.safetensors", model)
+        return text_of(model, text, loaded), []
+
+    return scenario
+
+
+def compressed(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
+    """A context that is read once more before it is pruned."""
+    cache, ids = EquipCache(model, "kvzip", 24, sinks=2), tiny.ids(2, 60)
+    with torch.no_grad():
+        model(ids[:, :50], past_key_values=cache)
+        cache.compress(model, input_ids=ids[:, :50])
+    return text_of(model, ids, cache), []
+
+
+def taken_over(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
+    """A prompt in a cache that keeps all tokens, which another one prunes."""
+    ids, full = tiny.ids(2, 60), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=full)
+    return text_of(model, ids, EquipCache.from_cache(full, model, "keydiff", 24, sinks=2, head_budgets="adakv")), []
+
+
+def lost(model: PreTrainedModel, folder: Path, made: dict[str, Any]) -> Told:
+    """One process has lost what it stored: nobody reuses it, and nobody waits."""
+    store = SegmentStore("memory")
+    first, second, _ = prompts()
+    texts, reused = [text_of(model, first, SegmentReuseCache(model, store))], []
+    store.flush()
+    if (model.tp_size or 1) > 1 and torch.distributed.get_rank() == 1:
+        store = SegmentStore("memory")
+    for ids in (second, second):
+        cache = SegmentReuseCache(model, store)
+        texts.append(text_of(model, ids, cache))
+        reused.append(cache.report().reused_tokens)
+        store.flush()
+    return torch.cat(texts), reused
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "segments, exact": segments(),
+    "segments, approximate": segments(mode="approximate"),
+    "segments, auto": segments(mode="auto"),
+    "segments on a disk": segments(disk=True, mode="approximate"),
+    "segments, int8": segments(quantization="int8"),
+    "segments, probed": segments(mode="auto", policy=SegmentPolicy(guard=(), similarity=1.01, probe=0.0, probing=1.0)),
+    "segments, deviating": segments(mode="auto", policy=SegmentPolicy(guard=(), similarity=0.0, repair_by="deviation")),
+    "segments, lower layers": segments(mode="auto", cuts=2, policy=SegmentPolicy(guard=((0.5, 0),), similarity=1.01, probe=1.01)),
+    "segments with cuts": segments(cuts=2, mode="auto"),
+    "segments, decoded by tova": segments(lambda model, _: EquipCache(model, "tova", 64, recent=4), mode="approximate"),
+    "segments, decoded by a codec": segments(lambda model, made: SubspaceCache(model, made["codec"], recent=4)),
+    "segments, lost by one process": lost,
+    "warm start": warm_start(),
+    "warm start, exact": warm_start(strategy="exact"),
+    "warm start, swap": warm_start(swap="sync"),
+    "warm start, decoded by snapkv": warm_start(lambda model, _: EquipCache(model, "snapkv", 96)),
+    "kvzip": compressed,
+    "from_cache": taken_over,
+    "saved slots": saved(lambda model, _: EquipCache(model, "tova", 24, sinks=2, recent=4)),
+    "saved codes": saved(lambda model, made: SubspaceCache(model, made["codec"], sinks=2, recent=4)),
+}
+
+
+def outcomes(folder: Path, model: PreTrainedModel, whole: PreTrainedModel, made: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """For each scenario what this process gives, and what the whole model gives, or what failed."""
+    return {name: attempted(_outcome, folder / name.replace(" ", "-"), model, whole, SCENARIOS[name], made) for name in names}
+
+
+def _outcome(folder: Path, model: PreTrainedModel, whole: PreTrainedModel, scenario: Scenario, made: dict[str, Any]) -> tuple[Told, Told]:
+    alone = folder / f"alone-{torch.distributed.get_rank()}"
+    alone.mkdir(parents=True)
+    return scenario(model, folder, made), scenario(whole, alone, made)
