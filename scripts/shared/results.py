@@ -94,6 +94,12 @@ def write_csv(path: Path, rows: Sequence[Row], fixed: Mapping[str, Any] | None =
         writer.writerows({**(fixed or {}), **row} for row in rows)
 
 
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a file, numbers as numbers; a row lacks what is empty."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{name: _number(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+
+
 def rows_where(rows: Iterable[Row], **values: Any) -> list[Row]:
     """The rows with these values in these columns."""
     return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
