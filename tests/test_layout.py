@@ -15,7 +15,7 @@ PACKAGE = ROOT / "hf_kvcaches"
 
 ROOMS = ("equip", "subspace", "segments", "warmstart", "translate")
 FLOORS = {"errors": 0, "compat": 0, "kernels": 1, "stores": 1, "core": 2} | dict.fromkeys(ROOMS, 3)
-OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "matplotlib"}
+OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "matplotlib", "fastapi", "uvicorn"}
 TOP_LEVEL = {
     ".ci",
     ".gitignore",
@@ -26,6 +26,7 @@ TOP_LEVEL = {
     "README.md",
     "constraints.txt",
     "docs",
+    "examples",
     "hf_kvcaches",
     "pyproject.toml",
     "scripts",
