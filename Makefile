@@ -87,6 +87,7 @@ bench: $(VENV)/.installed
 	$(VENV)/bin/python scripts/bench_reuse.py --device $(DEVICE) --csv docs/benchmarks/reuse-speed-$(DEVICE).csv
 	$(VENV)/bin/python scripts/bench_translation.py --device $(DEVICE) \
 		--csv docs/benchmarks/translation-speed-$(DEVICE).csv --plot docs/benchmarks/translation-speed-$(DEVICE).png
+	for dtype in float32 bfloat16; do $(VENV)/bin/python scripts/bench_speed_table.py --device $(DEVICE) --dtype $$dtype || exit 1; done
 
 # What a user gets from `pip install`: no extras, no source tree on the path.
 define IMPORT_CHECK

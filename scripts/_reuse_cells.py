@@ -192,7 +192,7 @@ class Peak:
 def begun_alike(first: torch.Tensor, count: int, vocabulary: int) -> list[torch.Tensor]:
     """Prompts of which nine tenths are the beginning of the first one."""
     shared = first.shape[1] * 9 // 10
-    ends = [random_ids(vocabulary, 1, first.shape[1] - shared, seed=10 + number).to(first.device) for number in range(count)]
+    ends = [random_ids(vocabulary, len(first), first.shape[1] - shared, seed=10 + number).to(first.device) for number in range(count)]
     return [torch.cat([first[:, :shared], end], 1) for end in ends]
 
 

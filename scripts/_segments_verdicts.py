@@ -151,11 +151,32 @@ def write_files(folder: Path, rows: Sequence[Row], answers: Answers, fixed: dict
 
 
 def write_plot(folder: Path, rows: Sequence[Row], answers: Answers) -> None:
-    """`segments-quality.png`: savings by workload, and what drift does to scores, acceptance and divergence."""
-    drifts = [{"what": name, "drift": row["drift"], "value": row[name]} for name in ("page", "score", "kl") for row in drift_rows(answers)]
-    panels = [
-        Panel("operations of the prefill saved", rows, "{side} {quantization} {cap}", "{workload}", "saved"),
-        Panel("recall", rows, "{side} {quantization} {cap}", "{workload}", "recall"),
-        Panel("a page behind a text that drifts away", [row for row in drifts if row["value"] is not None], "{what}", "drift", "value"),
+    """`segments-quality.png`."""
+    draw(folder / "segments-quality.png", "SegmentReuseCache", panels(rows, drift_rows(answers)))
+
+
+def panels(rows: Sequence[Row], drifts: Sequence[Row]) -> list[Panel]:
+    """Savings and recall by workload, savings by what a store keeps, and what drift does to a page and its score."""
+    plain = [row for row in rows if row.get("quantization") in (None, "", "none") and not row.get("cap")]
+    stores = [
+        row | {"kept": f"{row['quantization']}{', cap 0.5' if row.get('cap') else ''}"}
+        for row in rows
+        if row["workload"] == "agents" and row["side"] in [side.name for side in (PREFIX, AUTO, BLIND)]
     ]
-    draw(folder / "segments-quality.png", "SegmentReuseCache", panels)
+    return [
+        Panel("operations of the prefill saved", plain, "{side}", "{workload}", "saved"),
+        Panel("recall", plain, "{side}", "{workload}", "recall"),
+        Panel("agents: operations saved, by how a store rounds", stores, "{side}", "{kept}", "saved"),
+        Panel("a page behind a text that drifts away, means of tenths", _by_tenths(drifts), "{what}", "drift", "value", unit="mean"),
+    ]
+
+
+def _by_tenths(drifts: Sequence[Row]) -> list[Row]:
+    """Means of what becomes of a page, by tenths of the drift; the first prompt of a series stored it."""
+    names = {"page": "share of the page that is accepted", "score": "score of its probe"}
+    values: dict[tuple[str, float], list[float]] = {}
+    for row in drifts:
+        for name, text in names.items():
+            if row["number"] and row.get(name) is not None:
+                values.setdefault((text, min(9, int(row["drift"] * 10)) / 10 + 0.05), []).append(row[name])
+    return [{"what": text, "drift": drift, "value": mean(found)} for (text, drift), found in values.items()]

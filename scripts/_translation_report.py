@@ -12,7 +12,7 @@ from typing import Any
 from _translation_quality import DEFAULT, FULL_RANK, ORACLE, RAW, REUSE, SWEEP, WORKLOADS, ZERO, Answer, Side
 from shared.bars import bar
 from shared.plot import Panel, draw
-from shared.results import Row, show, write_csv
+from shared.results import Row, rows_where, show, write_csv
 
 # Bars.
 SHARE, OF_RAW, OF_REUSE, RECALL, SECONDS = 0.0253, 1 / 10, 1 / 3, 3.0, 60.0
@@ -160,14 +160,21 @@ def write_file(folder: Path, found: Found, fixed: Mapping[str, Any]) -> None:
 
 
 def write_plot(folder: Path, found: Found) -> None:
-    """`translation-quality.png`: divergence and recall by bytes."""
-    panels = []
-    for pair in found.pairs:
-        rows = [summary(found, pair, side, ALL) for side in found.sides(pair)]
-        sent = [row for row in rows if row["bytes"]]
-        levels = tuple(row["kl"] for row in rows if row["side"] in (ZERO.name, FULL_RANK.name))
-        panels.append(
-            Panel(f"{pair}: KL by the share of bytes (lines: zero bytes, full rank)", sent, "{side}", "share", "kl", "xy", levels=levels)
-        )
-        panels.append(Panel(f"{pair}: facts recalled, %", sent, "{side}", "share", "recall", "x"))
-    draw(folder / "translation-quality.png", "TranslatedCache", panels)
+    """`translation-quality.png`."""
+    draw(folder / "translation-quality.png", "TranslatedCache", panels(rows_of(found)))
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Divergence on prose and recall, by bytes, from rows of the file."""
+    made = []
+    for measure, title, workload in (
+        ("kl", "KL on prose (lines: zero bytes, full rank)", "prose"),
+        ("recall", "facts recalled, %", "documents"),
+    ):
+        for pair in dict.fromkeys(row["pair"] for row in rows):
+            own = rows_where(rows, pair=pair, workload=workload)
+            sent = [row for row in own if row["bytes"] and row["side"] != FULL_RANK.name]
+            limits = [row["kl"] for row in own if row["side"] in (ZERO.name, FULL_RANK.name)] if measure == "kl" else []
+            log = "xy" if measure == "kl" else "x"
+            made.append(Panel(f"{pair}: {title}", sent, "{side}", "share", measure, log, levels=tuple(limits), along="share of bytes"))
+    return made

@@ -240,10 +240,15 @@ def write_files(folder: Path, rows: Sequence[Row], answers: Answers, fixed: dict
 
 
 def write_plot(folder: Path, rows: Sequence[Row]) -> None:
-    """`warmstart-quality.png`: divergence by kind, and tokens run by kind."""
+    """`warmstart-quality.png`."""
+    draw(folder / "warmstart-quality.png", "WarmStartCache", panels(rows))
+
+
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """Divergence by kind, and tokens run by kind."""
     forwarded = [row for row in rows if row["side"] in (AUTO.name, ALIGN.name, GATED.name)]
-    panels = [
-        Panel("KL, all pairs", [row for row in rows if row["side"] != COLD.name], "{side}", "{kind}", "kl_following_all", log="y"),
+    warm = [row for row in rows if row["side"] != COLD.name]
+    return [
+        Panel("KL of all tokens behind the first, all pairs", warm, "{side}", "{kind}", "kl_following_all", log="y", unit="nats"),
         Panel("share of the tokens that are run", forwarded, "{side}", "{kind}", "forwarded"),
     ]
-    draw(folder / "warmstart-quality.png", "all tokens behind the first of warm starts", panels)

@@ -129,6 +129,10 @@ def report(rows: Sequence[Row]) -> str:
     return table(["relative error of the attention input, by layer", *map(str, layers)], lines)
 
 
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    return [Panel("attention input, relative error", rows, "{variant}", "layer", "value", unit="relative error")]
+
+
 def parse() -> argparse.Namespace:
     parser = arguments(__doc__, "device", "csv", "plot")
     parser.add_argument("--producer", default="base", help="a folder, a hub id, base, tuned or lora")
@@ -155,8 +159,7 @@ def main() -> None:
     if args.csv:
         write_csv(args.csv, rows, environment(device))
     if args.plot:
-        panel = Panel("attention input, relative error", rows, "{variant}", "layer", "value", log="y")
-        draw(args.plot, title_of(device, f"{args.producer} to {args.consumer}"), [panel])
+        draw(args.plot, title_of(device, f"{args.producer} to {args.consumer}"), panels(rows))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 POLICIES = (("streaming", "compact"), ("h2o", "compact"), ("h2o", "original"))
 LARGE_BATCH = 8
+PICTURE = "a decode step of EquipCache, by batch x budget"
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,21 @@ def report(rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, show(drafts, {"drafts of 8 tokens": "{policy}, {side}", "ms a token": "{round_ms:.2f}"})])
 
 
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """A step of each side, for each policy, precision and number of heads; of the floors the fastest one of each cell."""
+    made = []
+    for (policy, positions), dtype, kv in itertools.product(POLICIES, ("float32", "bfloat16"), ("mha", "gqa")):
+        where = {"policy": policy, "positions": positions, "dtype": dtype, "kv": kv}
+        steps = rows_where(rows, measure="decode", **where)
+        floors: dict[tuple[int, int], Row] = {}
+        for row in sorted((row for row in steps if row["side"] in FLOORS), key=lambda row: row["step_ms"]):
+            floors.setdefault((row["batch"], row["budget"]), row | {"side": "fastest floor"})
+        sides = [row for row in sorted(steps, key=lambda row: (row["batch"], row["budget"])) if row["side"] not in FLOORS]
+        title = f"{policy}, {positions} positions, {dtype}, {kv}"
+        made.append(Panel(title, [*sides, *floors.values()], "{side}", "{batch} x {budget}", "step_ms", log="y", unit="ms a step"))
+    return made
+
+
 def bars() -> list[Bar]:
     """What is promised; the paper's numbers are beside the claims."""
     large = {"also": lambda row: row["batch"] >= LARGE_BATCH, "mean": True}
@@ -219,12 +235,7 @@ def main() -> None:
     rows = run.results.rows
     print("\n".join([report(rows), *run.skipped, "", verdicts(bars(), [*rows, *summaries(rows)])]))
     if args.plot:
-        place = "{dtype} {kv} {batch} x {budget}"
-        decoded = rows_where(rows, measure="decode")
-        panels = [
-            Panel(f"{p}, {at}", rows_where(decoded, policy=p, positions=at), "{side}", place, "step_ms", log="y") for p, at in POLICIES
-        ]
-        draw(args.plot, title_of(device, "a decode step of EquipCache"), panels)
+        draw(args.plot, title_of(device, PICTURE), panels(rows))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Shows what each cache does: text, divergence from the full cache, memory and time, on one prompt.
 
-    python scripts/demo.py [--model FOLDER_OR_HUB_ID] [--prompt TEXT] [--max-new-tokens N] [--device auto] [--plot demo.png]
+    python scripts/demo.py [--model FOLDER_OR_HUB_ID] [--prompt TEXT] [--max-new-tokens N] [--dtype float32] [--plot demo.png]
 
 Without a prompt the model reads a generated document that hides facts between paragraphs of a book, and is asked for some
 of them; then it reads the document's pages again in another order, with caches that reuse what it has read before; then a
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shared import ROOT, TESTBED
+from shared import TESTBED
 from shared.cli import arguments, begin, check_counts, load, run_script
 from shared.plot import Panel, draw
 from shared.results import show, table
@@ -94,14 +94,20 @@ def pages_in_two_orders(document: Document, seed: int) -> list[str]:
     return [f"{document.head()}{''.join(order)}Questions:\n{document.facts[asked].question}" for order, asked in orders]
 
 
-class FirstToken(BaseStreamer):
-    """Notes when the prompt and each new token come."""
+class Clock(BaseStreamer):
+    """Notes when the prompt and each new token come, and moves a bar by each token."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    def __init__(self, progress: tqdm) -> None:
+        self.progress, self.times = progress, list[float]()
 
     def put(self, value: torch.Tensor) -> None:
         self.times.append(time.perf_counter())
+        self.progress.update(len(self.times) > 1)
+
+    @property
+    def seconds(self) -> float:
+        """Until the first new token."""
+        return self.times[1] - self.times[0]
 
     def end(self) -> None:
         pass
@@ -114,6 +120,12 @@ class Writer:
     model: Any
     tokenizer: Any
     new_tokens: int
+    progress: tqdm
+
+    def expect(self, name: str, texts: int) -> None:
+        """Begin a bar for so many texts."""
+        self.progress.reset(texts * self.new_tokens)
+        self.progress.set_description(name)
 
     def encode(self, texts: list[str]) -> BatchEncoding:
         return self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, return_token_type_ids=False).to(self.model.device)
@@ -121,29 +133,34 @@ class Writer:
     def full_cache(self) -> Cache:
         return DynamicCache(config=self.model.config)
 
-    def write(self, inputs: BatchEncoding, cache: Cache, streamer: BaseStreamer | None = None) -> list[str]:
+    def write(self, inputs: BatchEncoding, cache: Cache, clock: Clock | None = None) -> list[str]:
+        clock = clock or Clock(self.progress)
         settings = {"max_new_tokens": self.new_tokens, "do_sample": False, "pad_token_id": self.tokenizer.pad_token_id}
-        ids = self.model.generate(**inputs, past_key_values=cache, streamer=streamer, **settings)
+        ids = self.model.generate(**inputs, past_key_values=cache, streamer=clock, **settings)
+        self.progress.update(self.new_tokens - len(clock.times) + 1)  # of a text that ended early
         return self.tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
     def timed(self, inputs: BatchEncoding, make: Callable[[], Any]) -> tuple[Any, list[str], float]:
         """The cache, the texts, and seconds to the first token, of a second run: the first one is for what is loaded at the first use."""
         for _ in range(2):
-            clock, cache = FirstToken(), make()
+            clock, cache = Clock(self.progress), make()
             texts = self.write(inputs, cache, clock)
-        return cache, texts, clock.times[1] - clock.times[0]
+        return cache, texts, clock.seconds
 
 
 def run(writer: Writer, inputs: BatchEncoding) -> tuple[list[Outcome], list[str]]:
     """The full cache and all others, and the reasons of those that refuse this model."""
+    writer.expect(FULL_CACHE, 1 + 2 * len(CACHES))  # each cache writes, and is compared
     outcomes, refused = [Outcome(FULL_CACHE, writer.write(inputs, writer.full_cache()), None)], []
-    for name, factory in (progress := tqdm(CACHES.items(), unit="cache")):
-        progress.set_description(name)
+    for name, factory in CACHES.items():
+        writer.progress.set_description(name)
         make = lambda factory=factory: factory(writer.model, writer.tokenizer)  # noqa: E731
         try:
             texts = writer.write(inputs, make())
             outcomes.append(Outcome(name, texts, kv.verify(writer.model, make, inputs, max_new_tokens=writer.new_tokens)))
+            writer.progress.update(writer.new_tokens)
         except UnsupportedError as error:
+            writer.progress.total -= 2 * writer.new_tokens
             refused.append(f"{name} refuses this model: {error}")
     return outcomes, refused
 
@@ -180,17 +197,18 @@ def show_texts(outcomes: list[Outcome], prompts: Prompts) -> str:
 def show_reuse(writer: Writer, texts: list[str]) -> str:
     """What a cache takes of each text from those before it, and what that saves."""
     tiers = ("exact", "guarded", "repaired", "probed", "computed")
+    writer.expect("SegmentReuseCache", 4 * len(texts))
     for _ in range(2):  # the first time for what is loaded at the first use
         store, rows = kv.SegmentStore("memory"), []
         for name, text in zip(("as they come", "in another order"), texts, strict=True):
-            inputs, clocks = writer.encode([text]), (FirstToken(), FirstToken())
+            inputs, clocks = writer.encode([text]), (Clock(writer.progress), Clock(writer.progress))
             full = writer.write(inputs, writer.full_cache(), clocks[0])
             cache = kv.SegmentReuseCache(writer.model, store, writer.tokenizer, mode="auto")
             same = writer.write(inputs, cache, clocks[1]) == full
             report = cache.report()
             del cache  # what it computed goes to the store
             store.flush()
-            without, seconds = (f"{clock.times[1] - clock.times[0]:.3f}" for clock in clocks)
+            without, seconds = (f"{clock.seconds:.3f}" for clock in clocks)
             counts = [str((report.tiers or {}).get(tier, 0)) for tier in tiers]
             rows.append([name, *counts, str(report.repaired_tokens), f"{report.flops_saved:.0%}", yes(same), seconds, without])
     header = ["the same pages", *tiers, "run again", "FLOPs saved", "same text", "first token s", "without reuse s"]
@@ -199,6 +217,7 @@ def show_reuse(writer: Writer, texts: list[str]) -> str:
 
 def show_warm_start(writer: Writer, texts: list[str]) -> str:
     """What becomes of a text whose pages an earlier one had in another order, with and without the exact prefill behind it."""
+    writer.expect("WarmStartCache", 6)
     library, inputs = kv.WarmStartLibrary(writer.model, writer.tokenizer), writer.encode(texts[1:])
     library.add(texts[:1])
     _, full, seconds = writer.timed(inputs, writer.full_cache)
@@ -216,7 +235,8 @@ def show_warm_start(writer: Writer, texts: list[str]) -> str:
 def show_translation(writer: Writer, prompts: Prompts, seed: int) -> str:
     """What a fine-tuned model writes behind what this one has read, as codes of an eighth of the width."""
     model, tokenizer = writer.model, writer.tokenizer
-    tuned = Writer(load(str(TESTBED / "tuned"), model.device)[0], tokenizer, writer.new_tokens)
+    tuned = Writer(load(str(TESTBED / "tuned"), model.device)[0].to(model.dtype), tokenizer, writer.new_tokens, writer.progress)
+    writer.expect("TranslatedCache", 4)
     books = [(TESTBED / f"{name}.txt").read_text(encoding="utf-8")[-CALIBRATION:] for name in ("prose", "verse")]
     texts = [book[start : start + 2000] for book in books for start in range(0, CALIBRATION, 4000)]
     texts += [make_document(tokenizer, 500, 2, seed + number).text() for number in range(1, 21)]
@@ -257,20 +277,23 @@ def main() -> None:
     parser.add_argument("--prompt", help="a text to go on from, instead of the document")
     parser.add_argument("--max-new-tokens", type=int, default=24)
     parser.add_argument("--questions", type=int, default=3, help="how many of the document's questions to ask")
-    parser.add_argument("--plot", type=Path, default=ROOT / "demo.png")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as they are stored")
+    parser.add_argument("--plot", type=Path, default=Path("demo.png"), help="a picture; default: demo.png in the current folder")
     args = parser.parse_args()
     check_counts(args, ["max_new_tokens", "questions"])
     plot, args.plot = args.plot, None  # without matplotlib there is no picture, and everything else
     model, tokenizer = load(args.model, begin(args))
     tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.pad_token or tokenizer.eos_token
-    writer = Writer(model, tokenizer, args.max_new_tokens)
+    if args.dtype:
+        model = model.to(getattr(torch, args.dtype))
+    writer = Writer(model, tokenizer, args.max_new_tokens, tqdm(unit="token"))
     room = (getattr(model.config, "max_position_embeddings", None) or 1024) - args.max_new_tokens
     prompts = Prompts([args.prompt])
     if args.prompt is None:
         prompts = make_prompts(make_document(tokenizer, room, args.questions, args.seed), args.questions)
     inputs = writer.encode(prompts.texts)
     rows, tokens = inputs["input_ids"].shape
-    print(f"{args.model}: {rows} rows of up to {tokens} tokens, {args.max_new_tokens} new tokens each, on {model.device}")
+    print(f"{args.model}: {rows} rows of up to {tokens} tokens, {args.max_new_tokens} new tokens each, {model.dtype}, on {model.device}")
     outcomes, refused = run(writer, inputs)
     print("\n".join([show_outcomes(outcomes), *refused, show_texts(outcomes, prompts)]))
     if args.prompt is None:
@@ -281,6 +304,7 @@ def main() -> None:
             print(f"\nNothing of earlier prompts is reused: {error}")
         if Path(args.model) == TESTBED / "base":
             print(show_translation(writer, prompts, args.seed))
+    writer.progress.close()
     try:
         if len(outcomes) > 1:
             save_plot(plot, outcomes)

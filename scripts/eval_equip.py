@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _equip_pictures import FULL_CACHE, quality_panels
 from shared import TESTBED
 from shared.bars import Bar, verdicts
 from shared.cli import arguments, begin, check_counts, load, run_script
-from shared.plot import Panel, draw
+from shared.plot import draw
 from shared.results import Row, environment, rows_where, show, table, write_csv
 from shared.texts import encode, make_documents
 from tqdm import tqdm
@@ -38,7 +39,6 @@ from hf_kvcaches.equip.cache import EquipCache
 from hf_kvcaches.equip.policies import BUILT_IN
 from hf_kvcaches.errors import ConfigError
 
-FULL_CACHE = "full cache"
 POLICIES = tuple(BUILT_IN)
 DEFAULT = "compactor"
 # The default's own bars; the others' are two points below kvpress 0.5.5.
@@ -302,12 +302,7 @@ def main() -> None:
             write_csv(args.csv, [{name: row[name] for name in COLUMNS if name in row} for row in rows], fixed, COLUMNS)
     print("\n".join([report(rows), *refused]))
     if args.plot:
-        texts = rows_where(rows, task="perplexity")
-        panels = [
-            Panel("perplexity by position in the text", texts, "{name}", "to", "perplexity", log="xy"),
-            Panel("facts recalled", rows, "{policy} {positions}", "{budget}", "share"),
-        ]
-        draw(args.plot, str(args.model), [panel for panel in panels if panel.rows])
+        draw(args.plot, f"EquipCache, {args.model}", quality_panels(rows))
 
 
 if __name__ == "__main__":

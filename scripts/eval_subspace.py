@@ -126,14 +126,17 @@ def report(rows: Sequence[Row]) -> str:
     return "\n\n".join([*parts, verdicts(bars(rows), rows)])
 
 
-def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    panels = []
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """KL and recall by bytes, of each model."""
+    made = []
     for model in dict.fromkeys(row["model"] for row in rows):
         own = [row for row in rows_where(rows, model=model, recent=0) if row["kind"] in ("codec", "kivi")]
         bare = [row for row in own if row["variant"].startswith(("codec", "KIVI"))]
-        panels.append(Panel(f"{model}: KL, nats, by the share of bytes", bare, "{kind}, {text}", "share", "kl", log="xy"))
-        panels.append(Panel(f"{model}: facts recalled", bare, "{kind}", "share", "recall"))
-    draw(path, "SubspaceCache with a codec, and plain quantization", panels)
+        made.append(
+            Panel(f"{model}: KL, nats, by the share of bytes", bare, "{kind}, {text}", "share", "kl", log="xy", along="share of bytes")
+        )
+        made.append(Panel(f"{model}: facts recalled", bare, "{kind}", "share", "recall", along="share of bytes"))
+    return made
 
 
 def parse() -> argparse.Namespace:
@@ -162,7 +165,7 @@ def main() -> None:
         refused += Evaluation(args, name, device, results).measure(chosen)
     print("\n".join([report(results.rows), *refused]))
     if args.plot:
-        write_plot(args.plot, results.rows)
+        draw(args.plot, "SubspaceCache with a codec, and plain quantization", panels(results.rows))
 
 
 if __name__ == "__main__":

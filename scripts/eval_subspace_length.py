@@ -99,13 +99,13 @@ def report(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def write_plot(path: Path, rows: Sequence[Row]) -> None:
+def panels(rows: Sequence[Row]) -> list[Panel]:
+    """KL by the position in the text, of each model and text."""
     names = dict.fromkeys((row["model"], row["text"]) for row in rows)
-    panels = [
+    return [
         Panel(f"{model}, {text}: KL, nats", rows_where(rows, model=model, text=text), "{variant}", "window", "kl", log="y")
         for model, text in names
     ]
-    draw(path, "SubspaceCache over long texts", panels)
 
 
 def parse() -> argparse.Namespace:
@@ -134,7 +134,7 @@ def main() -> None:
         measure(args, name, device, results)
     print(report(results.rows))
     if args.plot:
-        write_plot(args.plot, results.rows)
+        draw(args.plot, "SubspaceCache over long texts", panels(results.rows))
 
 
 if __name__ == "__main__":

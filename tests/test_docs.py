@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = sorted(path.relative_to(ROOT) for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")) if path.name != "CHANGELOG.md")
+DOCUMENTS = sorted(
+    path.relative_to(ROOT)
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md"))
+    if path.name != "CHANGELOG.md"
+)
 FOLDERS = ("hf_kvcaches", "scripts", "tests", "docs")
 FILES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")} | {path.name for path in ROOT.glob("*.*")}
 

@@ -17,7 +17,7 @@ ROOMS = ("equip", "subspace", "segments", "warmstart", "translate")
 FLOORS = {"errors": 0, "compat": 0, "kernels": 1, "stores": 1, "core": 2} | dict.fromkeys(ROOMS, 3) | {"cli": 4, "__main__": 5}
 # The command line takes the names that users type, which are those of the front door.
 AT_THE_DOOR = {"cli"}
-OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "matplotlib"}
+OPTIONAL = {"triton", "faiss", "sentence_transformers", "peft", "redis", "datasketch", "accelerate", "matplotlib", "fastapi", "uvicorn"}
 TOP_LEVEL = {
     ".ci",
     ".github",
@@ -30,6 +30,7 @@ TOP_LEVEL = {
     "SECURITY.md",
     "constraints.txt",
     "docs",
+    "examples",
     "hf_kvcaches",
     "mkdocs.yml",
     "pyproject.toml",

@@ -19,6 +19,7 @@ __all__ = [
     "filled",
     "hardware",
     "print_environment",
+    "read_csv",
     "rows_where",
     "show",
     "show_measured",
@@ -35,6 +36,12 @@ def show_sections(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     for section in dict.fromkeys(row["section"] for row in rows):
         parts.append(show((row for row in rows if row["section"] == section), {section: first, **dict(rest)}))
     return "\n\n".join(parts)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a file, numbers as numbers; a row lacks what is empty."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{name: _number(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
 
 
 def rows_where(rows: Iterable[Row], **values: Any) -> list[Row]:

@@ -73,12 +73,22 @@ def test_a_prompt_of_ones_own_is_continued_and_without_matplotlib_there_is_no_pi
     picture = tmp_path / "demo.png"
     done = demo("--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", 3, "--plot", picture)
     assert done.returncode == 0, done.stderr
-    assert "1 rows of up to 16 tokens, 3 new tokens each" in done.stdout
+    assert "1 rows of up to 16 tokens, 3 new tokens each, torch.float32" in done.stdout
     assert "the notes say" not in done.stdout
     assert "in another order" not in done.stdout
     assert "No plot" in done.stdout
     assert "hf-kvcaches[plots]" in done.stdout
     assert not picture.exists()
+
+
+def test_the_picture_goes_to_the_current_folder_and_the_bar_moves_token_by_token(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = demo("--model", folder, "--prompt", "Once upon a time", "--max-new-tokens", 3, "--dtype", "bfloat16")
+    assert done.returncode == 0, done.stderr
+    assert "torch.bfloat16" in done.stdout
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "SubspaceCache" in done.stderr
+    assert "33/33" in done.stderr, "three tokens, and twice three of each of five caches"
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,43 @@ def test_a_picture_has_a_panel_for_what_was_measured(shared, tmp_path):
     assert (tmp_path / "new" / "some.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_panel_with_more_series_than_there_are_styles_is_refused_before_anything_is_written(shared, tmp_path):
+    plot = shared("plot")
+    rows = [a_row(kind=str(number)) for number in range(len(plot.STYLES) + 1)]
+    with pytest.raises(ConfigError, match="panel 'many': expected at most 8 series, got '9: 0, 1"):
+        plot.draw(tmp_path / "many.png", "many", [plot.Panel("many", rows, "{kind}", "{side}", "ratio")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_colours_and_markers_of_series_differ(shared):
+    styles = shared("plot").STYLES
+    assert len({colour for colour, _ in styles}) == len({marker for _, marker in styles}) == len(styles) == 8
+
+
+def test_legends_lie_beside_the_axes_and_no_panel_is_empty(shared, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    plot, figures = shared("plot"), []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
+    rows = [a_row(tokens=tokens, kind=f"{kind}") for tokens in (10, 100) for kind in range(6)]
+    many = [row | {"kind": f"other {row['kind']}"} for row in rows]
+    for second in (rows, many):
+        panels = [plot.Panel("one", rows, "{kind}", "tokens", "ratio"), plot.Panel("two", second, "{kind}", "tokens", "ratio")]
+        plot.draw(tmp_path / "some.png", "some", [*panels, plot.Panel("empty", [a_row(ratio="")], "{kind}", "tokens", "ratio")])
+    for figure in figures:
+        figure.draw_without_rendering()
+        boxes = [axis.get_window_extent() for axis in figure.axes]
+        legends = [*figure.legends, *(axis.get_legend() for axis in figure.axes if axis.get_legend())]
+        assert len(boxes) == 2
+        assert all(axis.has_data() for axis in figure.axes)
+        for legend in legends:
+            extent = legend.get_window_extent()
+            assert not any(extent.overlaps(box.shrunk(0.99, 0.99)) for box in boxes)
+            assert figure.bbox.x0 <= extent.x0
+            assert extent.x1 <= figure.bbox.x1
+    assert [len(figure.legends) for figure in figures] == [1, 0], "eight names have one legend, twelve one for each panel"
+
+
 def test_rank_correlation_gives_equal_numbers_their_mean_rank(shared):
     spearman = shared("numbers").spearman
     assert spearman(torch.tensor([1.0, 5.0, 9.0]), torch.tensor([-3.0, 0.0, 100.0])) == pytest.approx(1)

@@ -1,0 +1,251 @@
+"""The rows of the speed table: how each cache is made, the prompts that it is timed on, and the models and artifacts that it needs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from _reuse_cells import BIT_EQUAL, Aligned, Segments, begun_alike, changed_words
+from shared.models import Pair, random_ids, random_llama
+from transformers import DynamicCache
+
+from hf_kvcaches import AdaptiveSubspace, CacheTranslator, EquipCache, GrowingCache, KVCacheError, KVCodec, SubspaceCache, TranslatedCache
+from hf_kvcaches.core.artifact import Artifact
+from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.kernels.rebuild import Decoder
+from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
+from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
+from hf_kvcaches.translate.paper.routing import Route
+from hf_kvcaches.translate.quantizing import Quantizer
+
+A = TypeVar("A", bound=Artifact)
+BITS = 2  # of a direction of the codes
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model, and how long to measure."""
+
+    hidden: int = 1024
+    layers: int = 28
+    heads: int = 16
+    kv_heads: int = 8
+    head_dim: int = 128
+    intermediate: int = 3072
+    vocabulary: int = 2048
+    calibration: int = 1024  # tokens
+    rounds: int = 5
+    steps: int = 4  # of a round
+
+    def labels(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("hidden", "layers", "heads", "kv_heads", "head_dim")}
+
+
+QUICK = Size(64, 2, 4, 2, 16, 96, 256, calibration=512, rounds=2, steps=2)
+
+
+class Bench:
+    """The model of one precision, and what caches need beside it. Artifacts are kept in a folder for the next run."""
+
+    def __init__(self, size: Size, dtype: str, device: torch.device, folder: Path | None) -> None:
+        self.size, self.dtype, self.device, self.folder = size, dtype, device, folder
+        sizes = {"vocab_size": size.vocabulary, "hidden_size": size.hidden, "intermediate_size": size.intermediate}
+        heads = {"num_attention_heads": size.heads, "num_key_value_heads": size.kv_heads, "head_dim": size.head_dim}
+        model = random_llama(device, num_hidden_layers=size.layers, **sizes, **heads)
+        self.pair = Pair.of(model.to(getattr(torch, dtype)), device)
+
+    def prompt(self, batch: int, context: int) -> torch.Tensor:
+        return random_ids(self.size.vocabulary, batch, context, seed=5).to(self.device)
+
+    def full_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.pair.plain.config)
+
+    @cached_property
+    def codec(self) -> KVCodec:
+        """Calibrated on random tokens, with the default bytes."""
+        ids = random_ids(self.size.vocabulary, self.size.calibration, seed=2).tolist()
+        return self._kept("codec", KVCodec, lambda: KVCodec.calibrate(self.pair.switched, None, [ids], metric="attention", progress=False))
+
+    @cached_property
+    def translator(self) -> CacheTranslator:
+        """Random maps of the sizes and bytes that `CacheTranslator.fit` has by default."""
+        return self._kept("translator", CacheTranslator, lambda: random_translator(self.producer(), self.pair.switched))
+
+    def producer(self) -> Any:
+        """Another model: a little noise away from the one that answers. It is made anew each time, as it takes memory."""
+        model: Any = copy.deepcopy(self.pair.plain)
+        random = torch.Generator(self.device).manual_seed(1)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=random, device=self.device).to(weight)
+        return model
+
+    def _kept(self, name: str, kind: type[A], make: Callable[[], A]) -> A:
+        if self.folder is None:
+            return make()
+        folder = self.folder / f"{name}-{self.device.type}-{self.dtype}-{self.size.layers}x{self.size.hidden}"
+        with suppress(KVCacheError, OSError):  # none yet, or of another version
+            loaded = kind.from_pretrained(folder)
+            if loaded.fingerprint == ModelFingerprint.of(self.pair.switched):
+                return loaded
+        made = make()
+        made.save_pretrained(folder)
+        return made
+
+
+def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
+    """A translator that nothing was fitted to, for times.
+
+    Fitting one of so many layers takes an hour on one core, and random weights have nothing to fit to.
+    """
+    config, settings = consumer.config, TranslatorConfig(metric="plain")
+    heads, dim, layers, group = config.num_key_value_heads, config.head_dim, config.num_hidden_layers, settings.layers_per_code
+    random = torch.Generator().manual_seed(6)
+    matrix = lambda rows, columns: torch.randn(rows, columns, generator=random) / rows**0.5  # noqa: E731
+    encoders, decoders, payload = [], [], 0.025
+    for start in range(0, layers, group):
+        used = tuple(range(start, min(start + group, layers)))
+        nbytes = payload * 2 * len(used) * 2 * heads * dim
+        rank = max(1, int((nbytes - 1) * 8 / BITS))
+        quantizer = Quantizer(torch.full((rank,), 1.0), torch.full((rank,), BITS, dtype=torch.uint8), torch.ones(rank))
+        part = f"layers.{used[0]}-{used[-1]}"
+        side = matrix(config.hidden_size, rank)
+        encoders.append(PartEncoder(part, "states", used, 0, matrix(2 * heads * dim * len(used), rank), side, torch.zeros(rank), quantizer))
+        for layer in used:
+            weights = Decoder(matrix(config.hidden_size, 2 * heads * dim), matrix(rank, 2 * heads * dim), torch.zeros(2 * heads * dim))
+            decoders.append(LayerDecoder(layer, part, "states", (heads, dim, dim), weights))
+    models = ModelFingerprint.of(producer), ModelFingerprint.of(consumer)
+    return CacheTranslator(Maps(encoders, decoders), TranslatorSettings(payload, 0, settings, layers), Route(()), *models)
+
+
+class Source:
+    """What a cache takes prompts from: opened in front of the first prompt, closed before decode steps are timed."""
+
+    exact = True  # whether a prompt has the logits of DynamicCache
+    warm_up = True  # whether the first prompt takes longer, for what is loaded at the first use
+
+    def __init__(self, bench: Bench, first: torch.Tensor, runs: int) -> None:
+        self.bench, self.first = bench, first
+        self.prompts = self.make_prompts(runs)
+        self.open()
+
+    def make_prompts(self, runs: int) -> Sequence[torch.Tensor]:
+        return [self.first] * runs
+
+    def open(self) -> None: ...
+
+    def cache(self, number: int) -> Any:
+        raise NotImplementedError
+
+    def reuses(self, cache: Any) -> bool:
+        """Whether a cache took what it was meant to take."""
+        return True
+
+    def close(self) -> None: ...
+
+
+class Prefix(Source):
+    """Nine tenths of each prompt are in a store."""
+
+    def make_prompts(self, runs: int) -> Sequence[torch.Tensor]:
+        return begun_alike(self.first, runs, self.bench.size.vocabulary)
+
+    def open(self) -> None:
+        self.way = Segments(self.bench.pair, "memory", BIT_EQUAL, "exact", None)
+        prefix = self.first[:, : self.first.shape[1] * 9 // 10]
+        cache = self.way.cache()
+        self.bench.pair.switched(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        del cache
+        self.way.settle()
+
+    def cache(self, number: int) -> Any:
+        return self.way.cache()
+
+    def reuses(self, cache: Any) -> bool:
+        return cache.report().flops_saved > 0.5
+
+    def close(self) -> None:
+        self.way.close()
+
+
+class Similar(Source):
+    """A library has a prompt with ten other words; one row."""
+
+    exact = False
+
+    def make_prompts(self, runs: int) -> Sequence[torch.Tensor]:
+        return changed_words(self.first, runs, self.bench.size.vocabulary)
+
+    def open(self) -> None:
+        self.way = Aligned(self.bench.pair, "memory", BIT_EQUAL, self.first)
+
+    def cache(self, number: int) -> Any:
+        return self.way.cache()
+
+    def reuses(self, cache: Any) -> bool:
+        return cache.report().strategy == "align"
+
+    def close(self) -> None:
+        self.way.close()
+
+
+class Codes(Source):
+    """Another model has read the prompt, and its codes are at hand."""
+
+    exact = False
+
+    def open(self) -> None:
+        self.codes = self.bench.translator.encode(self.bench.producer(), self.first)
+
+    def cache(self, number: int) -> Any:
+        return TranslatedCache(self.bench.pair.switched, self.bench.translator, self.codes)
+
+    def reuses(self, cache: Any) -> bool:
+        return cache.report().translated > 0
+
+
+def fresh(make: Callable[[Bench, Any], Any]) -> type[Source]:
+    """A source of prompts of which nothing is known: the cache starts empty."""
+    return type("Fresh", (Source,), {"warm_up": False, "cache": lambda self, number: make(self.bench, self.bench.pair.switched)})
+
+
+@dataclass(frozen=True)
+class Side:
+    """A row: the cache's class, its arguments as a user types them, and its source."""
+
+    cache: str
+    setting: str
+    source: type[Source]
+    single: bool = False  # whether it is for one row alone
+
+    def __str__(self) -> str:
+        return f"{self.cache}({self.setting})"
+
+
+SIDES = (
+    Side("GrowingCache", "", fresh(lambda bench, model: GrowingCache(model))),
+    Side("EquipCache", "policy='streaming', budget=0.25", fresh(lambda bench, model: EquipCache(model, "streaming", budget=0.25))),
+    Side("SubspaceCache", "codec", fresh(lambda bench, model: SubspaceCache(model, bench.codec))),
+    Side("SegmentReuseCache", "store", Prefix),
+    Side("WarmStartCache", "library, strategy='align'", Similar, single=True),
+    Side("TranslatedCache", "translator, codes", Codes),
+    Side("EquipCache", "policy='snapkv', budget=0.25", fresh(lambda bench, model: EquipCache(model, "snapkv", budget=0.25))),
+    Side("EquipCache", "policy='compactor', budget=0.25", fresh(lambda bench, model: EquipCache(model, "compactor", budget=0.25))),
+    Side(
+        "SubspaceCache",
+        "adaptive=AdaptiveSubspace(bytes_ratio=0.25)",
+        fresh(lambda bench, model: SubspaceCache(model, adaptive=AdaptiveSubspace(bytes_ratio=0.25))),
+    ),
+    Side(
+        "EquipCache",
+        "policy='knorm', budget=0.25, page_size=16",
+        fresh(lambda bench, model: EquipCache(model, "knorm", budget=0.25, page_size=16)),
+    ),
+)

@@ -1,0 +1,86 @@
+"""Draws the pictures of docs/benchmarks from the committed files again, without measuring anything.
+
+    python scripts/redraw.py [--folder docs/benchmarks] [--only equip-cpu segments-quality]
+
+A picture has the name of its file. What has no rows yet is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import _segments_verdicts
+import _translation_report
+import _warmstart_quality
+import analyse_translation
+import bench_equip
+import bench_growing
+import bench_segments
+import bench_subspace
+import bench_translation
+import bench_warmstart
+import eval_subspace
+import eval_subspace_length
+from _equip_pictures import quality_panels
+from shared import ROOT
+from shared.cli import arguments, run_script
+from shared.plot import Panel, draw, title_from
+from shared.results import Row, read_csv
+
+# The file's name, what is drawn of its rows, and the title behind the name of the computer.
+PICTURES: dict[str, tuple[Callable[[Sequence[Row]], list[Panel]], str]] = {
+    "equip-cpu": (bench_equip.panels, bench_equip.PICTURE),
+    "equip-perplexity": (quality_panels, "EquipCache"),
+    "equip-recall": (quality_panels, "EquipCache"),
+    "growing-cpu": (bench_growing.panels, bench_growing.PICTURE),
+    "segments-speed-cpu": (bench_segments.panels, "SegmentReuseCache"),
+    "subspace-quality": (eval_subspace.panels, "SubspaceCache with a codec, and plain quantization"),
+    "subspace-length": (eval_subspace_length.panels, "SubspaceCache over long texts"),
+    "subspace-speed-cpu": (bench_subspace.panels, "SubspaceCache"),
+    "translation-analysis": (analyse_translation.panels, "base to tuned"),
+    "translation-quality": (_translation_report.panels, "TranslatedCache"),
+    "translation-speed-cpu": (bench_translation.panels, "TranslatedCache"),
+    "warmstart-quality": (_warmstart_quality.panels, "WarmStartCache"),
+    "warmstart-speed-cpu": (bench_warmstart.panels, "WarmStartCache"),
+}
+DRIFTS = "segments-drift"
+WITH_DRIFTS = "segments-quality"
+
+
+def of_last_computers(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the computer that a section was measured on last, where a file keeps those of others."""
+    last = {row.get("section"): computer(row) for row in rows}
+    return [row for row in rows if computer(row) == last[row.get("section")]]
+
+
+def computer(row: Row) -> str:
+    return title_from(row, "").removesuffix(": ")
+
+
+def panels_of(name: str, folder: Path, rows: Sequence[Row]) -> tuple[list[Panel], str]:
+    if name == WITH_DRIFTS:
+        return _segments_verdicts.panels(rows, read_csv(folder / f"{DRIFTS}.csv")), "SegmentReuseCache"
+    panels, title = PICTURES[name]
+    return panels(rows), title
+
+
+def main() -> None:
+    names = [*PICTURES, WITH_DRIFTS]
+    parser = arguments(__doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "benchmarks", help="of the files")
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    args = parser.parse_args()
+    for name in args.only:
+        path = args.folder / f"{name}.csv"
+        if not path.exists():
+            continue
+        rows = of_last_computers(read_csv(path))
+        panels, title = panels_of(name, args.folder, rows)
+        computers = dict.fromkeys(computer(row) for row in rows)
+        draw(path.with_suffix(".png"), f"{'; '.join(computers)}: {title}", panels)
+        print(path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    run_script(main)
