@@ -1,12 +1,4 @@
-"""Exact checksums of tensors, computed where the tensors are, descriptions of state and of values, and sketches that survive a cast.
-
-A tensor's bytes are read as 64-bit integers and added up modulo 2^64 in two ways: those 2,048 apart, some 256 of them to a sum, and those
-2,039 apart, some 225 to a sum. From the sums of each way, mixed and weighted by position, follows one number of 64 bits. Additions are the
-same on every device and in every order, and as fast as memory. A tensor that differs in one integer never has the same checksum, because
-one sum of each way differs. Two integers that differ are never together in a sum of both ways, so a sum differs there too, and in general
-wherever differences don't cancel in every sum of both ways. Where sums differ, the checksum is the same with a probability below 2^-32,
-which is enough against accidents and nothing against intent.
-"""
+"""Descriptions of state and of values by exact checksums, and sketches of tensors that survive a cast."""
 
 from __future__ import annotations
 
@@ -27,14 +19,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from hf_kvcaches.core.tensor_checksum import checksum, weights
 from hf_kvcaches.errors import UnsupportedError
 
-# The two ways to add up a tensor's integers: how far apart are those of a sum, and how many are added in each of two steps. The distances
-# have no common factor, so that no two integers share a sum of both ways; sums of the second way have an odd number of terms, so that sign
-# bits that change everywhere don't cancel. Torch adds up to 16 rows at a time twice as fast as more.
-_STRIDES = ((2048, 16), (2039, 15))
-# Of a sketch: numbers that share a row of weights, and rows at a time: on a CPU, what fits in a core's second-level cache. On a GPU a
-# checksum takes as many blocks at a time.
+# Of a sketch: numbers that share a row of weights, and rows at a time: on a CPU, what fits in a core's second-level cache.
 _ROW, _ROWS, _ROWS_ON_CPU = 1 << 15, 256, 8
 # Hex characters of a digest: 128 bits.
 _HEX = 32
@@ -228,68 +216,8 @@ def _code(code: types.CodeType) -> str:
     return hashlib.sha256(repr((code.co_code.hex(), code.co_names, constants)).encode()).hexdigest()[:32]
 
 
-def checksum(value: Tensor) -> Tensor:
-    """A number for each way to add up a dense tensor's bytes, (2,) int64, on its device."""
-    words = _words(value.detach())
-    return torch.stack([_digest(_sums(words, stride, rows)) for stride, rows in _STRIDES])
-
-
-def _sums(words: Tensor, stride: int, rows: int) -> Tensor:
-    """Sums of integers that are `stride` apart, up to `rows` squared of them in each: (sums / stride, stride)."""
-    whole = len(words) // stride * stride
-    table, square = words[:whole].view(-1, stride), rows * rows
-    full = len(table) // square * square
-    # On a CPU one at a time, which fits in its caches.
-    blocks = table[:full].split(square if words.device.type == "cpu" else square * _ROWS)
-    sums = [block.view(-1, rows, rows, stride).sum(2).sum(1) for block in blocks if len(block)]
-    if full < len(table):
-        rest = table[full:]
-        count = len(rest) // rows * rows
-        sums.append((rest[:count].view(-1, rows, stride).sum(1).sum(0) + rest[count:].sum(0))[None])
-    if whole < len(words) or not sums:  # an empty tensor has a sum, too
-        sums.append(torch.nn.functional.pad(words[whole:], (0, stride - len(words) + whole))[None])
-    return torch.cat(sums)
-
-
-def _digest(sums: Tensor) -> Tensor:
-    """One integer, which a change of one sum always changes."""
-    rows, columns = sums.shape
-    # The count of weights is rounded up, so that few of them are kept.
-    by_row = _weights(sums.device, columns, 1 << max(8, rows.bit_length()))[:rows]
-    return ((_mixed(sums) * _weights(sums.device, 0, columns)).sum(1) * by_row).sum()
-
-
-def _mixed(sums: Tensor) -> Tensor:
-    """Other integers for other sums. High bits are brought down: modulo 2^64, a product knows little of them."""
-    mixed = (sums ^ ((sums >> 32) & 0xFFFFFFFF)) * -7046029254386353131
-    return mixed ^ ((mixed >> 29) & ((1 << 35) - 1))
-
-
 def _rows_at_a_time(value: Tensor) -> int:
     return _ROWS_ON_CPU if value.device.type == "cpu" else _ROWS
-
-
-def _words(value: Tensor) -> Tensor:
-    """A tensor's bytes as integers, filled up with zeros; a copy only where they can't be read in place."""
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    flat = value.resolve_neg().contiguous().view(-1)
-    size = flat.element_size()
-    if len(flat) * size % 8:
-        flat = torch.nn.functional.pad(flat.view(torch.uint8), (0, -len(flat) * size % 8))
-    elif flat.storage_offset() * size % 8:
-        flat = flat.clone()
-    return flat.view(torch.int64)
-
-
-@functools.cache
-def _weights(device: torch.device, start: int, count: int) -> Tensor:
-    """An odd integer for each number, as good as random, by the finalizer of splitmix64. Products wrap alike on every device."""
-    mixed = torch.arange(start, start + count, device=device) * -7046029254386353131  # 0x9E3779B97F4A7C15
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685), (31, 1)):
-        # The shift is to bring in zeros from the left.
-        mixed = (mixed ^ (mixed >> shift) & ((1 << (64 - shift)) - 1)) * factor
-    return mixed | 1
 
 
 @dataclass(frozen=True)
@@ -318,10 +246,10 @@ class TensorSketch:
         if value.layout != torch.strided or hasattr(value, "__tensor_flatten__"):
             return None
         squares, sums = 0.0, torch.zeros(_SUMS, dtype=torch.float64)
-        columns, most = (_weights(value.device, 0, _ROW) >> 63).float() * 2 + 1, _rows_at_a_time(value)
+        columns, most = (weights(value.device, 0, _ROW) >> 63).float() * 2 + 1, _rows_at_a_time(value)
         for number, block in enumerate(value.detach().reshape(-1).split(_ROW * most)):
             rows = torch.nn.functional.pad(block.float(), (0, -len(block) % _ROW)).view(-(-len(block) // _ROW), _ROW)
-            signs = (_weights(value.device, _ROW + number * most * _SUMS, most * _SUMS)[: len(rows) * _SUMS] >> 63) * 2 + 1
+            signs = (weights(value.device, _ROW + number * most * _SUMS, most * _SUMS)[: len(rows) * _SUMS] >> 63) * 2 + 1
             squares += rows.square().sum(1).cpu().double().sum().item()
             sums += ((rows * columns).view(len(rows), _ROW // _SUMS, _SUMS).sum(1) * signs.view(-1, _SUMS)).cpu().double().sum(0)
         # In the precision of the text that `str` makes.

@@ -1,4 +1,4 @@
-"""Rebuilding a layer's keys and values from codes: dequantized, multiplied, rotated and written into the cache in one go.
+"""Rebuilding a layer's keys and values from codes: multiplied, rotated and written into the cache in one go.
 
 What one model computed for a prompt reaches another model as a few numbers a token. A linear map makes that model's keys and values from
 them, and from what it knows of each token for nothing; the keys are rotated to their positions, and all is written into the cache.
@@ -17,38 +17,13 @@ import torch
 
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.kernels import rebuild_reference
-from hf_kvcaches.kernels.checks import FLOATS, check_quantized, check_tables, check_tensor
+from hf_kvcaches.kernels.checks import FLOATS, check_tables, check_tensor
 from hf_kvcaches.kernels.launch import Backend, choose
-from hf_kvcaches.kernels.quantization import dequantize
 from hf_kvcaches.kernels.rotation import Layout, Tables, rotate_
 
 # Numbers that are made at a time before they are written: 32 MB in float32. Matrix products of fewer tokens take longer for each, as the
 # weights are read again.
 BLOCK = 2**23
-
-
-class Codes(NamedTuple):
-    """What was sent of N tokens, plainly or as `core.quantize` stores it with `axis=0`: token by token along the last dimension.
-
-    The number of level n is `n * scale + zero`.
-
-    Args:
-        data: Floating point: the numbers themselves, (N, rank). int8: level - 127, (rank, N). uint8: levels of 4 bits, two tokens to a
-            byte, the first in the low half, (rank, ceil(N / 2)).
-        scale: (rank, groups), floating point; None for plain data.
-        zero: Like `scale`.
-        group: Consecutive tokens that share a scale; the last group may be shorter. None: all.
-    """
-
-    data: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-    group: int | None = None
-
-    @property
-    def rank(self) -> int:
-        """Numbers of each token."""
-        return self.data.shape[1 if self.data.is_floating_point() else 0]
 
 
 class Decoder(NamedTuple):
@@ -76,12 +51,13 @@ class RowSpan(NamedTuple):
 @torch.no_grad()
 def rebuild(
     side: torch.Tensor | None,
-    codes: Codes | None,
+    codes: torch.Tensor | None,
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
     spans: Sequence[RowSpan],
     *,
+    side_rows: torch.Tensor | None = None,
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
     layout: Layout = "half",
@@ -98,10 +74,11 @@ def rebuild(
 
     Args:
         side: What is known of each of the N tokens beside its codes, (N, d), floating point; or None.
-        codes: What was sent of each token; or None.
+        codes: What was sent of each token, (N, rank), floating point; or None.
         key_out: The cache's buffer, (batch, kv_heads, capacity, key_dim), the last dimension contiguous.
         value_out: (batch, kv_heads, capacity, value_dim), the last dimension contiguous.
         spans: Where the N tokens go, in their order. No slot twice.
+        side_rows: Which row of `side` each token has, (N,), int64, where several have the same one; None for a row each.
         cos: Of the angle by which each key is rotated, times what the model scales it with, (N, rotary_dim / 2), float32 or float64.
             Dimensions from rotary_dim on pass unchanged. None for keys that are not rotated.
         sin: Like `cos`.
@@ -110,27 +87,32 @@ def rebuild(
         check: Whether to look at the arguments first. Not for those that fit by construction.
     """
     if check:
-        _check_rebuild(side, codes, decoder, key_out, value_out, spans, cos, sin, layout)
+        _check_rebuild(side, codes, decoder, key_out, value_out, spans, side_rows, cos, sin, layout)
     backend = choose(backend, key_out)
     if not any(span.tokens for span in spans):
         return None
-    if backend == "reference":
-        return rebuild_reference.rebuild(side, codes, decoder, key_out, value_out, spans, cos=cos, sin=sin, layout=layout)
     tables = None if cos is None or sin is None else (cos, sin)
     if backend == "torch":
-        return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, tables, layout)
+        return _rebuild_torch(side, codes, decoder, key_out, value_out, spans, side_rows, tables, layout)
+    if side is not None and side_rows is not None:
+        side = side[side_rows]
+    if backend == "reference":
+        return rebuild_reference.rebuild(side, codes, decoder, key_out, value_out, spans, cos=cos, sin=sin, layout=layout)
     from hf_kvcaches.kernels import rebuild_triton
 
-    return rebuild_triton.rebuild(side, codes, decoder, key_out, value_out, spans, tables, layout)
+    return rebuild_triton.rebuild(
+        side, codes, decoder, key_out, value_out, spans, None if cos is None or sin is None else (cos, sin), layout
+    )
 
 
 def _rebuild_torch(
     side: torch.Tensor | None,
-    codes: Codes | None,
+    codes: torch.Tensor | None,
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
     spans: Sequence[RowSpan],
+    side_rows: torch.Tensor | None,
     tables: Tables | None,
     layout: Layout,
 ) -> None:
@@ -142,16 +124,20 @@ def _rebuild_torch(
         initial += decoder.bias
     factors = []
     if side is not None and decoder.side is not None:
-        factors.append((side, decoder.side.to(exact)))
+        if side_rows is None:
+            factors.append((side, decoder.side.to(exact)))
+        else:
+            initial = torch.addmm(initial, side.to(exact), decoder.side.to(exact))
     if codes is not None and decoder.codes is not None:
-        data, scale, zero, group = codes
-        plain = data if scale is None or zero is None else dequantize(data, scale, zero, tokens, group, exact).t()
-        factors.append((plain, decoder.codes.to(exact)))
+        factors.append((codes, decoder.codes.to(exact)))
     most = max(1, min(tokens, BLOCK // max(1, sum(widths))))
     buffer = torch.empty(most, sum(widths), dtype=exact, device=key_out.device)
     for here, row, slots in _pieces(spans, most):
         numbers = buffer[: here.stop - here.start]
-        numbers.copy_(initial)
+        if len(initial) == 1 or side_rows is None:
+            numbers.copy_(initial)
+        else:
+            torch.index_select(initial, 0, side_rows[here], out=numbers)
         for x, weights in factors:
             numbers.addmm_(x[here].to(exact), weights)
         keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in numbers.split(widths, 1))
@@ -180,11 +166,12 @@ def _write(numbers: torch.Tensor, out: torch.Tensor) -> None:
 
 def _check_rebuild(
     side: torch.Tensor | None,
-    codes: Codes | None,
+    codes: torch.Tensor | None,
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
     spans: Sequence[RowSpan],
+    side_rows: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
     layout: str,
@@ -202,12 +189,13 @@ def _check_rebuild(
             wanted = f"{'None' if factor is None else 'a tensor'} for these {name}"
             raise ConfigError.of(f"decoder.{name}", wanted, type(weights).__name__)
     if side is not None and decoder.side is not None:
-        check_tensor("side", side, (tokens, None), FLOATS, device)
+        check_tensor("side", side, (tokens if side_rows is None else None, None), FLOATS, device)
         check_tensor("decoder.side", decoder.side, (side.shape[1], width), FLOATS, device)
     if codes is not None and decoder.codes is not None:
-        shape = (tokens, codes.data.shape[-1]) if codes.data.is_floating_point() else (None, tokens)
-        check_quantized("codes", *codes, shape, device)
-        check_tensor("decoder.codes", decoder.codes, (codes.rank, width), FLOATS, device)
+        check_tensor("codes", codes, (tokens, None), FLOATS, device)
+        check_tensor("decoder.codes", decoder.codes, (codes.shape[1], width), FLOATS, device)
+    if side_rows is not None:
+        check_tensor("side_rows", side_rows, (tokens,), torch.int64, device)
     if decoder.bias is not None:
         check_tensor("decoder.bias", decoder.bias, (width,), FLOATS, device)
     check_tables(cos, sin, layout, tokens, key_out.shape[3], device)

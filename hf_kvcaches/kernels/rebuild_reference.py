@@ -10,12 +10,12 @@ import torch
 from hf_kvcaches.kernels.rotation import Layout, rotate_
 
 if TYPE_CHECKING:
-    from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan
+    from hf_kvcaches.kernels.rebuild import Decoder, RowSpan
 
 
 def rebuild(
     side: torch.Tensor | None,
-    codes: Codes | None,
+    codes: torch.Tensor | None,
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
@@ -36,7 +36,7 @@ def rebuild(
         if side is not None and decoder.side is not None:
             numbers += side[token].double() @ decoder.side.double()
         if codes is not None and decoder.codes is not None:
-            numbers += _code_of(codes, token) @ decoder.codes.double()
+            numbers += codes[token].double() @ decoder.codes.double()
         for head in range(heads):
             key = numbers[head * key_dim : (head + 1) * key_dim]
             value = numbers[heads * key_dim + head * value_dim : heads * key_dim + (head + 1) * value_dim]
@@ -46,16 +46,3 @@ def rebuild(
                 key, value = key.clamp(-largest, largest), value.clamp(-largest, largest)
             key_out[row, head, slot] = key.to(key_out.dtype)
             value_out[row, head, slot] = value.to(value_out.dtype)
-
-
-def _code_of(codes: Codes, token: int) -> torch.Tensor:
-    """The numbers of one token, (rank,), in float64."""
-    data, scale, zero, group = codes
-    if scale is None or zero is None:
-        return data[token].double()
-    if data.dtype == torch.int8:
-        levels = [int(level) + 127 for level in data[:, token]]
-    else:
-        levels = [int(byte) >> 4 if token % 2 else int(byte) & 15 for byte in data[:, token // 2]]
-    index = token // group if group else 0
-    return torch.tensor(levels, dtype=torch.float64, device=data.device) * scale[:, index].double() + zero[:, index].double()

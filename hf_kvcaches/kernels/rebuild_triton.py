@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_kvcaches.kernels.common_triton import dequantized, dot, pair_dims, rotate_some, store_clamped
+from hf_kvcaches.kernels.common_triton import dot, pair_dims, rotate_some, store_clamped
 from hf_kvcaches.kernels.launch import padded, strided_or_none
 from hf_kvcaches.kernels.rotation import Layout, Tables
 
 if TYPE_CHECKING:
-    from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan
+    from hf_kvcaches.kernels.rebuild import Decoder, RowSpan
 
 
 @triton.jit
@@ -27,30 +27,21 @@ def _product(x, weights, inner, count, dims, mask, sums):
 
 
 @triton.jit
-def _codes(token, inner, codes, scale, zero, mask, BITS: tl.constexpr, GROUP: tl.constexpr):
-    """Codes of a block of tokens, (tokens, inner)."""
-    ranks = inner.to(tl.int64)[None, :]
-    at = codes[0] + (token // 2 if BITS == 4 else token)[:, None] * codes[1] + ranks * codes[2]
-    scale_at, zero_at = at, at
-    if BITS != 0:
-        group = (token // GROUP if GROUP != 0 else token * 0)[:, None]
-        scale_at = scale[0] + ranks * scale[1] + group * scale[2]
-        zero_at = zero[0] + ranks * zero[1] + group * zero[2]
-    return dequantized(at, token[:, None], scale_at, zero_at, mask, BITS)
+def _rows(x, token, inner, mask):
+    """Numbers of a block of tokens, (tokens, inner)."""
+    return tl.load(x[0] + token[:, None] * x[1] + inner[None, :] * x[2], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def rebuild_kernel(
-    side, side_weights, codes, scale, zero, code_weights, bias, key_out, value_out, slots, tables, tokens, width, rank,
+    side, side_weights, codes, code_weights, bias, key_out, value_out, slots, tables, tokens, width, rank,
     KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     """Makes the keys or the values of one head for a block of tokens, their dimensions in pairs: so all layouts are one.
 
-    `side`, `side_weights`, `codes`, `code_weights`: (pointer, strides of both dimensions) or None. `codes` are tokens by rank, those in 4
-    bits by two tokens. `scale`, `zero`: (pointer, strides), rank by groups; None for plain codes, whose BITS are 0. `bias`: (pointer,
-    stride) or None. `key_out`, `value_out`: (pointer, strides). `slots`: row and slot of each token. `tables`: None or contiguous (cos,
-    sin). GROUP 0: all tokens share a scale.
+    `side`, `side_weights`, `codes`, `code_weights`: (pointer, strides of both dimensions) or None. `bias`: (pointer, stride) or None.
+    `key_out`, `value_out`: (pointer, strides). `slots`: row and slot of each token. `tables`: None or contiguous (cos, sin).
     """
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = token < tokens
@@ -65,14 +56,14 @@ def rebuild_kernel(
         for start in range(0, width, INNER):
             inner = start + tl.arange(0, INNER)
             mask = live[:, None] & (inner < width)[None, :]
-            x = tl.load(side[0] + token[:, None] * side[1] + inner[None, :] * side[2], mask=mask, other=0.0)
+            x = _rows(side, token, inner, mask)
             one = _product(x, side_weights, inner, width, begin + first, has_first, one)
             two = _product(x, side_weights, inner, width, begin + second, has_second, two)
     if codes is not None:
         for start in range(0, rank, INNER):
             inner = start + tl.arange(0, INNER)
             mask = live[:, None] & (inner < rank)[None, :]
-            x = _codes(token, inner, codes, scale, zero, mask, BITS, GROUP)
+            x = _rows(codes, token, inner, mask)
             one = _product(x, code_weights, inner, rank, begin + first, has_first, one)
             two = _product(x, code_weights, inner, rank, begin + second, has_second, two)
     if bias is not None:
@@ -95,7 +86,7 @@ def rebuild_kernel(
 
 def rebuild(
     side: torch.Tensor | None,
-    codes: Codes | None,
+    codes: torch.Tensor | None,
     decoder: Decoder,
     key_out: torch.Tensor,
     value_out: torch.Tensor,
@@ -109,16 +100,14 @@ def rebuild(
     value_dim = value_out.shape[3]
     half = 0 if tables is None else tables[0].shape[1]
     interleaved = half > 0 and layout == "interleaved"
-    data, scale, zero, group = codes or (None, None, None, None)
-    bits = 0 if data is None else {torch.int8: 8, torch.uint8: 4}.get(data.dtype, 0)
     pairs = padded(-(-max(key_dim, value_dim) // 2))
     block = max(16, min(triton.next_power_of_2(tokens), 64, 4096 // pairs))
     rebuild_kernel[(triton.cdiv(tokens, block), 2 * heads)](
-        *strided_or_none(side, decoder.side, data.t() if data is not None and bits else data, scale, zero, decoder.codes, decoder.bias),
+        *strided_or_none(side, decoder.side, codes, decoder.codes, decoder.bias),
         *strided_or_none(key_out, value_out),
         _slots_of(tuple(spans), key_out.device),
         None if tables is None else (tables[0].contiguous(), tables[1].contiguous()),
-        *(tokens, 0 if side is None else side.shape[1], 0 if codes is None else codes.rank),
+        *(tokens, 0 if side is None else side.shape[1], 0 if codes is None else codes.shape[1]),
         KV_HEADS=heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
@@ -127,8 +116,6 @@ def rebuild(
         INTERLEAVED=interleaved,
         # A power of two that divides all sizes at which the dimensions jump.
         ALIGNED=1 if interleaved else gcd(16, key_dim, value_dim, half, (key_dim - 2 * half + 1) // 2, (value_dim + 1) // 2),
-        BITS=bits,
-        GROUP=group if group and group < tokens else 0,
         BLOCK=block,
         INNER=32,
         num_warps=4 if block * pairs <= 4096 else 8,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -23,6 +24,8 @@ from hf_kvcaches.translate.trial import Score, Trial, closeness, mean_score
 
 # One text in so many is kept apart to try layers on, and no more than so many texts.
 _APART, _MOST_APART = 8, 8
+# Tokens that layers of both models are compared on.
+_COMPARED = 4096
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ def fit(
     producer: Any, consumer: Any, tokenizer: Any, texts: Iterable[str | Sequence[int]], options: FitOptions
 ) -> tuple[Maps, TranslatorSettings, Route, ModelFingerprint, ModelFingerprint]:
     """The fields of a `CacheTranslator`; see its `fit`."""
-    pair, clock = Pair(producer, consumer, tokenizer, options.config.layer_map), Clock()
+    config, clock = options.config, Clock()
+    pair = Pair(producer, consumer, tokenizer, None if config.layer_map == "fit" else config.layer_map)
     lowest = options.run_layers(pair.layers)
     measured: dict[str, float] = {}
     with evaluating(pair.producer), evaluating(pair.consumer):
@@ -79,7 +83,11 @@ def fit(
         if len(kept) < compat.process()[1]:
             expected = f"at least {compat.process()[1]} of at least 2 tokens, one for each process, beside those kept apart"
             raise ConfigError.of("texts", expected, len(kept))
-        reading = TextSums(pair, options.config, lowest, len(kept))
+        if config.layer_map == "fit":
+            with clock.stage("layers"):
+                pair.fit_sources(_beginning(kept))
+            config = replace(config, layer_map=pair.sources)
+        reading = TextSums(pair, config, lowest, len(kept))
         reading.read(kept, clock, options.progress)
         reading.join_processes()
         trials = []
@@ -117,6 +125,12 @@ def _choose_run(reading: TextSums, options: FitOptions, trials: Sequence[Trial],
             scores[lowest] = mean_score(trials, [trial.translated(maps, lowest) for trial in trials], score)
             measured[f"{lowest} layers run"] = -scores[lowest]
     return max(scores, key=lambda lowest: (scores[lowest], -lowest))
+
+
+def _beginning(texts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The first texts, of so many tokens that layers can be compared."""
+    lengths = list(accumulate(map(len, texts), initial=0))
+    return [ids for ids, before in zip(texts, lengths, strict=False) if before < _COMPARED]
 
 
 def _kept_apart(prefixes: Sequence[torch.Tensor]) -> list[int]:

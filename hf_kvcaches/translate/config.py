@@ -26,7 +26,8 @@ class TranslatorConfig:
             `method="paper"`, which takes a single number.
         metric: What errors cost: by gradients of what the model says (`"loss"`, where they can be had), by queries and output
             projections (`"attention"`), or all the same (`"plain"`, and always with `method="paper"`).
-        layer_map: For each layer of the consumer the producer's layer that it is made of; None: the one nearest in depth.
+        layer_map: For each layer of the consumer the producer's layer that it is made of; None: the one nearest in depth; `"fit"`: the
+            one that predicts it best on the first texts, none below that of the layer before.
         prefill_share: With `recompute_layers="auto"`, the share of the consumer's layers that may be run.
         ridge: Regularisation, as a share of the mean variance. None: as the number of tokens asks for, and with many hardly any.
         heads: Whether `method="paper"` factorises heads jointly or each for itself.
@@ -38,7 +39,7 @@ class TranslatorConfig:
     layers_per_code: int = 4
     widths: Sequence[int] | int | None = None
     metric: Metric = "loss"
-    layer_map: Sequence[int] | None = None
+    layer_map: Sequence[int] | Literal["fit"] | None = None
     prefill_share: float = 0.25
     ridge: float | None = None
     heads: Literal["joint", "each"] = "joint"
@@ -59,8 +60,8 @@ class TranslatorConfig:
         if paper and len(self.all_widths) > 1:
             raise ConfigError.of("widths", "one number with method='paper'", self.widths)
         whole_number("layers_per_code", self.layers_per_code, 1)
-        if self.layer_map is not None:
-            expected = "a layer of the producer for each of the consumer's"
+        if self.layer_map is not None and self.layer_map != "fit":
+            expected = "a layer of the producer for each of the consumer's, or 'fit'"
             if isinstance(self.layer_map, str) or not isinstance(self.layer_map, Sequence):
                 raise ConfigError.of("layer_map", expected, self.layer_map)
             object.__setattr__(self, "layer_map", tuple(whole_number("layer_map", layer, 0, expected) for layer in self.layer_map))

@@ -13,7 +13,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.layer_pass import StoppingPass
 from hf_kvcaches.core.partial import PassEnded, with_layers
 from hf_kvcaches.core.prefill import run_module
-from hf_kvcaches.kernels.rebuild import Codes, RowSpan, rebuild
+from hf_kvcaches.kernels.rebuild import RowSpan, rebuild
 from hf_kvcaches.translate.codes import Part
 from hf_kvcaches.translate.head import CodesHead
 from hf_kvcaches.translate.maps import LayerDecoder
@@ -120,6 +120,7 @@ class _Filling:
         self._code_indices = prompt.code_indices(head)
         self._tables: dict[Any, dict[str, Any]] = {}
         self._side = self._known_of_tokens()
+        self._known = self._distinct()
 
     def _known_of_tokens(self) -> torch.Tensor:
         """Runs the layers that the consumer has for itself, up to the next one's keys and values.
@@ -140,6 +141,16 @@ class _Filling:
             run_module(twin, StoppingPass(self.cache, lowest), *new, self.tokens.mask)
         return torch.cat([given[0][span.row, span.first - seen :] for span in self.prompt.spans])
 
+    def _distinct(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is known, and which row each token has: where no layer runs, tokens with one id share a row and are multiplied once."""
+        if self.translator.settings.recompute_layers:
+            return self._side, None
+        _, rows = torch.cat([self.tokens.ids[span.row, span.first :] for span in self.prompt.spans]).unique(return_inverse=True)
+        rows = rows.to(self._side.device)
+        distinct = self._side.new_empty(int(rows.max()) + 1, self._side.shape[1]).index_copy_(0, rows, self._side)
+        # Models that add positions to embeddings know more of a token than its id.
+        return (distinct, rows) if torch.equal(distinct[rows], self._side) else (self._side, None)
+
     def coefficients(self, part: Part) -> torch.Tensor:
         """Of the rebuilt tokens, (tokens, rank)."""
         codes = part.codes if self._code_indices is None else part.codes[:, self._code_indices]
@@ -154,15 +165,17 @@ class _Filling:
             heads, *dims = decoder.shape
             like = self.cache.layers[0].key_buffer
             layer.open(len(self.tokens.ids), self.prompt.slots, *(like.new_empty(1, heads, 0, dim, device=device) for dim in dims))
+            side, side_rows = (None if part is None else part.to(device) for part in self._known)
             weights = self.translator.weights_on(decoder, device, self.cache.model.dtype)
             rebuild(
-                None if weights.side is None else self._side.to(device),
-                None if coefficients is None or weights.codes is None else Codes(coefficients.to(device)),
+                None if weights.side is None else side,
+                None if coefficients is None or weights.codes is None else coefficients.to(device),
                 weights,
                 layer.key_buffer,
                 layer.value_buffer,
                 self.prompt.spans,
                 check=False,
+                side_rows=side_rows,
                 **self._rotation(decoder.layer, device),
             )
         for row, twin in self.prompt.copies.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hf_kvcaches.core.identity import require_identity
 from hf_kvcaches.core.model_parts import tokenizer_part
 from hf_kvcaches.core.watching import Attended
 from hf_kvcaches.errors import ConfigError, FingerprintMismatch, UnsupportedError
+from hf_kvcaches.translate.layer_map import best_fit, nearest_in_depth
 from hf_kvcaches.translate.states import PromptTokens, State, read_states, require_plain_layers
 
 States = dict[int, State]
@@ -59,6 +60,15 @@ class Pair:
         producer = require_identity(self.producer, "producer: the translator", any_precision=True)
         return producer, require_identity(self.consumer, "consumer: the translator", any_precision=True)
 
+    def fit_sources(self, texts: Iterable[torch.Tensor]) -> None:
+        """Takes for each layer the source that predicts it best.
+
+        Args:
+            texts: (tokens,) each; both models read them.
+        """
+        read = ([states[layer].pair.cpu() for layer in sorted(states)] for ids in texts for states in self.states(ids, ()))
+        self.sources = tuple(best_fit(zip(read, read, strict=True)))
+
     def states(
         self, ids: torch.Tensor, inputs: Collection[int], queries: Callable[[Attended], None] | None = None
     ) -> tuple[States, States]:
@@ -77,11 +87,6 @@ class Pair:
             read_states(model, tokens, states.__setitem__, hidden=hidden, queries=queries if own else None)
             found.append(states)
         return found[0], found[1]
-
-
-def nearest_in_depth(layers: int, others: int) -> list[int]:
-    """For each of some layers the one of others at the nearest depth; the first and the last are each other's."""
-    return [round(layer * (others - 1) / max(1, layers - 1)) for layer in range(layers)]
 
 
 def _one_tokenizer(tokenizer: Any) -> Any:

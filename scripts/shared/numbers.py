@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import torch
+from scipy.stats import spearmanr
 
 
 def mean(values: Sequence[float]) -> float:
@@ -14,13 +15,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def spearman(left: torch.Tensor, right: torch.Tensor) -> float:
-    """The correlation of the ranks of two lists of numbers; equal ones share their mean rank."""
-    ranks = torch.stack([_ranks(left), _ranks(right)])
-    centred = ranks - ranks.mean(1, keepdim=True)
-    scale = centred.square().sum(1).prod().sqrt()
-    return float((centred[0] * centred[1]).sum() / scale) if scale else float("nan")
-
-
-def _ranks(numbers: torch.Tensor) -> torch.Tensor:
-    _, place, counts = torch.unique(numbers.double(), sorted=True, return_inverse=True, return_counts=True)
-    return (counts.cumsum(0).double() - (counts.double() - 1) / 2)[place]
+    """The correlation of the ranks of two lists of numbers; equal ones share their mean rank. Not a number where one is constant."""
+    if left.unique().numel() < 2 or right.unique().numel() < 2:  # of which SciPy warns
+        return float("nan")
+    return float(spearmanr(left.numpy(), right.numpy()).statistic)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.core.checksum import digest_of
 from hf_kvcaches.core.fingerprint import ModelFingerprint
+from hf_kvcaches.core.tensor_checksum import checksum, checksum_anywhere, checksum_on_cpu
 from hf_kvcaches.errors import UnsupportedError
 from tests.core.fingerprint_helpers import changed, llama, nudge
 
@@ -50,6 +51,21 @@ def test_weights_that_are_not_there_are_refused():
 def test_a_compiled_model_is_the_model_that_it_compiles():
     model = llama()
     assert ModelFingerprint.of(torch.compile(model)) == ModelFingerprint.of(model)
+
+
+# Around all sizes at which rows, groups of rows and squares of them are full.
+SIZES = [0, 1, 2038, 2039, 2048, 2039 * 15, 2048 * 16, 2039 * 15 * 4 + 1, 2048 * 16 * 5, 2039 * 225, 2048 * 256, 2048 * 257 + 3, 1_400_003]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_checksum_is_the_same_on_every_device(size):
+    words = torch.randint(-(2**62), 2**62, (size,), generator=torch.Generator().manual_seed(size))
+    assert torch.equal(checksum_on_cpu(words), checksum_anywhere(words))
+
+
+def test_checksums_that_were_stored_stay_valid():
+    assert checksum(torch.arange(1_100_003)).tolist() == [-432969970606785209, 277043451527372395]
+    assert checksum(torch.arange(5.0)).tolist() == [-4621591096865693975, 8040054218290352739]
 
 
 TENSORS = {

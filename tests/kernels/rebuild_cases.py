@@ -1,4 +1,4 @@
-"""Cases for all back-ends of `rebuild.py`, and what they must write: decoded, multiplied, rotated and written by slow parts of `core`."""
+"""Cases for all back-ends of `rebuild.py`, and what they must write: multiplied, rotated and written by slow parts of `core`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.core.quantize import quantize
 from hf_kvcaches.core.rope import RotaryGeometry
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild
+from hf_kvcaches.kernels.rebuild import Decoder, RowSpan, rebuild
 from tests.kernels.cases import NAN, Draws
 
 PLACES = ["one", "rows", "cut"]
@@ -24,8 +23,7 @@ class Case(Draws):
         value_dim: Of each head's values.
         width: Numbers of a token beside its codes; None: there are none.
         rank: Of the codes; None: there are none.
-        bits: 8, 4, or 0 for plain codes.
-        group: Tokens that share a scale.
+        shared: Whether tokens share what is known of them.
         bias: Whether there is one.
         given: The dtype of what is multiplied.
         weights: The dtype of the weights; None: `given`.
@@ -39,7 +37,7 @@ class Case(Draws):
     """
 
     def __init__(
-        self, heads=2, tokens=5, key_dim=8, value_dim=8, width: int | None = 6, rank: int | None = 3, bits=8, group=None,
+        self, heads=2, tokens=5, key_dim=8, value_dim=8, width: int | None = 6, rank: int | None = 3, shared=False,
         bias=True, given=torch.float32, weights=None, dtype=torch.float32, places="rows", turn="", rest=0, fine=False, views=False, seed=0,
     ) -> None:  # fmt: skip
         super().__init__(1, heads, tokens, given, seed)
@@ -47,15 +45,8 @@ class Case(Draws):
         self.out_dtype, self.exact = dtype, torch.promote_types(dtype, torch.float32)
         columns = heads * (key_dim + value_dim)
         weighing = weights or given
-        self.side = None if width is None else self.randn(tokens, width)
-        self.codes, self.decoded = None, None
-        if rank is not None:
-            plain = self.randn(tokens, rank) + self.randn(rank) * 3  # many codes sit off 0
-            self.codes, self.decoded = Codes(plain), plain
-            if bits:
-                quantized = quantize(plain, bits, group, axis=0)
-                self.codes = Codes(quantized.data, quantized.scale, quantized.zero, group)
-                self.decoded = quantized.dequantize(torch.float64)
+        self.side = None if width is None else self.randn(tokens // 2 + 1 if shared else tokens, width)
+        self.codes = None if rank is None else self.randn(tokens, rank) + self.randn(rank) * 3
         self.decoder = Decoder(
             None if width is None else (self.randn(width, columns) / max(1, width) ** 0.5).to(weighing),
             None if rank is None else (self.randn(rank, columns) / max(1, rank) ** 0.5).to(weighing),
@@ -63,6 +54,8 @@ class Case(Draws):
         )
         self.spans, batch, capacity = self.placed(places, tokens)
         self.options: dict[str, Any] = {}
+        if shared and self.side is not None:
+            self.options["side_rows"] = torch.randint(0, len(self.side), (tokens,), generator=self.generator)
         self.geometry = None
         if turn and key_dim - rest > 1:
             frequencies = torch.rand((key_dim - rest) // 2, generator=self.generator, dtype=torch.float64)
@@ -72,8 +65,7 @@ class Case(Draws):
             self.options |= {"cos": tables[0] * 1.3, "sin": tables[1] * 1.3, "layout": turn}
         if views:
             self.within_larger_ones()
-        # `dequantize` computes in float32 itself, and the scales of half types are as rough in all back-ends.
-        self.noise = 1e-11 if dtype == torch.float64 and not (bits and given != torch.float64) and (fine or not turn) else 1e-4
+        self.noise = 1e-11 if dtype == torch.float64 and (fine or not turn) else 1e-4
         shape = (batch, capacity, heads) if views else (batch, heads, capacity)
         self.outs = [torch.full((*shape, dim), NAN, dtype=dtype) for dim in (key_dim, value_dim)]
         if views:
@@ -93,8 +85,7 @@ class Case(Draws):
         """Puts the same numbers into parts of larger tensors of large ones."""
         self.side = None if self.side is None else within(self.side)
         self.decoder = Decoder(*(None if part is None else within(part) for part in self.decoder))
-        if self.codes is not None:
-            self.codes = Codes(*(None if part is None else within(part) for part in self.codes[:3]), self.codes.group)
+        self.codes = None if self.codes is None else within(self.codes)
         self.options |= {name: self.options[name].t().contiguous().t() for name in ("cos", "sin") if name in self.options}
 
     def arguments(self) -> tuple[Any, ...]:
@@ -106,7 +97,8 @@ class Case(Draws):
         outs = [torch.full(out.shape, NAN, dtype=torch.float64) for out in self.outs]
         _, heads, tokens = self.shape
         numbers = torch.zeros(tokens, heads * sum(out.shape[3] for out in outs), dtype=torch.float64)
-        for x, weights in ((self.side, self.decoder.side), (self.decoded, self.decoder.codes)):
+        side = self.side[self.options["side_rows"]] if self.side is not None and "side_rows" in self.options else self.side
+        for x, weights in ((side, self.decoder.side), (self.codes, self.decoder.codes)):
             if x is not None and weights is not None:
                 numbers += torch.einsum("ni,ic->nc", x.double(), weights.double())
         if self.decoder.bias is not None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kvcaches.kernels import rebuild_triton
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild
+from hf_kvcaches.kernels.rebuild import Decoder, RowSpan, rebuild
 from tests.kernels.rebuild_cases import PLACES, Case, assert_written, largest_of_float16
 from tests.kernels.triton_process import DEVICE, moved
 
@@ -27,8 +27,7 @@ CASES = {
     "value_dim": st.sampled_from([1, 5, 16, 80]),
     "width": st.sampled_from([None, 1, 31, 40]),
     "rank": st.sampled_from([None, 0, 1, 5, 33]),
-    "bits": st.sampled_from([8, 4, 0]),
-    "group": st.sampled_from([None, 1, 3, 16, 100]),
+    "shared": st.booleans(),
     "bias": st.just(True),
     "given": st.sampled_from([*DTYPES, torch.float64]),
     "weights": st.sampled_from([None, *DTYPES]),
@@ -62,16 +61,14 @@ def test_heads_of_any_size_turn_wholly_or_in_part(turn: str, key_dim: int, rest:
     assert_rebuilds(Case(heads=3, tokens=20, key_dim=key_dim, value_dim=24, rank=5, turn=turn, rest=rest))
 
 
-@pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize(("tokens", "group"), [(1, None), (63, 16), (64, 64), (65, 64), (130, None)])
-def test_rebuilding_equals_the_slow_way_at_lengths_about_a_block(tokens: int, group: int | None, bits: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 130])
+def test_rebuilding_equals_the_slow_way_at_lengths_about_a_block(tokens: int) -> None:
     half = {"given": torch.bfloat16, "dtype": torch.bfloat16}
-    assert_rebuilds(Case(heads=1, tokens=tokens, key_dim=60, value_dim=60, rank=33, bits=bits, group=group, turn="half", **half))
+    assert_rebuilds(Case(heads=1, tokens=tokens, key_dim=60, value_dim=60, rank=33, turn="half", **half))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_rebuilding_a_long_prompt_equals_the_slow_way(bits: int) -> None:
-    assert_rebuilds(Case(heads=3, tokens=900, key_dim=20, value_dim=20, rank=33, bits=bits, group=64, turn="half", places="cut"))
+def test_rebuilding_a_long_prompt_equals_the_slow_way() -> None:
+    assert_rebuilds(Case(heads=3, tokens=900, key_dim=20, value_dim=20, rank=33, shared=True, turn="half", places="cut"))
 
 
 @pytest.mark.parametrize(("width", "rank", "bias"), [(None, 3, False), (8, None, False), (None, None, True), (0, 0, False)])
@@ -81,7 +78,7 @@ def test_any_term_may_be_missing(width: int | None, rank: int | None, bias: bool
 
 def test_float32_keeps_its_precision() -> None:
     """As it would not in the tensor cores' own type."""
-    case = Case(heads=1, tokens=17, width=64, rank=64, bits=0, places="one")
+    case = Case(heads=1, tokens=17, width=64, rank=64, places="one")
     outs = moved(tuple(case.outs))
     rebuild(*moved(case.arguments()), *outs, case.spans, backend="triton")
     for got, expected in zip(outs, case.expected(), strict=True):
@@ -97,5 +94,5 @@ def test_layers_of_a_prompt_share_where_their_tokens_go() -> None:
     spans, ones = [RowSpan(0, 0, 2)], torch.ones(2, 1, device=DEVICE)
     for _ in range(3):
         outs = [torch.zeros(1, 1, 2, 1, device=DEVICE) for _ in "kv"]
-        rebuild(None, Codes(ones), Decoder(codes=torch.ones(1, 2, device=DEVICE)), *outs, spans, backend="triton")
+        rebuild(None, ones, Decoder(codes=torch.ones(1, 2, device=DEVICE)), *outs, spans, backend="triton")
     assert rebuild_triton._slots_of.cache_info().misses == 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 from hf_kvcaches.kernels import rebuild as kernels
-from hf_kvcaches.kernels.rebuild import Codes, Decoder, RowSpan, rebuild
+from hf_kvcaches.kernels.rebuild import Decoder, RowSpan, rebuild
 from tests.kernels.rebuild_cases import PLACES, Case, assert_written, largest_of_float16
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -22,8 +22,7 @@ CASES = {
     "value_dim": st.sampled_from([1, 5, 8]),
     "width": st.sampled_from([None, 0, 1, 9]),
     "rank": st.sampled_from([None, 0, 1, 5]),
-    "bits": st.sampled_from([8, 4, 0]),
-    "group": st.sampled_from([None, 1, 3, 4, 30]),
+    "shared": st.booleans(),
     "bias": st.just(True),
     "given": st.sampled_from(DTYPES),
     "weights": st.sampled_from([None, *DTYPES]),
@@ -41,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_a_number")
 
 def tensors(case: Case) -> list[torch.Tensor]:
     """Copies of all that is only read."""
-    given = [case.side, *(case.codes or ())[:3], *case.decoder, *(case.options.get(name) for name in ("cos", "sin"))]
+    given = [case.side, case.codes, *case.decoder, *(case.options.get(name) for name in ("cos", "sin"))]
     return [part.clone() for part in given if part is not None]
 
 
@@ -70,13 +69,10 @@ def test_heads_of_any_size_turn_wholly_or_in_part(turn: str, key_dim: int, rest:
     assert_written(case, case.outs)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 0])
-@pytest.mark.parametrize("group", [None, 64])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 900])
-def test_rebuilding_equals_the_slow_way_at_lengths_about_a_block(
-    tokens: int, group: int | None, bits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(heads=3, tokens=tokens, rank=33, bits=bits, group=group, places="cut", turn="half")
+def test_rebuilding_equals_the_slow_way_at_lengths_about_a_block(tokens: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(heads=3, tokens=tokens, rank=33, shared=shared, places="cut", turn="half")
     monkeypatch.setattr(kernels, "BLOCK", 64 * 3 * 16)
     rebuild(*case.arguments(), *case.outs, case.spans, **case.options)
     assert_written(case, case.outs)
@@ -91,14 +87,6 @@ def test_any_term_may_be_missing(width: int | None, rank: int | None, bias: bool
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_each_group_of_tokens_has_a_scale_of_its_own(bits: int, backend: Any) -> None:
-    case = Case(tokens=8, rank=2, bits=bits, group=3)
-    rebuild(*case.arguments(), *case.outs, case.spans, backend=backend)
-    assert_written(case, case.outs)
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_numbers_beyond_float16_become_its_largest(backend: Any) -> None:
     assert largest_of_float16("cpu", backend) == [[65504, -65504, 3], [65504, 65504, 2]]
 
@@ -108,7 +96,7 @@ def test_half_precision_is_rounded_once() -> None:
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     decoder = Decoder(torch.full((1, 2), 2**-8, dtype=torch.bfloat16), torch.full((1, 2), 2**-8, dtype=torch.bfloat16), one[0].expand(2))
     outs = [torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16) for _ in "kv"]
-    rebuild(one, Codes(one), decoder, *outs, [RowSpan(0, 0, 1)])
+    rebuild(one, one, decoder, *outs, [RowSpan(0, 0, 1)])
     assert [out.item() for out in outs] == [1 + 2**-7] * 2
 
 
@@ -141,19 +129,12 @@ def tables(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
         ({"side": torch.zeros(5, 7)}, "decoder.side"),
         ({"side": torch.zeros(5, 6, device="meta")}, "side"),
         ({"codes": None}, "decoder.codes"),
-        ({"codes": Codes(torch.zeros(5, 2))}, "decoder.codes"),
-        ({"codes": Codes(torch.zeros(4, 3))}, "codes.data"),
-        ({"codes": Codes(torch.zeros(5, 3), torch.zeros(3, 1))}, "codes.scale"),
-        ({"data": torch.zeros(3, 4, dtype=torch.int8)}, "codes.data"),
-        ({"data": torch.zeros(3, 5, dtype=torch.uint8)}, "codes.data"),
-        ({"data": torch.zeros(3, 5, dtype=torch.int16)}, "codes.data"),
-        ({"data": torch.zeros(2, 5, dtype=torch.int8)}, "codes.scale"),
-        ({"scale": None}, "codes.scale"),
-        ({"zero": None}, "codes.zero"),
-        ({"zero": torch.zeros(3, 2)}, "codes.zero"),
-        ({"zero": torch.zeros(3, 1, device="meta")}, "codes.zero"),
-        ({"group": 2}, "codes.scale"),
-        ({"group": 0}, "codes.group"),
+        ({"codes": torch.zeros(5, 2)}, "decoder.codes"),
+        ({"codes": torch.zeros(4, 3)}, "codes"),
+        ({"codes": torch.zeros(5, 3).int()}, "codes"),
+        ({"codes": torch.zeros(5, 3, device="meta")}, "codes"),
+        ({"side_rows": torch.zeros(4, dtype=torch.int64)}, "side_rows"),
+        ({"side_rows": torch.zeros(5)}, "side_rows"),
         ({"decoder": Decoder(None, torch.zeros(3, 32))}, "decoder.side"),
         ({"decoder": Decoder(torch.zeros(6, 32))}, "decoder.codes"),
         ({"decoder": Decoder(torch.zeros(6, 32), torch.zeros(4, 32))}, "decoder.codes"),
@@ -190,11 +171,8 @@ def tables(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.T
 )
 def test_what_does_not_fit_is_named_and_nothing_is_written(changes: dict[str, Any], named: str) -> None:
     case = Case()
-    assert case.codes is not None
-    chosen: dict[str, Any] = {"side": case.side, "decoder": case.decoder, "spans": case.spans}
+    chosen: dict[str, Any] = {"side": case.side, "codes": case.codes, "decoder": case.decoder, "spans": case.spans}
     chosen |= {"key_out": case.outs[0], "value_out": case.outs[1]} | changes
-    parts = {name: chosen.pop(name, part) for name, part in case.codes._asdict().items()}
-    chosen.setdefault("codes", Codes(**parts))
     with pytest.raises(ConfigError, match=f"^{named}: expected"):
         rebuild(**chosen)
     assert all(out.isnan().all() for out in case.outs)

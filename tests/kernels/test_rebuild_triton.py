@@ -25,24 +25,21 @@ def test_the_kernel_compiles_ahead_of_time_and_fits(capability: int) -> None:
 def variants():
     """Signatures of `rebuild_kernel`: strings are types, everything else is known when it is compiled."""
     flat = ("i64", "i64")
-    for bits, dtype, given, turned, pairs in (
-        (8, "bf16", "bf16", True, 64),
-        (8, "fp32", "fp32", True, 64),
-        (8, "fp32", "fp32", True, 256),
-        (4, "fp16", "fp32", False, 32),
-        (4, "bf16", "fp32", True, 16),
-        (0, "fp16", "fp16", True, 128),
-        (0, "bf16", None, False, 64),
+    for dtype, given, turned, pairs in (
+        ("bf16", "bf16", True, 64),
+        ("fp32", "fp32", True, 256),
+        ("fp16", "fp32", False, 32),
+        ("bf16", "fp32", True, 16),
+        ("fp16", "fp16", True, 128),
+        ("bf16", None, False, 64),
     ):
         weights = (f"*{given or 'bf16'}", *flat)
         yield {
             "side": (f"*{given}", *flat) if given else None,
             "side_weights": weights if given else None,
-            "codes": ({8: "*i8", 4: "*u8", 0: "*bf16"}[bits], *flat),
-            "scale": ("*bf16", *flat) if bits else None,
-            "zero": ("*fp16", *flat) if bits else None,
+            "codes": ("*bf16", *flat),
             "code_weights": weights,
-            "bias": (weights[0], "i64") if bits else None,
+            "bias": (weights[0], "i64") if turned else None,
             "key_out": (f"*{dtype}", *STRIDES),
             "value_out": (f"*{dtype}", *STRIDES),
             "slots": ("*i64", "*i64"),
@@ -55,10 +52,8 @@ def variants():
             "VALUE_DIM": pairs,
             "PAIRS": pairs,
             "HALF": pairs - 10 if turned else 0,
-            "INTERLEAVED": bits == 4,
-            "ALIGNED": 2 if bits == 8 else 1,
-            "BITS": bits,
-            "GROUP": 64 if bits == 8 else 0,
+            "INTERLEAVED": pairs < 64,
+            "ALIGNED": 2 if pairs > 64 else 1,
             "BLOCK": max(16, min(64, 4096 // pairs)),
             "INNER": 32,
         }

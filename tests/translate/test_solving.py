@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_kvcaches.errors import ConfigError, KVCacheError, UnsupportedError
 from hf_kvcaches.translate.config import TranslatorConfig
+from hf_kvcaches.translate.layer_map import least_errors
 from hf_kvcaches.translate.pair import Pair
 from hf_kvcaches.translate.reading import Clock, TextSums
 from hf_kvcaches.translate.solving import Solver, part_name
@@ -213,6 +214,29 @@ def test_models_of_other_depths_are_translated_from_the_layers_nearest_in_depth(
     found, own = filled(translator, producer, consumer, PROMPT), made_by(consumer, PROMPT[:, :-1])
     assert error(found[0][0], own[0].keys[0]) < LOSSLESS
     assert sorted(found) == list(range(layers))
+
+
+@pytest.mark.parametrize("kept", [(0, 1), (0, 2, 3), (0, 1, 3), (0, 1, 2, 3)])
+def test_a_fitted_map_of_layers_finds_the_layers_that_a_consumer_has_of_its_producer(kept):
+    producer, consumer = tiny.llama(), tiny.llama()
+    for number in set(range(4)) - set(kept):
+        # A layer that changes nothing, so that those behind it read the same.
+        for model in (producer, consumer):
+            model.model.layers[number].self_attn.o_proj.weight.data.zero_()
+            model.model.layers[number].mlp.down_proj.weight.data.zero_()
+    consumer.model.layers = torch.nn.ModuleList(consumer.model.layers[number] for number in kept)
+    for number, layer in enumerate(consumer.model.layers):
+        layer.self_attn.layer_idx = number
+    consumer.config.num_hidden_layers = len(kept)
+    texts = [tiny.ids(80, seed=number).tolist() for number in range(12)]
+    translator = fitted(producer, consumer, texts, layer_map="fit", payload=0.5)
+    assert translator.settings.config.layer_map == kept
+
+
+def test_a_fitted_map_of_layers_never_steps_back():
+    errors = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.9, 1.0], [1.0, 1.0, 0.0]])
+    assert least_errors(errors) == [1, 1, 2]
+    assert least_errors(torch.zeros(3, 3)) == [0, 0, 0]
 
 
 def test_a_map_of_layers_is_taken_as_it_is():
