@@ -23,6 +23,7 @@ from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.maps import LayerDecoder, Maps, PartEncoder
 from hf_kvcaches.translate.paper.routing import Route
 from hf_kvcaches.translate.quantizing import Quantizer
+from hf_kvcaches.translate.solving import part_name
 
 A = TypeVar("A", bound=Artifact)
 BITS = 2  # of a direction of the codes
@@ -106,7 +107,8 @@ def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
     Fitting one of so many layers takes an hour on one core, and random weights have nothing to fit to.
     """
     config, settings = consumer.config, TranslatorConfig(metric="plain")
-    heads, dim, layers, group = config.num_key_value_heads, config.head_dim, config.num_hidden_layers, settings.layers_per_code
+    heads, dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
+    group = settings.layers_of_width(2 * heads * dim)
     random = torch.Generator().manual_seed(6)
     matrix = lambda rows, columns: torch.randn(rows, columns, generator=random) / rows**0.5  # noqa: E731
     encoders, decoders, payload = [], [], 0.025
@@ -115,7 +117,7 @@ def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
         nbytes = payload * 2 * len(used) * 2 * heads * dim
         rank = max(1, int((nbytes - 1) * 8 / BITS))
         quantizer = Quantizer(torch.full((rank,), 1.0), torch.full((rank,), BITS, dtype=torch.uint8), torch.ones(rank))
-        part = f"layers.{used[0]}-{used[-1]}"
+        part = part_name(used)
         side = matrix(config.hidden_size, rank)
         encoders.append(PartEncoder(part, "states", used, 0, matrix(2 * heads * dim * len(used), rank), side, torch.zeros(rank), quantizer))
         for layer in used:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, generated: bool = False) -
     parser.add_argument("--length", type=int, default=512, help="of a text, in tokens at most")
     parser.add_argument("--method", choices=("joint", "paper"), default="joint")
     parser.add_argument("--payload", type=float, default=0.025, help="bytes that are sent, as a share of bfloat16 keys and values")
-    parser.add_argument("--layers-per-code", type=int, default=4, help="how many consecutive layers share a code")
+    parser.add_argument("--layers-per-code", type=int, help="how many consecutive layers share a code; default: by their width")
     parser.add_argument("--patch-layers", default="none", help="auto, none, or numbers as in 1,3")
     parser.add_argument("--aligner", choices=("ridge", "mlp"), default="ridge", help="of patched layers")
     parser.add_argument("--recompute-layers", default="0", help="how many of its lowest layers the consumer runs itself, or auto")

@@ -48,8 +48,10 @@ class FitOptions:
         if self.recompute_layers != "auto":
             expected = "a number of layers, or 'auto'"
             object.__setattr__(self, "recompute_layers", whole_number("recompute_layers", self.recompute_layers, 0, expected))
-        if self.patches and self.config.method == "joint" and self.config.layers_per_code > 1:
-            raise ConfigError("patch_layers: expected codes of one layer each. Pass config=TranslatorConfig(layers_per_code=1).")
+        if self.patches and self.config.method == "joint" and self.config.layers_per_code != 1:
+            if self.config.layers_per_code is not None:
+                raise ConfigError("patch_layers: expected codes of one layer each. Pass config=TranslatorConfig(layers_per_code=1).")
+            object.__setattr__(self, "config", replace(self.config, layers_per_code=1))
         whole_number("max_length", self.max_length, 8, "at least 8 tokens")
 
     def run_layers(self, layers: int) -> list[int]:
@@ -110,7 +112,8 @@ def fit(
         for role, before, after in zip(("producer", "consumer"), fingerprints, pair.fingerprints(), strict=True):
             before.require_same(after, f"The first half of what the {role} made of the texts")
     tokens = sum(map(len, prefixes))
-    settings = TranslatorSettings(float(options.payload), run, reading.config, pair.layers, len(prefixes), tokens, clock.seconds, measured)
+    config = replace(reading.config, layers_per_code=reading.layers_per_code)
+    settings = TranslatorSettings(float(options.payload), run, config, pair.layers, len(prefixes), tokens, clock.seconds, measured)
     return maps, settings, route, *fingerprints
 
 

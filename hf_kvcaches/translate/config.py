@@ -11,6 +11,8 @@ from hf_kvcaches.core.metric import Metric
 from hf_kvcaches.errors import ConfigError, is_number, require_choice, whole_number
 
 Method = Literal["joint", "paper"]
+# By default so many layers share a code, and so many numbers of keys and values: sums of wider ones take gigabytes.
+_MOST_SHARING, _WIDEST_CODE = 4, 2048
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class TranslatorConfig:
         method: `"joint"`: codes of keys and values, by reduced-rank regression, with the tokens as side information. `"paper"`: keys and
             values each for themselves, by an SVD of both models' states, with no side information.
         layers_per_code: How many consecutive layers share a code, which is sent once the producer has the last of them. More layers say
-            more at the same bytes; fitting takes memory by the square.
+            more at the same bytes; rebuilding takes time in proportion, and fitting takes memory. None: up to 4, as long as their keys and
+            values together have at most 2,048 numbers a token.
         widths: The bits that a direction of a code may have, of 1, 2, 3, 4, 5, 6, 8, 16 and 24; None for 1, 2, 4, 6 and 8, or 16 with
             `method="paper"`, which takes a single number.
         metric: What errors cost: by gradients of what the model says (`"loss"`, where they can be had), by queries and output
@@ -36,7 +39,7 @@ class TranslatorConfig:
     """
 
     method: Method = "joint"
-    layers_per_code: int = 4
+    layers_per_code: int | None = None
     widths: Sequence[int] | int | None = None
     metric: Metric = "loss"
     layer_map: Sequence[int] | Literal["fit"] | None = None
@@ -59,7 +62,8 @@ class TranslatorConfig:
             raise ConfigError.of("widths", f"some of {WIDTHS}", self.widths)
         if paper and len(self.all_widths) > 1:
             raise ConfigError.of("widths", "one number with method='paper'", self.widths)
-        whole_number("layers_per_code", self.layers_per_code, 1)
+        if self.layers_per_code is not None:
+            whole_number("layers_per_code", self.layers_per_code, 1)
         if self.layer_map is not None and self.layer_map != "fit":
             expected = "a layer of the producer for each of the consumer's, or 'fit'"
             if isinstance(self.layer_map, str) or not isinstance(self.layer_map, Sequence):
@@ -74,6 +78,12 @@ class TranslatorConfig:
             if not isinstance(self.ranks, tuple | list) or len(self.ranks) != 2:
                 raise ConfigError.of("ranks", expected, self.ranks)
             object.__setattr__(self, "ranks", tuple(whole_number("ranks", rank, 1, expected) for rank in self.ranks))
+
+    def layers_of_width(self, width: int) -> int:
+        """`layers_per_code`, or the default for layers whose keys and values have so many numbers a token."""
+        if self.method == "paper":
+            return 1
+        return self.layers_per_code or max(1, min(_MOST_SHARING, _WIDEST_CODE // width))
 
     @property
     def all_widths(self) -> tuple[int, ...]:

@@ -75,13 +75,18 @@ class TextSums:
 
     def groups(self, lowest: int) -> list[tuple[int, ...]]:
         """These layers, as they share codes."""
-        sent, size = self.sent(lowest), self.config.layers_per_code if self.config.method == "joint" else 1
+        sent, size = self.sent(lowest), self.layers_per_code
         return [tuple(sent[start : start + size]) for start in range(0, len(sent), size)]
 
     def columns(self, layers: tuple[int, ...]) -> dict[int, slice]:
         """Where the keys and values of each layer are among those of a group."""
         widths = [heads * (key_dim + value_dim) for heads, key_dim, value_dim in (self.shapes[layer] for layer in layers)]
         return {layer: slice(stop - width, stop) for layer, width, stop in zip(layers, widths, accumulate(widths), strict=True)}
+
+    @property
+    def layers_per_code(self) -> int:
+        """How many consecutive layers share a code; the widest layer decides where the options leave it open."""
+        return self.config.layers_of_width(max(heads * (key + value) for heads, key, value in self.shapes.values()))
 
     @property
     def numbers(self) -> int:

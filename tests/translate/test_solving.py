@@ -114,6 +114,20 @@ def test_a_payload_of_0_sends_nothing_and_leaves_least_squares_on_what_is_known(
     assert error(found[0][0], new[0].keys) < LOSSLESS
 
 
+@pytest.mark.parametrize(("width", "shared"), [(16, 4), (512, 4), (1024, 2), (2048, 1), (16384, 1)])
+def test_wide_layers_have_a_code_each_where_nothing_else_is_asked_for(width, shared):
+    assert TranslatorConfig().layers_of_width(width) == shared
+    assert TranslatorConfig(layers_per_code=3).layers_of_width(width) == 3
+    assert TranslatorConfig(method="paper").layers_of_width(width) == 1
+
+
+@pytest.mark.parametrize(("options", "shared"), [({}, 4), ({"patch_layers": (2,)}, 1), ({"method": "paper"}, 1)], ids=str)
+def test_a_translator_says_how_many_layers_share_a_code(options, shared):
+    translator = fitted(MODELS["llama"](seed=1), MODELS["llama"](seed=2), layers_per_code=None, **options)
+    assert translator.settings.config.layers_per_code == shared
+    assert max(len(encoder.layers) for encoder in translator.maps.encoders) == min(3, shared)
+
+
 @pytest.mark.parametrize("widths", [None, (2, 4), 16])
 @pytest.mark.parametrize("layers_per_code", [1, 2, 4])
 def test_bytes_are_a_share_of_bfloat16_keys_and_values(widths, layers_per_code):

@@ -414,7 +414,7 @@ def test_pairs_that_can_not_be_translated_are_refused() -> None:
         ("patch_layers", {"layers_per_code": 1, "patch_layers": [0]}),
         ("patch_layers", {"layers_per_code": 1, "patch_layers": "all"}),
         ("patch_layers", {"layers_per_code": 1, "patch_layers": 2}),
-        ("patch_layers", [2]),
+        ("patch_layers", {"layers_per_code": 2, "patch_layers": [2]}),
         ("recompute_layers", 4),
         ("recompute_layers", -1),
         ("recompute_layers", "all"),
