@@ -102,10 +102,7 @@ class Bench:
 
 
 def random_translator(producer: Any, consumer: Any) -> CacheTranslator:
-    """A translator that nothing was fitted to, for times.
-
-    Fitting one of so many layers takes an hour on one core, and random weights have nothing to fit to.
-    """
+    """A translator that nothing was fitted to, for times: random weights have nothing to fit to."""
     config, settings = consumer.config, TranslatorConfig(metric="plain")
     heads, dim, layers = config.num_key_value_heads, config.head_dim, config.num_hidden_layers
     group = settings.layers_of_width(2 * heads * dim)

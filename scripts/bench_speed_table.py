@@ -183,6 +183,8 @@ def jobs(args: argparse.Namespace, size: Size, device: torch.device, results: Re
             print(f"{args.dtype} {batch} x {context}: not enough memory, not measured")
             continue
         for side in SIDES:
+            if args.caches and side.cache not in args.caches:
+                continue
             point = {"dtype": args.dtype, "cache": side.cache, "batch": batch, "context": context, **size.labels()}
             same = [row for row in results.rows if row.get("setting", "") == side.setting and point.items() <= row.items()]
             if not same and not (side.single and batch > 1):
@@ -204,6 +206,7 @@ def main() -> None:
     parser.add_argument("--device", **OPTIONS["device"] | {"default": "cpu"})
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--cells", nargs="+", metavar="BATCHxTOKENS", help="default: all of 1 and 8 times 2,048 and 8,192")
+    parser.add_argument("--caches", nargs="+", choices=sorted({side.cache for side in SIDES}), help="default: all")
     parser.add_argument("--runs", type=int, help="prefills of each cache; default: 3, and 1 in cells of more than 4,096 tokens")
     parser.add_argument("--memory", type=float, default=float("inf"), metavar="GIB", help="cells that need more are left out")
     parser.add_argument("--state", type=Path, default=ROOT / ".speed", help="where rows and artifacts are kept between runs")
