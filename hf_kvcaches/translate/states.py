@@ -18,7 +18,7 @@ from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
-from hf_kvcaches.core.partial import PassEnded, SkippedLayer, StandIn, ToldModule, name_of, twin_of, with_layers
+from hf_kvcaches.core.partial import PassEnded, SkippedLayer, ToldModule, name_of, twin_of, with_layers
 from hf_kvcaches.core.prefill import run_module, run_span
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.watching import Attended, WatchedView
@@ -244,19 +244,9 @@ def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tok
 
 
 def with_told_attention(layer: nn.Module, on_call: Callable[..., Any]) -> nn.Module:
-    """A twin of a decoder layer that tells what its attention is called with, and has no queries: passes end behind its keys and values."""
+    """A twin of a decoder layer that tells what its attention is called with."""
     attention = compat.attention_module(layer)
-    projection = getattr(attention, "q_proj", None)
-    quick = attention if projection is None else twin_of(attention, {"q_proj": _NoQueries(projection)})
-    return twin_of(layer, {name_of(layer, attention): ToldModule(quick, on_call)})
-
-
-class _NoQueries(StandIn):
-    """Computes no queries: zeros of their shape, without memory."""
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        width: Any = self.stood.out_features
-        return hidden.new_zeros(()).expand(*hidden.shape[:-1], width)
+    return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
 
 
 @torch.no_grad()
