@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from shared.results import Results, Row, environment, rows_where, write_csv
 
-ROW = (
-    "device threads dtype cache setting hidden layers heads kv_heads head_dim batch context "
-    "prefill_s decode_ms prefill_ratio decode_ratio mib"
-).split()
-KEY = ROW[:12]  # what a row is found by
+from hf_kvcaches.cli.benching import SPEED_COLUMNS
+
+ROW = list(SPEED_COLUMNS)
+KEY = ROW[: ROW.index("prefill_s")]  # what a row is found by
 FULL = "DynamicCache"
 BENCHMARKS, PACKAGED = Path("docs", "benchmarks"), Path("hf_kvcaches", "cli", "speed.csv")
 MARKERS = "<!-- speed table: begin -->", "<!-- speed table: end -->"

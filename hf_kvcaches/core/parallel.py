@@ -116,8 +116,6 @@ def shard_of(model: Any) -> HeadShard | None:
     base, _ = compat.split_model(model)
     if base is None or not is_tensor_parallel(base) or not _shards_heads(base):
         return None
-    from torch import distributed
-
     size = base.tp_size
     for parameter in base.parameters():
         mesh: Any = getattr(parameter, "device_mesh", None)
@@ -125,8 +123,8 @@ def shard_of(model: Any) -> HeadShard | None:
         if mesh is not None and ("tp" in names or mesh.ndim == 1):
             axis = names.index("tp") if "tp" in names else 0
             return HeadShard(mesh.get_local_rank(axis), mesh.size(axis), mesh.get_group(axis))
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() == size:
-        return HeadShard(distributed.get_rank(), size)
+    if _processes() == size:
+        return HeadShard(torch.distributed.get_rank(), size)
     raise UnsupportedError(
         f"model: expected tensor parallelism over a DeviceMesh with the dimension 'tp', or over all processes, got tp_size={size} and "
         "neither. Use a model that from_pretrained has loaded with a tp_plan."

@@ -80,18 +80,23 @@ class TextSums:
 
     def columns(self, layers: tuple[int, ...]) -> dict[int, slice]:
         """Where the keys and values of each layer are among those of a group."""
-        widths = [heads * (key_dim + value_dim) for heads, key_dim, value_dim in (self.shapes[layer] for layer in layers)]
+        widths = [self.widths[layer] for layer in layers]
         return {layer: slice(stop - width, stop) for layer, width, stop in zip(layers, widths, accumulate(widths), strict=True)}
+
+    @property
+    def widths(self) -> dict[int, int]:
+        """How many numbers a token's keys and values have, by layer of the consumer."""
+        return {layer: heads * (key_dim + value_dim) for layer, (heads, key_dim, value_dim) in self.shapes.items()}
 
     @property
     def layers_per_code(self) -> int:
         """How many consecutive layers share a code; the widest layer decides where the options leave it open."""
-        return self.config.layers_of_width(max(heads * (key + value) for heads, key, value in self.shapes.values()))
+        return self.config.layers_of_width(max(self.widths.values()))
 
     @property
     def numbers(self) -> int:
         """Of a token's keys and values, in all layers of the consumer."""
-        return sum(heads * (key + value) for heads, key, value in self.shapes.values())
+        return sum(self.widths.values())
 
     def read(self, prefixes: Sequence[torch.Tensor], clock: Clock, progress: bool, first: int = 0, shared: bool = True) -> None:
         """Feeds texts in; where they are shared, this process' share.
