@@ -1,8 +1,7 @@
-"""`TranslatedCache`: a prompt that another model has read need not be read again."""
+"""`TranslatedCache`: a prompt that another model has read is not prefilled again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,9 +13,8 @@ from hf_kvcaches.core.prefill import PrefillCall
 from hf_kvcaches.core.report import CacheReport
 from hf_kvcaches.core.splicing.cache import SplicingCache
 from hf_kvcaches.errors import ConfigError, UnsupportedError, require_instance
-from hf_kvcaches.translate.codes import ArrivingCodes, Part, SemanticCodes
-from hf_kvcaches.translate.filling import CodedPrompt, fill, match_rows
-from hf_kvcaches.translate.head import CodesHead
+from hf_kvcaches.translate.codes import ArrivingCodes, CodesHead, SemanticCodes
+from hf_kvcaches.translate.filling import CodedPrompt, Filling, match_rows
 from hf_kvcaches.translate.states import PromptTokens
 from hf_kvcaches.translate.translator import CacheTranslator
 
@@ -25,14 +23,14 @@ _UNSERVED = "Pass the input_ids of the whole prompt, with logits_to_keep=1 as ge
 
 @dataclass(frozen=True)
 class TranslatedReport(CacheReport):
-    """What a `TranslatedCache` holds, and where it comes from.
+    """What a `TranslatedCache` holds, and which of it was rebuilt.
 
     Args:
-        translated: Tokens of the prompt whose keys and values were rebuilt, in all rows; 0 where the model ran the prompt.
-        payload_bytes: Of the codes as they are sent. 0, as all that follows, once the cache was pickled or saved: codes stay behind.
-        payload_share: Of what the rebuilt tokens' keys and values of all layers would take in bfloat16.
+        translated: Tokens whose keys and values were rebuilt, in all rows; 0 where the model ran the prompt.
+        payload_bytes: Of the messages. 0, as all that follows, once the cache was pickled or saved, which leaves codes out.
+        payload_share: Their share of the rebuilt tokens' keys and values of all layers in bfloat16.
         run_layers: How many layers the model ran on these tokens; keys and values of one more are exact.
-        patched: Layers that made their keys and values of a translated input.
+        patched: Layers that computed keys and values from a translated input.
     """
 
     translated: int = 0
@@ -43,34 +41,33 @@ class TranslatedReport(CacheReport):
 
 
 class TranslatedCache(SplicingCache):
-    """Starts from what another model has read: codes of its keys and values become the consumer's own, and `generate` runs the last token.
+    """Rebuilds the consumer's keys and values from codes of another model's; `generate` runs the prompt's last token only.
 
     Paper: Semantic Cache Distillation: Efficient State Transfer via Reuse and Selective Patching (SCD).
 
-    **Departs from the paper**: see docs/translation.md. One code for keys and values, measured where errors cost, with what the consumer
-    knows of each token for nothing.
+    **Departs from the paper**: see docs/translation.md. One code of keys and values, in the metric of what errors cost, beside the
+    token's embedding as side information.
 
     **Refuses**: codes of other prompts, other models or other adapters; models whose keys change with the length of the text.
 
-    **Memory per token**: as `GrowingCache`. Codes are let go once they are used.
+    **Memory per token**: as `GrowingCache`, and the codes.
 
-    The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the one that was coded. A
-    prompt that goes on behind the coded one is run from there. One that is shorter than the coded one is refused, and so is a pass that
-    codes can't serve (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings). The next turn of a chat
-    can come as codes, too: `add` takes them.
+    The cache is filled when the prompt comes, by `generate` or `prefill`: only then can it be compared with the coded one. A prompt that
+    goes on behind the coded one is run from there. One that is shorter than the coded one is refused, and so is a pass that codes can't
+    serve (with gradients, under `torch.compile`, with the logits of the whole prompt, on embeddings). The next turn of a chat can come
+    as codes, too: `add` takes them.
 
     Args:
         consumer: The model that the translator was fitted for.
-        translator: That made the codes.
+        translator: The one that made the codes.
         codes: In memory, or still arriving.
         decode_with: A new cache of the consumer that holds the tokens once the prompt is answered; None to keep them all here.
     """
 
     translator: CacheTranslator | None = None
-    # Tokens that were rebuilt, and how many numbers the keys and values of one are in all layers.
+    # Rebuilt tokens, the numbers that the keys and values of one have in all layers, and the messages that they came in.
     _translated = 0
     _token_numbers = 0
-    # How many of the messages were used.
     _used = 0
 
     def __init__(
@@ -81,18 +78,16 @@ class TranslatedCache(SplicingCache):
         translator.check_consumer(consumer)
         self.translator = translator
         self.messages: list[SemanticCodes | ArrivingCodes] = []
-        # Parts of codes that are still arriving: each comes once, and copies of this cache want it too.
-        self._arrived: list[Part] = []
         super().__init__(consumer, decode_with=decode_with)
         self.add(codes)
 
     @property
     def codes(self) -> SemanticCodes | ArrivingCodes | None:
-        """Those that the next prompt is filled from."""
+        """The codes that the next prompt is rebuilt from."""
         return self.messages[self._used] if self._used < len(self.messages) else None
 
     def add(self, codes: SemanticCodes | ArrivingCodes) -> None:
-        """Takes the codes of the next turn of a chat.
+        """Take the codes of the next turn of a chat.
 
         Args:
             codes: Of the whole text, with codes of the tokens behind this cache's at least: `translator.encode(..., first=cache.seen)`.
@@ -107,17 +102,16 @@ class TranslatedCache(SplicingCache):
             )
         self.translator.check_codes(codes.head)
         self.messages.append(codes)
-        self._arrived = []
 
     def settings(self) -> dict[str, Any]:
         return {"translated": self._translated}
 
     @classmethod
     def rebuild(cls, model: Any, settings: dict[str, Any]) -> Self:
-        # Codes stay behind: what comes out of a file goes on with the tokens that it has.
+        # A file holds tokens without their codes.
         cache = cls.__new__(cls)
         SplicingCache.__init__(cache, model)
-        cache.messages, cache._arrived, cache._translated = [], [], int(settings["translated"])
+        cache.messages, cache._translated = [], int(settings["translated"])
         return cache
 
     def prefill(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
@@ -139,7 +133,7 @@ class TranslatedCache(SplicingCache):
             return 0
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             self.reason = "Gradients are enabled, or the pass is compiled. Call the model under torch.no_grad(), and not compiled."
-            return 0  # and `update` says so
+            return 0  # `update` raises with this reason
         assert self.translator is not None
         seen, tokens = self.seen, self._whole_text(call)
         prompt = self._match(codes.head, tokens, seen + call.most)
@@ -147,8 +141,8 @@ class TranslatedCache(SplicingCache):
         self.translator.check_consumer(self.model, self.confirmed_identity())
         slots = prompt.slots
         filled = PromptTokens.of(tokens.ids[:, :slots], tokens.real[:, :slots]).to(compat.input_device(self.model))
-        fill(self, self.translator, codes.head, prompt, filled, self._parts(codes))
-        self._translated += sum(slots - max(seen, pad) for pad in prompt.padding)
+        Filling(self, self.translator, codes.head, prompt, filled).run(codes)
+        self._translated += sum(slots - max(seen, padding) for padding in prompt.padding)
         self._token_numbers = sum(tensor.shape[1] * tensor.shape[3] for layer in self.layers for tensor in layer.owned_tensors().values())
         self._used, self.reason = self._used + 1, ""
         self.take(slots)
@@ -166,11 +160,10 @@ class TranslatedCache(SplicingCache):
         return PromptTokens.of(self.history.tokens(), torch.arange(length)[None] >= torch.tensor(padding)[:, None])
 
     def _match(self, head: CodesHead, tokens: PromptTokens, most: int) -> CodedPrompt:
-        """Which codes the rows take."""
+        """Return which codes the rows of a batch are rebuilt from."""
         prompt = match_rows(head, tokens, most, self.seen)
         if prompt is None:
-            coded = ", ".join(str(row.tokens) for row in head.rows)
-            lengths = ", ".join(str(len(ids)) for ids in tokens.rows())
+            coded, lengths = (", ".join(map(str, counts)) for counts in ([row.tokens for row in head.rows], map(len, tokens.rows())))
             raise ConfigError(
                 f"codes: they are of another prompt (rows of {coded} tokens) than the one that came (rows of {lengths}). Encode this "
                 f"prompt, with the same tokens and chat template, and first=cache.seen ({self.seen}) or less, or use another cache for it. "
@@ -182,18 +175,6 @@ class TranslatedCache(SplicingCache):
                 "rows of such different lengths a cache each."
             )
         return prompt
-
-    def _parts(self, codes: SemanticCodes | ArrivingCodes) -> Iterator[Part]:
-        """All parts; those that came are kept, so that the cache can be filled again, also where a filling was broken off."""
-        yield from tuple(self._arrived)
-        if isinstance(codes, SemanticCodes):
-            yield from codes
-            return
-        if len(self._arrived) < len(codes.head.parts):
-            for part in codes:
-                self._arrived.append(part)
-                yield part
-        self.messages[self._used], self._arrived = SemanticCodes(codes.head, self._arrived), []
 
     def report(self) -> TranslatedReport:
         fields = self._report_fields()
@@ -216,7 +197,7 @@ class TranslatedCache(SplicingCache):
         del self.messages[1:]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo |= {id(each): each for each in (self.translator, self.rotation, self._arrived, *self.messages)}
+        memo |= {id(shared): shared for shared in (self.translator, self.rotation, *self.messages)}
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -224,5 +205,5 @@ class TranslatedCache(SplicingCache):
             raise UnsupportedError(
                 "pickle: the cache is still to be filled from its codes. Send these instead, or call cache.prefill first."
             )
-        # Elsewhere the cache goes on with what it has.
-        return {**super().__getstate__(), "translator": None, "messages": [], "_used": 0, "_arrived": []}
+        # Another process goes on with the tokens.
+        return {**super().__getstate__(), "translator": None, "messages": [], "_used": 0}

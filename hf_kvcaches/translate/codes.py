@@ -1,54 +1,166 @@
-"""Semantic codes: what a producer sends in place of its keys and values, and consumers rebuild theirs from.
+"""Semantic codes: what a producer sends instead of its keys and values, and consumers rebuild theirs from.
 
-A batch's tokens are concatenated without padding, so the codes of a part are `(bytes of a token, tokens of all rows)`. Codes come in parts,
-one for each layer that is sent or one for all, and the head that comes before them says what they will be. `core/wire/messages.py` has the
-bytes.
+The tokens of a batch are concatenated without padding, so a part's codes are (bytes of a token, tokens of all rows). Codes come in parts,
+each of one or more layers, behind a head that says what they are. `core/wire/messages.py` describes the bytes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from hf_kvcaches.core.files import write_atomically
-from hf_kvcaches.core.wire.messages import Bytes, MessageReader, MessageWriter
-from hf_kvcaches.errors import ArtifactError, ConfigError, UnsupportedError
+from hf_kvcaches.core.files import MOST_LAYERS, write_atomically
+from hf_kvcaches.core.wire.messages import DIGEST, BodyTensor, Bytes, MessageReader, MessageWriter, message_bytes
+from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
 from hf_kvcaches.stores.files import opened
-from hf_kvcaches.translate.head import CodesHead
+
+# Texts of a head are repeated in errors.
+_LONGEST_TEXT = 1000
+_MOST_TOKENS, _MOST_BYTES = 1 << 40, 1 << 31
+_ROW_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+TokenIds = Tensor | Sequence[int] | np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A coded prompt, identified by the digest of its token ids.
+
+    Args:
+        tokens: How many, without padding.
+        digest: Of their ids, as from `Row.of`.
+        first: The first token with codes; those before it are expected in the cache.
+    """
+
+    tokens: int
+    digest: str
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        whole_number("tokens", self.tokens, 0, most=_MOST_TOKENS)
+        whole_number("first", self.first, 0, f"a token of the {self.tokens}", most=self.tokens)
+        if not isinstance(self.digest, str) or not _ROW_DIGEST.fullmatch(self.digest):
+            raise ConfigError.of("digest", "32 hexadecimal digits in small letters", self.digest)
+
+    @classmethod
+    def of(cls, ids: TokenIds, first: int = 0) -> Self:
+        """The row of some token ids, without padding."""
+        return cls(len(ids), _digest(ids), first)
+
+    @property
+    def coded(self) -> int:
+        """How many tokens have codes."""
+        return self.tokens - self.first
+
+    def begins(self, ids: TokenIds) -> bool:
+        """Whether a text begins with this row."""
+        return len(ids) >= self.tokens and _digest(ids[: self.tokens]) == self.digest
+
+
+def _digest(ids: TokenIds) -> str:
+    return hashlib.blake2b(np.asarray(ids).astype("<u4").tobytes(), digest_size=DIGEST).hexdigest()
+
+
+@dataclass(frozen=True)
+class PartHead:
+    """A part that follows.
+
+    Args:
+        name: Such as `layer.3` or `layers.1-3`.
+        rows: Bytes of a token.
+    """
+
+    name: str
+    rows: int
+
+    def __post_init__(self) -> None:
+        _require_text("name", self.name)
+        whole_number("rows", self.rows, 1, most=_MOST_BYTES)
+
+
+@dataclass(frozen=True)
+class CodesHead:
+    """What a consumer is told before the codes.
+
+    Args:
+        translator: The translator's digest.
+        rows: The prompts, in the order of their tokens.
+        parts: In the order in which they are sent; none where all is rebuilt from the token ids.
+    """
+
+    kind: ClassVar[str] = "semantic codes"
+    finite: ClassVar[bool] = True
+
+    translator: str
+    rows: tuple[Row, ...]
+    parts: tuple[PartHead, ...]
+
+    def __post_init__(self) -> None:
+        _require_text("translator", self.translator)
+        for name, kind in (("rows", Row), ("parts", PartHead)):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
+                raise ConfigError.of(name, f"a tuple of {kind.__name__}s", values)
+        if not self.rows:
+            raise ConfigError.of("rows", "at least one row", self.rows)
+        names = {part.name for part in self.parts}
+        if len(names) < len(self.parts) or len(names) > MOST_LAYERS:
+            raise ConfigError.of("parts", f"at most {MOST_LAYERS} parts of different names", [part.name for part in self.parts])
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens with codes, of all rows."""
+        return sum(row.coded for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole message."""
+        return message_bytes(self)
+
+    def tensors_of(self, part: PartHead) -> list[BodyTensor]:
+        """What the body of a part holds."""
+        return [BodyTensor("codes", "U8", (part.rows, self.tokens))]
+
+    def content(self) -> dict[str, Any]:
+        """The head as JSON values."""
+        rows = [[row.tokens, row.digest, *([row.first] if row.first else [])] for row in self.rows]
+        return {"translator": self.translator, "rows": rows, "parts": [[part.name, part.rows] for part in self.parts]}
+
+    @classmethod
+    def of_content(cls, content: dict[str, Any]) -> Self:
+        """The inverse of `content`."""
+        rows, parts = tuple(Row(*row) for row in content["rows"]), tuple(PartHead(*part) for part in content["parts"])
+        return cls(**content | {"rows": rows, "parts": parts})
+
+
+def _require_text(argument: str, value: object) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_TEXT:
+        raise ConfigError.of(argument, f"a string of 1 to {_LONGEST_TEXT} characters", value)
 
 
 class Part(NamedTuple):
-    """The codes of a layer, or of all.
-
-    Args:
-        name: That of its `PartHead`.
-        codes: Packed, (bytes of a token, tokens), uint8.
-    """
+    """The codes of some layers: packed, (bytes of a token, tokens), uint8."""
 
     name: str
     codes: Tensor
 
 
-class CodesWriter:
-    """Codes as bytes, part by part: a producer sends a layer while it computes the next."""
-
-    def __init__(self, head: CodesHead) -> None:
-        self.head = head
-        self._message = MessageWriter(head)
-
-    def begin(self) -> bytes:
-        """What is sent first. Called once."""
-        return self._message.begin()
-
-    def add(self, part: Part) -> bytes:
-        """The bytes of the next part."""
-        _check_part(self.head, self._message.number, part)
-        return self._message.add({"codes": part.codes})
+def message_of(head: CodesHead, parts: Iterable[Part]) -> Iterator[bytes]:
+    """The bytes of codes: the head, then part by part as they are computed."""
+    writer = MessageWriter(head)
+    yield writer.begin()
+    for expected, part in zip(head.parts, parts, strict=True):
+        assert part.name == expected.name
+        yield writer.add({"codes": part.codes})
 
 
 class SemanticCodes:
@@ -60,11 +172,9 @@ class SemanticCodes:
     """
 
     def __init__(self, head: CodesHead, parts: Iterable[Part]) -> None:
-        self.head = head
-        self.parts = tuple(parts)
-        assert len(self.parts) == len(head.parts), f"{len(self.parts)} parts for a head of {len(head.parts)}"
-        for number, part in enumerate(self.parts):
-            _check_part(head, number, part)
+        self.head, self.parts = head, tuple(parts)
+        shapes = [(part.name, tuple(part.codes.shape)) for part in self.parts]
+        assert shapes == [(part.name, (part.rows, head.tokens)) for part in head.parts], f"{head.parts}, got {shapes}"
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +183,7 @@ class SemanticCodes:
 
     def chunks(self) -> Iterator[bytes]:
         """The bytes to send: the head, then part by part."""
-        writer = CodesWriter(self.head)
-        yield writer.begin()
-        for part in self.parts:
-            yield writer.add(part)
+        return message_of(self.head, self.parts)
 
     def to_bytes(self) -> bytes:
         """All bytes at once."""
@@ -84,17 +191,17 @@ class SemanticCodes:
 
     @staticmethod
     def from_bytes(data: Bytes) -> SemanticCodes:
-        """The inverse of `to_bytes`. Anything else is an `ArtifactError`.
+        """The inverse of `to_bytes`; any other bytes are an `ArtifactError`.
 
         Args:
-            data: All of the bytes, and no more.
+            data: The bytes of one message and no more.
         """
         if not isinstance(data, Bytes):
             raise ConfigError.of("data", "bytes", type(data).__name__)
         return ArrivingCodes([data]).collect()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file, whole or not at all.
+        """Write a file, whole or not at all.
 
         Args:
             path: In a folder that exists.
@@ -108,7 +215,7 @@ class SemanticCodes:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> SemanticCodes:
-        """Reads what `save` wrote.
+        """Read a file that `save` wrote.
 
         Args:
             path: The file.
@@ -133,17 +240,18 @@ class SemanticCodes:
 
 
 class ArrivingCodes:
-    """Semantic codes as a `MessageReader` takes them in: iterate over it, once, for the parts in their order.
+    """Semantic codes that are read while they arrive: iterate over the parts in their order. Parts that arrived are kept.
 
     Args:
-        source: The bytes of one message and no more, in pieces of any sizes, or a function that returns between 1 and the given number
+        source: The bytes of one message and no more, in pieces of any size, or a function that returns between 1 and the given number
             of bytes, and none at the end. Such a function is asked for no byte beyond the message.
-        ending: How it is said that no more bytes come.
+        ending: What an error says where bytes end too early.
     """
 
     def __init__(self, source: Iterable[Bytes] | Callable[[int], Bytes], ending: str = "") -> None:
         self._message = MessageReader(source, CodesHead, ending)
         self.head = self._message.head
+        self._parts: list[Part] = []
 
     @property
     def nbytes(self) -> int:
@@ -151,27 +259,15 @@ class ArrivingCodes:
         return self.head.nbytes
 
     def collect(self) -> SemanticCodes:
-        """Waits for all parts. They can't be collected once one was taken."""
-        if self._message.taken or self._message.finished:
-            raise UnsupportedError("Parts of these codes were taken already, and are not kept. Collect them first, then iterate.")
+        """Wait for all parts."""
         return SemanticCodes(self.head, self)
 
-    def __iter__(self) -> Self:
-        if self._message.finished:
-            raise UnsupportedError("All parts of these codes were taken already, and are not kept. Use collect() to have them twice.")
-        return self
-
-    def __next__(self) -> Part:
-        tensors = next(self._message)
-        return Part(self.head.parts[self._message.taken - 1].name, tensors["codes"])
+    def __iter__(self) -> Iterator[Part]:
+        for number, part in enumerate(self.head.parts):
+            if number == len(self._parts):
+                self._parts.append(Part(part.name, next(self._message)["codes"]))
+            yield self._parts[number]
+        next(self._message, None)  # nothing may follow
 
     def __repr__(self) -> str:
-        return f"ArrivingCodes({self._message.taken} of {len(self.head.parts)} parts taken)"
-
-
-def _check_part(head: CodesHead, number: int, part: Part) -> None:
-    """An assertion that this is the part of that number."""
-    assert number < len(head.parts), f"a part {part.name!r} after the last of {len(head.parts)}"
-    expected, form = head.parts[number], (part.codes.dtype, tuple(part.codes.shape))
-    assert part.name == expected.name, f"part {part.name!r} where {expected.name!r} is next"
-    assert form == (torch.uint8, (expected.rows, head.tokens)), f"part {part.name!r} has {form}, its head says {expected}"
+        return f"ArrivingCodes({len(self._parts)} of {len(self.head.parts)} parts arrived)"

@@ -1,4 +1,4 @@
-"""What a translator is fitted with beside its budget: checked when made, and saved with it."""
+"""The options that a translator is fitted with beside its budget, which are saved with it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class TranslatorConfig:
     Args:
         method: `"joint"`: codes of keys and values, by reduced-rank regression, with the tokens as side information. `"paper"`: keys and
             values each for themselves, by an SVD of both models' states, with no side information.
-        layers_per_code: How many consecutive layers share a code, which is sent once the producer has the last of them. More layers say
-            more at the same bytes; rebuilding takes time in proportion, and fitting takes memory. None: up to 4, as long as their keys and
+        layers_per_code: How many consecutive layers share a code, which is sent once the producer has the last of them. More layers lose
+            less at the same bytes; rebuilding takes time in proportion, and fitting takes memory. None: up to 4, as long as their keys and
             values together have at most 2,048 numbers a token.
         widths: The bits that a direction of a code may have, of 1, 2, 3, 4, 5, 6, 8, 16 and 24; None for 1, 2, 4, 6 and 8, or 16 with
             `method="paper"`, which takes a single number.
-        metric: What errors cost: by gradients of what the model says (`"loss"`, where they can be had), by queries and output
+        metric: What errors cost: by gradients of the predictions (`"loss"`, where the model has them), by queries and output
             projections (`"attention"`), or all the same (`"plain"`, and always with `method="paper"`).
-        layer_map: For each layer of the consumer the producer's layer that it is made of; None: the one nearest in depth; `"fit"`: the
-            one that predicts it best on the first texts, none below that of the layer before.
+        layer_map: For each layer of the consumer the producer's layer that predicts it; None: the one nearest in depth; `"fit"`: the
+            best one on the first texts, none below that of the layer before.
         prefill_share: With `recompute_layers="auto"`, the share of the consumer's layers that may be run.
-        ridge: Regularisation, as a share of the mean variance. None: as the number of tokens asks for, and with many hardly any.
-        heads: Whether `method="paper"` factorises heads jointly or each for itself.
+        ridge: Regularisation, as a share of the mean variance. None: less the more tokens there are.
+        heads: `method="paper"`: whether heads are factorised jointly or each for itself.
         ranks: `method="paper"`: (of keys, of values) in each layer, in place of the payload.
-        aligner: Of patched layers: a linear map, or with a hidden layer, which is trained.
+        aligner: Of patched layers: a linear map, or a trained one with a hidden layer.
     """
 
     method: Method = "joint"
@@ -50,34 +50,36 @@ class TranslatorConfig:
     aligner: Literal["ridge", "mlp"] = "ridge"
 
     def __post_init__(self) -> None:
-        choices = {"method": Method, "metric": Metric, "heads": Literal["joint", "each"], "aligner": Literal["ridge", "mlp"]}
-        for name, allowed in choices.items():
-            require_choice(name, getattr(self, name), get_args(allowed))
         paper = self.method == "paper"
+        choices = {"method": get_args(Method), "metric": get_args(Metric), "heads": ("joint", "each"), "aligner": ("ridge", "mlp")}
+        for name, allowed in choices.items():
+            require_choice(name, getattr(self, name), allowed)
         if paper:
             object.__setattr__(self, "metric", "plain")  # the only one that it has
         elif self.heads != "joint" or self.ranks is not None:
             raise ConfigError("heads, ranks: only method='paper' has them. Leave them out.")
-        if not self.all_widths or any(type(each) is not int or each not in WIDTHS for each in self.all_widths):
+        if not self.all_widths or any(type(width) is not int or width not in WIDTHS for width in self.all_widths):
             raise ConfigError.of("widths", f"some of {WIDTHS}", self.widths)
         if paper and len(self.all_widths) > 1:
             raise ConfigError.of("widths", "one number with method='paper'", self.widths)
         if self.layers_per_code is not None:
             whole_number("layers_per_code", self.layers_per_code, 1)
-        if self.layer_map is not None and self.layer_map != "fit":
-            expected = "a layer of the producer for each of the consumer's, or 'fit'"
-            if isinstance(self.layer_map, str) or not isinstance(self.layer_map, Sequence):
-                raise ConfigError.of("layer_map", expected, self.layer_map)
-            object.__setattr__(self, "layer_map", tuple(whole_number("layer_map", layer, 0, expected) for layer in self.layer_map))
+        if self.layer_map != "fit":
+            self._check_numbers("layer_map", 0, "a layer of the producer for each of the consumer's, or 'fit'")
+        self._check_numbers("ranks", 1, "two numbers of codes above 0, of keys and of values", 2)
         if not is_number(self.prefill_share) or not 0 <= self.prefill_share <= 1:
             raise ConfigError.of("prefill_share", "a share of 0 to 1", self.prefill_share)
         if self.ridge is not None and (not isinstance(self.ridge, float) or not 0 < self.ridge < 1):
             raise ConfigError.of("ridge", "a small share above 0, as 1e-8, or None", self.ridge)
-        if self.ranks is not None:
-            expected = "two numbers of codes above 0, of keys and of values"
-            if not isinstance(self.ranks, tuple | list) or len(self.ranks) != 2:
-                raise ConfigError.of("ranks", expected, self.ranks)
-            object.__setattr__(self, "ranks", tuple(whole_number("ranks", rank, 1, expected) for rank in self.ranks))
+
+    def _check_numbers(self, name: str, least: int, expected: str, count: int | None = None) -> None:
+        """Check an option that is None or a sequence of whole numbers, which becomes a tuple."""
+        values = getattr(self, name)
+        if values is None:
+            return
+        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != (count or len(values)):
+            raise ConfigError.of(name, expected, values)
+        object.__setattr__(self, name, tuple(whole_number(name, value, least, expected) for value in values))
 
     def layers_of_width(self, width: int) -> int:
         """`layers_per_code`, or the default for layers whose keys and values have so many numbers a token."""
@@ -98,9 +100,9 @@ class TranslatorSettings:
     """How a translator was fitted.
 
     Args:
-        payload: What was asked for, as a share of the bytes of bfloat16 keys and values.
+        payload: The argument, as a share of the bytes of bfloat16 keys and values.
         recompute_layers: How many layers the consumer runs.
-        config: With the metric that was used, also where another was asked for.
+        config: With the metric that was used, even where another was requested.
         layers: Of the consumer.
         measured: Divergences on texts that were kept apart, by what was tried.
     """

@@ -1,15 +1,16 @@
-"""One run of a producer over prompts, and the codes that are made on the way."""
+"""Run a producer over prompts, and make codes while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ConfigError, whole_number
-from hf_kvcaches.translate.codes import Part
-from hf_kvcaches.translate.head import CodesHead, Row
+from hf_kvcaches.translate.codes import CodesHead, Part, Row
 from hf_kvcaches.translate.states import PromptTokens, State, read_states
 
 if TYPE_CHECKING:
@@ -17,50 +18,63 @@ if TYPE_CHECKING:
 
 
 class Encoding:
-    """Codes of prompts that are to be made.
+    """The encoding of some prompts: its head, and its parts once it runs.
 
     Args:
         first: The index of the first token with codes, padding included.
     """
 
     def __init__(self, translator: CacheTranslator, producer: Any, input_ids: Any, attention_mask: Any, first: int) -> None:
-        self.translator, self.model = translator, translator.check_producer(producer)
+        self.encoders, self.model = translator.maps.encoders, translator.check_producer(producer)
         tokens = PromptTokens.of(input_ids, attention_mask)
         if int(tokens.real.sum(-1).min()) < 2:
-            raise ConfigError.of(
-                "input_ids", "at least two tokens a row", tuple(tokens.ids.shape), "The consumer runs the last one itself."
-            )
+            hint = "The consumer runs the last one itself."
+            raise ConfigError.of("input_ids", "at least two tokens a row", tuple(tokens.ids.shape), hint)
         last = tokens.ids.shape[1] - 1
         first = whole_number("first", first, 0, f"an index before the last one, {last}", "Encode the whole conversation.", most=last - 1)
         self.tokens = PromptTokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]).to(compat.input_device(self.model))
-        before = self.tokens.real[:, :first].sum(-1).tolist()
-        rows = tuple(Row.of(ids, skipped) for ids, skipped in zip(self.tokens.rows(), before, strict=True))
-        self._kept = None
-        if first:
-            real = self.tokens.real.clone()
-            real[:, :first] = False
-            self._kept = real[self.tokens.real]
+        coded = self.tokens.real.clone()
+        coded[:, :first] = False
+        self._coded = coded[self.tokens.real]
+        skipped = (self.tokens.real.sum(-1) - coded.sum(-1)).tolist()
+        rows = tuple(Row.of(ids, count) for ids, count in zip(self.tokens.rows(), skipped, strict=True))
         self.head = CodesHead(translator.digest, rows, translator.part_heads)
 
     def run(self, on_part: Callable[[Part], Any]) -> None:
-        """Hands each part on, in the order of the head."""
-        waiting = list(self.translator.maps.encoders)
-        if not waiting:
+        """Pass on each part, in the order of the head, as soon as the producer has its layers."""
+        if not self.encoders:
             return
-        needed = frozenset[int]().union(*(encoder.needs for encoder in waiting))
-        states: dict[int, State] = {}
+        waiting, states = list(self.encoders), dict[int, State]()
 
-        def take(layer: int, state: State) -> None:
-            if layer in needed:
-                states[layer] = state if self._kept is None else state.rows(self._kept)
+        def on_state(layer: int, state: State) -> None:
+            states[layer] = state if bool(self._coded.all()) else state.rows(self._coded)
             while waiting and waiting[0].needs <= states.keys():
                 encoder = waiting.pop(0)
                 on_part(Part(encoder.part, encoder.encode(states)))
-                left = frozenset[int]().union(*(encoder.needs for encoder in waiting))
-                for used in encoder.needs - left:
-                    del states[used]
+            for unused in states.keys() - frozenset[int]().union(*(encoder.needs for encoder in waiting)):
+                del states[unused]
 
         inputs = frozenset[int]().union(*(encoder.inputs for encoder in waiting))
-        # What dropout leaves is no state that any map was fitted to.
+        upto = max(layer for encoder in waiting for layer in encoder.needs)
+        # Maps were fitted to states without dropout.
         with evaluating(self.model):
-            read_states(self.model, self.tokens, take, hidden=sorted(inputs), upto=max(needed))
+            read_states(self.model, self.tokens, on_state, hidden=inputs, upto=upto)
+
+    def run_in_thread(self) -> Iterator[Part]:
+        """Yield each part while the producer runs in another thread."""
+        parts: queue.Queue[Part | BaseException | None] = queue.Queue()
+
+        def work() -> None:
+            try:
+                self.run(parts.put)
+                parts.put(None)
+            except BaseException as error:
+                parts.put(error)
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        while (part := parts.get()) is not None:
+            if isinstance(part, BaseException):
+                raise part
+            yield part
+        thread.join()

@@ -1,4 +1,4 @@
-"""What a translator is made of: maps from a producer's states to codes, and from codes to a consumer's states."""
+"""The maps of a translator: from a producer's states to codes, and from codes to a consumer's states."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hf_kvcaches.translate.states import State
 
 Kind = Literal["states", "input"]
 _QUANTIZER = ("steps", "widths", "sizes")
+_ENCODER = ("weights", "side", "shift")
 
 
 @dataclass(frozen=True, eq=False)
 class PartEncoder:
-    """The producer's side of one part of the codes.
+    """The producer's side of one part.
 
     Args:
-        kind: What it is made of: "states" for keys and values, "input" for the normalised input of the attention.
-        layers: The producer's layers that it is made of.
-        weights: From these, side by side, to coefficients, (width, rank), float32.
-        side: From what the producer itself has in the place of the consumer's side information, (hidden, rank), or None. What follows
-            from it need not be sent.
-        side_layer: The producer's layer whose attention is given that.
-        shift: What is added, (rank,).
+        kind: What is coded: "states" for keys and values, "input" for the normalised input of the attention.
+        layers: The producer's layers that are coded.
+        side_layer: The producer's layer whose attention's input is the producer's own side information.
+        weights: From the layers' states, side by side, to coefficients, (width, rank), float32.
+        side: From the side information to coefficients, (hidden, rank), or None. What follows from it is not sent.
+        shift: Added to coefficients, (rank,).
     """
 
     part: str
@@ -44,21 +44,20 @@ class PartEncoder:
 
     @property
     def inputs(self) -> frozenset[int]:
-        """The producer's layers whose attention's inputs are asked for."""
+        """The producer's layers whose attention's input is read."""
         return frozenset(self.layers if self.kind == "input" else ()) | frozenset(() if self.side is None else (self.side_layer,))
 
     @property
     def needs(self) -> frozenset[int]:
-        """The producer's layers whose states are asked for."""
+        """The producer's layers whose states are read."""
         return self.inputs | frozenset(self.layers)
 
     def encode(self, states: Mapping[int, State]) -> torch.Tensor:
         """The packed codes, (bytes of a token, tokens)."""
-        given = torch.cat([states[layer].of(self.kind) for layer in self.layers], dim=1).float()
-        device = given.device
-        coefficients = given @ self.weights.to(device) + self.shift.to(device)
+        inputs = torch.cat([states[layer].of(self.kind) for layer in self.layers], dim=1).float()
+        coefficients = inputs @ self.weights.to(inputs.device) + self.shift.to(inputs.device)
         if self.side is not None:
-            coefficients = coefficients + states[self.side_layer].of("input").to(device).float() @ self.side.to(device)
+            coefficients += states[self.side_layer].of("input").to(inputs.device).float() @ self.side.to(inputs.device)
         return self.quantizer.encode(coefficients)
 
 
@@ -67,11 +66,11 @@ class LayerDecoder:
     """The consumer's side of one layer.
 
     Args:
-        part: The part that it is rebuilt from; None: from what the consumer knows alone.
-        kind: What it gives: "states" for keys and values side by side, "input" for the normalised input of the attention.
+        part: The part that it is rebuilt from; None where the side information is all.
+        kind: What is rebuilt, as in `PartEncoder`.
         shape: KV heads, and the dimensions of a key and a value.
-        weights: From what the consumer knows and from coefficients, float32.
-        aligner: In place of the weights, from what the consumer knows and the coefficients side by side, or from these alone.
+        weights: From side information and coefficients, float32.
+        aligner: In place of the weights.
     """
 
     layer: int
@@ -82,58 +81,48 @@ class LayerDecoder:
     aligner: MLPAligner | None = None
 
     def apply(self, side: torch.Tensor, coefficients: torch.Tensor | None) -> torch.Tensor:
-        """What it gives, (tokens, width), float32.
+        """What is rebuilt, (tokens, width), float32.
 
         Args:
-            side: What the consumer knows of each token, (tokens, hidden).
+            side: The consumer's side information, (tokens, hidden).
             coefficients: (tokens, rank), or None where no part is sent.
         """
+        device, inputs = side.device, [side.float()] if coefficients is None else [side.float(), coefficients.to(side.device).float()]
         if self.aligner is not None:
-            given = [] if coefficients is None else [coefficients.float()]
-            if len(self.aligner.weight) > sum(part.shape[1] for part in given):
-                given = [side.float(), *given]
-            made: torch.Tensor = self.aligner.to(side.device)(torch.cat(given, dim=1))
-            return made
-        width = next(part.shape[-1] for part in self.weights if part is not None)
-        out = torch.zeros(len(side), width, device=side.device)
-        for given_part, weights in ((side, self.weights.side), (coefficients, self.weights.codes)):
-            if given_part is not None and weights is not None:
-                out += given_part.to(side.device).float() @ weights.to(side.device)
-        return out if self.weights.bias is None else out + self.weights.bias.to(side.device)
+            # The paper's aligner has the coefficients only.
+            together = torch.cat(inputs, dim=1)[:, -len(self.aligner.weight) :]
+            aligned: torch.Tensor = self.aligner.to(device)(together)
+            return aligned
+        products = [states @ map_.to(device) for states, map_ in zip(inputs, self.weights[:2], strict=False) if map_ is not None]
+        if self.weights.bias is not None:
+            products.append(self.weights.bias.to(device).expand(len(side), -1))
+        return torch.stack(products).sum(0)
 
 
+@dataclass(frozen=True, eq=False)
 class Maps:
-    """All maps of a translator.
+    """All maps of a translator; encoders in the order in which their parts are sent."""
 
-    Args:
-        encoders: In the order in which their parts are sent.
-    """
-
-    def __init__(self, encoders: Sequence[PartEncoder], decoders: Sequence[LayerDecoder]) -> None:
-        self.encoders, self.decoders = tuple(encoders), tuple(decoders)
-
-    def parts(self) -> list[tuple[str | None, list[LayerDecoder]]]:
-        """The decoders of each part, in the order in which parts are sent; those without a part first."""
-        names = [None, *(encoder.part for encoder in self.encoders)]
-        return [(name, [decoder for decoder in self.decoders if decoder.part == name]) for name in names]
+    encoders: Sequence[PartEncoder]
+    decoders: Sequence[LayerDecoder]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name."""
-        found: dict[str, torch.Tensor | None] = {}
+        """All tensors by name."""
+        tensors: dict[str, torch.Tensor | None] = {}
         for number, encoder in enumerate(self.encoders):
-            found |= {f"encoders.{number}.{name}": getattr(encoder, name) for name in ("weights", "side", "shift")}
-            found |= {f"encoders.{number}.{name}": getattr(encoder.quantizer, name) for name in _QUANTIZER}
+            tensors |= {f"encoders.{number}.{name}": getattr(encoder, name) for name in _ENCODER}
+            tensors |= {f"encoders.{number}.{name}": getattr(encoder.quantizer, name) for name in _QUANTIZER}
         for number, decoder in enumerate(self.decoders):
-            found |= {f"decoders.{number}.{name}": part for name, part in decoder.weights._asdict().items()}
+            tensors |= {f"decoders.{number}.{name}": part for name, part in decoder.weights._asdict().items()}
             if decoder.aligner is not None:
-                found |= {f"decoders.{number}.aligner.{name}": part for name, part in decoder.aligner.state_dict().items()}
-        return {name: tensor.detach().contiguous().cpu() for name, tensor in found.items() if tensor is not None}
+                tensors |= {f"decoders.{number}.aligner.{name}": part for name, part in decoder.aligner.state_dict().items()}
+        return {name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items() if tensor is not None}
 
     def metadata(self) -> dict[str, Any]:
         """All but the tensors, as JSON values."""
         return {
-            "encoders": [[each.part, each.kind, list(each.layers), each.side_layer] for each in self.encoders],
-            "decoders": [[each.layer, each.part, each.kind, list(each.shape), each.aligner is not None] for each in self.decoders],
+            "encoders": [[encoder.part, encoder.kind, list(encoder.layers), encoder.side_layer] for encoder in self.encoders],
+            "decoders": [[layer.layer, layer.part, layer.kind, list(layer.shape), layer.aligner is not None] for layer in self.decoders],
         }
 
     @classmethod
@@ -141,35 +130,37 @@ class Maps:
         """The inverse of `tensors` and `metadata`."""
         encoders, decoders = [], []
         for number, (part, kind, layers, side_layer) in enumerate(metadata["encoders"]):
-            own = f"encoders.{number}."
-            quantizer = Quantizer(*(tensors[own + name] for name in _QUANTIZER))
-            maps = tensors[own + "weights"], tensors.get(own + "side"), tensors[own + "shift"]
-            encoders.append(PartEncoder(part, kind, tuple(layers), side_layer, *maps, quantizer))
+            prefix = f"encoders.{number}."
+            quantizer = Quantizer(*(tensors[prefix + name] for name in _QUANTIZER))
+            weights, side, shift = (tensors.get(prefix + name) for name in _ENCODER)
+            if weights is None or shift is None:
+                raise KeyError(prefix)
+            encoders.append(PartEncoder(part, kind, tuple(layers), side_layer, weights, side, shift, quantizer))
         for number, (layer, part, kind, shape, aligned) in enumerate(metadata["decoders"]):
-            weights = Decoder(*(tensors.get(f"decoders.{number}.{name}") for name in Decoder._fields))
+            decoder = Decoder(*(tensors.get(f"decoders.{number}.{name}") for name in Decoder._fields))
             prefix = f"decoders.{number}.aligner."
             state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            decoders.append(LayerDecoder(layer, part, kind, tuple(shape), weights, MLPAligner.from_state(state) if aligned else None))
-        made = cls(encoders, decoders)
-        if not made._fit_together():
+            decoders.append(LayerDecoder(layer, part, kind, tuple(shape), decoder, MLPAligner.from_state(state) if aligned else None))
+        maps = cls(tuple(encoders), tuple(decoders))
+        if not maps._fit_together():
             raise ArtifactError("The stored maps don't fit each other. Fit the translator anew.")
-        return made
+        return maps
 
     def _fit_together(self) -> bool:
         ranks = {encoder.part: len(encoder.quantizer.steps) for encoder in self.encoders}
-        layers = [layer for each in self.encoders for layer in (*each.layers, each.side_layer)] + [each.layer for each in self.decoders]
+        layers = [layer for encoder in self.encoders for layer in (*encoder.layers, encoder.side_layer)]
+        layers += [decoder.layer for decoder in self.decoders]
         sound = len(ranks) == len(self.encoders) and all(type(layer) is int and 0 <= layer < MOST_LAYERS for layer in layers)
+        sound &= {part.kind for part in self.encoders} | {layer.kind for layer in self.decoders} <= set(get_args(Kind))
         for encoder in self.encoders:
-            sound &= encoder.kind in get_args(Kind) and encoder.weights.ndim == 2
             columns = {part.shape[-1] for part in (encoder.weights, encoder.side, encoder.shift) if part is not None}
-            sound &= columns == {ranks[encoder.part]}
+            sound &= encoder.weights.ndim == 2 and columns == {ranks[encoder.part]}
         for decoder in self.decoders:
             side, codes, bias = decoder.weights
-            widths = {each.shape[-1] for each in decoder.weights if each is not None}
-            if decoder.kind == "states":
-                heads, *dims = decoder.shape
-                sound &= widths == {heads * sum(dims)}
-            sound &= decoder.kind in get_args(Kind) and len(widths) <= 1 and (bias is None or bias.ndim == 1)
-            sound &= all(each is None or each.ndim == 2 for each in (side, codes)) and (decoder.part is None or decoder.part in ranks)
+            widths = {part.shape[-1] for part in decoder.weights if part is not None}
+            heads, *dims = decoder.shape
+            sound &= len(widths) <= 1 and (decoder.kind == "input" or widths == {heads * sum(dims)})
+            sound &= (bias is None or bias.ndim == 1) and all(part is None or part.ndim == 2 for part in (side, codes))
+            sound &= decoder.part is None or decoder.part in ranks
             sound &= codes is None or len(codes) == ranks.get(decoder.part or "")
         return sound

@@ -1,13 +1,13 @@
-"""Keys, values and normalised inputs of a model's layers, read on the way: the cache that reads, and its pass.
+"""Keys, values and attention inputs of a model's layers, read while the model runs.
 
-Everything is read without positions and without padding. Keys are as they were before their rotation; the real tokens of all rows stand
-behind each other in matrices (tokens, width), the heads side by side.
+Positions and padding are left out: keys are unrotated, and the real tokens of all rows are concatenated, (tokens, width), with the heads
+side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,19 +19,19 @@ from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
 from hf_kvcaches.core.partial import PassEnded, SkippedLayer, ToldModule, name_of, twin_of, with_layers
-from hf_kvcaches.core.prefill import run_module, run_span
+from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.watching import Attended, WatchedView
 from hf_kvcaches.errors import ConfigError, UnsupportedError
 
 
 class State(NamedTuple):
-    """What a layer made of the tokens at hand.
+    """What a layer computes for some tokens.
 
     Args:
-        keys: Without rotation, (tokens, kv_heads * key_dim).
+        keys: Unrotated, (tokens, kv_heads * key_dim).
         values: (tokens, kv_heads * value_dim).
-        hidden: What its attention was given, normalised, (tokens, hidden), where that was asked for.
+        hidden: The normalised input of its attention, (tokens, hidden), where that is read.
     """
 
     keys: torch.Tensor
@@ -49,12 +49,12 @@ class State(NamedTuple):
         """KV heads, and the dimensions of a key and a value."""
         return self.heads, self.keys.shape[1] // self.heads, self.values.shape[1] // self.heads
 
-    def rows(self, kept: torch.Tensor) -> State:
-        """Some tokens, by booleans."""
-        return State(self.keys[kept], self.values[kept], None if self.hidden is None else self.hidden[kept], self.heads)
+    def rows(self, chosen: torch.Tensor) -> State:
+        """The state of some tokens, (tokens,) booleans."""
+        return State(self.keys[chosen], self.values[chosen], None if self.hidden is None else self.hidden[chosen], self.heads)
 
     def of(self, kind: str) -> torch.Tensor:
-        """`pair` for "states", and for "input" what the attention was given, which must have been asked for."""
+        """`pair` for "states", `hidden` for "input"."""
         if kind == "states":
             return self.pair
         assert self.hidden is not None
@@ -62,12 +62,12 @@ class State(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """Prompts, as a model is fed with them.
+    """Prompts as a model reads them.
 
     Args:
         ids: (batch, tokens).
         mask: 1 where a token is real, (batch, tokens), or None where all are.
-        real: The same as booleans, never None.
+        real: The mask as booleans, never None.
         positions: (batch, tokens), counted without padding.
     """
 
@@ -78,64 +78,59 @@ class PromptTokens(NamedTuple):
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any = None) -> PromptTokens:
-        """Checked: padding may stand on the left alone.
+        """Check a batch, which may be padded on the left only.
 
         Args:
             input_ids: (batch, tokens) or (tokens,), a tensor or lists.
             attention_mask: 1 where a token is real, or None.
         """
-        ids = _matrix("input_ids", input_ids)
+        ids = _batch("input_ids", input_ids)
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool or not ids.numel():
             raise ConfigError.of("input_ids", "token ids, (batch, tokens)", (tuple(ids.shape), ids.dtype))
-        if attention_mask is None:
-            real = torch.ones_like(ids, dtype=torch.bool)
-        else:
-            given = _matrix("attention_mask", attention_mask).to(ids.device)
-            real = given.bool()
-            # A mask of numbers to be added has 0 where this one has 1.
-            holds = real.shape == ids.shape and bool((given == real).all() and real[:, -1].all())
-            if not holds or bool((real[:, :-1] & ~real[:, 1:]).any()):
-                expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left alone"
-                raise ConfigError.of("attention_mask", expected, (tuple(given.shape), given.dtype))
-        if bool(real.all()):
-            return cls(ids.long(), None, real, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
-        return cls(ids.long(), real.long(), real, (real.cumsum(-1) - 1).clamp_min(0))
+        mask = torch.ones_like(ids) if attention_mask is None else _batch("attention_mask", attention_mask).to(ids.device)
+        real = mask.bool()
+        # An additive mask has 0 where this one has 1.
+        binary = real.shape == ids.shape and bool((mask == real).all() and real[:, -1].all())
+        if not binary or bool((real[:, :-1] & ~real[:, 1:]).any()):
+            expected = f"1 and 0 of the shape {tuple(ids.shape)}, with 0 on the left only"
+            raise ConfigError.of("attention_mask", expected, (tuple(mask.shape), mask.dtype))
+        return cls(ids.long(), None if bool(real.all()) else real.long(), real, (real.cumsum(-1) - 1).clamp_min(0))
 
     def to(self, device: torch.device) -> PromptTokens:
-        """On another device."""
-        ids, mask, real, positions = self
-        return PromptTokens(ids.to(device), None if mask is None else mask.to(device), real.to(device), positions.to(device))
+        """The same prompts on another device."""
+        return PromptTokens(*(None if part is None else part.to(device) for part in self))  # type: ignore[arg-type]
 
     def rows(self) -> list[torch.Tensor]:
         """The real ids of each row, on the CPU."""
         return [ids[real] for ids, real in zip(self.ids.cpu(), self.real.cpu(), strict=True)]
 
 
-def _matrix(argument: str, given: Any) -> torch.Tensor:
-    """What was given as a tensor, a single row as a batch of one."""
+def _batch(argument: str, values: Any) -> torch.Tensor:
+    """Numbers as a tensor; a single row is a batch of one."""
     try:
-        made = torch.as_tensor(given)
+        tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
         hint = "Tokenize texts, and pad rows on the left."
-        raise ConfigError.of(argument, "a tensor or lists of numbers, (batch, tokens)", type(given).__name__, hint) from error
-    return made[None] if made.ndim == 1 else made
+        raise ConfigError.of(argument, "a tensor or lists of numbers, (batch, tokens)", type(values).__name__, hint) from error
+    return tensor[None] if tensor.ndim == 1 else tensor
 
 
 class ReadingCache(KVCache):
-    """Holds nothing: it reads keys and values as they come, and can look at queries.
+    """Hold nothing; pass on each layer's keys and values, and its queries, as the model computes them.
 
     Args:
-        queries: Called with what each layer attends with; None where nobody asks.
+        queries: Called with what each layer attends with; None where only keys and values are read.
 
     Attributes:
-        leaves: A list to put each layer's keys and values into, for gradients; None for none.
+        on_layer: Called with a layer's index, keys and values.
+        leaves: A list that takes each layer's keys and values as leaves of the autograd graph; None without gradients.
     """
 
     own_layer_types = ("full_attention", "sliding_attention", "chunked_attention")
 
     def __init__(self, model: PreTrainedModel, queries: Callable[[Attended], None] | None = None) -> None:
         self.on_queries = queries
-        self.on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda index, keys, values: None
+        self.on_layer: Callable[[int, torch.Tensor, torch.Tensor], None] = lambda layer, keys, values: None
         self.leaves: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         super().__init__(model if queries is not None else compat.decoder_config(model.config))
         require_plain_layers(self.config)
@@ -146,33 +141,30 @@ class ReadingCache(KVCache):
         return _ReadingLayer(self, layer_idx)
 
 
-def require_plain_layers(config: Any) -> Rotation:
-    """How a model's keys are turned, if each of its layers has keys and values that can be translated."""
-    foreign = sorted({kind for kind, _ in compat.layer_plan(config) if kind not in ReadingCache.own_layer_types})
-    if foreign:
-        raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be translated.")
-    rotation = rotation_of(config)
-    still = {geometry.kind for geometry in rotation.layers} - {"rope", "none", "learned"}
-    if rotation.refused or still:
-        raise UnsupportedError(f"model: {rotation.why}, so what it keeps can't be translated.")
-    return rotation
-
-
 class _ReadingLayer(PassingLayer):
-    """Tells its cache, and hands on what came."""
-
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.seen += key_states.shape[-2]
         if self.cache.leaves is not None:
-            # Cut off from what they are made of: gradients are those of what comes behind.
-            pair = key_states.detach().requires_grad_(), value_states.detach().requires_grad_()
-            self.cache.leaves.append(pair)
-            return pair
+            # Detached, so that a layer's gradients don't pass through the layers below.
+            leaves = key_states.detach().requires_grad_(), value_states.detach().requires_grad_()
+            self.cache.leaves.append(leaves)
+            return leaves
         self.cache.on_layer(self.layer_idx, key_states, value_states)
         if self.cache.on_queries is None:
             return key_states, value_states
         view = WatchedView(self.cache.on_queries, self.layer_idx, key_states, value_states)
         return view, view
+
+
+def require_plain_layers(config: Any) -> Rotation:
+    """Return how a model's keys are rotated; refuse a model with layers whose keys and values can't be translated."""
+    foreign = sorted({kind for kind, _ in compat.layer_plan(config) if kind not in ReadingCache.own_layer_types})
+    if foreign:
+        raise UnsupportedError(f"model: layers of the types {foreign} keep no keys and values that could be translated.")
+    rotation = rotation_of(config)
+    if rotation.refused or {geometry.kind for geometry in rotation.layers} - {"rope", "none", "learned"}:
+        raise UnsupportedError(f"model: {rotation.why}, so its keys can't be translated.")
+    return rotation
 
 
 @torch.no_grad()
@@ -181,105 +173,94 @@ def read_states(
     tokens: PromptTokens,
     on_state: Callable[[int, State], None],
     *,
-    hidden: Sequence[int] = (),
+    hidden: Collection[int] = (),
     upto: int | None = None,
     queries: Callable[[Attended], None] | None = None,
 ) -> None:
-    """Runs a model over prompts, and hands each layer's state on as soon as it is there.
+    """Run a model over prompts and pass on each layer's state as soon as it is computed.
 
     Args:
-        upto: The last layer that is wanted; the pass ends there, before its attention. None: all, and the pass is run to its end.
+        hidden: Layers whose attention's input is part of their state.
+        upto: The last layer to read; the pass ends before its attention. None to run the whole pass.
+        queries: As in `ReadingCache`.
     """
-    rotation = require_plain_layers(compat.decoder_config(model.config))
+    rotation, layers = require_plain_layers(compat.decoder_config(model.config)), compat.decoder_layers(model)[2]
     inputs: dict[int, torch.Tensor] = {}
 
-    def take(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        on_state(index, state_of(rotation, index, keys, values, tokens)._replace(hidden=inputs.pop(index, None)))
-        if index == upto:
+    def on_layer(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        on_state(layer, state_of(rotation, layer, keys, values, tokens)._replace(hidden=inputs.pop(layer, None)))
+        if layer == upto:
             raise PassEnded
 
-    def keep(index: int, given: torch.Tensor) -> None:
-        inputs[index] = given[tokens.real]
+    def watched(layer: int) -> nn.Module:
+        return with_watched_input(layers[layer], lambda states: inputs.__setitem__(layer, states[tokens.real]))
 
-    with watch_inputs(model, hidden, keep), suppress(PassEnded):
-        cache = ReadingCache(model, queries)
-        cache.on_layer = take
-        run_base(model, cache, tokens)
-
-
-def run_base(model: PreTrainedModel, cache: KVCache, tokens: PromptTokens) -> None:
-    """A pass without the model's head."""
-    run_span(model, cache, tokens.ids, tokens.positions, tokens.mask)
+    cache = ReadingCache(model, queries)
+    cache.on_layer = on_layer
+    twin = with_layers(model, [watched(layer) if layer in hidden else module for layer, module in enumerate(layers)])
+    with suppress(PassEnded):
+        run_module(twin if hidden else model.base_model, cache, tokens.ids, tokens.positions, tokens.mask)
 
 
 def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.Tensor, tokens: PromptTokens) -> State:
-    """A layer's state of the real tokens. Keys lose their rotation; learned positions stay in them.
+    """Return a layer's state of the real tokens; learned positions stay in the keys.
 
     Args:
         keys: (batch, kv_heads, tokens, head_dim).
     """
     geometry, real = rotation.layers[layer], tokens.real.to(keys.device)
     content = geometry.unrotate(keys, tokens.positions.to(keys.device)) if geometry.kind == "rope" else keys
-    flat_keys, flat_values = (part.transpose(1, 2)[real].flatten(1) for part in (content, values))
+    flat_keys, flat_values = (states.transpose(1, 2)[real].flatten(1) for states in (content, values))
     return State(flat_keys, flat_values, None, keys.shape[1])
 
 
+def with_watched_input(layer: nn.Module, watch: Callable[[torch.Tensor], Any]) -> nn.Module:
+    """Return a twin of a decoder layer that passes its attention's input, (batch, tokens, hidden), to `watch`."""
+
+    def exchange(states: torch.Tensor) -> torch.Tensor:
+        watch(states)
+        return states
+
+    return _with_exchanged_input(layer, exchange)
+
+
+def _with_exchanged_input(layer: nn.Module, exchange: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Return a twin of a decoder layer whose attention gets another input."""
+
+    def on_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return ((exchange(args[0]), *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": exchange(kwargs["hidden_states"])})
+
+    attention = compat.attention_module(layer)
+    return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
+
+
 def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: PromptTokens, cache: Cache) -> None:
-    """Gives a layer's attention another input than the model's own, up to its keys and values.
+    """Compute a layer's keys and values from another input of its attention.
 
     Args:
         hidden: Normalised, (batch, tokens, hidden).
         cache: Takes keys and values, and raises `PassEnded` behind them.
     """
-
-    def exchange(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = hidden.to(args[0] if args else kwargs["hidden_states"])
-        return ((given, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": given})
-
     layers = compat.decoder_layers(model)[2]
     below = [SkippedLayer(skipped, hidden.to(model.dtype) if index == layer - 1 else None) for index, skipped in enumerate(layers[:layer])]
-    twin = with_layers(model, [*below, with_told_attention(layers[layer], exchange), *layers[layer + 1 :]])
+    exchanged = _with_exchanged_input(layers[layer], lambda states: hidden.to(states))
     with suppress(PassEnded):
-        run_module(twin, cache, tokens.ids, tokens.positions, tokens.mask)
-
-
-def with_told_attention(layer: nn.Module, on_call: Callable[..., Any]) -> nn.Module:
-    """A twin of a decoder layer that tells what its attention is called with."""
-    attention = compat.attention_module(layer)
-    return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
+        run_module(with_layers(model, [*below, exchanged, *layers[layer + 1 :]]), cache, tokens.ids, tokens.positions, tokens.mask)
 
 
 @torch.no_grad()
 def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: PromptTokens) -> State:
-    """The keys and values that a layer makes of an input.
+    """Return the keys and values that a layer computes from another input of its attention.
 
     Args:
         hidden: Normalised, (tokens, hidden), of one prompt.
     """
-    cache, found = ReadingCache(model), list[State]()
+    cache, states = ReadingCache(model), list[State]()
 
-    def take(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        found.append(state_of(require_plain_layers(cache.config), index, keys, values, tokens))
+    def on_layer(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        states.append(state_of(require_plain_layers(cache.config), index, keys, values, tokens))
         raise PassEnded
 
-    cache.on_layer = take
+    cache.on_layer = on_layer
     feed_attention(model, layer, hidden[None], tokens, cache)
-    return found[0]
-
-
-@contextmanager
-def watch_inputs(model: PreTrainedModel, layers: Sequence[int], on_input: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
-    """While open, tells what the attention of some layers is given, (batch, tokens, hidden)."""
-    decoder = compat.decoder_layers(model)[2]
-
-    def hook(index: int) -> Callable[..., None]:
-        return lambda module, args, kwargs: on_input(index, args[0] if args else kwargs["hidden_states"])
-
-    handles = [
-        compat.attention_module(decoder[index]).register_forward_pre_hook(hook(index), with_kwargs=True) for index in dict.fromkeys(layers)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return states[0]

@@ -1,10 +1,8 @@
-"""`CacheTranslator`: fitted once for a producer and a consumer; it makes codes of what the one reads, for the other's cache."""
+"""`CacheTranslator`: fitted once for a producer and a consumer; codes the one's keys and values, and rebuilds the other's from them."""
 
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -23,10 +21,9 @@ from hf_kvcaches.core.parallel import require_all_heads
 from hf_kvcaches.core.verify import evaluating
 from hf_kvcaches.errors import ArtifactError, FingerprintMismatch, UnsupportedError
 from hf_kvcaches.kernels.rebuild import Decoder
-from hf_kvcaches.translate.codes import CodesWriter, Part, SemanticCodes
+from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, SemanticCodes, message_of
 from hf_kvcaches.translate.config import TranslatorConfig, TranslatorSettings
 from hf_kvcaches.translate.encoding import Encoding
-from hf_kvcaches.translate.head import CodesHead, PartHead
 from hf_kvcaches.translate.maps import LayerDecoder, Maps
 from hf_kvcaches.translate.paper.routing import Route
 from hf_kvcaches.translate.trial import Score
@@ -34,7 +31,7 @@ from hf_kvcaches.translate.trial import Score
 
 @dataclass(frozen=True, eq=False)
 class CacheTranslator(Artifact):
-    """Makes codes of what a producer reads, and a consumer's keys and values of codes. Made by `CacheTranslator.fit`.
+    """Codes a producer's keys and values, and rebuilds a consumer's from the codes. Made by `CacheTranslator.fit`.
 
     Args:
         maps: From states to codes to states.
@@ -52,13 +49,13 @@ class CacheTranslator(Artifact):
     route: Route
     producer: ModelFingerprint
     consumer: ModelFingerprint
-    _on_devices: dict[Any, Decoder] = field(init=False, repr=False, default_factory=dict)
+    _weights: dict[Any, Decoder] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "fingerprint", self.consumer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_on_devices": {}}
+        return self.__dict__ | {"_weights": {}}
 
     @classmethod
     def fit(
@@ -76,7 +73,7 @@ class CacheTranslator(Artifact):
         max_length: int = 1024,
         progress: bool = True,
     ) -> Self:
-        """Fits a translator to what both models make of the same texts. Both are left as they were found.
+        """Fit a translator to what both models compute for the same texts; the models are left as they are.
 
         Under `accelerate` each process reads its share of the texts, and all end with the same translator.
 
@@ -84,15 +81,15 @@ class CacheTranslator(Artifact):
             producer: The model that will read prompts.
             consumer: The model that will answer. Other weights, adapters, widths or numbers of layers, but the same tokens.
             tokenizer: Of both models, or a pair (producer's, consumer's) that is compared; None where `texts` are token ids.
-            texts: Strings or lists of token ids, like the prompts to come: all that they don't show is lost in translation.
+            texts: Strings or lists of token ids, like the prompts to come: what they don't show is lost in translation.
             payload: Bytes that are sent of a token, as a share of bfloat16 keys and values of all the consumer's layers.
-            recompute_layers: How many of its lowest layers the consumer runs on the tokens: they and the next layer's keys and values
-                are exact, and what enters that layer is side information. With 0 it is what enters layer 0, the token itself. `"auto"`
-                tries on texts kept apart what is best at these bytes, up to `config.prefill_share` of the layers.
-            patch_layers: Layers that get their attention's input and make keys and values themselves, as in the paper: `"auto"` tries on
-                texts kept apart and takes those that help, if any; None for none.
+            recompute_layers: How many of its lowest layers the consumer runs on the tokens: their keys and values and those of the next
+                layer are exact, and what enters that layer is side information. With 0 it is what enters layer 0, the token itself.
+                `"auto"` tries on texts kept apart what is best at these bytes, up to `config.prefill_share` of the layers.
+            patch_layers: Layers that get their attention's input and compute keys and values themselves, as in the paper: `"auto"` tries
+                on texts kept apart and takes those that help, if any; None for none.
             score: In place of minus the mean KL divergence, for choices on texts kept apart: called with logits of the consumer alone and
-                with a translated cache, (places, vocabulary) each; greater is better.
+                with a translated cache, (positions, vocabulary) each; greater is better.
             config: All other options.
             max_length: Tokens of a text that are read.
             progress: Whether to show bars.
@@ -104,17 +101,17 @@ class CacheTranslator(Artifact):
 
     @property
     def sent_layers(self) -> tuple[int, ...]:
-        """Those whose states follow from codes."""
+        """Layers that are rebuilt."""
         return tuple(decoder.layer for decoder in self.maps.decoders)
 
     @property
     def patched_layers(self) -> tuple[int, ...]:
-        """Those that get their attention's input."""
+        """Layers that get their attention's input."""
         return tuple(decoder.layer for decoder in self.maps.decoders if decoder.kind == "input")
 
     @property
     def part_heads(self) -> tuple[PartHead, ...]:
-        """What is said of each part before its codes come."""
+        """The parts of a message."""
         return tuple(PartHead(encoder.part, encoder.quantizer.rows) for encoder in self.maps.encoders)
 
     @cached_property
@@ -124,7 +121,7 @@ class CacheTranslator(Artifact):
         return digest_of([sorted(self.maps.tensors().items()), repr(self.maps.metadata()), self.settings.recompute_layers, *models])
 
     def encode(self, producer: Any, input_ids: Any, attention_mask: Any = None, *, first: int = 0) -> SemanticCodes:
-        """Runs a producer over prompts, and makes codes of all their tokens but the last, which the consumer runs itself.
+        """Run a producer over prompts and code all their tokens but the last, which the consumer runs itself.
 
         Args:
             producer: The model that this was fitted for.
@@ -132,13 +129,12 @@ class CacheTranslator(Artifact):
             attention_mask: 1 where a token is real, or None. Padding stands on the left, and is not sent.
             first: The index of the first token with codes, where the consumer's cache has those before it: its `seen`.
         """
-        encoding = Encoding(self, producer, input_ids, attention_mask, first)
-        parts: list[Part] = []
+        encoding, parts = Encoding(self, producer, input_ids, attention_mask, first), list[Part]()
         encoding.run(parts.append)
         return SemanticCodes(encoding.head, parts)
 
     def stream(self, producer: Any, input_ids: Any, attention_mask: Any = None, *, first: int = 0) -> Iterator[bytes]:
-        """The bytes of `encode`, each part as soon as the producer has its layer. The producer runs in a thread of its own.
+        """Yield the bytes of `encode`, each part as soon as the producer has its layers; the producer runs in another thread.
 
         Args:
             producer: As in `encode`.
@@ -147,46 +143,29 @@ class CacheTranslator(Artifact):
             first: As in `encode`.
         """
         encoding = Encoding(self, producer, input_ids, attention_mask, first)
-        writer = CodesWriter(encoding.head)
-        yield writer.begin()
-        parts: queue.Queue[Part | BaseException | None] = queue.Queue()
-
-        def work() -> None:
-            try:
-                encoding.run(parts.put)
-                parts.put(None)
-            except BaseException as error:
-                parts.put(error)
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        while (part := parts.get()) is not None:
-            if isinstance(part, BaseException):
-                raise part
-            yield writer.add(part)
-        thread.join()
+        yield from message_of(encoding.head, encoding.run_in_thread())
 
     def check_producer(self, model: Any) -> Any:
-        """The model without a PEFT wrapper, if this was fitted for it.
+        """Return the model without a PEFT wrapper; refuse one that this was not fitted for.
 
         Args:
             model: To encode with.
         """
         # It is run without dropout, whatever its mode.
         with evaluating(compat.base_model(model)):
-            return _checked(model, self.producer, "producer", "consumer", self.consumer)
+            return _checked(model, "producer", self.producer, ("consumer", self.consumer))
 
     def check_consumer(self, model: Any, identity: Identity | None = None) -> Any:
-        """The model without a PEFT wrapper, if this was fitted for it.
+        """Return the model without a PEFT wrapper; refuse one that this was not fitted for.
 
         Args:
             model: To decode for.
-            identity: Its own, if at hand.
+            identity: The model's, where its weights were just read.
         """
-        return _checked(model, self.consumer, "consumer", "producer", self.producer, identity)
+        return _checked(model, "consumer", self.consumer, ("producer", self.producer), identity)
 
     def check_codes(self, head: CodesHead) -> None:
-        """Refuses codes that this translator did not make.
+        """Refuse codes of another translator.
 
         Args:
             head: Of the codes.
@@ -196,21 +175,20 @@ class CacheTranslator(Artifact):
                 f"codes: made by another translator ({head.translator[:12]} there, {self.digest[:12]} here). Load the one that made them."
             )
         if head.parts != self.part_heads:
-            raise ArtifactError("codes: their head says otherwise than the translator that they name. Have them sent again.")
+            raise ArtifactError("codes: their head does not fit the translator that it names. Have them sent again.")
 
     def weights_on(self, decoder: LayerDecoder, device: torch.device, dtype: torch.dtype) -> Decoder:
-        """A decoder's weights as a device multiplies with them, kept for the prompts to come.
+        """Return a decoder's weights on a device; they are kept for later prompts.
 
         Args:
             decoder: Of this translator.
             device: Of the layer.
             dtype: Of the cache. A CPU multiplies in float32 anyway, and would convert at each call.
         """
-        kind = torch.float32 if device.type == "cpu" else dtype
-        key = decoder.layer, device, kind
-        if key not in self._on_devices:
-            self._on_devices[key] = Decoder(*(None if part is None else part.to(device, kind) for part in decoder.weights))
-        return self._on_devices[key]
+        key = decoder.layer, device, torch.float32 if device.type == "cpu" else dtype
+        if key not in self._weights:
+            self._weights[key] = Decoder(*(None if part is None else part.to(*key[1:]) for part in decoder.weights))
+        return self._weights[key]
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return self.maps.tensors()
@@ -281,7 +259,7 @@ class CacheTranslator(Artifact):
 
 
 def _checked(
-    model: Any, expected: ModelFingerprint, role: str, other_role: str, other: ModelFingerprint, identity: Identity | None = None
+    model: Any, role: str, expected: ModelFingerprint, other: tuple[str, ModelFingerprint], identity: Identity | None = None
 ) -> Any:
     base = compat.base_model(model)
     if compat.has_learned_prompt(model):
@@ -291,7 +269,7 @@ def _checked(
     if identity.fingerprint is None:
         raise FingerprintMismatch(f"The translator's {role} is not what it was fitted for: {identity.reason}")
     if identity.digest != expected.digest:
-        hint = f" It is the {other_role} that the translator was fitted for." if identity.digest == other.digest else ""
+        hint = f" It is the {other[0]} that the translator was fitted for." if identity.digest == other[1].digest else ""
         try:
             expected.require_model(base, f"The translator's {role}", here=identity.fingerprint)
         except FingerprintMismatch as error:

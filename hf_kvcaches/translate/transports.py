@@ -1,6 +1,6 @@
-"""Semantic codes from one process to another, over a socket or torch.distributed, part by part: see `core/wire/transports.py`.
+"""Semantic codes from one process to another, over a socket or torch.distributed, part by part.
 
-What is sent is either `SemanticCodes` or the bytes of `CacheTranslator.stream`, made piece by piece while the producer computes.
+What is sent is either `SemanticCodes` or the bytes of `CacheTranslator.stream`, made while the producer computes.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ _WHAT = "semantic codes"
 
 
 def send(sock: socket.socket, codes: SemanticCodes | Iterable[bytes]) -> int:
-    """Sends codes over a connected socket and returns their bytes. A message says itself where it ends: others may follow.
+    """Send codes over a connected socket and return their bytes; other messages may follow.
 
     Args:
-        codes: All of them, or their bytes piece by piece.
+        codes: All of them, or their bytes in pieces.
     """
     return transports.send(sock, _pieces(codes), _WHAT)
 
 
 def receive(sock: socket.socket) -> ArrivingCodes:
-    """Codes from a connected socket: waits for their head, and the parts come as one iterates.
-
-    Not a byte is read beyond the message, so take all parts of one before the next is received.
+    """Wait for the head of codes; their parts are received by iterating. No byte beyond the message is read.
 
     Args:
         sock: A connected, blocking stream socket; its timeout counts for each wait.
@@ -43,11 +41,11 @@ def send_distributed(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> int:
-    """Sends codes to a process of the group and returns their bytes.
+    """Send codes to a process that calls `receive_distributed`, and return their bytes.
 
     Args:
-        codes: All of them, or their bytes piece by piece.
-        dst: Rank of the process that calls `receive_distributed`.
+        codes: All of them, or their bytes in pieces.
+        dst: The rank of the process.
         group: None: the default group.
         device: Where the messages lie. None: on the current GPU for nccl, else on the CPU.
     """
@@ -55,12 +53,10 @@ def send_distributed(
 
 
 def receive_distributed(src: int, group: dist.ProcessGroup | None = None, device: torch.device | str | None = None) -> ArrivingCodes:
-    """Codes from a process of the group: waits for their head, and the parts come as one iterates.
-
-    Iterate to the end, which takes the message that says so, before anything else is received from that process.
+    """Wait for the head of codes from a process; iterate to the end before anything else is received from it.
 
     Args:
-        src: Rank of the process that calls `send_distributed`.
+        src: The rank of the process that calls `send_distributed`.
         group: As in `send_distributed`.
         device: As in `send_distributed`.
     """

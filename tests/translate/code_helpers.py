@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load
 
 from hf_kvcaches.errors import ArtifactError
-from hf_kvcaches.translate.codes import Part, SemanticCodes
-from hf_kvcaches.translate.head import CodesHead, PartHead, Row
+from hf_kvcaches.translate.codes import CodesHead, Part, PartHead, Row, SemanticCodes
 
 PARTS = (PartHead("layer.1", 3), PartHead("layer.2", 5), PartHead("layers.3-5", 2))
 

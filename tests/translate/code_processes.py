@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hf_kvcaches.translate.codes import CodesWriter
+from hf_kvcaches.translate.codes import message_of
 from hf_kvcaches.translate.transports import receive_distributed, send, send_distributed
 from tests.translate.code_helpers import codes_of, head_of
 
@@ -28,14 +28,12 @@ def in_step(port: str) -> None:
     codes = codes_of()
     with connection(port) as sock:
 
-        def pieces():
-            writer = CodesWriter(codes.head)
-            yield writer.begin()
+        def parts():
             for part in codes:
                 assert sock.recv(1) == b"+"
-                yield writer.add(part)
+                yield part
 
-        send(sock, pieces())
+        send(sock, message_of(codes.head, parts()))
         assert sock.recv(1) == b"+"
 
 
@@ -55,14 +53,12 @@ def distributed(place: str) -> None:
     assert send_distributed(codes_of(), dst=0) == codes_of().nbytes
     codes = codes_of(head_of((9,)))
 
-    def pieces():
-        writer = CodesWriter(codes.head)
-        yield writer.begin()
+    def parts():
         for part in codes:
             dist.barrier()
-            yield writer.add(part)
+            yield part
 
-    send_distributed(pieces(), dst=0)
+    send_distributed(message_of(codes.head, parts()), dst=0)
     assert receive_distributed(src=0).collect().to_bytes() == codes_of(seed=3).to_bytes()
     # Then codes with a damaged part.
     start, *parts = codes_of().chunks()

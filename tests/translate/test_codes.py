@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from hf_kvcaches.errors import ArtifactError, UnsupportedError
-from hf_kvcaches.translate.codes import ArrivingCodes, CodesWriter, Part, SemanticCodes
-from hf_kvcaches.translate.head import PartHead
+from hf_kvcaches.errors import ArtifactError
+from hf_kvcaches.translate.codes import ArrivingCodes, Part, PartHead, SemanticCodes, message_of
 from tests.translate.code_helpers import bodies_of, codes_of, head_of, json_of, message, refused, same
 
 # Round trips
@@ -87,7 +86,7 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     codes.save(path)
     before = path.read_bytes()
     other = codes_of(seed=1)
-    monkeypatch.setattr(CodesWriter, "add", lambda self, part: 1 / 0)
+    monkeypatch.setattr(other, "chunks", lambda: (1 / number for number in range(1)))
     with pytest.raises(ZeroDivisionError):
         other.save(path)
     assert path.read_bytes() == before
@@ -106,37 +105,35 @@ def test_codes_can_be_copied_and_pickled():
 
 
 def test_parts_are_written_while_others_are_still_computed():
-    codes = codes_of()
-    writer = CodesWriter(codes.head)
-    pieces = [writer.begin()]
-    # An iterator over a list sees what is appended later.
-    arriving = ArrivingCodes(iter(pieces))
+    codes, computed = codes_of(), []
+
+    def parts():
+        for part in codes:
+            computed.append(part)
+            yield part
+
+    arriving = ArrivingCodes(message_of(codes.head, parts()))
     assert arriving.head == codes.head
-    for part in codes.parts:
-        pieces.append(writer.add(part))
-        assert same([next(arriving)], [part])
+    for number, part in enumerate(arriving, 1):
+        assert same([part], [codes.parts[number - 1]])
+        assert len(computed) == number
 
 
 def test_a_part_that_does_not_fit_the_head_is_a_fault_of_ours():
     codes = codes_of()
     first, second, third = codes.parts
-    ready = CodesWriter(codes.head)
-    with pytest.raises(AssertionError, match="begin"):
-        ready.add(first)
-    ready.begin()
-    with pytest.raises(AssertionError, match="begun"):
-        ready.begin()
-    for other in (second, codes_of(head_of((5, 3))).parts[0], Part("layer.1", first.codes[:-1]), Part("layer.1", first.codes.float())):
-        with pytest.raises(AssertionError):
-            ready.add(other)
+    for other in (second, codes_of(head_of((5, 3))).parts[0], Part("layer.1", first.codes[:-1])):
         with pytest.raises(AssertionError):
             SemanticCodes(codes.head, [other, second, third])
-    for part in codes:
-        ready.add(part)
-    with pytest.raises(AssertionError, match="after the last"):
-        ready.add(third)
+        with pytest.raises(AssertionError):
+            list(message_of(codes.head, [other, second, third]))
     with pytest.raises(AssertionError):
-        SemanticCodes(codes.head, [first, second])
+        list(message_of(codes.head, [Part("layer.1", first.codes.float()), second, third]))
+    for parts in ([first, second], [first, second, third, third]):
+        with pytest.raises(AssertionError):
+            SemanticCodes(codes.head, parts)
+        with pytest.raises(ValueError, match="argument"):
+            list(message_of(codes.head, parts))
 
 
 # Arriving
@@ -198,38 +195,25 @@ def test_a_reading_function_is_never_asked_for_more_than_the_message():
         ArrivingCodes(read)
 
 
-def test_parts_that_were_taken_are_not_silently_missing_later():
-    data = codes_of().to_bytes()
-    arriving = ArrivingCodes([data])
-    first = next(arriving)
-    with pytest.raises(UnsupportedError, match="Collect them first"):
-        arriving.collect()
-    # Going on is fine.
-    assert [first.name, *(part.name for part in arriving)] == ["layer.1", "layer.2", "layers.3-5"]
-    with pytest.raises(UnsupportedError, match="taken already"):
-        list(arriving)
-    with pytest.raises(StopIteration):
-        next(arriving)
-    empty = ArrivingCodes([codes_of(head_of(parts=())).to_bytes()])
-    assert list(empty) == []
-    with pytest.raises(UnsupportedError):
-        empty.collect()
-
-
-def test_after_an_error_no_part_is_handed_out():
+def test_parts_that_arrived_are_kept():
     codes = codes_of()
-    start, one, two, three = codes.chunks()
+    arriving = ArrivingCodes([codes.to_bytes()])
+    assert next(iter(arriving)).name == "layer.1"
+    assert same(list(arriving), codes.parts)
+    assert same(arriving.collect(), codes)
+    empty = codes_of(head_of(parts=()))
+    assert same(ArrivingCodes([empty.to_bytes()]).collect(), empty)
+
+
+def test_after_an_error_no_further_part_is_handed_out():
+    start, one, two, three = codes_of().chunks()
     for pieces in ([start, one, three, two], [start, one, two[:-1]], [start, two[:5] + one, one, two]):
-        arriving = ArrivingCodes(pieces)
-        messages = []
+        arriving, names, messages = ArrivingCodes(pieces), [], []
         for _ in range(5):
-            try:
-                part = next(arriving)
-                assert not messages
-                assert part.name == "layer.1"
-            except ArtifactError as error:
-                messages.append(str(error))
-        assert len(messages) >= 4
+            with pytest.raises(ArtifactError) as caught:
+                names.extend(part.name for part in arriving)
+            messages.append(str(caught.value))
+        assert set(names) <= {"layer.1"}
         assert len(set(messages)) == 1
 
 
@@ -241,8 +225,7 @@ def test_an_interruption_while_reading_ends_the_codes():
         raise KeyboardInterrupt
 
     arriving = ArrivingCodes(pieces())
-    next(arriving)
     with pytest.raises(KeyboardInterrupt):
-        next(arriving)
+        list(arriving)
     with pytest.raises(ArtifactError, match="broken off"):
-        next(arriving)
+        list(arriving)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.errors import ArtifactError, ConfigError
-from hf_kvcaches.translate.codes import ArrivingCodes, CodesWriter, SemanticCodes
+from hf_kvcaches.translate.codes import ArrivingCodes, SemanticCodes, message_of
 from tests.translate.code_helpers import PARTS, blob, bodies_of, codes_of, head_of, json_of, message, refused, same
 
 
@@ -94,7 +94,7 @@ def test_a_length_that_promises_much_takes_no_memory_before_it_came():
     """A head may announce petabytes that never come."""
     codes = codes_of(head_of(lengths=(1024,), parts=PARTS[:1]))
     huge = replace(codes.head, parts=(replace(PARTS[0], rows=1 << 31),))
-    size = huge.nbytes - 28 - len(CodesWriter(huge).begin())
+    size = huge.nbytes - 28 - len(next(message_of(huge, [])))
     assert size > 1 << 40
     asked: list[int] = []
     arriving = ArrivingCodes(reader_of(message(json_of(huge), bodies_of(codes), lengths={0: size}), asked))

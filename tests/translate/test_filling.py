@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_kvcaches.translate.cache import TranslatedCache
+from hf_kvcaches.translate.codes import CodesHead, Row
 from hf_kvcaches.translate.filling import match_rows
-from hf_kvcaches.translate.head import CodesHead, Row
 from hf_kvcaches.translate.states import PromptTokens
 from tests import tiny
 from tests.translate.pairs import FAMILIES, HALF, changed, fit, fitted, models

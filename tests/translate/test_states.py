@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3NextConfig
 from hf_kvcaches import compat
 from hf_kvcaches.core.partial import PassEnded
 from hf_kvcaches.errors import ConfigError, UnsupportedError
-from hf_kvcaches.translate.states import PromptTokens, ReadingCache, read_states, run_base, state_of_input
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache, read_states, state_of_input
 from tests import tiny
 from tests.translate.models import MODELS, layers_of, left_padded, made_by, projected, traces_of
 
@@ -150,7 +150,7 @@ def test_a_layer_that_fails_on_another_input_leaves_nothing_behind():
         state_of_input(model, 2, torch.zeros(6, 5), PromptTokens.of(tiny.ids(1, 6)))
     assert traces_of(model) == before
     # And the model runs as ever.
-    run_base(model, ReadingCache(model), PromptTokens.of(tiny.ids(1, 6)))
+    read(model, PromptTokens.of(tiny.ids(1, 6)))
 
 
 def test_what_ends_a_pass_ends_no_pass_that_was_to_go_on():
