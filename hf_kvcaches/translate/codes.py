@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_kvcaches.core.files import MOST_LAYERS, write_atomically
 from hf_kvcaches.core.wire.messages import DIGEST, BodyTensor, Bytes, MessageReader, MessageWriter, message_bytes
-from hf_kvcaches.errors import ArtifactError, ConfigError, whole_number
+from hf_kvcaches.errors import ArtifactError, ConfigError
 from hf_kvcaches.stores.files import opened
 
 # Texts of a head are repeated in errors.
@@ -31,8 +31,7 @@ _ROW_DIGEST = re.compile(r"[0-9a-f]{32}")
 TokenIds = Tensor | Sequence[int] | np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A coded prompt, identified by the digest of its token ids.
 
     Args:
@@ -44,12 +43,6 @@ class Row:
     tokens: int
     digest: str
     first: int = 0
-
-    def __post_init__(self) -> None:
-        whole_number("tokens", self.tokens, 0, most=_MOST_TOKENS)
-        whole_number("first", self.first, 0, f"a token of the {self.tokens}", most=self.tokens)
-        if not isinstance(self.digest, str) or not _ROW_DIGEST.fullmatch(self.digest):
-            raise ConfigError.of("digest", "32 hexadecimal digits in small letters", self.digest)
 
     @classmethod
     def of(cls, ids: TokenIds, first: int = 0) -> Self:
@@ -70,8 +63,7 @@ def _digest(ids: TokenIds) -> str:
     return hashlib.blake2b(np.asarray(ids).astype("<u4").tobytes(), digest_size=DIGEST).hexdigest()
 
 
-@dataclass(frozen=True)
-class PartHead:
+class PartHead(NamedTuple):
     """A part that follows.
 
     Args:
@@ -81,10 +73,6 @@ class PartHead:
 
     name: str
     rows: int
-
-    def __post_init__(self) -> None:
-        _require_text("name", self.name)
-        whole_number("rows", self.rows, 1, most=_MOST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -104,18 +92,6 @@ class CodesHead:
     rows: tuple[Row, ...]
     parts: tuple[PartHead, ...]
 
-    def __post_init__(self) -> None:
-        _require_text("translator", self.translator)
-        for name, kind in (("rows", Row), ("parts", PartHead)):
-            values = getattr(self, name)
-            if not isinstance(values, tuple) or not all(isinstance(value, kind) for value in values):
-                raise ConfigError.of(name, f"a tuple of {kind.__name__}s", values)
-        if not self.rows:
-            raise ConfigError.of("rows", "at least one row", self.rows)
-        names = {part.name for part in self.parts}
-        if len(names) < len(self.parts) or len(names) > MOST_LAYERS:
-            raise ConfigError.of("parts", f"at most {MOST_LAYERS} parts of different names", [part.name for part in self.parts])
-
     @cached_property
     def tokens(self) -> int:
         """Tokens with codes, of all rows."""
@@ -132,19 +108,26 @@ class CodesHead:
 
     def content(self) -> dict[str, Any]:
         """The head as JSON values."""
-        rows = [[row.tokens, row.digest, *([row.first] if row.first else [])] for row in self.rows]
-        return {"translator": self.translator, "rows": rows, "parts": [[part.name, part.rows] for part in self.parts]}
+        rows = [list(row if row.first else row[:2]) for row in self.rows]
+        return {"translator": self.translator, "rows": rows, "parts": list(map(list, self.parts))}
 
     @classmethod
     def of_content(cls, content: dict[str, Any]) -> Self:
         """The inverse of `content`."""
-        rows, parts = tuple(Row(*row) for row in content["rows"]), tuple(PartHead(*part) for part in content["parts"])
-        return cls(**content | {"rows": rows, "parts": parts})
-
-
-def _require_text(argument: str, value: object) -> None:
-    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_TEXT:
-        raise ConfigError.of(argument, f"a string of 1 to {_LONGEST_TEXT} characters", value)
+        rows, parts = (tuple(kind(*each) for each in content[name]) for name, kind in (("rows", Row), ("parts", PartHead)))
+        head = cls(**content | {"rows": rows, "parts": parts})
+        texts = [head.translator, *(part.name for part in head.parts)]
+        counts = [(row.tokens, 0, _MOST_TOKENS) for row in head.rows] + [(row.first, 0, row.tokens) for row in head.rows]
+        counts += [(part.rows, 1, _MOST_BYTES) for part in head.parts]
+        if not all(isinstance(text, str) and 0 < len(text) <= _LONGEST_TEXT for text in texts):
+            raise ValueError("a name of no or too many characters")
+        if not all(type(count) is int and least <= count <= most for count, least, most in counts):
+            raise ValueError("a count out of its range")
+        if not head.rows or not all(_ROW_DIGEST.fullmatch(row.digest) for row in head.rows):
+            raise ValueError("no rows, or a digest that is none")
+        if len(set(texts[1:])) < len(head.parts) or len(head.parts) > MOST_LAYERS:
+            raise ValueError("parts of equal names, or too many")
+        return head
 
 
 class Part(NamedTuple):

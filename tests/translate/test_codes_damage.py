@@ -93,7 +93,7 @@ def reader_of(data: bytes, asked: list[int]):
 def test_a_length_that_promises_much_takes_no_memory_before_it_came():
     """A head may announce petabytes that never come."""
     codes = codes_of(head_of(lengths=(1024,), parts=PARTS[:1]))
-    huge = replace(codes.head, parts=(replace(PARTS[0], rows=1 << 31),))
+    huge = replace(codes.head, parts=(PARTS[0]._replace(rows=1 << 31),))
     size = huge.nbytes - 28 - len(next(message_of(huge, [])))
     assert size > 1 << 40
     asked: list[int] = []

@@ -89,7 +89,7 @@ def test_with_a_payload_of_0_a_named_layer_is_patched_from_what_the_consumer_kno
     monkeypatch.setattr(patching, "_STEPS", 5)
     producer, consumer = MODELS["qwen3"](seed=1), MODELS["qwen3"](seed=2)
     translator = fitted(producer, consumer, patch_layers=[2], payload=0, aligner=aligner)
-    assert translator.maps.encoders == ()
+    assert not translator.maps.encoders
     assert [(each.part, each.kind) for each in translator.maps.decoders] == [(None, "states"), (None, "input"), (None, "states")]
     known = {}
     read_states(consumer, PromptTokens.of(PROMPT[:, :-1]), known.__setitem__, hidden=[0])

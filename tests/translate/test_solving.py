@@ -100,7 +100,7 @@ def test_between_two_models_it_is_least_squares_on_what_is_known_and_the_produce
 def test_a_payload_of_0_sends_nothing_and_leaves_least_squares_on_what_is_known(layers_per_code):
     producer, consumer, texts = MODELS["llama"](seed=1), MODELS["llama"](seed=2), texts_of()
     translator = fitted(producer, consumer, texts, layers_per_code=layers_per_code, payload=0, ridge=1e-9)
-    assert translator.maps.encoders == ()
+    assert not translator.maps.encoders
     assert [decoder.part for decoder in translator.maps.decoders] == [None] * 3
     codes = translator.encode(producer, PROMPT)
     assert (len(codes), codes.head.parts) == (0, ())
