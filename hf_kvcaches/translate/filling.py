@@ -16,7 +16,8 @@ from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.kernels.rebuild import RowSpan, rebuild
 from hf_kvcaches.translate.codes import CodesHead, Part
 from hf_kvcaches.translate.maps import LayerDecoder
-from hf_kvcaches.translate.states import PromptTokens, feed_attention, with_watched_input
+from hf_kvcaches.translate.paper.feeding import fill_layer
+from hf_kvcaches.translate.states import PromptTokens, with_watched_input
 
 if TYPE_CHECKING:
     from hf_kvcaches.translate.cache import TranslatedCache
@@ -151,7 +152,7 @@ class Filling:
         """Write the keys and values of a layer."""
         layer, device = self.cache.layers[decoder.layer], compat.layer_device(self.layers[decoder.layer])
         if decoder.kind == "input":
-            self._patch(decoder, coefficients)
+            fill_layer(self.cache, decoder.layer, decoder.apply(self._side, coefficients), self.prompt, self.tokens)
         else:
             heads, *dims = decoder.shape
             like = self.cache.layers[0].key_buffer
@@ -182,12 +183,3 @@ class Filling:
             cos, sin = (table * geometry.attention_scaling for table in geometry.cos_sin(positions, device=device))
             self._tables[id(geometry), device] = {"cos": cos, "sin": sin, "layout": geometry.layout}
         return self._tables[id(geometry), device]
-
-    def _patch(self, decoder: LayerDecoder, coefficients: torch.Tensor | None) -> None:
-        """Have a patched layer compute keys and values from the translated input of its attention."""
-        inputs, seen, spans = decoder.apply(self._side, coefficients), self.prompt.seen, self.prompt.spans
-        new = self.tokens._replace(ids=self.tokens.ids[:, seen:], positions=self.tokens.positions[:, seen:])
-        hidden = inputs.new_zeros(*new.ids.shape, inputs.shape[1])
-        for span, rows in zip(spans, inputs.split([span.tokens for span in spans]), strict=True):
-            hidden[span.row, span.first - seen :] = rows
-        feed_attention(self.cache.model, decoder.layer, hidden, new, StoppingPass(self.cache, decoder.layer, decoder.layer))

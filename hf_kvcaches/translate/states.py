@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_kvcaches import compat
 from hf_kvcaches.core.answerable import require_answering
 from hf_kvcaches.core.cache import KVCache
 from hf_kvcaches.core.layers import KVLayer, PassingLayer
-from hf_kvcaches.core.partial import PassEnded, SkippedLayer, ToldModule, name_of, twin_of, with_layers
+from hf_kvcaches.core.partial import PassEnded, ToldModule, name_of, twin_of, with_layers
 from hf_kvcaches.core.prefill import run_module
 from hf_kvcaches.core.splicing.rotation import Rotation, rotation_of
 from hf_kvcaches.core.watching import Attended, WatchedView
@@ -216,15 +216,10 @@ def state_of(rotation: Rotation, layer: int, keys: torch.Tensor, values: torch.T
 
 def with_watched_input(layer: nn.Module, watch: Callable[[torch.Tensor], Any]) -> nn.Module:
     """Return a twin of a decoder layer that passes its attention's input, (batch, tokens, hidden), to `watch`."""
-
-    def exchange(states: torch.Tensor) -> torch.Tensor:
-        watch(states)
-        return states
-
-    return _with_exchanged_input(layer, exchange)
+    return with_exchanged_input(layer, lambda states: (watch(states), states)[1])
 
 
-def _with_exchanged_input(layer: nn.Module, exchange: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+def with_exchanged_input(layer: nn.Module, exchange: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
     """Return a twin of a decoder layer whose attention gets another input."""
 
     def on_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -232,35 +227,3 @@ def _with_exchanged_input(layer: nn.Module, exchange: Callable[[torch.Tensor], t
 
     attention = compat.attention_module(layer)
     return twin_of(layer, {name_of(layer, attention): ToldModule(attention, on_call)})
-
-
-def feed_attention(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: PromptTokens, cache: Cache) -> None:
-    """Compute a layer's keys and values from another input of its attention.
-
-    Args:
-        hidden: Normalised, (batch, tokens, hidden).
-        cache: Takes keys and values, and raises `PassEnded` behind them.
-    """
-    layers = compat.decoder_layers(model)[2]
-    below = [SkippedLayer(skipped, hidden.to(model.dtype) if index == layer - 1 else None) for index, skipped in enumerate(layers[:layer])]
-    exchanged = _with_exchanged_input(layers[layer], lambda states: hidden.to(states))
-    with suppress(PassEnded):
-        run_module(with_layers(model, [*below, exchanged, *layers[layer + 1 :]]), cache, tokens.ids, tokens.positions, tokens.mask)
-
-
-@torch.no_grad()
-def state_of_input(model: PreTrainedModel, layer: int, hidden: torch.Tensor, tokens: PromptTokens) -> State:
-    """Return the keys and values that a layer computes from another input of its attention.
-
-    Args:
-        hidden: Normalised, (tokens, hidden), of one prompt.
-    """
-    cache, states = ReadingCache(model), list[State]()
-
-    def on_layer(index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        states.append(state_of(require_plain_layers(cache.config), index, keys, values, tokens))
-        raise PassEnded
-
-    cache.on_layer = on_layer
-    feed_attention(model, layer, hidden[None], tokens, cache)
-    return states[0]

@@ -14,7 +14,8 @@ from hf_kvcaches.core.growing import GrowingCache
 from hf_kvcaches.errors import ConfigError
 from hf_kvcaches.translate.maps import Maps
 from hf_kvcaches.translate.pair import Pair
-from hf_kvcaches.translate.states import PromptTokens, ReadingCache, state_of_input
+from hf_kvcaches.translate.paper.feeding import state_of_input
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache
 
 # Of a text kept apart, so much is asked for behind the rest: a quarter, and no more than so many tokens.
 _ASKED = 32
