@@ -38,9 +38,9 @@ def cases() -> str:
 def note() -> str:
     """The conditions of the measurements."""
     if speeds():
-        [size] = {(row["layers"], row["hidden"], row["threads"]) for row in speeds()}
-        speed = "Speed is that of {} layers of hidden size {:,} with random weights, batch 1, {} CPU thread{}".format(
-            size[0], int(size[1]), size[2], "" if size[2] == "1" else "s"
+        [size] = {(row["layers"], row["hidden"], row["threads"], row["hardware"]) for row in speeds()}
+        speed = "Speed is that of {} layers of hidden size {:,} with random weights, batch 1, {} thread{} of an {}".format(
+            size[0], int(size[1]), size[2], "" if size[2] == "1" else "s", size[3]
         )
     else:
         speed = "Speed is that of CPUs with random weights, at hidden size 1,024 (`GrowingCache`, `TranslatedCache`: 512)"
@@ -52,8 +52,9 @@ def note() -> str:
 
 
 def speeds() -> list[Row]:
-    """The rows of the speed table for one text at a time; none where it was not measured."""
-    return [row for row in rows(SPEED) if row["batch"] == "1"] if (BENCHMARKS / f"{SPEED}.csv").exists() else []
+    """The rows of the speed table for one text at a time, of the processor that has most; none where it was not measured."""
+    single = [row for row in rows(SPEED) if row["batch"] == "1"] if (BENCHMARKS / f"{SPEED}.csv").exists() else []
+    return [row for row in single if row["hardware"] == statistics.mode(other["hardware"] for other in single)]
 
 
 def speed(what: str, column: str, cache: str, otherwise: str, setting: str = "") -> str:

@@ -28,7 +28,7 @@ def write_reports(results: Results, device: torch.device, size: Any, root: Path)
         size: Of the model, with `labels()`.
         root: Of the checkout.
     """
-    where = {name: environment(device)[name] for name in ("device", "threads")}
+    where = {name: environment(device)[name] for name in ("hardware", "device", "threads")}
     measured = [{**where, **row} for row in rows_where(results.rows, **size.labels())]
     path = root / BENCHMARKS / f"speed-{device.type}.csv"
     rows = merged(read(path), [as_text(row) for row in [*full_rows(measured), *measured]])
@@ -76,24 +76,24 @@ def read(path: Path) -> list[dict[str, str]]:
 def merged(old: Sequence[dict[str, str]], new: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """All rows, the new ones in place of old ones of the same key, ordered by cell with DynamicCache first."""
     rows = {tuple(row[name] for name in KEY): row for row in [*old, *new]}
-    order = lambda row: (row["dtype"] != "float32", int(row["batch"]) * int(row["context"]), int(row["batch"]), row["cache"] != FULL)  # noqa: E731
+    order = lambda row: (row["hardware"], row["dtype"] != "float32", int(row["batch"]) * int(row["context"]), int(row["batch"]), row["cache"] != FULL)  # noqa: E731
     return sorted(rows.values(), key=order)
 
 
 def tables_of(rows: Sequence[dict[str, str]]) -> str:
-    """A Markdown table for each device and precision."""
-    groups = dict.fromkeys((row["device"], row["threads"], row["dtype"]) for row in rows)
+    """A Markdown table for each processor and precision."""
+    groups = dict.fromkeys((row["hardware"], row["device"], row["threads"], row["dtype"]) for row in rows)
     parts = []
-    for device, threads, dtype in groups:
-        group = rows_where(rows, device=device, threads=threads, dtype=dtype)
+    for hardware, device, threads, dtype in groups:
+        group = rows_where(rows, hardware=hardware, device=device, threads=threads, dtype=dtype)
         cells = list(dict.fromkeys((row["batch"], row["context"]) for row in group))
         sides = list(dict.fromkeys((row["cache"], row["setting"]) for row in group))
         lines = [["cache", *(f"{batch} x {int(context):,}" for batch, context in cells)], ["---"] * (len(cells) + 1)]
         for cache, setting in sides:
             found = {(row["batch"], row["context"]): row for row in rows_where(group, cache=cache, setting=setting)}
             lines.append([f"`{cache}({setting})`" if setting else f"`{cache}`", *(cell_text(found.get(cell)) for cell in cells)])
-        where = f"{threads} thread{'' if threads == '1' else 's'}" if device == "cpu" else "GPU"
-        parts.append(f"### {dtype}, {device}, {where}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
+        where = f"{threads} thread{'' if threads == '1' else 's'} of {hardware}" if device == "cpu" else hardware
+        parts.append(f"### {dtype}, {where}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines))
     return "\n\n".join(parts)
 
 

@@ -15,7 +15,7 @@ from transformers import Cache, DynamicCache
 from hf_kvcaches import compat
 from hf_kvcaches.cli.options import add_options, begin, check_counts, load
 from hf_kvcaches.cli.specs import CallSpec, add_cache, caches_of, parse
-from hf_kvcaches.cli.tables import Row, print_environment, show, write_csv
+from hf_kvcaches.cli.tables import Row, hardware, print_environment, show, write_csv
 from hf_kvcaches.cli.timing import in_turns, ratios, spread
 from hf_kvcaches.core.rope_families import head_sizes
 from hf_kvcaches.core.stepping import ModelRunner, Seconds
@@ -33,7 +33,7 @@ COLUMNS = {
 }
 # The columns of speed tables, which `recommend` reads.
 SPEED_COLUMNS = (
-    *("device", "threads", "dtype", "cache", "setting", "hidden", "layers", "heads", "kv_heads", "head_dim"),
+    *("hardware", "device", "threads", "dtype", "cache", "setting", "hidden", "layers", "heads", "kv_heads", "head_dim"),
     *("batch", "context", "prefill_s", "decode_ms", "prefill_ratio", "decode_ratio", "mib"),
 )
 
@@ -127,6 +127,7 @@ def _shape(model: Any, args: argparse.Namespace) -> Row:
     sizes = head_sizes(text, 0)
     heads = getattr(text, "num_attention_heads", "")
     return {
+        "hardware": hardware(model.device),
         "device": model.device.type,
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -38,7 +38,7 @@ def speed_table(path: Path | None = None) -> list[Measured]:
         path: What `hf-kvcaches bench --csv` wrote.
     """
     rows = _rows(path, "speed.csv")
-    needed = {"cache", "setting", "prefill_ratio", "decode_ratio", *_NUMBERS, *_NAMES}
+    needed = {"hardware", "cache", "setting", "prefill_ratio", "decode_ratio", *_NUMBERS, *_NAMES}
     if rows and not needed <= set(rows[0]):
         raise ArtifactError(f"{path}: expected a file of hf-kvcaches bench --csv, the columns {sorted(needed - set(rows[0]))} are missing.")
     return rows

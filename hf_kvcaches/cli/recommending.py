@@ -171,7 +171,7 @@ def _print_notes(family: str, support: Measured | None, offered: Sequence[CacheC
     if not measured:
         print("prefill, step: there is no speed table; make one with hf-kvcaches bench --csv FILE and pass it as --speed.")
         return
-    cases = dict.fromkeys("{hidden} x {layers} layers, {dtype}, {batch} x {context} tokens, {device}".format(**row) for row in measured)
+    cases = dict.fromkeys("{hidden} x {layers} layers, {dtype}, {batch} x {context} tokens, {hardware}".format(**row) for row in measured)
     print(f"prefill, step: times as fast as DynamicCache where it was measured nearest ({'; '.join(cases)}); sources with a hit.")
 
 

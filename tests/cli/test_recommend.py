@@ -134,7 +134,7 @@ def test_a_family_that_nobody_tried_is_said():
 
 
 def row(cache, setting="", **changes):
-    case = {"device": "cpu", "dtype": "float32", "hidden": 1024, "layers": 28, "batch": 1, "context": 2048}
+    case = {"hardware": "Abacus", "device": "cpu", "dtype": "float32", "hidden": 1024, "layers": 28, "batch": 1, "context": 2048}
     numbers = {"prefill_s": 1, "decode_ms": 1, "prefill_ratio": 1, "decode_ratio": 2}
     known = case | numbers | {"cache": cache, "setting": setting} | changes
     return {name: str(known.get(name, "")) for name in SPEED_COLUMNS}
@@ -158,7 +158,7 @@ def test_a_speed_table_of_ones_own_is_read_and_another_file_is_refused(capsys, t
         writer.writerow(row("GrowingCache", prefill_ratio=1.25, decode_ratio=3.5))
     done = run(capsys, "recommend", "--model", BASE, "--speed", tmp_path / "speed.csv")
     assert re.search(r"GrowingCache\(\).* 1\.25x  3\.50x", done.out)
-    assert "measured nearest (1024 x 28 layers, float32, 1 x 2048 tokens, cpu)" in done.out
+    assert "measured nearest (1024 x 28 layers, float32, 1 x 2048 tokens, Abacus)" in done.out
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ArtifactError, match="hf-kvcaches bench --csv"):
         speed_table(tmp_path / "other.csv")
