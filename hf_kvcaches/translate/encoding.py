@@ -35,7 +35,7 @@ class Encoding:
         self.tokens = PromptTokens.of(tokens.ids[:, :-1], tokens.real[:, :-1]).to(compat.input_device(self.model))
         coded = self.tokens.real.clone()
         coded[:, :first] = False
-        self._coded = coded[self.tokens.real]
+        self._coded = coded[self.tokens.real] if first else None
         skipped = (self.tokens.real.sum(-1) - coded.sum(-1)).tolist()
         rows = tuple(Row.of(ids, count) for ids, count in zip(self.tokens.rows(), skipped, strict=True))
         self.head = CodesHead(translator.digest, rows, translator.part_heads)
@@ -47,7 +47,7 @@ class Encoding:
         waiting, states = list(self.encoders), dict[int, State]()
 
         def on_state(layer: int, state: State) -> None:
-            states[layer] = state if bool(self._coded.all()) else state.rows(self._coded)
+            states[layer] = state if self._coded is None else state.rows(self._coded)
             while waiting and waiting[0].needs <= states.keys():
                 encoder = waiting.pop(0)
                 on_part(Part(encoder.part, encoder.encode(states)))
