@@ -1,8 +1,6 @@
-"""What an error in a key or a value costs: a symmetric matrix over [keys, values] of a layer, by which regression weighs errors.
+"""The cost of errors of a key or a value: a symmetric matrix over a layer's [keys, values], by which regression weighs errors.
 
-What errors cost in the output of attention, and in what the model predicts, is in `core/metric.py`. Gradients are taken at one layer's keys
-and values with those of the other layers fixed, because each layer is translated for itself, and nothing is recomputed from the result.
-Positions that the calibration's texts never ask for would be free, so the metric of attention is added with as much weight in all.
+`core/metric.py` describes both kinds. Gradients are taken with the other layers' keys and values fixed, as each layer is translated alone.
 """
 
 from __future__ import annotations
@@ -11,84 +9,67 @@ from typing import Any
 
 import torch
 
-from hf_kvcaches.core.metric import Sizes, before_rotation, loss_of_drawn
+from hf_kvcaches.core.metric import before_rotation, loss_of_drawn
 from hf_kvcaches.core.moments import second_moment
 from hf_kvcaches.core.rope import RotaryGeometry
+from hf_kvcaches.core.splicing.rotation import Rotation
+from hf_kvcaches.translate.states import PromptTokens, ReadingCache
 
-# Keys of a text from where its queries are looked at, as shares of its length.
-_FROM = (0.0, 0.25, 0.5, 0.75)
-
-
-class QueryMoments:
-    """Sums over the queries of a layer, by which its keys without rotation count.
-
-    A query at position i meets a key at position j rotated back by j. The keys of a text's start and its quarters stand for all: an average
-    over all distances would have to treat what is asked as independent of where, and loses facts that are asked for at the end.
-    """
-
-    def __init__(self, sizes: Sizes, geometry: RotaryGeometry, device: torch.device | str) -> None:
-        self.sizes, self.geometry = sizes, geometry
-        self.total = torch.zeros(sizes.heads, sizes.key_dim, sizes.key_dim, dtype=torch.float64, device=device)
-        self.count = torch.zeros((), dtype=torch.float64, device=device)
-
-    def add(self, query: torch.Tensor) -> None:
-        """Adds a text's rotated queries, (1, heads, tokens, key_dim)."""
-        for share in _FROM:
-            position = int(share * query.shape[2])
-            met = before_rotation(self.geometry, query[:, :, position:], position)[0]
-            self.total += second_moment(met) / met.shape[1]
-            self.count += 1
-
-    def logit_moment(self) -> torch.Tensor:
-        """By which keys count for the squared error of a logit, (heads, key_dim, key_dim)."""
-        return self.total / self.count * self.sizes.scaling**2
+# The positions of the keys that stand for all of a text, as shares of its length. An average over all distances takes no notice of how far
+# behind a key it is asked for, and loses facts that are asked for at the end of a text.
+_KEY_POSITIONS = (0.0, 0.25, 0.5, 0.75)
 
 
-def attention_metric(queries: torch.Tensor, output: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-    """What errors cost in the output of attention, (width, width), on the CPU.
-
-    The weights of attention are taken as equal in all heads: which head looks where depends on the text, and facts that only a later
-    question asks for are lost where heads that had little to do count less. So a value costs W'W, and a key the logit's square times the
-    mean of |W (v - mean)|^2.
+def logit_moment(geometry: RotaryGeometry, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return the cost of an error of a key without rotation, as the mean squared error of its logits, (heads, key_dim, key_dim).
 
     Args:
-        queries: As from `QueryMoments.logit_moment`, (heads, key_dim, key_dim).
+        query: A text's rotated queries, (1, heads, tokens, key_dim).
+    """
+    moments = []
+    for share in _KEY_POSITIONS:
+        position = int(share * query.shape[2])
+        # A query meets a key at `position` rotated back by that position.
+        rows = before_rotation(geometry, query[:, :, position:], position)[0]
+        moments.append(second_moment(rows) / rows.shape[1])
+    return torch.stack(moments).mean(0) * scaling**2
+
+
+def attention_metric(queries: torch.Tensor, output: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+    """Return the cost of errors in the output of attention, (width, width), on the CPU.
+
+    An error of a value costs W'W, and one of a key the squared error of the logit times the mean of |W (v - mean)|^2. Heads count alike:
+    weighing them by their attention weights loses facts that only a later question asks for.
+
+    Args:
+        queries: As from `logit_moment`, (heads, key_dim, key_dim).
         output: As from `output_metric`, (heads, value_dim, value_dim).
-        spread: Covariance of the values, (kv_heads * value_dim, kv_heads * value_dim).
+        covariance: Of the values, (kv_heads * value_dim, kv_heads * value_dim).
     """
     size = output.shape[-1]
-    covariances = torch.stack([spread[start : start + size, start : start + size] for start in range(0, len(spread), size)])
-    group = len(queries) // len(covariances)
-    reach = (output * covariances.to(output).repeat_interleave(group, 0)).sum((1, 2))
-    keys, values = ((part.unflatten(0, (-1, group)).sum(1)) for part in (reach[:, None, None] * queries, output))
+    blocks = torch.stack([covariance[start : start + size, start : start + size] for start in range(0, len(covariance), size)])
+    group = len(queries) // len(blocks)
+    deviations = (output * blocks.to(output).repeat_interleave(group, 0)).sum((1, 2))
+    keys, values = ((part.unflatten(0, (-1, group)).sum(1)) for part in (deviations[:, None, None] * queries, output))
     return torch.block_diag(*keys, *values).cpu()
 
 
-def blend(loss: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """Both metrics with the same weight in all, in the unit of the first."""
-    return loss + attention * (float(loss.trace()) / max(float(attention.trace()), 1e-300))
-
-
-def gradient_rows(geometry: RotaryGeometry, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Gradients at a layer's keys without rotation and values, side by side as in a `State`, (tokens, width).
+def loss_gradients(model: Any, rotation: Rotation, tokens: PromptTokens, seed: int) -> list[torch.Tensor]:
+    """Return the gradients of the loss of tokens drawn from the model's own predictions, at each layer's [keys without rotation, values].
 
     Args:
-        keys: At rotated keys, (1, kv_heads, tokens, key_dim).
-        positions: (1, tokens).
+        tokens: Of one text.
+
+    Returns:
+        (tokens, width) for each layer.
     """
-    return torch.cat([part[0].transpose(0, 1).flatten(1) for part in (before_rotation(geometry, keys, positions), values)], dim=1)
-
-
-def loss_gradients(
-    model: Any, ids: torch.Tensor, leaves: list[tuple[torch.Tensor, torch.Tensor]], cache: Any, seed: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Gradients at all layers' keys and values of the loss of tokens that the model itself would continue with.
-
-    Args:
-        ids: (1, tokens).
-        leaves: Filled by the cache with each layer's keys and values.
-    """
+    cache = ReadingCache(model)
+    cache.leaves = []
     with torch.inference_mode(False), torch.enable_grad():
-        logits = model(input_ids=ids.clone(), past_key_values=cache, use_cache=True).logits
-        flat = torch.autograd.grad(loss_of_drawn(logits, [seed]), [part for pair in leaves for part in pair])
-    return list(zip(flat[::2], flat[1::2], strict=True))
+        logits = model(input_ids=tokens.ids.clone(), past_key_values=cache, use_cache=True).logits
+        gradients = torch.autograd.grad(loss_of_drawn(logits, [seed]), [part for pair in cache.leaves for part in pair])
+    rows = []
+    for geometry, keys, values in zip(rotation.layers, gradients[::2], gradients[1::2], strict=True):
+        pair = before_rotation(geometry, keys, tokens.positions), values
+        rows.append(torch.cat([part[0].transpose(0, 1).flatten(1) for part in pair], dim=1))
+    return rows

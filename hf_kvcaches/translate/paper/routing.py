@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_kvcaches.errors import ArtifactError, ConfigError, is_number
+from hf_kvcaches.errors import ArtifactError, is_number
 
 # The metric, greater is better, with exactly these layers patched and all others reused.
 Score = Callable[[frozenset[int]], float]
@@ -86,36 +87,20 @@ def select(score: Score, layers: Sequence[int], *, pool: int, most: int) -> Rout
         pool: How many enter the greedy search.
         most: The largest number of patched layers.
     """
-    known: dict[frozenset[int], float] = {}
-
-    def value(chosen: frozenset[int]) -> float:
-        if chosen not in known:
-            known[chosen] = _as_number(score(chosen), chosen)
-        return known[chosen]
-
-    nothing = value(frozenset())
-    sensitivity = {layer: value(frozenset({layer})) - nothing for layer in layers}
-    left = sorted(sorted(layers, key=lambda layer: (-sensitivity[layer], layer))[:pool])
-    taken: frozenset[int] = frozenset()
+    score = functools.cache(score)
+    nothing = score(frozenset())
+    sensitivity = {layer: score(frozenset({layer})) - nothing for layer in layers}
+    candidates = sorted(sorted(layers, key=lambda layer: (-sensitivity[layer], layer))[:pool])
+    chosen: frozenset[int] = frozenset()
     steps: list[Step] = []
-    while left and len(steps) < most:
-        best = max(left, key=lambda layer: value(taken | {layer}))  # The first of equals, and `left` is in order.
-        gain = value(taken | {best}) - value(taken)
+    while candidates and len(steps) < most:
+        best = max(candidates, key=lambda layer: score(chosen | {layer}))  # The first of equals.
+        gain = score(chosen | {best}) - score(chosen)
         if gain <= 0:
             break
-        taken |= {best}
-        left.remove(best)
-        steps.append(Step(best, gain, value(taken) - nothing))
+        chosen |= {best}
+        candidates.remove(best)
+        steps.append(Step(best, gain, score(chosen) - nothing))
     efficiencies = tuple(step.total / count for count, step in enumerate(steps, start=1))
     patched = efficiencies.index(max(efficiencies)) + 1 if steps else 0
     return Route(tuple(sorted(step.layer for step in steps[:patched])), sensitivity, tuple(steps), efficiencies)
-
-
-def _as_number(value: Any, layers: frozenset[int]) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError.of("score", f"a finite number for the patched layers {sorted(layers)}", value)
-    return number
